@@ -1,0 +1,78 @@
+"""The one interface of everything that proposes tokens."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from polydraft.models import LanguageModel
+from polydraft.registry import Registry
+from polydraft.sampling import SamplingParams
+from polydraft.schemes import Scheme
+from polydraft.trees import DraftTree, Topology
+from polydraft.walks import Verdict
+
+
+class DraftSession(ABC):
+    """A drafter at work on one batch.
+
+    `propose` and `commit` run on the device without looking at values; `begin` and `settle` talk to the host.
+    """
+
+    scheme: Scheme
+    """How the proposals were drawn, and so how they must be verified."""
+    num_nodes: int
+    """Most nodes a proposal has, the root included."""
+    depth: int
+    """Levels below the root of every proposal."""
+    num_uniforms: int
+    """Random numbers a row that `propose` uses."""
+
+    @abstractmethod
+    def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
+        """Get ready to continue `texts`, whose last token is pending, up to `longest` tokens."""
+
+    @abstractmethod
+    def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Grow a tree below the pending token, the second of each row's last two tokens."""
+
+    @abstractmethod
+    def commit(self, verdict: Verdict, keep_B: Tensor) -> None:
+        """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows."""
+
+    @abstractmethod
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Take note on the host of the texts after the round and of what the round added."""
+
+    @abstractmethod
+    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
+        """Drop what was committed beyond `texts`, after some were cut off at their end."""
+
+
+class Drafter(ABC):
+    """A source of candidates, free of any one text."""
+
+    name: ClassVar[str]
+    min_text: int = 1
+    """Shortest text, pending token included, it can continue; before that the engine decodes plainly."""
+
+    @abstractmethod
+    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> DraftSession:
+        """Go to work on a batch that is sampled with `params`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a drafter can be made of."""
+
+    target: LanguageModel
+    draft: LanguageModel | None = None
+    topology: Topology
+    scheme: str = "auto"
+    draft_temperature: float | None = None
+
+
+DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")
+"""Ways to make a drafter from parts, by name; all of them are proven lossless by the test suite."""

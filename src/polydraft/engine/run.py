@@ -1,0 +1,190 @@
+"""One batch from its prompts to its last token."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polydraft.drafters import Drafter, DraftSession, Plain
+from polydraft.engine.result import TARGET, StopReason
+from polydraft.engine.stats import Stats
+from polydraft.errors import FailureError
+from polydraft.models import LanguageModel, Memory
+from polydraft.sampling import Noise, SamplingParams, Warper
+from polydraft.walks import Walk
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """New tokens of one row from one round."""
+
+    row: int
+    token_ids: list[int]
+    sources: list[str]
+    stop_reason: StopReason | None
+
+
+class Workspace:
+    """Memories of target and drafter for a batch; kept, they let a later run reuse the text they share."""
+
+    def __init__(self, target: LanguageModel, drafter: Drafter, batch_size: int, params: SamplingParams) -> None:
+        self.batch_size = batch_size
+        self.session = drafter.start(batch_size, params, target)
+        self.memory = Memory(target, batch_size, behind=1, places=self.session.num_nodes)
+
+
+class Run:
+    """Generate for a batch, one round at a time.
+
+    A round (`step`) is a pure function of tensors on the device; the host sees its outcome once, at the end, and does
+    the book-keeping: ends of text, limits, statistics. Rows that are done idle along.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: LanguageModel,
+        drafter: Drafter,
+        workspace: Workspace,
+        walk: Walk,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        generators: Sequence[torch.Generator],
+        max_new_tokens: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.target, self.drafter, self.walk = target, drafter, walk
+        self.texts = [list(prompt) for prompt in prompts]
+        self.stats = Stats()
+        self._started = time.perf_counter()
+        self._prompt_lengths = [len(prompt) for prompt in prompts]
+        self._eos, self._device = eos_token_ids, target.device
+        self._ends = [_end(len(prompt), max_new_tokens, target.max_positions) for prompt in prompts]
+        self._longest = max(end for end, _ in self._ends)
+        self._noise = Noise(generators, self._device)
+        self._warper = Warper(params, target.vocab_size, prompts, self._device)
+        self._memory, self._session = workspace.memory, workspace.session
+        self._plain = Plain().start(len(prompts), params, target)
+        self.stop_reasons: list[StopReason | None] = [None] * len(prompts)
+        self._drafting = False
+        with torch.inference_mode(), self.stats.clock("prefill"):
+            self._memory.align(self.texts, self._longest)
+            self._begin_drafting()
+        self._tail_B2 = torch.tensor([([0] + text)[-2:] for text in self.texts], device=self._device)
+        self._active_B = torch.ones(len(prompts), dtype=torch.bool, device=self._device)
+
+    @property
+    def done(self) -> bool:
+        """Whether every row has ended."""
+        return all(reason is not None for reason in self.stop_reasons)
+
+    @torch.inference_mode()
+    def step(self) -> list[Emitted]:
+        """Run one round and return the new tokens of every row that was not done."""
+        outcome_BX, depth = self._round(self._session if self._drafting else self._plain)
+        with self.stats.clock("verify"):
+            outcome = outcome_BX.tolist()  # the round's only device-to-host copy
+        emitted = [
+            self._settle_row(row, values[: depth + 1], *values[depth + 1 :])
+            for row, values in enumerate(outcome)
+            if self.stop_reasons[row] is None
+        ]
+        self._settle(emitted)
+        return emitted
+
+    def _round(self, session: DraftSession) -> tuple[Tensor, int]:
+        """Draft, score, walk and commit, without a look at the values."""
+        stats, depth = self.stats, session.depth
+        with stats.clock("draft"):
+            uniforms_BU = self._noise.uniforms(session.num_uniforms + self.walk.uniforms(session.scheme, depth))
+            draft = session.propose(self._tail_B2, uniforms_BU[:, : session.num_uniforms])
+        with stats.clock("target"):
+            features_BNF = self._memory.context.extend(draft.tokens_BN, draft.block())
+        rows_B = torch.arange(len(self.texts), device=self._device)
+
+        def target_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
+            logits_BV = self.target.head(features_BNF[rows_B, node_B])
+            return self._warper.probs(logits_BV[:, None], path_BP[:, None])[:, 0]
+
+        with stats.clock("verify"):
+            verdict = self.walk.run(session.scheme, draft, target_law, uniforms_BU[:, session.num_uniforms :])
+        with stats.clock("commit"):
+            keep_B = torch.where(self._active_B, verdict.accepted_B + 1, 0)
+            self._memory.context.commit(verdict.path_BD, keep_B)
+            session.commit(verdict, keep_B)
+            recent_BX = torch.cat([self._tail_B2[:, 1:], verdict.tokens_BD], dim=1)
+            last_B1 = verdict.accepted_B[:, None]
+            self._tail_B2 = torch.cat([recent_BX.gather(1, last_B1), recent_BX.gather(1, last_B1 + 1)], dim=1)
+            numbers = (verdict.accepted_B, verdict.offered_B, verdict.invalid_B)
+            outcome_BX = torch.cat([verdict.tokens_BD, *(number[:, None].long() for number in numbers)], dim=1)
+        return outcome_BX, depth
+
+    def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, invalid: int) -> Emitted:
+        """Take what one row got, up to its end."""
+        if invalid:
+            raise FailureError(
+                f"the target {self.target.name!r} returned logits that are not numbers at position {len(self.texts[row])}; "
+                "try dtype float32, or check the weights"
+            )
+        text, kept, reason = self.texts[row], [], None
+        end, end_reason = self._ends[row]
+        for token in tokens[: accepted + 1]:
+            kept.append(token)
+            if token in self._eos:
+                reason = StopReason.EOS
+            elif len(text) + len(kept) >= end:
+                reason = end_reason
+            if reason:
+                break
+        text.extend(kept)
+        sources = [self.drafter.name if index < accepted else TARGET for index in range(len(kept))]
+        self.stats.count(accepted, offered, sum(source != TARGET for source in sources))
+        self.stop_reasons[row] = reason
+        return Emitted(row, kept, sources, reason)
+
+    def _settle(self, emitted: list[Emitted]) -> None:
+        by_row: list[list[int]] = [[] for _ in self.texts]
+        for item in emitted:
+            by_row[item.row] = item.token_ids
+        self.stats.rounds += 1
+        self.stats.new_tokens += sum(map(len, by_row))
+        self._warper.advance(by_row)
+        self._memory.settle(self.texts)
+        if self._drafting:
+            self._session.settle(self.texts, by_row)
+        else:
+            self._begin_drafting()
+        if any(item.stop_reason for item in emitted):
+            self._retire()
+        self.stats.total_seconds = time.perf_counter() - self._started
+
+    def _begin_drafting(self) -> None:
+        """Call in the drafter as soon as every text is long enough for it."""
+        if min(map(len, self.texts)) >= self.drafter.min_text:
+            self._session.begin(self.texts, self._longest)
+            self._drafting = True
+
+    def end_row(self, row: int, reason: StopReason, new_tokens: int) -> None:
+        """End a row from outside (a stop string, a criterion, a cancellation), keeping that many new tokens."""
+        surplus = len(self.texts[row]) - self._prompt_lengths[row] - new_tokens
+        if surplus > 0:
+            del self.texts[row][-surplus:]
+            self.stats.new_tokens -= surplus
+        self.stop_reasons[row] = reason
+        self._retire()
+
+    def _retire(self) -> None:
+        """Let ended rows idle: memories drop what was cut off at the end and grow no more."""
+        self._active_B = torch.tensor([reason is None for reason in self.stop_reasons], device=self._device)
+        self._memory.rewind(self.texts)
+        if self._drafting:
+            self._session.rewind(self.texts)
+
+
+def _end(prompt_length: int, max_new_tokens: int, max_positions: int | None) -> tuple[int, StopReason]:
+    """Return the length at which a text ends, and what that end is called."""
+    if max_positions is not None and prompt_length + max_new_tokens > max_positions:
+        return max_positions, StopReason.CONTEXT
+    return prompt_length + max_new_tokens, StopReason.LENGTH

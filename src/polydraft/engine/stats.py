@@ -1,0 +1,94 @@
+"""What happened, in numbers."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+PHASES = ("prefill", "draft", "target", "verify", "commit")
+
+
+@dataclass
+class Stats:
+    """Counts and times of one run, over all its rows.
+
+    A *pass* is one row's share of a target forward: a batch of three rows makes three passes a round.
+    """
+
+    new_tokens: int = 0
+    """Tokens in the results, as the user sees them."""
+    rounds: int = 0
+    passes: int = 0
+    block_tokens: int = 0
+    """Tokens that the rounds yielded before anything was cut off at an end."""
+    drafted_tokens: int = 0
+    """Emitted tokens that came from a draft."""
+    offers_by_depth: list[int] = field(default_factory=list)
+    """How often a node at each depth was reached that had candidates."""
+    accepts_by_depth: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    total_seconds: float = 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Block efficiency τ of MCSD §4.1."""
+        return self.block_tokens / self.passes if self.passes else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share α of positions with candidates at which one was accepted (MCSD §4.1)."""
+        offers = sum(self.offers_by_depth)
+        return sum(self.accepts_by_depth) / offers if offers else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """α at each depth of the tree."""
+        return [
+            accepted / offered for accepted, offered in zip(self.accepts_by_depth, self.offers_by_depth, strict=True) if offered
+        ]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time spent after the prompt was read."""
+        return max(self.total_seconds - self.seconds["prefill"], 0.0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second, reading the prompt not counted."""
+        return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    def count(self, accepted: int, offered: int, drafted: int) -> None:
+        """Add one row's round: `accepted` nodes of `offered` that had candidates, `drafted` of them kept."""
+        self.passes += 1
+        self.block_tokens += accepted + 1
+        self.drafted_tokens += drafted
+        missing = offered - len(self.offers_by_depth)
+        self.offers_by_depth.extend([0] * missing)
+        self.accepts_by_depth.extend([0] * missing)
+        for depth in range(offered):
+            self.offers_by_depth[depth] += 1
+            self.accepts_by_depth[depth] += depth < accepted
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Add the time of a phase. On a GPU that is the time to queue its work; the host waits for all of it in `verify`."""
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures for reports."""
+        return {
+            "new_tokens": self.new_tokens,
+            "rounds": self.rounds,
+            "tokens_per_pass": round(self.tokens_per_pass, 4),
+            "acceptance_rate": round(self.acceptance_rate, 4),
+            "acceptance_by_depth": [round(rate, 4) for rate in self.acceptance_by_depth],
+            "drafted_tokens": self.drafted_tokens,
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "seconds": {
+                **{phase: round(value, 5) for phase, value in self.seconds.items()},
+                "total": round(self.total_seconds, 5),
+            },
+        }

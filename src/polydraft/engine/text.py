@@ -1,0 +1,75 @@
+"""Token by token to text, with stop strings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_INCOMPLETE = "\ufffd"
+
+
+class TextAssembler:
+    """Turn one row's tokens into text as it becomes certain.
+
+    Text is held back while a character is incomplete or while it could be the beginning of a stop string.
+
+    Parameters
+    ----------
+    tokenizer : a Hugging Face tokenizer, or None to make no text
+    stop : sequence of str
+        Strings that end the text; the text ends before the first one found.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, [string for string in stop if string]
+        self._tokens: list[int] = []
+        self._settled_tokens = 0
+        self._settled_text = ""
+        self._released = 0
+        self.text = ""
+        """All text so far, held back or not; cut before the stop string once one is found."""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Take one more token and return the text that became certain."""
+        self._tokens.append(token)
+        if self._tokenizer is None:
+            return ""
+        # Decoding from a little before the new token keeps this linear in the length of the text.
+        window = self._tokens[self._settled_tokens :]
+        decoded = self._tokenizer.decode(window, skip_special_tokens=True)
+        self.text = self._settled_text + decoded
+        if len(window) > 16 and not decoded.endswith(_INCOMPLETE):
+            self._settle(window, decoded)
+        searched_from = max(0, self._released - max(map(len, self._stop), default=0))
+        found = [at for string in self._stop if (at := self.text.find(string, searched_from)) >= 0]
+        if found:
+            self.stopped = True
+            self.text = self.text[: min(found)]
+            return self._release(len(self.text))
+        if self.text.endswith(_INCOMPLETE):
+            return ""
+        return self._release(len(self.text) - self._possible_stop())
+
+    def finish(self) -> str:
+        """Return what was held back, at the end of the text."""
+        return self._release(len(self.text))
+
+    def _settle(self, window: list[int], decoded: str) -> None:
+        """Move the window on where text splits cleanly into two decodings."""
+        half = len(window) // 2
+        head = self._tokenizer.decode(window[:half], skip_special_tokens=True)
+        tail = self._tokenizer.decode(window[half:], skip_special_tokens=True)
+        if head + tail == decoded:
+            self._settled_text += head
+            self._settled_tokens += half
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        for length in range(max(map(len, self._stop), default=1) - 1, 0, -1):
+            if any(string.startswith(self.text[-length:]) for string in self._stop if length < len(string)):
+                return length if length <= len(self.text) else 0
+        return 0
+
+    def _release(self, upto: int) -> str:
+        piece = self.text[self._released : upto]
+        self._released = max(self._released, upto)
+        return piece

@@ -1,0 +1,33 @@
+"""Every error that polydraft raises on purpose.
+
+::
+
+    PolydraftError
+    ├── UsageError (also ValueError)        the caller asked for something impossible; command line exit code 2
+    └── FailureError (also RuntimeError)    the request was fine, the work failed; command line exit code 1
+
+A message is one line: what, which value, what is allowed, what to do.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class PolydraftError(Exception):
+    """Root of all errors raised by this package."""
+
+
+class UsageError(PolydraftError, ValueError):
+    """An option, name or prompt that cannot be used as given."""
+
+
+class FailureError(PolydraftError, RuntimeError):
+    """Work that failed although it was asked for correctly."""
+
+
+def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UsageError:
+    """Describe an unknown name, with the nearest allowed one first."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UsageError(f"unknown {kind} {name!r}; {hint}allowed: {', '.join(names)}")

@@ -1,0 +1,95 @@
+"""Keys and values of a batch, in slots of our own choosing."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from polydraft.errors import FailureError
+
+
+class SlotCache(Cache):
+    """A `transformers` cache that writes where it is told and can move slots about.
+
+    All layers live in one tensor, so that committing a path is one gather and one write, not one a layer. Storage is
+    allocated when the first layer shows its shape. Attention gets a view of the used slots: no copy, and no work on
+    slots never written.
+    """
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.num_layers, self.capacity = num_layers, capacity
+        self.keys_LBHSC: Tensor | None = None
+        self.values_LBHSC: Tensor | None = None
+        self._slots_BT = torch.empty(0, 0, dtype=torch.long)
+        self._first_slot: int | None = None
+        self._used = 0
+
+    def aim(self, slots_BT: Tensor, first_slot: int | None, used: int) -> None:
+        """Say where the next pass writes: `slots_BT`, or the contiguous slots from `first_slot` in all rows."""
+        self._slots_BT, self._first_slot, self._used = slots_BT, first_slot, used
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store one layer's new keys and values; return all that are in use."""
+        if self.keys_LBHSC is None or self.values_LBHSC is None:
+            self.keys_LBHSC = self._allocate(key_states)
+            self.values_LBHSC = self._allocate(value_states)
+        return (
+            self._write(self.keys_LBHSC[layer_idx], key_states),
+            self._write(self.values_LBHSC[layer_idx], value_states),
+        )
+
+    def _allocate(self, states_BHTC: Tensor) -> Tensor:
+        batch_size, heads, _, channels = states_BHTC.shape
+        # Zeros, not garbage: a masked slot still meets 0 * value, and NaN would come through.
+        return states_BHTC.new_zeros(self.num_layers, batch_size, heads, self.capacity, channels)
+
+    def _write(self, stored_BHSC: Tensor, states_BHTC: Tensor) -> Tensor:
+        if stored_BHSC.shape[1] != states_BHTC.shape[1] or stored_BHSC.shape[3] != states_BHTC.shape[3]:
+            raise FailureError("this model's layers have keys of different shapes, which polydraft cannot store")
+        size = states_BHTC.shape[2]
+        if self._first_slot is not None:
+            stored_BHSC[:, :, self._first_slot : self._first_slot + size] = states_BHTC
+        else:
+            index_BHTC = self._slots_BT[:, None, :, None].expand_as(states_BHTC)
+            stored_BHSC.scatter_(2, index_BHTC, states_BHTC)
+        return stored_BHSC[:, :, : self._used]
+
+    def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        """Copy slots within each row, in all layers at once."""
+        for stored_LBHSC in (self.keys_LBHSC, self.values_LBHSC):
+            if stored_LBHSC is not None:
+                rows_B1 = torch.arange(len(source_BD), device=source_BD.device)[:, None]
+                stored_LBHSC[:, rows_B1, :, target_BD] = stored_LBHSC[:, rows_B1, :, source_BD]
+
+    def grow(self, capacity: int) -> None:
+        """Enlarge the storage, keeping its content."""
+        more = capacity - self.capacity
+        self.capacity = capacity
+        if self.keys_LBHSC is not None and self.values_LBHSC is not None:
+            self.keys_LBHSC = torch.nn.functional.pad(self.keys_LBHSC, (0, 0, 0, more))
+            self.values_LBHSC = torch.nn.functional.pad(self.values_LBHSC, (0, 0, 0, more))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values held."""
+        held = (self.keys_LBHSC, self.values_LBHSC)
+        return sum(stored.nbytes for stored in held if stored is not None)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Slots in use before the tokens of this pass."""
+        return self._used - self._slots_BT.shape[1]
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Slot of this pass's first token."""
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Slots that attention sees, and the first of them."""
+        return self._used, 0
+
+    def __len__(self) -> int:
+        return self.num_layers

@@ -1,0 +1,145 @@
+"""Any Hugging Face causal language model as a `LanguageModel`, without touching its code."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError
+from polydraft.models.cache import SlotCache
+from polydraft.models.families import FAMILIES
+from polydraft.models.language_model import Context, LanguageModel
+from polydraft.models.support import FULL, SLIDING, layer_kinds, refuse_unsupported, text_config
+from polydraft.trees import Block
+
+
+class HFModel(LanguageModel):
+    """Wrap a `transformers` causal language model.
+
+    Tree attention needs nothing from the model but what every current one takes: a 4-D mask, position ids and a cache
+    object. The constructor checks that, by computing, for model types that the test suite does not cover.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Used as it is, in its dtype and on its device.
+    name : str, optional
+        For messages and statistics; the model's own name otherwise.
+    """
+
+    def __init__(self, model: Any, name: str | None = None) -> None:
+        refuse_unsupported(model)
+        self.hf_model = model.eval()
+        self.config = text_config(model)
+        self.name = name or self.config.name_or_path or self.config.model_type
+        self.device = model.device
+        self.dtype = model.dtype
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.max_positions = getattr(self.config, "max_position_embeddings", None)
+        self.num_layers = int(self.config.num_hidden_layers)
+        kinds = set(layer_kinds(self.config))
+        self.window: int | None = self.config.sliding_window if SLIDING in kinds else None
+        self.mixed_layers = {FULL, SLIDING} <= kinds
+        self._additive_mask = self.config._attn_implementation == "eager"
+        with torch.inference_mode():
+            self._split_head = self._head_can_be_split()
+            if self.config.model_type not in FAMILIES:
+                self._check_tree_attention()
+
+    def start(self, batch_size: int, capacity: int) -> "HFContext":
+        """Open an empty memory; storage is allocated at the first pass."""
+        return HFContext(self, batch_size, capacity)
+
+    def head(self, features_RF: Tensor) -> Tensor:
+        """Apply the output head, unless the features are logits already."""
+        logits: Tensor = self.hf_model.get_output_embeddings()(features_RF) if self._split_head else features_RF
+        return logits
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache) -> Tensor:
+        """Run the model and return features: the last hidden states, or logits where the head cannot be split off."""
+        inputs = {
+            "input_ids": tokens_BT,
+            "attention_mask": mask,
+            "position_ids": positions_BT,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if self._split_head:
+            hidden_BTF: Tensor = self.hf_model.base_model(**inputs).last_hidden_state
+            return hidden_BTF
+        logits_BTV: Tensor = self.hf_model(**inputs).logits
+        return logits_BTV
+
+    def mask(self, visible_BTS: Tensor, positions_BT: Tensor, slot_positions_BS: Tensor) -> Any:
+        """Return the mask in the form this model takes: a tensor, or one a kind of layer."""
+        full = self._formatted(visible_BTS)
+        if self.window is None:
+            return full
+        near_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None, :] < self.window
+        sliding = self._formatted(visible_BTS & near_BTS)
+        return {FULL: full, SLIDING: sliding} if self.mixed_layers else sliding
+
+    def _formatted(self, visible_BTS: Tensor) -> Tensor:
+        mask_B1TS = visible_BTS[:, None]
+        if not self._additive_mask:
+            return mask_B1TS
+        lowest = torch.finfo(self.dtype).min
+        return torch.zeros_like(mask_B1TS, dtype=self.dtype).masked_fill_(~mask_B1TS, lowest)
+
+    def _head_can_be_split(self) -> bool:
+        """Whether logits are the output head of the last hidden states, nothing more (no scaling, no soft cap)."""
+        if self.hf_model.base_model is self.hf_model:
+            return False
+        tokens_BT = torch.tensor([[0, 1]], device=self.device)
+        logits_BTV = self.hf_model(input_ids=tokens_BT, use_cache=False).logits
+        hidden_BTF = self.hf_model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        head_BTV = self.hf_model.get_output_embeddings()(hidden_BTF)
+        return logits_BTV.shape == head_BTV.shape and torch.equal(logits_BTV, head_BTV.to(logits_BTV.dtype))
+
+    def _check_tree_attention(self) -> None:
+        """Refuse a model type of unknown habits whose logits in a tree differ from those along its paths."""
+        tokens_BT = torch.tensor([[1, 2, 3, 4]], device=self.device)
+        path = self.start(1, 8)
+        path.prefill([[1]])
+        path_features = path.extend(tokens_BT[:, [1, 3]], _probe_block([0, 1], [[0], [0, 1]], self.device))
+        tree = self.start(1, 8)
+        tree.prefill([[1]])
+        tree_features = tree.extend(tokens_BT[:, 1:], _probe_block([0, 0, 1], [[0], [1], [0, 2]], self.device))
+        expected, got = self.head(path_features[0, -1:]), self.head(tree_features[0, -1:])
+        tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
+        if not torch.allclose(expected, got, rtol=tolerance, atol=tolerance * float(expected.abs().max())):
+            raise UsageError(
+                f"model type {self.config.model_type!r} does not follow tree masks (logits in a tree differ from those along "
+                f"its path); supported and tested: {', '.join(FAMILIES)}"
+            )
+
+
+def _probe_block(depths: list[int], visible: list[list[int]], device: torch.device) -> Block:
+    visible_TT = torch.zeros(len(depths), len(depths), dtype=torch.bool, device=device)
+    for row, places in enumerate(visible):
+        visible_TT[row, places] = True
+    return Block(0, torch.tensor([depths], device=device), visible_TT[None])
+
+
+class HFContext(Context):
+    """Keys and values of one batch."""
+
+    def __init__(self, model: HFModel, batch_size: int, capacity: int) -> None:
+        super().__init__(batch_size, capacity, model.device, model.max_positions)
+        self._model = model
+        self.cache = SlotCache(model.num_layers, capacity)
+
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        size, used = tokens_BT.shape[1], visible_BTS.shape[2]
+        aligned = len(set(self.lengths)) == 1
+        self.cache.aim(slots_BT, used - size if aligned else None, used)
+        # One token that sees everything needs no mask, which spares attention a slower path.
+        plain = aligned and size == 1 and self._model.window is None
+        mask = None if plain else self._model.mask(visible_BTS, positions_BT, self._positions_BS[:, :used])
+        return self._model.forward(tokens_BT, positions_BT, mask, self.cache)
+
+    def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        self.cache.move(source_BD, target_BD)
+
+    def _grow(self, capacity: int) -> None:
+        self.cache.grow(capacity)

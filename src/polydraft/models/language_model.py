@@ -1,0 +1,140 @@
+"""What the engine asks of a model."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError
+from polydraft.trees import Block, causal_block
+
+_PREFILL_CHUNK = 512
+
+
+class Context(ABC):
+    """The memory of one batch of texts: what is committed, and behind it places for uncommitted tokens.
+
+    Each row has committed tokens in slots `0 .. lengths[row]`; uncommitted place u of a block is slot `lengths[row] + u`.
+    Slots past that hold leftovers that nobody attends to. Subclasses store whatever a token leaves behind (keys and
+    values; the tokens themselves) and compute the pass.
+    """
+
+    def __init__(self, batch_size: int, capacity: int, device: torch.device, max_positions: int | None) -> None:
+        self.batch_size, self.capacity, self.device = batch_size, capacity, device
+        self.max_positions = max_positions
+        self.lengths = [0] * batch_size
+        """Committed tokens a row, as the host last knew them; see `settle`."""
+        self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=device)
+        """Committed tokens a row."""
+        self._positions_BS = torch.arange(capacity, device=device).repeat(batch_size, 1)
+        self._rows_B1 = torch.arange(batch_size, device=device)[:, None]
+
+    def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
+        """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
+        # Tokens past the position limit can only lead to text past it, which the engine cuts off.
+        position_BT = self.lengths_B[:, None] + block.depths_BT
+        if self.max_positions is not None:
+            position_BT = position_BT.clamp(max=self.max_positions - 1)
+        used = max(self.lengths) + block.stop
+        assert used <= self.capacity, (used, self.capacity)
+        slots_BT = self.lengths_B[:, None] + torch.arange(block.start, block.stop, device=self.device)
+        self._positions_BS[self._rows_B1, slots_BT] = position_BT
+        visible_BTS = self._visible(block, used)
+        return self._forward(tokens_BT.clamp(min=0), position_BT, slots_BT, visible_BTS)
+
+    def _visible(self, block: Block, used: int) -> Tensor:
+        """Widen the block's own mask to all used slots: committed text is visible, leftovers are not."""
+        if len(set(self.lengths)) == 1:
+            committed_BTS = block.visible_BTU.new_ones(self.batch_size, block.size, self.lengths[0])
+            return torch.cat([committed_BTS, block.visible_BTU], dim=-1)
+        place_BS = torch.arange(used, device=self.device) - self.lengths_B[:, None]
+        in_block_BS = (place_BS >= 0) & (place_BS < block.stop)
+        place_BTS = place_BS.clamp(0, block.stop - 1)[:, None].expand(-1, block.size, -1)
+        return (place_BS < 0)[:, None] | (in_block_BS[:, None] & block.visible_BTU.gather(2, place_BTS))
+
+    def commit(self, places_BD: Tensor, counts_B: Tensor) -> None:
+        """Keep the tokens in the first `counts_B` of `places_BD` as committed text, in that order; drop the rest."""
+        source_BD = self.lengths_B[:, None] + places_BD
+        target_BD = self.lengths_B[:, None] + torch.arange(places_BD.shape[1], device=self.device)
+        self._move(source_BD, target_BD)
+        self._positions_BS[self._rows_B1, target_BD] = target_BD
+        self.lengths_B = self.lengths_B + counts_B
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """Tell the host how long the rows are after a commit, without waiting for the device."""
+        self.lengths = list(lengths)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Cut rows to the given numbers of committed tokens."""
+        self.settle(lengths)
+        self.lengths_B = torch.tensor(self.lengths, dtype=torch.long, device=self.device)
+
+    def prefill(self, texts: Sequence[Sequence[int]]) -> None:
+        """Append tokens known beforehand to each row's committed text."""
+        done = 0
+        while (longest := max(len(text) for text in texts) - done) > 0:
+            size = min(longest, _PREFILL_CHUNK)
+            parts = [list(text[done : done + size]) for text in texts]
+            tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
+            block = causal_block(self.batch_size, size, self.device)
+            self.extend(tokens_BT, block)
+            self.rewind([length + len(part) for length, part in zip(self.lengths, parts, strict=True)])
+            done += size
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least `capacity` slots a row, keeping what is committed."""
+        if capacity > self.capacity:
+            fresh_BS = torch.arange(self.capacity, capacity, device=self.device).repeat(self.batch_size, 1)
+            self._positions_BS = torch.cat([self._positions_BS, fresh_BS], dim=1)
+            self._grow(capacity)
+            self.capacity = capacity
+
+    @abstractmethod
+    def _grow(self, capacity: int) -> None:
+        """Enlarge the storage."""
+
+    @abstractmethod
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        """Store and compute T tokens a row; slot s is attended to where `visible_BTS` says so."""
+
+    @abstractmethod
+    def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        """Copy what is stored in some slots of each row to others."""
+
+
+class LanguageModel(ABC):
+    """A causal language model that can score trees."""
+
+    name: str
+    vocab_size: int
+    device: torch.device
+    max_positions: int | None
+    """Longest text the model can read; None for any length."""
+
+    @abstractmethod
+    def start(self, batch_size: int, capacity: int) -> Context:
+        """Open an empty memory for `batch_size` texts with room for `capacity` slots each."""
+
+    @abstractmethod
+    def head(self, features_RF: Tensor) -> Tensor:
+        """Turn features, as `Context.extend` returns them, into logits `[R, V]`.
+
+        Apart, because a walk visits few nodes of a tree: a large vocabulary's logits are needed only there.
+        """
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_positions: int | None, vocab_size: int) -> None:
+    """Refuse prompts that a model cannot read."""
+    if not prompts:
+        raise UsageError("no prompt given; pass at least one")
+    for prompt in prompts:
+        if not prompt:
+            raise UsageError("empty prompt: it has no tokens; give at least one character")
+        if max_positions is not None and len(prompt) >= max_positions:
+            raise UsageError(
+                f"prompt of {len(prompt)} tokens does not fit the model's context of {max_positions}; "
+                f"shorten it to at most {max_positions - 1} tokens"
+            )
+        if not all(0 <= token < vocab_size for token in prompt):
+            raise UsageError(f"prompt holds a token id outside the vocabulary; allowed: 0 to {vocab_size - 1}")

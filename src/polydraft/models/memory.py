@@ -1,0 +1,56 @@
+"""A context that knows which text it holds, so that a new text reuses the common beginning."""
+
+from collections.abc import Sequence
+
+from polydraft.models.language_model import LanguageModel
+
+
+class Memory:
+    """Committed text of a batch in one model.
+
+    Parameters
+    ----------
+    model : LanguageModel
+    batch_size : int
+    behind : int
+        How many of a text's last tokens stay out, to be passed through the model in the next round.
+    places : int
+        Uncommitted tokens a round may add.
+    """
+
+    def __init__(self, model: LanguageModel, batch_size: int, behind: int, places: int) -> None:
+        self.behind, self.places = behind, places
+        self.context = model.start(batch_size, capacity=places)
+        self._texts: list[Sequence[int]] = [()] * batch_size
+
+    def align(self, texts: Sequence[Sequence[int]], longest: int) -> None:
+        """Hold `texts` (less the last few tokens) and make room for them to grow to `longest` tokens."""
+        self.context.reserve(longest + self.places)
+        wanted = [text[: max(len(text) - self.behind, 0)] for text in texts]
+        held = [text[:length] for text, length in zip(self._texts, self.context.lengths, strict=True)]
+        kept = [_common_prefix(*pair) for pair in zip(held, wanted, strict=True)]
+        self.context.rewind(kept)
+        self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)])
+        self._texts = list(texts)
+
+    def settle(self, texts: Sequence[Sequence[int]]) -> None:
+        """Take note of what a round has committed, as known to the host."""
+        self._texts = list(texts)
+        self.context.settle(self._lengths(texts))
+
+    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
+        """Drop what was committed beyond `texts`."""
+        self._texts = list(texts)
+        self.context.rewind(self._lengths(texts))
+
+    def _lengths(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        return [max(len(text) - self.behind, 0) for text in texts]
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    length = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

@@ -1,0 +1,86 @@
+"""A model whose next-token law is a table: exact laws for tests and teaching, no network."""
+
+import torch
+from torch import Tensor
+
+from polydraft.models.language_model import Context, LanguageModel
+
+
+class TabularModel(LanguageModel):
+    """An n-gram model given by its table of logits.
+
+    Parameters
+    ----------
+    logits : Tensor
+        Shape `[V] * order + [V]`: logits of the next token, indexed by the last `order` tokens, oldest first. Before
+        the text began there is token 0.
+    """
+
+    def __init__(self, logits: Tensor, name: str = "tabular", max_positions: int | None = None) -> None:
+        self.name, self.device, self.max_positions = name, logits.device, max_positions
+        self.vocab_size = logits.shape[-1]
+        self.order = logits.dim() - 1
+        self._logits_XV = logits.reshape(-1, self.vocab_size)
+
+    @classmethod
+    def random(cls, vocab_size: int, order: int, seed: int, sharpness: float = 1.6, name: str = "tabular") -> "TabularModel":
+        """Make a random table; the default sharpness gives laws of about two nats at 32 tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = [vocab_size] * (order + 1)
+        return cls(sharpness * torch.randn(shape, generator=generator, dtype=torch.float64), name)
+
+    def mixed_with(self, other: "TabularModel", share: float) -> "TabularModel":
+        """Blend logits with another table of the same shape: a draft that agrees with this model in part."""
+        logits_XV = share * self._logits_XV + (1 - share) * other._logits_XV
+        return TabularModel(logits_XV.reshape([self.vocab_size] * (self.order + 1)), name="tabular-draft")
+
+    def start(self, batch_size: int, capacity: int) -> "TabularContext":
+        """Open an empty memory."""
+        return TabularContext(self, batch_size, capacity)
+
+    def head(self, features_RF: Tensor) -> Tensor:
+        """Return the features: they are logits."""
+        return features_RF
+
+    def logits_after(self, text: list[int]) -> Tensor:
+        """Return the next token's logits after `text`, without any of the machinery under test."""
+        recent = ([0] * self.order + text)[-self.order :]
+        index = 0
+        for token in recent:
+            index = index * self.vocab_size + token
+        return self._logits_XV[index]
+
+    def look_up(self, recent_BTO: Tensor) -> Tensor:
+        """Return logits after the last `order` tokens, oldest first."""
+        index_BT = torch.zeros_like(recent_BTO[..., 0])
+        for position in range(self.order):
+            index_BT = index_BT * self.vocab_size + recent_BTO[..., position]
+        return self._logits_XV[index_BT]
+
+
+class TabularContext(Context):
+    """The tokens themselves, found through mask and positions only, so that errors in either show."""
+
+    def __init__(self, model: TabularModel, batch_size: int, capacity: int) -> None:
+        super().__init__(batch_size, capacity, model.device, model.max_positions)
+        self._model = model
+        self._tokens_BS = torch.zeros(batch_size, capacity, dtype=torch.long, device=model.device)
+
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        self._tokens_BS[self._rows_B1, slots_BT] = tokens_BT
+        used = visible_BTS.shape[2]
+        slot_tokens_BTS = self._tokens_BS[:, None, :used].expand_as(visible_BTS)
+        recent = []
+        for back in range(self._model.order):
+            wanted_BT1 = (positions_BT - back)[:, :, None]
+            there_BTS = visible_BTS & (self._positions_BS[:, None, :used] == wanted_BT1)
+            slot_BT1 = there_BTS.to(torch.uint8).argmax(-1, keepdim=True)
+            token_BT = slot_tokens_BTS.gather(2, slot_BT1)[..., 0]
+            recent.append(torch.where(there_BTS.any(-1), token_BT, 0))
+        return self._model.look_up(torch.stack(recent[::-1], dim=-1))
+
+    def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        self._tokens_BS[self._rows_B1, target_BD] = self._tokens_BS[self._rows_B1, source_BD]
+
+    def _grow(self, capacity: int) -> None:
+        self._tokens_BS = torch.nn.functional.pad(self._tokens_BS, (0, capacity - self.capacity))

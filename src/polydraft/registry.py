@@ -1,0 +1,42 @@
+"""Named things that a user picks by name and that the test suite walks over."""
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from polydraft.errors import unknown_name
+
+Item = TypeVar("Item")
+
+
+class Registry(Generic[Item]):
+    """Map names to items; registering is all it takes to be offered, listed and tested."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._items: dict[str, Item] = {}
+
+    def register(self, name: str) -> Callable[[Item], Item]:
+        """Return a decorator that adds its argument under `name`."""
+
+        def add(item: Item) -> Item:
+            assert name not in self._items, f"{self.kind} {name!r} is registered twice"
+            self._items[name] = item
+            return item
+
+        return add
+
+    def get(self, name: str) -> Item:
+        """Return the item called `name`, or raise a `UsageError` that lists the allowed names."""
+        if name not in self._items:
+            raise unknown_name(self.kind, name, self._items)
+        return self._items[name]
+
+    def names(self) -> list[str]:
+        """All names, in order of registration."""
+        return list(self._items)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items

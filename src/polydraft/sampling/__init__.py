@@ -1,0 +1,8 @@
+"""From logits to probabilities to tokens: the only place that knows temperature, top-k, penalties and random numbers."""
+
+from polydraft.sampling.categorical import NO_TOKEN, draw_distinct, draw_independent, draw_one
+from polydraft.sampling.noise import Noise
+from polydraft.sampling.params import SamplingParams
+from polydraft.sampling.warper import Warper
+
+__all__ = ["NO_TOKEN", "Noise", "SamplingParams", "Warper", "draw_distinct", "draw_independent", "draw_one"]

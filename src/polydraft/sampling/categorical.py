@@ -1,0 +1,74 @@
+"""Exact draws from unnormalised weights, one uniform number a token.
+
+Inverse-CDF sampling keeps the random stream small (one number a draw), so that it can come from a generator of each
+row's own: a row's text then depends neither on its neighbours in the batch nor on the device.
+"""
+
+import torch
+from torch import Tensor
+
+NO_TOKEN = -1
+"""Marks a child that does not exist, because the tree has none there or the draft law's support is exhausted."""
+
+_BLOCK = 256
+
+
+class _BlockedWeights:
+    """Weights cut into blocks: a look-up scans the block sums, then one block, instead of all of a long vocabulary.
+
+    The short sums also keep rounding small: a float32 running sum over 50k+ tokens would not be a faithful law.
+    """
+
+    def __init__(self, weights_RV: Tensor) -> None:
+        rows, vocabulary = weights_RV.shape
+        self.blocks = -(-vocabulary // _BLOCK)
+        padding = self.blocks * _BLOCK - vocabulary
+        padded_RV = torch.nn.functional.pad(weights_RV, (0, padding)) if padding else weights_RV
+        self.weights_RMC = padded_RV.reshape(rows, self.blocks, _BLOCK)
+        self.sums_RM = self.weights_RMC.sum(-1).double()
+
+    def draw(self, uniforms_RK: Tensor) -> Tensor:
+        """Draw one token a uniform; `NO_TOKEN` where all weights are zero."""
+        cumulative_RM = self.sums_RM.cumsum(-1)
+        total_R1 = cumulative_RM[:, -1:]
+        # Strictly below the total, so that a block with positive weight is always found.
+        mark_RK = torch.minimum(uniforms_RK.double() * total_R1, total_R1.nextafter(torch.zeros_like(total_R1)))
+        block_RK = torch.searchsorted(cumulative_RM, mark_RK, right=True).clamp_(max=self.blocks - 1)
+        before_RK = cumulative_RM.gather(1, block_RK) - self.sums_RM.gather(1, block_RK)
+        index_RKC = block_RK[:, :, None].expand(-1, -1, _BLOCK)
+        inside_RKC = self.weights_RMC.gather(1, index_RKC).double()
+        within_RK = (inside_RKC.cumsum(-1) <= (mark_RK - before_RK)[:, :, None]).sum(-1)
+        # Rounding may leave the mark at or past the block's end: never step onto a token without weight.
+        last_RK = _BLOCK - 1 - (inside_RKC > 0).flip(-1).to(torch.uint8).argmax(-1)
+        tokens_RK = block_RK * _BLOCK + torch.minimum(within_RK, last_RK)
+        return torch.where(total_R1 > 0, tokens_RK, NO_TOKEN)
+
+    def remove(self, tokens_R: Tensor) -> None:
+        """Set the weight of one token a row to zero."""
+        rows_R = torch.arange(len(tokens_R), device=tokens_R.device)
+        safe_R = tokens_R.clamp(min=0)
+        block_R = safe_R // _BLOCK
+        self.weights_RMC[rows_R, block_R, safe_R % _BLOCK] = 0
+        self.sums_RM[rows_R, block_R] = self.weights_RMC[rows_R, block_R].sum(-1).double()
+
+
+def draw_independent(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+    """Draw K tokens a row with replacement."""
+    return _BlockedWeights(weights_RV).draw(uniforms_RK)
+
+
+def draw_one(weights_RV: Tensor, uniforms_R: Tensor) -> Tensor:
+    """Draw one token a row."""
+    return draw_independent(weights_RV, uniforms_R[:, None])[:, 0]
+
+
+def draw_distinct(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+    """Draw K tokens a row one after the other without replacement, in draw order; `NO_TOKEN` once support is exhausted."""
+    weights = _BlockedWeights(weights_RV.clone())
+    drawn = []
+    for rank in range(uniforms_RK.shape[1]):
+        token_R1 = weights.draw(uniforms_RK[:, rank : rank + 1])
+        drawn.append(token_R1)
+        if rank + 1 < uniforms_RK.shape[1]:
+            weights.remove(token_R1[:, 0])
+    return torch.cat(drawn, dim=1)

@@ -1,0 +1,33 @@
+"""Uniform random numbers, one stream a row."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_STREAM_STEP = 0x9E3779B97F4A7C15  # odd, so seeds of neighbouring rows never meet modulo 2**64
+
+
+def row_generator(seed: int, row: int = 0) -> torch.Generator:
+    """Return the generator of one row: row 0 uses `seed` itself, later rows streams of their own."""
+    return torch.Generator().manual_seed((seed + row * _STREAM_STEP) % 2**63)
+
+
+class Noise:
+    """Draw uniforms on the host from one generator a row and hand them over in one copy.
+
+    Host generators make the stream the same on every device, and rows independent of who shares their batch; the copy
+    to a GPU is asynchronous, so a round needs no host synchronisation for it.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator], device: torch.device) -> None:
+        self.generators = list(generators)
+        self.device = device
+
+    def uniforms(self, count: int) -> Tensor:
+        """Return fresh numbers in [0, 1) as float64, `count` a row."""
+        rows = [torch.rand(count, generator=generator, dtype=torch.float64) for generator in self.generators]
+        uniforms_BU = torch.stack(rows)
+        if self.device.type == "cuda":
+            return uniforms_BU.pin_memory().to(self.device, non_blocking=True)
+        return uniforms_BU.to(self.device)

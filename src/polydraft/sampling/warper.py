@@ -1,0 +1,146 @@
+"""Logits to probabilities, in the order of Hugging Face `generate`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError
+from polydraft.sampling.categorical import NO_TOKEN
+from polydraft.sampling.params import SamplingParams
+
+_TOP_P_CANDIDATES = 2048
+
+
+class Warper:
+    """Turn logits into the sampling law of `params`, for nodes anywhere in a tree.
+
+    It remembers the certain text of each row (prompt and emitted tokens) as far as `params` needs it. What lies
+    between the certain text and a node, the tokens of the node's own ancestors, comes as `paths_BGP`.
+
+    Parameters
+    ----------
+    params : SamplingParams
+    vocab_size : int
+    prompts : sequence of token-id lists, one a row
+    device : torch.device
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.params = params
+        self._device = device
+        self._bias_V = _bias(params, vocab_size, device)
+        self._history = [list(prompt) for prompt in prompts] if params.processors else []
+        self._seen_BV: Tensor | None = None
+        self._counts_BV: Tensor | None = None
+        if params.repetition_penalty != 1:
+            self._seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
+            for row, prompt in enumerate(prompts):
+                self._seen_BV[row, torch.as_tensor(list(prompt), device=device)] = True
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts_BV = torch.zeros(len(prompts), vocab_size, device=device)
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Add newly emitted tokens to the certain text of each row."""
+        if not self.params.needs_history:
+            return
+        for row, tokens in enumerate(emitted):
+            ids = torch.as_tensor(list(tokens), dtype=torch.long, device=self._device)
+            if self._seen_BV is not None:
+                self._seen_BV[row, ids] = True
+            if self._counts_BV is not None:
+                self._counts_BV[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+            if self._history:
+                self._history[row].extend(tokens)
+
+    def probs(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
+        """Return the law at each node as float32 probabilities.
+
+        Parameters
+        ----------
+        logits_BGV : Tensor
+            Raw logits of G nodes a row; left unchanged.
+        paths_BGP : Tensor
+            Tokens between the certain text and each node, the node's own included; `NO_TOKEN` where shorter.
+        """
+        scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
+        temperature = self.params.temperature
+        if temperature == 0:
+            best_BG1 = scores_BGV.argmax(-1, keepdim=True)
+            # NaN counts as the largest: found here, it spreads over the row, as softmax would, for the walk to report.
+            peak_BG1 = torch.where(scores_BGV.gather(-1, best_BG1).isfinite(), 0.0, torch.nan)
+            return peak_BG1.expand_as(scores_BGV).scatter(-1, best_BG1, peak_BG1 + 1.0)
+        if temperature != 1:
+            scores_BGV = scores_BGV / temperature
+        return torch.softmax(self._truncated(scores_BGV), dim=-1)
+
+    def _penalised(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
+        params = self.params
+        if self._bias_V is not None:
+            scores_BGV = scores_BGV + self._bias_V
+        real_BGP = paths_BGP != NO_TOKEN
+        tokens_BGP = paths_BGP.clamp(min=0)
+        if self._seen_BV is not None:
+            on_path_BGV = torch.zeros_like(scores_BGV).scatter_add_(-1, tokens_BGP, real_BGP.float()) > 0
+            seen_BGV = self._seen_BV[:, None] | on_path_BGV
+            penalty = params.repetition_penalty
+            punished_BGV = torch.where(scores_BGV < 0, scores_BGV * penalty, scores_BGV / penalty)
+            scores_BGV = torch.where(seen_BGV, punished_BGV, scores_BGV)
+        if self._counts_BV is not None:
+            counts_BGV = self._counts_BV[:, None].expand(scores_BGV.shape).clone()
+            counts_BGV.scatter_add_(-1, tokens_BGP, real_BGP.float())
+            scores_BGV = scores_BGV - params.presence_penalty * (counts_BGV > 0)
+            scores_BGV = scores_BGV - params.frequency_penalty * counts_BGV
+        if params.processors:
+            scores_BGV = self._processed(scores_BGV, paths_BGP)
+        return scores_BGV
+
+    def _processed(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
+        """Call the Hugging Face processors node by node; they want host-side shapes, so this synchronises."""
+        result_BGV = scores_BGV.clone()
+        for row, paths in enumerate(paths_BGP.tolist()):
+            for node, path in enumerate(paths):
+                ids = self._history[row] + [token for token in path if token != NO_TOKEN]
+                input_ids = torch.tensor([ids], dtype=torch.long, device=scores_BGV.device)
+                scores_1V = scores_BGV[row, node][None].clone()
+                for processor in self.params.processors:
+                    scores_1V = processor(input_ids, scores_1V)
+                result_BGV[row, node] = scores_1V[0]
+        return result_BGV
+
+    def _truncated(self, scores_BGV: Tensor) -> Tensor:
+        params = self.params
+        if params.top_k:
+            kept = min(params.top_k, scores_BGV.shape[-1])
+            lowest_BG1 = scores_BGV.topk(kept, dim=-1).values[..., -1:]
+            scores_BGV = scores_BGV.masked_fill(scores_BGV < lowest_BG1, -torch.inf)
+        if params.top_p < 1:
+            scores_BGV = scores_BGV.masked_fill(~_nucleus(torch.softmax(scores_BGV, -1), params.top_p), -torch.inf)
+        if params.min_p > 0:
+            probs_BGV = torch.softmax(scores_BGV, -1)
+            scores_BGV = scores_BGV.masked_fill(probs_BGV < params.min_p * probs_BGV.amax(-1, keepdim=True), -torch.inf)
+        return scores_BGV
+
+
+def _nucleus(probs_BGV: Tensor, top_p: float) -> Tensor:
+    """Mark the smallest set of likeliest tokens whose mass reaches `top_p`."""
+    candidates = min(_TOP_P_CANDIDATES, probs_BGV.shape[-1])
+    sorted_BGC, order_BGC = probs_BGV.topk(candidates, dim=-1)
+    # On a CPU looking at the values is free and a full sort is not; elsewhere sort everything, without a look.
+    if probs_BGV.device.type != "cpu" or (sorted_BGC.sum(-1) < top_p).any():
+        sorted_BGC, order_BGC = probs_BGV.sort(dim=-1, descending=True)
+    mass_before_BGC = sorted_BGC.double().cumsum(-1) - sorted_BGC.double()
+    keep_BGC = mass_before_BGC < top_p
+    keep_BGC[..., 0] = True
+    return torch.zeros_like(probs_BGV, dtype=torch.bool).scatter_(-1, order_BGC, keep_BGC)
+
+
+def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
+    if not params.logit_bias:
+        return None
+    bias_V = torch.zeros(vocab_size, device=device)
+    for token, value in params.logit_bias.items():
+        if not 0 <= token < vocab_size:
+            raise UsageError(f"logit_bias names token {token}; allowed: 0 to {vocab_size - 1}, the target's vocabulary")
+        bias_V[token] = value
+    return bias_V

@@ -1,0 +1,7 @@
+"""How the children of a node are drawn and how they are verified; the two belong together."""
+
+from polydraft.schemes.naive import Naive, Top
+from polydraft.schemes.rejection import RejectionWithoutReplacement, RejectionWithReplacement, Speculative
+from polydraft.schemes.scheme import SCHEMES, Scheme
+
+__all__ = ["SCHEMES", "Naive", "RejectionWithReplacement", "RejectionWithoutReplacement", "Scheme", "Speculative", "Top"]

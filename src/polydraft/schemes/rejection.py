@@ -1,0 +1,83 @@
+"""Recursive rejection sampling: speculative sampling and both algorithms of MCSD.
+
+References
+----------
+.. [1] Leviathan et al. 2023, arXiv:2211.17192 (speculative sampling).
+.. [2] Multi-Candidate Speculative Decoding, Algorithms 1 and 2.
+"""
+
+import torch
+from torch import Tensor
+
+from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent
+from polydraft.schemes.arithmetic import normalised, residual, without
+from polydraft.schemes.scheme import SCHEMES, Scheme
+
+
+def _rejection_law(target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, replacement: bool) -> Tensor:
+    """Test the children in draw order; each rejection moves the target law on to its residual.
+
+    Deviations from [2]: in float64; a residual without mass (p = q) keeps p instead of 0/0; the acceptance test is the
+    strict `U q < p`, so a token without target mass is never accepted.
+    """
+    target_RV, draft_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
+    emitted_RV = torch.zeros_like(target_RV)
+    undecided_R1 = torch.ones_like(target_RV[:, :1])
+    for child_R1 in children_RK.split(1, dim=1):
+        exists_R1 = child_R1 != NO_TOKEN
+        token_R1 = child_R1.clamp(min=0)
+        target_R1, draft_R1 = target_RV.gather(1, token_R1), draft_RV.gather(1, token_R1)
+        ratio_R1 = torch.where(draft_R1 > 0, target_R1 / draft_R1, 0.0).clamp(max=1.0)
+        accept_R1 = torch.where(exists_R1, ratio_R1, 0.0)
+        emitted_RV.scatter_add_(1, token_R1, undecided_R1 * accept_R1)
+        undecided_R1 = undecided_R1 * (1 - accept_R1)
+        target_RV = torch.where(exists_R1, residual(target_RV, draft_RV), target_RV)
+        if not replacement:
+            draft_RV = without(draft_RV, child_R1)
+    return emitted_RV + undecided_R1 * target_RV
+
+
+@SCHEMES.register("rrs-wor")
+class RejectionWithoutReplacement(Scheme):
+    """MCSD Algorithm 2: distinct candidates, tested one after the other."""
+
+    name = "rrs-wor"
+
+    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+        """MCSD eq. 1: the draft law without the earlier children, renormalised."""
+        return without(normalised(draft_probs_RV), earlier_RJ)
+
+    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+        """Draw all children from one table of sums."""
+        return draw_distinct(draft_probs_RV, uniforms_RK)
+
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Residual chain in which a rejected child also leaves the draft law."""
+        return _rejection_law(target_probs_RV, draft_probs_RV, children_RK, replacement=False)
+
+
+@SCHEMES.register("rrs-wr")
+class RejectionWithReplacement(Scheme):
+    """MCSD Algorithm 1: independent candidates, tested one after the other."""
+
+    name = "rrs-wr"
+
+    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+        """Every child follows the draft law."""
+        return normalised(draft_probs_RV)
+
+    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+        """Draw all children from one table of sums."""
+        return draw_independent(draft_probs_RV, uniforms_RK)
+
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Residual chain against an unchanged draft law."""
+        return _rejection_law(target_probs_RV, draft_probs_RV, children_RK, replacement=True)
+
+
+@SCHEMES.register("speculative")
+class Speculative(RejectionWithReplacement):
+    """Plain speculative sampling [1]: one candidate a node."""
+
+    name = "speculative"
+    max_children = 1

@@ -1,0 +1,53 @@
+"""The one interface of all verifiers."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polydraft.registry import Registry
+from polydraft.sampling import draw_one
+
+
+class Scheme(ABC):
+    """A way of drawing the children of a node, and the verification that is exact for exactly that way.
+
+    A scheme says two things. `child_law`: the law of the next child given the earlier ones. `law`: the law of the
+    emitted token given all children. Averaged over the drawing, `law` must be the target's law; the test suite
+    enumerates that for every registered scheme.
+
+    All tensors have rows R, any number of nodes side by side. Probabilities may arrive in any floating dtype and need
+    not sum to one exactly; children are token ids in draw order with `NO_TOKEN` at the end where there are fewer.
+    """
+
+    name: ClassVar[str]
+    max_children: ClassVar[int | None] = None
+    """Most children a node may have; None for any number."""
+    verify_uniforms: ClassVar[int] = 1
+    """Random numbers that `verify` uses a node."""
+
+    @abstractmethod
+    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+        """Return the law of child number J of `count`, given the J earlier ones; a zero row where there is none."""
+
+    @abstractmethod
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Return the law of the emitted token, given the children, as float64."""
+
+    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+        """Draw K children a row. Override where there is a faster way to draw from the same `child_law`."""
+        count = uniforms_RK.shape[1]
+        children_RJ = uniforms_RK.new_empty(len(draft_probs_RV), 0, dtype=torch.long)
+        for rank in range(count):
+            law_RV = self.child_law(draft_probs_RV, children_RJ, count)
+            child_R = draw_one(law_RV, uniforms_RK[:, rank])
+            children_RJ = torch.cat([children_RJ, child_R[:, None]], dim=1)
+        return children_RJ
+
+    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        """Return the emitted token of each row: one draw from `law`."""
+        return draw_one(self.law(target_probs_RV, draft_probs_RV, children_RK), uniforms_RU[:, 0])
+
+
+SCHEMES: Registry[type[Scheme]] = Registry("scheme")

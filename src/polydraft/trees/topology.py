@@ -1,0 +1,188 @@
+"""The static shape of a draft tree."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError
+
+MAX_NODES = 1024
+"""Largest tree that is accepted, the root included."""
+
+
+@dataclass(frozen=True)
+class DrawGroup:
+    """Nodes of one level that have the same number of children, drawn together."""
+
+    nodes: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """Children of each node."""
+        return len(self.children[0])
+
+
+@dataclass(frozen=True, eq=False)
+class TreeTables:
+    """A topology as tensors on one device."""
+
+    depths_N: Tensor
+    child_table_NK: Tensor
+    """Node ids of each node's children in draw order, 0 (the root, nobody's child) where there are fewer."""
+    ancestors_NN: Tensor
+    """`ancestors_NN[i, j]`: node j is node i or one of its ancestors."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A tree of candidates in breadth-first order; node 0 is the pending token, the root.
+
+    Parameters
+    ----------
+    parents : tuple of int
+        Parent of each node; the root's entry is 0. Siblings stand in draw order.
+    """
+
+    parents: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if len(self.parents) > MAX_NODES:
+            raise UsageError(
+                f"a tree of {len(self.parents):,} nodes is too large; allowed: at most {MAX_NODES} with the root; "
+                "use smaller widths or fewer levels"
+            )
+        assert self.parents[0] == 0
+        assert all(0 <= parent < node for node, parent in enumerate(self.parents) if node)
+        assert list(self.parents) == sorted(self.parents), "nodes must be in breadth-first order"
+
+    @classmethod
+    def from_widths(cls, widths: Sequence[int]) -> "Topology":
+        """Give every node of level i `widths[i]` children (MCSD's k-config)."""
+        total, level = 1, 1
+        for width in widths:
+            if width < 1:
+                raise UsageError(f"tree width {width} in {'x'.join(map(str, widths))}; allowed: whole numbers from 1")
+            level *= width
+            total += level
+            if total > MAX_NODES:
+                spelled = "x".join(map(str, widths))
+                raise UsageError(
+                    f"tree {spelled} has more than {MAX_NODES} nodes; use smaller widths or fewer levels, such as 4x2x2x1x1"
+                )
+        parents = [0]
+        level_nodes = [0]
+        for width in widths:
+            start = len(parents)
+            parents.extend(node for node in level_nodes for _ in range(width))
+            level_nodes = list(range(start, len(parents)))
+        return cls(tuple(parents))
+
+    @classmethod
+    def fork(cls, width: int, depth: int) -> "Topology":
+        """Split once at the root into `width` chains of length `depth`."""
+        if depth < 1:
+            raise UsageError(f"fork depth {depth}; allowed: whole numbers from 1")
+        return cls.from_widths([width, *[1] * (depth - 1)])
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> "Topology":
+        """Build from index paths, as EAGLE lists them: `[0, 1]` is the second child of the first child.
+
+        Every path needs its parent path, and every sibling its elder siblings: leaving out a candidate by its rank
+        would change the law of the ones that stay.
+        """
+        ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        ids: dict[tuple[int, ...], int] = {(): 0}
+        parents = [0]
+        for path in ordered:
+            if not path or any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in path):
+                raise UsageError(f"tree path {list(path)} must be a non-empty list of whole numbers from 0")
+            if path[:-1] not in ids:
+                raise UsageError(f"tree path {list(path)} is an orphan: its parent {list(path[:-1])} is not in the list")
+            elder = (*path[:-1], path[-1] - 1)
+            if path[-1] and elder not in ids:
+                raise UsageError(
+                    f"tree path {list(path)} skips its sibling {list(elder)}; candidates count from 0 without gaps"
+                )
+            ids[path] = len(parents)
+            parents.append(ids[path[:-1]])
+        return cls(tuple(parents))
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the root included."""
+        return len(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root; 0 for plain decoding."""
+        return self.depths[-1]
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of each node from the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Node ids of each node's children, in draw order."""
+        lists: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            lists[parent].append(node)
+        return tuple(map(tuple, lists))
+
+    @property
+    def max_children(self) -> int:
+        """Largest number of children of any node."""
+        return max(map(len, self.children))
+
+    @cached_property
+    def levels(self) -> tuple[range, ...]:
+        """Node ids of each level, the root's first; each level is one contiguous range."""
+        starts = [self.depths.index(depth) for depth in range(self.depth + 1)] + [self.num_nodes]
+        return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+
+    @cached_property
+    def draws(self) -> tuple[tuple[DrawGroup, ...], ...]:
+        """For each level, which nodes draw how many children."""
+        result = []
+        for level in self.levels:
+            groups: dict[int, list[int]] = {}
+            for node in level:
+                if self.children[node]:
+                    groups.setdefault(len(self.children[node]), []).append(node)
+            result.append(
+                tuple(DrawGroup(tuple(nodes), tuple(self.children[node] for node in nodes)) for nodes in groups.values())
+            )
+        return tuple(result)
+
+    def tables(self, device: torch.device) -> TreeTables:
+        """Return the tensors of this tree on `device`; built once and shared."""
+        return _tables(self, device)
+
+    def __str__(self) -> str:
+        widths = [sorted({len(self.children[node]) for node in level}) for level in self.levels[:-1]]
+        if all(len(width) == 1 for width in widths):
+            return "x".join(str(width[0]) for width in widths) or "none"
+        return f"sparse tree of {self.num_nodes} nodes"
+
+
+@lru_cache(maxsize=64)
+def _tables(topology: Topology, device: torch.device) -> TreeTables:
+    nodes = topology.num_nodes
+    width = max(topology.max_children, 1)
+    child_table_NK = torch.zeros(nodes, width, dtype=torch.long)
+    ancestors_NN = torch.eye(nodes, dtype=torch.bool)
+    for node in range(nodes):
+        for rank, child in enumerate(topology.children[node]):
+            child_table_NK[node, rank] = child
+            ancestors_NN[child] |= ancestors_NN[node]
+    depths_N = torch.tensor(topology.depths)
+    return TreeTables(depths_N.to(device), child_table_NK.to(device), ancestors_NN.to(device))
