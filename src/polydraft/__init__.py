@@ -1,7 +1,52 @@
-"""polydraft: many drafts, one target, exact output."""
+"""polydraft: many drafts, one target, exact output.
 
-from polydraft.engine import Decoder, Generation, StopReason, TokenEvent
-from polydraft.errors import FailureError, PolydraftError, UsageError
-from polydraft.sampling import SamplingParams
+The public names load on first use, so that `polydraft --help` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polydraft.engine import Decoder, Generation, StopReason, TokenEvent
+    from polydraft.errors import FailureError, PolydraftError, UsageError
+    from polydraft.hf_generate import Speculate
+    from polydraft.loading import load
+    from polydraft.sampling import SamplingParams
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Decoder": "engine",
+    "FailureError": "errors",
+    "Generation": "engine",
+    "PolydraftError": "errors",
+    "SamplingParams": "sampling",
+    "Speculate": "hf_generate",
+    "StopReason": "engine",
+    "TokenEvent": "engine",
+    "UsageError": "errors",
+    "load": "loading",
+}
+
+__all__ = [
+    "Decoder",
+    "FailureError",
+    "Generation",
+    "PolydraftError",
+    "SamplingParams",
+    "Speculate",
+    "StopReason",
+    "TokenEvent",
+    "UsageError",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"polydraft.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'polydraft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -101,7 +101,7 @@ class ModelTreeSession(DraftSession):
                 law_RV = probs_BGV[:, group.rows].flatten(0, 1)
                 uniforms_RK = uniforms_BU[:, group.children_GK - 1].flatten(0, 1)
                 children_RK = self.scheme.draw(law_RV, uniforms_RK)
-                tokens_BN[:, group.children_GK] = children_RK.unflatten(0, (batch_size, -1))
+                tokens_BN[:, group.children_GK] = children_RK.view(batch_size, *group.children_GK.shape)
             laws.append(probs_BGV)
         return DraftTree.from_topology(self.topology, tokens_BN, tuple(laws), self._plan.law_rows_N)
 

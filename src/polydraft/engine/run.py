@@ -72,7 +72,7 @@ class Run:
         with torch.inference_mode(), self.stats.clock("prefill"):
             self._memory.align(self.texts, self._longest)
             self._begin_drafting()
-        self._tail_B2 = torch.tensor([([0] + text)[-2:] for text in self.texts], device=self._device)
+        self._tail_B2 = torch.tensor([[0, *text][-2:] for text in self.texts], device=self._device)
         self._active_B = torch.ones(len(prompts), dtype=torch.bool, device=self._device)
 
     @property

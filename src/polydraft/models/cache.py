@@ -9,7 +9,7 @@ from transformers import Cache
 from polydraft.errors import FailureError
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """A `transformers` cache that writes where it is told and can move slots about.
 
     All layers live in one tensor, so that committing a path is one gather and one write, not one a layer. Storage is
@@ -30,7 +30,7 @@ class SlotCache(Cache):
         """Say where the next pass writes: `slots_BT`, or the contiguous slots from `first_slot` in all rows."""
         self._slots_BT, self._first_slot, self._used = slots_BT, first_slot, used
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store one layer's new keys and values; return all that are in use."""

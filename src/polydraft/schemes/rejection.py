@@ -23,7 +23,7 @@ def _rejection_law(target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK:
     target_RV, draft_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
     emitted_RV = torch.zeros_like(target_RV)
     undecided_R1 = torch.ones_like(target_RV[:, :1])
-    for child_R1 in children_RK.split(1, dim=1):
+    for child_R1 in children_RK.T[:, :, None]:
         exists_R1 = child_R1 != NO_TOKEN
         token_R1 = child_R1.clamp(min=0)
         target_R1, draft_R1 = target_RV.gather(1, token_R1), draft_RV.gather(1, token_R1)

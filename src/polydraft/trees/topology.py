@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ class Topology:
     def levels(self) -> tuple[range, ...]:
         """Node ids of each level, the root's first; each level is one contiguous range."""
         starts = [self.depths.index(depth) for depth in range(self.depth + 1)] + [self.num_nodes]
-        return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+        return tuple(range(start, stop) for start, stop in pairwise(starts))
 
     @cached_property
     def draws(self) -> tuple[tuple[DrawGroup, ...], ...]:

@@ -1,0 +1,73 @@
+"""`polydraft chat`."""
+
+import sys
+from typing import Any
+
+import click
+
+from polydraft.cli.options import Choices, shared_options
+
+_HELP = "/reset forgets the conversation, /stats shows figures of the last answer, /exit or end of input leaves"
+
+
+@click.command("chat", short_help="Talk with the target over several turns.")
+@shared_options
+@click.option("--system", default=None, help="System message that opens the conversation.")
+def command(system: str | None, **options: Any) -> None:
+    """Talk with the target; each turn reads only what is new, the rest is remembered.
+
+    One line of standard input is one turn. /reset forgets the conversation, /stats shows the figures of the last
+    answer, /exit leaves.
+    """
+    choices = Choices(**options)
+    params = choices.check()
+    decoder = choices.decoder()
+    decoder.encode_chat([{"role": "user", "content": "hello"}])  # refuses a model without a chat template at once
+
+    from rich.console import Console
+
+    from polydraft.cli.render import TokenPrinter, summary_line
+
+    console = Console(highlight=False)
+    interactive = sys.stdin.isatty() and console.is_terminal
+    printer = TokenPrinter(console)
+    if interactive:
+        console.print(_HELP, style="dim")
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    stats = None
+    while (line := _read_line(interactive)) is not None:
+        if line == "/exit":
+            break
+        if line == "/reset":
+            messages = list(opening)
+        elif line == "/stats":
+            click.echo(summary_line(stats) if stats else "no answer yet")
+        elif line.startswith("/"):
+            click.echo(f"unknown command {line}; {_HELP}", err=True)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            stream = decoder.stream(
+                decoder.encode_chat(messages),
+                sampling=params,
+                max_new_tokens=choices.max_new_tokens,
+                seed=choices.seed + len(messages),
+                stop=choices.stop,
+                keep=True,
+            )
+            try:
+                for event in stream:
+                    printer.print(event)
+            except KeyboardInterrupt:
+                stream.close()  # ends this answer, not the conversation
+            printer.finish()
+            stats = stream.stats
+            messages.append({"role": "assistant", "content": stream.results()[0].text})
+
+
+def _read_line(interactive: bool) -> str | None:
+    """Return the next line without its ends, or None at the end of input."""
+    try:
+        return input("> " if interactive else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None

@@ -1,0 +1,127 @@
+"""`polydraft generate`."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from polydraft.cli.options import Choices, shared_options
+from polydraft.errors import FailureError, UsageError
+
+if TYPE_CHECKING:
+    from polydraft.engine import Decoder, Generation
+    from polydraft.sampling import SamplingParams
+
+
+@click.command("generate", short_help="Generate text from one prompt.")
+@click.argument("prompt")
+@shared_options
+@click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
+@click.option("--compare", is_flag=True, help="Also decode plainly, in the same run, and print a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any) -> None:
+    """Generate text that continues or answers PROMPT ('-' reads it from standard input).
+
+    The text follows the target's own sampling law, whatever draft, tree and scheme are chosen; at temperature 0 it is
+    the target's greedy text.
+    """
+    choices = Choices(**options)
+    params = choices.check()
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise UsageError("empty prompt: it has no tokens; give at least one character")
+    decoder = choices.decoder()
+    if as_json:
+        result = _run(decoder, text, choices, params, raw, printer=None)
+        click.echo(json.dumps(_as_object(result, decoder, choices), ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    from polydraft.cli.render import TokenPrinter, comparison_table, summary_line
+
+    console = Console(highlight=False)
+    baseline = _run(_plain(decoder), text, choices, params, raw, printer=None) if compare else None
+    result = _run(decoder, text, choices, params, raw, TokenPrinter(console))
+    if baseline is None:
+        click.echo(summary_line(result.stats), err=True)
+        return
+    name = f"{choices.tree}, {decoder_draft(decoder)}"
+    console.print()
+    console.print(comparison_table([("plain", baseline.stats), (name, result.stats)]))
+    if params.temperature == 0:
+        _check_identity(baseline, result, console)
+
+
+def _run(decoder: "Decoder", text: str, choices: Choices, params: "SamplingParams", raw: bool, printer: Any) -> "Generation":
+    stream = decoder.stream(
+        text,
+        sampling=params,
+        max_new_tokens=choices.max_new_tokens,
+        seed=choices.seed,
+        stop=choices.stop,
+        chat=not raw,
+    )
+    try:
+        for event in stream:
+            if printer is not None:
+                printer.print(event)
+    except KeyboardInterrupt:
+        stream.close()
+        raise
+    finally:
+        if printer is not None:
+            printer.finish()
+    return stream.results()[0]
+
+
+def _plain(decoder: "Decoder") -> "Decoder":
+    from polydraft.engine import Decoder
+
+    return Decoder(decoder.target, tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids)
+
+
+def decoder_draft(decoder: "Decoder") -> str:
+    """Name a decoder's draft for people."""
+    model = getattr(decoder.drafter, "model", None)
+    return model.name if model is not None else decoder.drafter.name
+
+
+def _check_identity(baseline: "Generation", result: "Generation", console: Any) -> None:
+    """Say whether both texts are the same; a difference is a near-tie of logits or an error."""
+    if baseline.token_ids == result.token_ids:
+        console.print("both texts are identical, token by token")
+        return
+    pairs = zip(baseline.token_ids, result.token_ids, strict=False)
+    where = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    raise FailureError(
+        f"the texts differ from token {where} on; in half precision that can be a near-tie of two logits: "
+        "check with --dtype float32"
+    )
+
+
+def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> dict[str, Any]:
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "sources": result.sources,
+        "stop_reason": result.stop_reason.value,
+        "stats": result.stats.as_dict(),
+        "settings": {
+            "target": choices.target,
+            "draft": decoder_draft(decoder),
+            "tree": choices.tree,
+            "scheme": result.settings["scheme"],
+            "draft_temperature": choices.draft_temperature,
+            "temperature": choices.temperature,
+            "top_k": choices.top_k,
+            "top_p": choices.top_p,
+            "min_p": choices.min_p,
+            "repetition_penalty": choices.repetition_penalty,
+            "max_new_tokens": choices.max_new_tokens,
+            "seed": choices.seed,
+            "stop": list(choices.stop),
+            "device": str(decoder.target.device),
+            "dtype": str(getattr(decoder.target, "dtype", "")).removeprefix("torch."),
+        },
+    }

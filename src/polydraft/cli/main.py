@@ -1,0 +1,74 @@
+"""Entry point of the command line."""
+
+import sys
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+import polydraft
+from polydraft.errors import PolydraftError, UsageError
+
+_COMMANDS = {
+    "chat": "Talk with the target over several turns.",
+    "generate": "Generate text from one prompt.",
+    "info": "Show what is installed and what can be chosen.",
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands are modules, imported only when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"polydraft.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(_COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(polydraft.__version__, prog_name="polydraft")
+def cli() -> None:
+    """Many drafts, one target, exact output.
+
+    Makes Hugging Face causal language models generate several tokens per forward pass without changing what they
+    generate. Try: polydraft generate "Why is the sky blue?" --compare
+    """
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run a command; exit 0, 2 for wrong usage, 1 for failures, 130 when interrupted, each error in one line."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    try:
+        result: Any = cli.main(args=arguments, prog_name="polydraft", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 2
+    except (UsageError, click.UsageError) as error:
+        message = error.format_message() if isinstance(error, click.UsageError) else str(error)
+        return _complain(message, 2)
+    except (click.Abort, KeyboardInterrupt):
+        return _complain("interrupted", 130)
+    except (PolydraftError, click.ClickException) as error:
+        return _complain(str(error), 1)
+    except BrokenPipeError:
+        # The reader has gone; pointing stdout elsewhere keeps the interpreter from complaining at exit.
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+        return 1
+
+
+def _complain(message: str, code: int) -> int:
+    click.echo(f"polydraft: error: {' '.join(message.split())}", err=True)
+    return code

@@ -1,0 +1,98 @@
+"""Options that several commands share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from polydraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from polydraft.engine import Decoder
+    from polydraft.sampling import SamplingParams
+
+_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option("--target", default="smollm2", show_default=True, help="Target model: smollm2 (bundled), a folder, or a hub name."),
+    click.option("--draft", default="auto", show_default=True, help="Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto."),
+    click.option("--tree", default="4x2x2x1x1", show_default=True, help="Draft tree: children a level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], or none."),
+    click.option("--scheme", default="auto", show_default=True, help="How candidates are drawn and verified; 'polydraft info' lists the schemes."),
+    click.option("--draft-temperature", type=float, default=None, help="Temperature of the draft  [default: the target's]."),
+    click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."),
+    click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens up to this mass."),
+    click.option("--min-p", type=float, default=0.0, show_default=True, help="Keep tokens this likely relative to the likeliest."),
+    click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1 discourages repetition."),
+    click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
+    click.option("--stop", multiple=True, help="String that ends the text; may be given several times."),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
+    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
+    click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice]."),
+]  # fmt: skip
+
+
+def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of model, tree and sampling to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the shared options were set to."""
+
+    target: str
+    draft: str
+    tree: str
+    scheme: str
+    draft_temperature: float | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    max_new_tokens: int
+    seed: int
+    stop: tuple[str, ...]
+    device: str
+    dtype: str
+    threads: int | None
+
+    def check(self) -> "SamplingParams":
+        """Check what can be checked without a model, and return the sampling parameters."""
+        from polydraft.sampling import SamplingParams
+
+        if self.max_new_tokens < 1:
+            raise UsageError(f"--max-new-tokens {self.max_new_tokens} is out of range; allowed: whole numbers from 1")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads {self.threads} is out of range; allowed: whole numbers from 1")
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+    def decoder(self) -> "Decoder":
+        """Load the models."""
+        import torch
+        from transformers.utils import logging
+
+        from polydraft.loading import load
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        return load(
+            self.target,
+            self.draft,
+            tree=self.tree,
+            scheme=self.scheme,
+            draft_temperature=self.draft_temperature,
+            device=self.device,
+            dtype=self.dtype,
+        )

@@ -1,0 +1,63 @@
+"""How tokens and figures look on a terminal and in a pipe."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from polydraft.engine import Stats, TokenEvent
+
+DRAFTED_STYLE = "green"
+
+
+class TokenPrinter:
+    """Print a stream of tokens: drafted ones in colour on a terminal, plain text in a pipe."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        if console.is_terminal:
+            legend = Text("drafted tokens are ", style="dim").append("green", style=DRAFTED_STYLE)
+            console.print(legend.append(", the target's own plain", style="dim"))
+
+    def print(self, event: TokenEvent) -> None:
+        """Print what became certain with one token."""
+        style = DRAFTED_STYLE if event.source != "target" else ""
+        if self._console.is_terminal:
+            self._console.print(Text(event.text, style=style), end="", soft_wrap=True)
+        else:
+            self._console.file.write(event.text)
+        self._console.file.flush()
+
+    def finish(self) -> None:
+        """End the line."""
+        self._console.file.write("\n")
+        self._console.file.flush()
+
+
+def summary_line(stats: Stats) -> str:
+    """Return the figures of one run in a line."""
+    return (
+        f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s, "
+        f"{stats.tokens_per_pass:.2f} tokens a target pass, acceptance {stats.acceptance_rate:.2f}"
+    )
+
+
+def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
+    """Compare runs; the first row is the baseline."""
+    table = Table(title="same prompt, same run; a pass is one forward of the target", title_justify="left")
+    for heading in ("decoding", "tokens", "tokens/s", "speed-up", "tokens/pass", "acceptance"):
+        table.add_column(heading, justify="left" if heading == "decoding" else "right", no_wrap=True)
+    baseline = rows[0][1].tokens_per_second
+    for name, stats in rows:
+        speed_up = stats.tokens_per_second / baseline if baseline else 0.0
+        acceptance = f"{stats.acceptance_rate:.2f}" if stats.offers_by_depth else "-"
+        table.add_row(
+            name,
+            str(stats.new_tokens),
+            f"{stats.tokens_per_second:.1f}",
+            f"{speed_up:.2f}x",
+            f"{stats.tokens_per_pass:.2f}",
+            acceptance,
+        )
+    return table

@@ -1,0 +1,65 @@
+"""From names to a working decoder."""
+
+import torch
+
+from polydraft.drafters import DRAFTERS, Parts
+from polydraft.engine import Decoder
+from polydraft.errors import UsageError
+from polydraft.models.bundled import BUNDLED
+from polydraft.models.loading import load_draft, load_model
+from polydraft.models.placement import resolve_device, resolve_dtype
+from polydraft.schemes import SCHEMES
+from polydraft.trees import parse_tree
+
+DEFAULT_TREE = "4x2x2x1x1"
+DEFAULT_DRAFTS = {BUNDLED: "early-exit:6"}
+"""What ``draft="auto"`` means for a target; plain decoding for all others."""
+
+
+def load(
+    target: str = BUNDLED,
+    draft: str = "auto",
+    *,
+    tree: str = DEFAULT_TREE,
+    scheme: str = "auto",
+    draft_temperature: float | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> Decoder:
+    """Load a target and a draft and return the decoder.
+
+    Parameters
+    ----------
+    target : str
+        ``"smollm2"`` (bundled), a folder with a Hugging Face model, or a hub name.
+    draft : str
+        A folder or hub name of a model with the same tokens, ``"early-exit:k"`` for the target's own first k layers,
+        ``"none"`` for plain decoding, or ``"auto"``.
+    tree : str
+        Shape of the draft tree, see `polydraft.trees.parse_tree`.
+    scheme : str
+        How candidates are drawn and verified, or ``"auto"``. Every scheme is exact; they differ in speed.
+    draft_temperature : float, optional
+        Temperature of the draft; the target's if not given. Changes speed, never the law of the text.
+    device, dtype : str
+        ``"auto"`` picks a GPU if there is one, and bfloat16 where the hardware computes in it.
+
+    Returns
+    -------
+    Decoder
+    """
+    # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
+    topology = parse_tree(tree)
+    if scheme != "auto":
+        SCHEMES.get(scheme)
+    if draft_temperature is not None and not draft_temperature >= 0:
+        raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
+    place = resolve_device(device)
+    number_format = resolve_dtype(dtype, place)
+    loaded = load_model(target, place, number_format)
+    draft_name = DEFAULT_DRAFTS.get(target, "none") if draft == "auto" else draft
+    with torch.inference_mode():
+        draft_model = load_draft(draft_name, loaded)
+    kind = "none" if draft_model is None or topology.depth == 0 else "model"
+    parts = Parts(target=loaded.model, draft=draft_model, topology=topology, scheme=scheme, draft_temperature=draft_temperature)
+    return Decoder(loaded.model, DRAFTERS.get(kind)(parts), tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)

@@ -1,0 +1,69 @@
+"""Models by name."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polydraft.errors import FailureError, UsageError
+from polydraft.models.bundled import BUNDLED, bundled_folder
+from polydraft.models.early_exit import early_exit
+from polydraft.models.hf import HFModel
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with what belongs to it."""
+
+    model: HFModel
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+
+
+def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
+    """Load a model by name: the bundled one, a folder, or a name on the Hugging Face hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = str(bundled_folder()) if name == BUNDLED else name
+    try:
+        hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except torch.OutOfMemoryError:
+        raise FailureError(
+            f"model {name!r} does not fit into the memory of {device}; use a smaller dtype or --device cpu"
+        ) from None
+    except (OSError, ValueError) as error:
+        where = "the folder holds no loadable model" if Path(name).is_dir() else "no such folder, and not to be had from a hub"
+        reason = str(error).strip().splitlines()[0]
+        allowed = f"{BUNDLED}, a folder, or a hub name"
+        raise UsageError(f"cannot load model {name!r}: {where} ({reason}); allowed: {allowed}") from None
+    eos = hf_model.generation_config.eos_token_id
+    eos = tokenizer.eos_token_id if eos is None else eos
+    eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return Loaded(HFModel(hf_model, name), tokenizer, eos_ids)
+
+
+def load_draft(name: str, target: Loaded) -> HFModel | None:
+    """Load a draft for a target: ``"none"``, ``"early-exit:k"``, a folder, or a hub name."""
+    if name == "none":
+        return None
+    if name.startswith("early-exit"):
+        number = name.removeprefix("early-exit").removeprefix(":")
+        if not number.isdigit():
+            raise UsageError(f"draft {name!r} lacks its number of layers; write early-exit:k, such as early-exit:4")
+        return early_exit(target.model, int(number))
+    draft = load_model(name, target.model.device, target.model.dtype)
+    check_same_tokens(target, draft)
+    return draft.model
+
+
+def check_same_tokens(target: Loaded, draft: Loaded) -> None:
+    """Refuse a draft whose token ids mean other texts than the target's."""
+    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if ours != theirs:
+        differing = sum(theirs.get(token) != number for token, number in ours.items())
+        raise UsageError(
+            f"draft {draft.model.name!r} and target {target.model.name!r} have different vocabularies ({len(theirs)} and "
+            f"{len(ours)} tokens, {differing} of the target's differ); use a draft with the target's tokenizer"
+        )

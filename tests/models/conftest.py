@@ -1,0 +1,56 @@
+"""Tiny models of every family, built once a process, and what the plain Hugging Face forward says of a text."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polydraft.models import FAMILIES
+from polydraft.models.hf import HFModel
+
+torch.set_num_threads(1)  # the tests run side by side; two threads each would only get in each other's way
+
+
+@lru_cache(maxsize=None)
+def _tiny(name: str) -> HFModel:
+    return HFModel(FAMILIES.get(name).build())
+
+
+@lru_cache(maxsize=None)
+def _perturbed(name: str, noise: float) -> HFModel:
+    """The same model with noise in its weights: a draft that agrees in part."""
+    model = copy.deepcopy(_tiny(name).hf_model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    return HFModel(model)
+
+
+@torch.inference_mode()
+def _path_logits(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Logits after each text, by the model's own plain forward; padding on the right is behind a causal model's back."""
+    longest = max(map(len, texts))
+    padded = torch.tensor([list(text) + [0] * (longest - len(text)) for text in texts])
+    logits = model(input_ids=padded, use_cache=False).logits
+    return logits[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[[str], HFModel]:
+    return _tiny
+
+
+@pytest.fixture(scope="session")
+def perturbed() -> Callable[[str, float], HFModel]:
+    return _perturbed
+
+
+@pytest.fixture(scope="session")
+def path_logits() -> Callable[[Any, Sequence[Sequence[int]]], Tensor]:
+    return _path_logits

@@ -1,0 +1,94 @@
+"""Shared beginnings of texts are read once."""
+
+import torch
+
+from polydraft.drafters import ModelTree
+from polydraft.engine import Decoder
+from polydraft.models import Memory, TabularModel
+from polydraft.sampling import SamplingParams
+from polydraft.trees import causal_block, parse_tree
+
+
+def counting(model):
+    """Count the tokens that pass through each of the model's contexts."""
+    passed = []
+    start = model.start
+
+    def counted_start(batch_size, capacity):
+        context = start(batch_size, capacity)
+        extend = context.extend
+
+        def counted_extend(tokens_BT, block):
+            passed.append(tokens_BT.numel())
+            return extend(tokens_BT, block)
+
+        context.extend = counted_extend
+        return context
+
+    model.start = counted_start
+    return passed
+
+
+def next_logits(model, memory, texts):
+    block = causal_block(len(texts), 1, torch.device("cpu"))
+    return model.head(memory.context.extend(torch.tensor([[text[-1]] for text in texts]), block))[:, 0]
+
+
+def test_only_what_is_new_is_read():
+    model = TabularModel.random(9, 2, seed=0)
+    passed = counting(model)
+    memory = Memory(model, 1, behind=1, places=4)
+    memory.align([[1, 2, 3, 4, 5]], longest=20)
+    assert sum(passed) == 4, "all but the pending token"
+    passed.clear()
+    memory.align([[1, 2, 3, 4, 5, 6, 7]], longest=20)
+    assert sum(passed) == 2
+    passed.clear()
+    memory.align([[1, 2, 8, 4, 5, 6]], longest=20)
+    assert sum(passed) == 3, "8, 4 and 5: everything from the first difference on"
+    passed.clear()
+    memory.align([[1, 2, 8]], longest=20)
+    assert sum(passed) == 0, "a shorter text is only cut"
+    assert torch.equal(next_logits(model, memory, [[1, 2, 8]])[0], model.logits_after([1, 2, 8]))
+
+
+def test_rows_keep_their_own_beginnings():
+    model = TabularModel.random(9, 2, seed=1)
+    memory = Memory(model, 2, behind=1, places=4)
+    memory.align([[1, 2, 3], [4, 5, 6, 7, 8]], longest=20)
+    texts = [[1, 2, 3, 3, 1], [4, 5, 0]]
+    memory.align(texts, longest=20)
+    assert memory.context.lengths == [4, 2]
+    got = next_logits(model, memory, texts)
+    for row, text in enumerate(texts):
+        assert torch.equal(got[row], model.logits_after(text))
+
+
+def test_texts_shorter_than_the_delay_hold_nothing():
+    model = TabularModel.random(5, 1, seed=2)
+    memory = Memory(model, 1, behind=2, places=4)
+    memory.align([[3]], longest=8)
+    assert memory.context.lengths == [0]
+    memory.settle([[3, 1, 2]])
+    assert memory.context.lengths == [1]
+    memory.rewind([[3]])
+    assert memory.context.lengths == [0] and memory.context.lengths_B.tolist() == [0]
+
+
+def test_a_kept_memory_continues_a_conversation(tiny, perturbed):
+    """The second turn passes its own tokens through the target, not the first turn's."""
+    target, draft = tiny("llama"), perturbed("llama", 0.1)
+    params = SamplingParams(temperature=0)
+    decoder = Decoder(target, ModelTree(draft, parse_tree("2x1")))
+    prompt = [5, 9, 33, 41, 8, 70, 12, 13, 14, 15]
+    first = decoder.stream(prompt, sampling=params, max_new_tokens=8, keep=True)
+    text = prompt + [event.token_id for event in first]
+    question = [21, 22, 23]
+    fresh = Decoder(target).generate(text + question, sampling=params, max_new_tokens=6)
+    context = decoder._kept[2].memory.context
+    passed = []
+    extend = context.extend
+    context.extend = lambda tokens_BT, block: passed.append(tokens_BT.shape[1]) or extend(tokens_BT, block)
+    second = decoder.stream(text + question, sampling=params, max_new_tokens=6, keep=True)
+    assert sum(passed) <= len(question) + 1, "the last token of the first turn was pending still"
+    assert [event.token_id for event in second] == fresh.token_ids

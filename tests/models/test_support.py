@@ -1,0 +1,137 @@
+"""Models that cannot score trees are refused by name, in one line that says why."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
+
+from polydraft.errors import UsageError
+from polydraft.models import FAMILIES
+from polydraft.models.hf import HFModel
+from polydraft.models.support import FULL, SLIDING, layer_kinds, refuse_unsupported
+
+SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64}
+
+
+def build(model_type, auto=AutoModelForCausalLM, **options):
+    return auto.from_config(AutoConfig.for_model(model_type, **options)).eval()
+
+
+def fake(**options):
+    """A model of which only the configuration exists."""
+    defaults = {"model_type": "fake", "num_hidden_layers": 2, "_attn_implementation": "sdpa", "is_encoder_decoder": False}
+    config = SimpleNamespace(**{**defaults, **options})
+    config.get_text_config = lambda decoder: config
+    return SimpleNamespace(config=config)
+
+
+def refusal(model):
+    with pytest.raises(UsageError) as caught:
+        HFModel(model)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_mamba_is_refused():
+    message = refusal(build("mamba", **SMALL, state_size=4, conv_kernel=2, expand=1))
+    assert "'mamba'" in message and "recurrent" in message
+
+
+def test_recurrent_gemma_is_refused():
+    model = build("recurrent_gemma", **SMALL, num_attention_heads=2, intermediate_size=24, lru_width=16, attention_window_size=8)
+    message = refusal(model)
+    assert "'recurrent_gemma'" in message and "recurrent" in message
+
+
+def test_bloom_is_refused():
+    message = refusal(build("bloom", vocab_size=32, hidden_size=16, n_layer=2, n_head=2))
+    assert "'bloom'" in message and "ALiBi" in message
+
+
+def test_an_encoder_decoder_is_refused():
+    options = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    message = refusal(build("t5", AutoModelForSeq2SeqLM, vocab_size=32, **options))
+    assert "'t5'" in message and "encoder-decoder" in message
+
+
+def test_chunked_attention_is_refused():
+    message = refusal(fake(model_type="llama4_text", layer_types=["chunked_attention", FULL]))
+    assert "'llama4_text'" in message and "chunked" in message
+
+
+def test_linear_attention_layers_are_refused():
+    message = refusal(fake(model_type="hybrid", layer_types=["linear_attention", FULL]))
+    assert "'hybrid'" in message and "linear_attention" in message
+
+
+def test_alibi_switched_on_in_a_configuration_is_refused():
+    assert "ALiBi" in refusal(fake(model_type="falcon", alibi=True))
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+def test_attention_without_tree_masks_is_refused(implementation):
+    message = refusal(fake(_attn_implementation=implementation))
+    assert implementation in message and "attn_implementation='sdpa'" in message
+
+
+def test_eager_attention_is_welcome():
+    refuse_unsupported(fake(_attn_implementation="eager"))
+
+
+def test_layer_kinds_are_read_as_transformers_reads_them():
+    assert layer_kinds(fake(layer_types=[FULL, SLIDING]).config) == [FULL, SLIDING]
+    assert layer_kinds(fake(sliding_window=8).config) == [SLIDING, SLIDING]
+    assert layer_kinds(fake(sliding_window=None).config) == [FULL, FULL]
+    assert layer_kinds(fake().config) == [FULL, FULL]
+
+
+class StrangeConfig(LlamaConfig):
+    model_type = "strange"
+
+
+def strange(model_class):
+    torch.manual_seed(0)
+    return model_class(StrangeConfig(**SMALL, **HEADS, initializer_range=0.35)).eval()
+
+
+class MaskDropper(LlamaForCausalLM):
+    """Takes a mask and never looks at it; both ways in, since the output head may be split off."""
+
+    config_class = StrangeConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        forward = self.model.forward
+        self.model.forward = lambda *args, attention_mask=None, **options: forward(*args, **options)
+
+
+class WellBehaved(LlamaForCausalLM):
+    config_class = StrangeConfig
+
+
+def test_an_unknown_type_that_ignores_masks_is_found_out():
+    message = refusal(strange(MaskDropper))
+    assert "'strange'" in message and "tree masks" in message
+    assert all(name in message for name in FAMILIES)
+
+
+def test_an_unknown_type_that_follows_masks_is_welcome():
+    assert HFModel(strange(WellBehaved)).name == "strange"
+
+
+class PositionDropper(LlamaForCausalLM):
+    """Counts positions by itself, so nodes of one depth get different ones."""
+
+    config_class = StrangeConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        forward = self.model.forward
+        self.model.forward = lambda *args, position_ids=None, **options: forward(*args, **options)
+
+
+def test_an_unknown_type_that_ignores_positions_is_found_out():
+    assert "'strange'" in refusal(strange(PositionDropper))
