@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,12 +15,12 @@ from polydraft.models.hf import HFModel
 torch.set_num_threads(1)  # the tests run side by side; two threads each would only get in each other's way
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tiny(name: str) -> HFModel:
     return HFModel(FAMILIES.get(name).build())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _perturbed(name: str, noise: float) -> HFModel:
     """The same model with noise in its weights: a draft that agrees in part."""
     model = copy.deepcopy(_tiny(name).hf_model)

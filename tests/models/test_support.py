@@ -41,7 +41,9 @@ def test_mamba_is_refused():
 
 
 def test_recurrent_gemma_is_refused():
-    model = build("recurrent_gemma", **SMALL, num_attention_heads=2, intermediate_size=24, lru_width=16, attention_window_size=8)
+    model = build(
+        "recurrent_gemma", **SMALL, num_attention_heads=2, intermediate_size=24, lru_width=16, attention_window_size=8
+    )
     message = refusal(model)
     assert "'recurrent_gemma'" in message and "recurrent" in message
 

@@ -60,10 +60,22 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         """Copy slots within each row, in all layers at once."""
-        for stored_LBHSC in (self.keys_LBHSC, self.values_LBHSC):
-            if stored_LBHSC is not None:
-                rows_B1 = torch.arange(len(source_BD), device=source_BD.device)[:, None]
-                stored_LBHSC[:, rows_B1, :, target_BD] = stored_LBHSC[:, rows_B1, :, source_BD]
+        rows_B1 = torch.arange(len(source_BD), device=source_BD.device)[:, None]
+        self.take(self, rows_B1, source_BD, rows_B1, target_BD)
+
+    def take(self, other: "SlotCache", rows: Tensor, source_BD: Tensor, own_rows: Tensor, target_BD: Tensor) -> None:
+        """Copy slots from the rows of another cache, in all layers at once."""
+        for mine, theirs in ((self.keys_LBHSC, other.keys_LBHSC), (self.values_LBHSC, other.values_LBHSC)):
+            if mine is not None and theirs is not None:
+                mine[:, own_rows, :, target_BD] = theirs[:, rows, :, source_BD]
+
+    def fill(self, other: "SlotCache", copies: int, used: int) -> None:
+        """Take over the first slots of another cache, each of its rows `copies` times."""
+        if other.keys_LBHSC is not None and other.values_LBHSC is not None:
+            room = (0, 0, 0, self.capacity - used)
+            pad = torch.nn.functional.pad
+            self.keys_LBHSC = pad(other.keys_LBHSC[:, :, :, :used].repeat_interleave(copies, dim=1), room)
+            self.values_LBHSC = pad(other.values_LBHSC[:, :, :, :used].repeat_interleave(copies, dim=1), room)
 
     def grow(self, capacity: int) -> None:
         """Enlarge the storage, keeping its content."""

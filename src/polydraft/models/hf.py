@@ -9,6 +9,7 @@ from polydraft.errors import UsageError
 from polydraft.models.cache import SlotCache
 from polydraft.models.families import FAMILIES
 from polydraft.models.language_model import Context, LanguageModel
+from polydraft.models.lean import lean_body
 from polydraft.models.support import FULL, SLIDING, layer_kinds, refuse_unsupported, text_config
 from polydraft.trees import Block
 
@@ -25,9 +26,11 @@ class HFModel(LanguageModel):
         Used as it is, in its dtype and on its device.
     name : str, optional
         For messages and statistics; the model's own name otherwise.
+    lean : bool
+        Run Llama-shaped models by a shorter way with the same weights, see `polydraft.models.lean`.
     """
 
-    def __init__(self, model: Any, name: str | None = None) -> None:
+    def __init__(self, model: Any, name: str | None = None, lean: bool = True) -> None:
         refuse_unsupported(model)
         self.hf_model = model.eval()
         self.config = text_config(model)
@@ -43,6 +46,7 @@ class HFModel(LanguageModel):
         self._additive_mask = self.config._attn_implementation == "eager"
         with torch.inference_mode():
             self._split_head = self._head_can_be_split()
+            self._lean = lean_body(model) if lean and self._split_head else None
             if self.config.model_type not in FAMILIES:
                 self._check_tree_attention()
 
@@ -57,6 +61,8 @@ class HFModel(LanguageModel):
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache) -> Tensor:
         """Run the model and return features: the last hidden states, or logits where the head cannot be split off."""
+        if self._lean is not None:
+            return self._lean(tokens_BT, positions_BT, mask, cache)
         inputs = {
             "input_ids": tokens_BT,
             "attention_mask": mask,
@@ -143,3 +149,12 @@ class HFContext(Context):
 
     def _grow(self, capacity: int) -> None:
         self.cache.grow(capacity)
+
+    def copy_rows(self, other: "HFContext", copies: int) -> None:
+        """Become `copies` copies of each of another context's rows."""
+        self.rewind([length for length in other.lengths for _ in range(copies)])
+        self.cache.fill(other.cache, copies, max(other.lengths))
+
+    def copy_slots(self, other: "HFContext", rows_BD: Tensor, source_BD: Tensor, target_BD: Tensor) -> None:
+        """Copy what is stored in slots of another context's rows into slots of this one's."""
+        self.cache.take(other.cache, rows_BD, source_BD, self._rows_B1, target_BD)

@@ -45,11 +45,12 @@ class _BlockedWeights:
 
     def remove(self, tokens_R: Tensor) -> None:
         """Set the weight of one token a row to zero."""
-        rows_R = torch.arange(len(tokens_R), device=tokens_R.device)
-        safe_R = tokens_R.clamp(min=0)
-        block_R = safe_R // _BLOCK
-        self.weights_RMC[rows_R, block_R, safe_R % _BLOCK] = 0
-        self.sums_RM[rows_R, block_R] = self.weights_RMC[rows_R, block_R].sum(-1).double()
+        token_R1 = tokens_R.clamp(min=0)[:, None]
+        block_R1 = token_R1 // _BLOCK
+        # Scatters, because assigning a number by index would copy it from the host and wait.
+        self.weights_RMC.view(len(tokens_R), -1).scatter_(1, token_R1, 0.0)
+        left_R1C = self.weights_RMC.gather(1, block_R1[:, :, None].expand(-1, -1, _BLOCK))
+        self.sums_RM.scatter_(1, block_R1, left_R1C.sum(-1).double())
 
 
 def draw_independent(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""MCSD's ablation "no tree attention" (Table 4): every root-to-leaf path as a batch row of its own, with a copied cache.
+
+For benchmarks only: it gives the same text at a higher price in time and memory.
+"""
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError
+from polydraft.models import Context, LanguageModel
+from polydraft.models.hf import HFContext, HFModel
+from polydraft.trees import Block, Topology, causal_block
+
+
+class FlatModel(LanguageModel):
+    """A target that scores a tree as a batch of sequences.
+
+    Parameters
+    ----------
+    model : HFModel
+    topology : Topology
+        The tree that the drafter grows; trees of other shapes are refused.
+    """
+
+    def __init__(self, model: HFModel, topology: Topology) -> None:
+        self.inner, self.topology = model, topology
+        self.name, self.vocab_size = f"{model.name} (flat)", model.vocab_size
+        self.device, self.dtype, self.max_positions = model.device, model.dtype, model.max_positions
+        self.paths_PD, self.place_of_N2 = _paths(topology, model.device)
+
+    def start(self, batch_size: int, capacity: int) -> "FlatContext":
+        """Open an empty memory."""
+        return FlatContext(self, batch_size, capacity)
+
+    def head(self, features_RF: Tensor) -> Tensor:
+        """Apply the target's head."""
+        return self.inner.head(features_RF)
+
+
+class FlatContext(Context):
+    """One cache for the committed text, copied for every candidate sequence in each round."""
+
+    def __init__(self, model: FlatModel, batch_size: int, capacity: int) -> None:
+        super().__init__(batch_size, capacity, model.device, model.max_positions)
+        self._model = model
+        self._committed = model.inner.start(batch_size, capacity)
+        self._candidates: HFContext | None = None
+        self.peak_bytes = 0
+        """Most bytes of keys and values held at once."""
+
+    def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
+        """Score a tree path by path, or a plain sequence as it is."""
+        self._share_lengths()
+        if block.size == 1 or block.size != self._model.topology.num_nodes:
+            if not torch.equal(block.visible_BTU[0], torch.ones_like(block.visible_BTU[0]).tril()):
+                raise UsageError("the flat mode scores only the tree it was made for; build FlatModel with the drafter's tree")
+            self._candidates = None
+            return self._committed.extend(tokens_BT, block)
+        copies, width = self._model.paths_PD.shape
+        candidates = self._model.inner.start(self.batch_size * copies, max(self.lengths) + width)
+        candidates.copy_rows(self._committed, copies)
+        tokens_RD = tokens_BT[:, self._model.paths_PD].flatten(0, 1)
+        features_RDF = candidates.extend(tokens_RD, causal_block(len(tokens_RD), width, self.device))
+        self._candidates = candidates
+        self.peak_bytes = max(self.peak_bytes, self._committed.cache.nbytes + candidates.cache.nbytes)
+        features_BPDF = features_RDF.view(self.batch_size, copies, width, -1)
+        copy_N, depth_N = self._model.place_of_N2.T
+        return features_BPDF[:, copy_N, depth_N]
+
+    def _share_lengths(self) -> None:
+        self._committed.lengths, self._committed.lengths_B = self.lengths, self.lengths_B
+
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        raise AssertionError("extend() does the work here")
+
+    def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        self._share_lengths()
+        if self._candidates is None:
+            self._committed._move(source_BD, target_BD)
+            return
+        node_BD = source_BD - self.lengths_B[:, None]
+        copy_BD, depth_BD = self._model.place_of_N2[node_BD].unbind(-1)
+        rows_BD = torch.arange(self.batch_size, device=self.device)[:, None] * len(self._model.paths_PD) + copy_BD
+        self._committed.copy_slots(self._candidates, rows_BD, self.lengths_B[:, None] + depth_BD, target_BD)
+
+    def _grow(self, capacity: int) -> None:
+        self._committed.reserve(capacity)
+
+
+def _paths(topology: Topology, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the nodes of each root-to-leaf path, and for each node one (path, depth) at which it stands."""
+    paths = []
+    for node in range(topology.num_nodes):
+        if not topology.children[node]:
+            path = [node]
+            while path[-1]:
+                path.append(topology.parents[path[-1]])
+            path.reverse()
+            paths.append(path + [node] * (topology.depth + 1 - len(path)))
+    place = {path[depth]: (row, depth) for row, path in enumerate(paths) for depth in reversed(range(len(path)))}
+    places = [place[node] for node in range(topology.num_nodes)]
+    return torch.tensor(paths, device=device), torch.tensor(places, device=device)

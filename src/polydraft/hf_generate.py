@@ -1,0 +1,320 @@
+"""polydraft inside Hugging Face `generate`: the same call, the same law, several tokens a pass."""
+
+import inspect
+import itertools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from polydraft.drafters import Drafter, ModelTree, Plain
+from polydraft.engine import Run, Stats, StopReason
+from polydraft.engine.run import Workspace
+from polydraft.errors import UsageError
+from polydraft.models import LanguageModel, check_prompts
+from polydraft.models.hf import HFModel
+from polydraft.sampling import SamplingParams
+from polydraft.sampling.noise import row_generator
+from polydraft.schemes import SCHEMES
+from polydraft.trees import parse_tree
+from polydraft.walks import WALKS
+
+_OFF = (None, False)
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "guidance_scale": (None, 1),
+    "cache_implementation": (None, "dynamic"),
+    "use_cache": (None, True),
+    **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states", "token_healing"), _OFF),
+    **dict.fromkeys(("constraints", "force_words_ids", "penalty_alpha", "dola_layers", "low_memory", "is_assistant"), _OFF),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit", "speculation_type", "use_mtp"), _OFF),
+    **dict.fromkeys(("cache_config", "max_cache_len", "compile_config"), _OFF),
+}
+"""Settings that would change what `generate` does in ways we do not follow, each with the values that ask for nothing."""
+
+_REMEMBERING = ("ClassifierFreeGuidance", "SynthIDText", "Whisper", "AlternatingCodebooks", "BarkEos", "Dia")
+"""Processors that keep a state from call to call, or run a model, which calls for nodes of a tree would upset."""
+
+_ROW_DEPENDENT = ("PrefixConstrained", "EncoderRepetitionPenalty", "EncoderNoRepeatNGram")
+"""Processors of `transformers` that treat the rows of a batch differently."""
+
+
+class Speculate:
+    """A decoding method for `model.generate(..., custom_generate=Speculate(...))`.
+
+    The text has the law it would have without: identical for ``do_sample=False``, equal in distribution otherwise.
+
+    Parameters
+    ----------
+    draft : transformers model, LanguageModel or None
+        A small model with the same tokens, on the same device; None decodes plainly.
+    tree : str
+        Shape of the draft tree, see `polydraft.trees.parse_tree`.
+    scheme : str
+        How candidates are drawn and verified.
+    draft_temperature : float, optional
+        Temperature of the draft, the target's otherwise. It changes speed, never the text's law.
+
+    Attributes
+    ----------
+    stats : tuple of Stats
+        Figures of the last call: one, or one a row where rows had to be decoded apart.
+
+    Notes
+    -----
+    Rows are decoded together unless logits processors beyond temperature, top-k, top-p, min-p and repetition penalty
+    meet several rows or padding: those look at padded texts and row numbers, so each row then runs by itself.
+    Processors must be functions of their arguments alone. Stopping criteria see the texts grow token by token, as
+    always. For a callable, `generate` drops its `tokenizer` argument: instead of ``stop_strings=`` pass
+    ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
+
+    Examples
+    --------
+    >>> speculate = Speculate(draft=small_model, tree="4x2x2x1x1")                       # doctest: +SKIP
+    >>> model.generate(**inputs, max_new_tokens=64, custom_generate=speculate)           # doctest: +SKIP
+    """
+
+    def __init__(
+        self, draft: Any = None, tree: str = "4x2x2x1x1", scheme: str = "auto", draft_temperature: float | None = None
+    ) -> None:
+        topology = parse_tree(tree)
+        if scheme != "auto":
+            SCHEMES.get(scheme)
+        if draft_temperature is not None and not 0 <= draft_temperature < math.inf:
+            raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
+        self.stats: tuple[Stats, ...] = ()
+        self._target: HFModel | None = None
+        self._drafter: Drafter = Plain()
+        self._draft: LanguageModel | None = None
+        if draft is not None and topology.depth:
+            self._draft = draft if isinstance(draft, LanguageModel) else HFModel(draft)
+            self._drafter = ModelTree(self._draft, topology, scheme, draft_temperature)
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decode; `generate` calls this with everything prepared.
+
+        Returns
+        -------
+        LongTensor `[B, L]`, or `GenerateDecoderOnlyOutput` with `sequences` only if `return_dict_in_generate`
+        """
+        dropped = _dropped_arguments()
+        streamer = dropped.get("streamer") if streamer is None else streamer
+        _refuse(model, generation_config, logits_processor, model_kwargs, dropped, synced_gpus)
+        target = self._wrapped(model)
+        paddings, prompts = _split_padding(input_ids, model_kwargs)
+        check_prompts(prompts, target.max_positions, target.vocab_size)
+        params, others = _sampling_params(logits_processor, bool(generation_config.do_sample), any(paddings))
+        rows = list(range(len(prompts)))
+        apart = bool(others) and (len(rows) > 1 or any(paddings))
+        seed = int(torch.randint(2**62, (1,))) if generation_config.do_sample else 0
+        lanes = []
+        for lane in [[row] for row in rows] if apart else [rows]:
+            bound = [_RowProcessor(other, paddings[lane[0]], lane[0], len(rows)) for other in others] if apart else others
+            lane_params = SamplingParams(**params, processors=tuple(bound))
+            run = Run(
+                target=target,
+                drafter=self._drafter,
+                workspace=Workspace(target, self._drafter, len(lane), lane_params),
+                walk=WALKS.get("node")(),
+                prompts=[prompts[row] for row in lane],
+                params=lane_params,
+                generators=[row_generator(seed, row) for row in lane],
+                max_new_tokens=stopping_criteria.max_length - input_ids.shape[1],
+                eos_token_ids=_eos_token_ids(stopping_criteria),
+            )
+            lanes.append((run, lane))
+        sequences = _decode(lanes, input_ids, stopping_criteria, generation_config, streamer)
+        self.stats = tuple(run.stats for run, _ in lanes)
+        if generation_config.return_dict_in_generate:
+            return transformers.generation.GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
+
+    def _wrapped(self, model: Any) -> HFModel:
+        """Return the target as a `LanguageModel`, the one of the last call where it is still true."""
+        target = self._target
+        if target is None or target.hf_model is not model or (target.device, target.dtype) != (model.device, model.dtype):
+            target = self._target = HFModel(model)
+        if self._draft is not None and self._draft.device != target.device:
+            raise UsageError(f"the draft is on {self._draft.device} but the target on {target.device}; move one of them")
+        return target
+
+
+def _decode(
+    lanes: list[tuple[Run, list[int]]], input_ids: Tensor, stopping_criteria: Any, generation_config: Any, streamer: Any
+) -> Tensor:
+    """Hand out one token a row at a time, whatever the rounds yield, so that criteria and streamers see what they always do."""
+    ends_rows = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    tokens: list[list[int]] = [[] for _ in input_ids]
+    unfinished = [True] * len(tokens)
+    for step in itertools.count():
+        for run, rows in lanes:
+            while any(reason is None and len(tokens[row]) <= step for row, reason in zip(rows, run.stop_reasons, strict=True)):
+                for emitted in run.step():
+                    tokens[rows[emitted.row]].extend(emitted.token_ids)
+            for row in rows:
+                if unfinished[row] and len(tokens[row]) <= step:
+                    context = run.target.max_positions
+                    warnings.warn(f"a text ends where the model's context of {context} tokens does", stacklevel=4)
+                    unfinished[row] = False
+        if not any(unfinished):
+            break
+        column = [row_tokens[step] if len(row_tokens) > step else _padding(generation_config) for row_tokens in tokens]
+        column_B = torch.tensor(column, device=input_ids.device)
+        input_ids = torch.cat([input_ids, column_B[:, None]], dim=1)
+        done = torch.as_tensor(stopping_criteria(input_ids, None)).expand(len(column)).tolist()
+        unfinished = [going and not stop for going, stop in zip(unfinished, done, strict=True)]
+        for run, rows in lanes:
+            for place, row in enumerate(rows):
+                # Without end-of-text tokens `generate` lets finished rows grow until all are finished; so do we.
+                if not any(unfinished) or (ends_rows and not unfinished[row]):
+                    run.end_row(place, run.stop_reasons[place] or StopReason.STOP, min(step + 1, len(tokens[row])))
+                    del tokens[row][step + 1 :]
+        if streamer is not None:
+            streamer.put(column_B.cpu())
+        if not any(unfinished):
+            break
+    if streamer is not None:
+        streamer.end()
+    return input_ids
+
+
+def _padding(generation_config: Any) -> int:
+    token = generation_config._pad_token_tensor
+    if token is None:
+        raise UsageError("a text ended before the others of its batch and pad_token_id is not set; pass pad_token_id=...")
+    return int(token)
+
+
+def _eos_token_ids(stopping_criteria: Sequence[Any]) -> frozenset[int]:
+    """Return the tokens at which the engine may end a row by itself."""
+    known = [criterion for criterion in stopping_criteria if type(criterion) is transformers.EosTokenCriteria]
+    return frozenset(token for criterion in known for token in criterion.eos_token_id.flatten().tolist())
+
+
+def _dropped_arguments() -> dict[str, Any]:
+    """Return arguments that `generate` was given but does not pass on to a callable.
+
+    transformers 5.22 loses them. Streaming nothing, or ignoring an assistant without a word, would be worse than this
+    look at the caller's variables.
+    """
+    code = inspect.unwrap(transformers.GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    names = ("streamer", "assistant_model", "synced_gpus")
+    return {} if frame is None else {name: frame.f_locals.get(name) for name in names}
+
+
+def _refuse(
+    model: Any, config: Any, processors: Sequence[Any], model_kwargs: dict[str, Any], dropped: dict[str, Any], synced_gpus: bool
+) -> None:
+    """Raise a `UsageError` that names whatever was asked for and cannot be done."""
+    for name, harmless in _HARMLESS.items():
+        value = getattr(config, name, None)
+        if value not in harmless:
+            raise UsageError(f"{name}={value!r} does not work with custom_generate=Speculate(...); leave it out")
+    if dropped.get("assistant_model") is not None:
+        raise UsageError("assistant_model does not work with custom_generate; pass it as Speculate(draft=...)")
+    if synced_gpus or dropped.get("synced_gpus"):
+        raise UsageError("synced_gpus=True does not work with custom_generate=Speculate(...); use one process a model")
+    for processor in processors:
+        name = type(processor).__name__
+        if any(word in name for word in _REMEMBERING):
+            raise UsageError(f"logits processor {name} keeps a state between tokens, which a tree of candidates would upset")
+    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
+        raise UsageError("past_key_values does not work with custom_generate=Speculate(...); pass the whole text instead")
+    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+    for name, value in model_kwargs.items():
+        if name not in known and value is not None:
+            raise UsageError(f"model input {name!r} does not work with custom_generate=Speculate(...); pass input_ids only")
+    if model.training:
+        raise UsageError("the model is in training mode, where dropout makes every pass different; call model.eval() first")
+
+
+def _split_padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """Cut the padding off the left of each row; return it and the texts."""
+    mask_BL = model_kwargs.get("attention_mask")
+    mask_BL = torch.ones_like(input_ids) if mask_BL is None else mask_BL.long()
+    if mask_BL.shape != input_ids.shape or not mask_BL.equal(mask_BL.cummax(dim=1).values):
+        raise UsageError("attention_mask hides tokens in the middle or at the end; allowed: padding on the left only")
+    positions_BL = model_kwargs.get("position_ids")
+    expected_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
+    if positions_BL is not None and (positions_BL.dim() != 2 or not ((positions_BL == expected_BL) | (mask_BL == 0)).all()):
+        raise UsageError("position_ids other than 0, 1, 2, ... do not work with custom_generate=Speculate(...); leave them out")
+    pairs = list(zip(input_ids.tolist(), (mask_BL == 0).sum(dim=1).tolist(), strict=True))
+    return [row[:cut] for row, cut in pairs], [row[cut:] for row, cut in pairs]
+
+
+def _sampling_params(processors: Sequence[Any], sample: bool, padded: bool) -> tuple[dict[str, Any], list[Any]]:
+    """Translate the processors that `SamplingParams` knows, if they stand in its order; return the others too.
+
+    A repetition penalty also counts the padding that a processor sees, so it is translated only where there is none.
+    """
+    if processors and type(processors[-1]) is transformers.LogitNormalization:
+        processors = processors[:-1]  # the last step normalises anyway
+    params: dict[str, Any] = {"temperature": 1.0 if sample else 0.0}
+    unchanged = (dict(params), list(processors))
+    others: list[Any] = []
+    last_rank = -1
+    for processor in processors:
+        rank, name, value = _translated(processor)
+        if name == "repetition_penalty" and (padded or others):
+            rank, name = 1, ""
+        if rank < last_rank or (name and rank == last_rank):
+            return unchanged
+        last_rank = rank
+        if not name:
+            others.append(processor)
+        elif name == "repetition_penalty" or sample:  # what is left out cannot change which token is best
+            params[name] = value
+    return params, others
+
+
+def _translated(processor: Any) -> tuple[int, str, Any]:
+    """Return a processor's place in the order of `SamplingParams`, its field there, or "", and the field's value."""
+    kind = type(processor)
+    plain = getattr(processor, "filter_value", -math.inf) == -math.inf and getattr(processor, "min_tokens_to_keep", 1) == 1
+    if kind is transformers.RepetitionPenaltyLogitsProcessor and not processor.prompt_ignore_length:
+        return 0, "repetition_penalty", float(processor.penalty)
+    if kind is transformers.TemperatureLogitsWarper:
+        return 2, "temperature", float(processor.temperature)
+    if kind is transformers.TopKLogitsWarper and plain:
+        return 3, "top_k", int(processor.top_k)
+    if kind is transformers.TopPLogitsWarper and plain and processor.top_p > 0:
+        return 4, "top_p", float(processor.top_p)
+    if kind is transformers.MinPLogitsWarper and plain:
+        return 5, "min_p", float(processor.min_p)
+    return 1, "", None
+
+
+class _RowProcessor:
+    """A logits processor as it acts on one row of the batch: it sees the row's padding, and its number where it matters."""
+
+    def __init__(self, processor: Any, padding: list[int], row: int, rows: int) -> None:
+        self._processor, self._padding, self._row = processor, padding, row
+        name, module = type(processor).__name__, type(processor).__module__
+        alike = module.startswith("transformers.") and not name.startswith(_ROW_DEPENDENT)
+        self._rows = 1 if alike else rows
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Process one text's scores `[1, V]`."""
+        padding_1P = input_ids.new_tensor([self._padding])
+        ids_BL = torch.cat([padding_1P, input_ids], dim=1).expand(self._rows, -1)
+        scores_BV = self._processor(ids_BL, scores.expand(self._rows, -1).clone())
+        row = self._row if self._rows > 1 else 0
+        return scores_BV[row : row + 1]  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Proof that speculation does not change what is generated, for everything in the registries."""

@@ -1,0 +1,113 @@
+"""The settings in which the law of whole texts is tested: everything registered, and all kinds of sampling."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from polydraft.drafters import DRAFTERS
+from polydraft.engine import Decoder, Generation
+from polydraft.sampling import SamplingParams
+from polydraft.schemes import SCHEMES
+from polydraft.walks import WALKS
+
+from .checks import FALSE_ALARM, text_p_values
+from .reference import next_laws
+from .setups import DRAFT, FIXTURE_DRAFT, FIXTURE_TARGET, PENALTIES, PROMPT, TARGET, TREES, make_decoder, tree_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One setting whose text law is tested."""
+
+    label: str
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    scheme: str = "rrs-wor"
+    walk: str = "node"
+    tree: str = "3x2x1"
+    drafter: str = "model"
+    draft_temperature: float | None = None
+    prompt: tuple[int, ...] = tuple(PROMPT)
+    samples: int = 6_000
+    fixture: bool = False
+    """Use the models that emit fixture F at every node."""
+
+    new_tokens = 5  # with trees of three levels: one full block with its bonus token, and the first of the next
+
+    def decoder(self) -> Decoder:
+        """Build it."""
+        models: dict[str, Any] = {"target": FIXTURE_TARGET, "draft": FIXTURE_DRAFT} if self.fixture else {}
+        return make_decoder(
+            scheme=self.scheme,
+            walk=self.walk,
+            tree=self.tree,
+            drafter=self.drafter,
+            draft_temperature=self.draft_temperature,
+            **models,
+        )
+
+    def generate(self, seed: int = 0) -> list[Generation]:
+        """Continue the prompt many times, as one batch whose rows have generators of their own."""
+        prompts = [list(self.prompt)] * self.samples
+        return self.decoder().generate(prompts, sampling=self.sampling, max_new_tokens=self.new_tokens, seed=seed)
+
+    def p_values(self, results: list[Generation]) -> list[float]:
+        """Test the texts against the exact laws."""
+        target, draft = (FIXTURE_TARGET, FIXTURE_DRAFT) if self.fixture else (TARGET, DRAFT)
+        tokens_NL = np.array([result.token_ids for result in results])
+        return text_p_values(
+            tokens_NL,
+            lambda new_NL: next_laws(target, list(self.prompt), new_NL, self.sampling),
+            lambda new_NL: next_laws(draft, list(self.prompt), new_NL, SamplingParams()),
+        )
+
+
+SCHEMES_AND_WALKS = [(scheme, walk) for scheme in SCHEMES for walk in WALKS]
+
+CONFIGURATIONS = [
+    *(
+        Configuration(label=f"{scheme} {walk}", scheme=scheme, walk=walk, tree=tree_for(scheme))
+        for scheme, walk in SCHEMES_AND_WALKS
+    ),
+    Configuration(label="sparse", tree=TREES[-1]),
+    Configuration(label="top-k", sampling=SamplingParams(top_k=5)),
+    # The draft's law has fewer tokens than the tree has children.
+    Configuration(label="top-k below width", sampling=SamplingParams(top_k=2)),
+    Configuration(label="top-p", sampling=SamplingParams(top_p=0.8)),
+    Configuration(label="min-p, temperature", sampling=SamplingParams(min_p=0.1, temperature=0.7)),
+    Configuration(label="all truncations", sampling=SamplingParams(top_k=12, top_p=0.9, min_p=0.02, temperature=1.4)),
+    Configuration(label="penalties", sampling=PENALTIES),
+    Configuration(label="logit bias", sampling=SamplingParams(logit_bias={3: 2.0, 7: 1.0, PROMPT[0]: -1.5})),
+    Configuration(label="sharp draft", draft_temperature=0.6),
+    Configuration(label="flat draft", draft_temperature=1.5),
+    Configuration(label="greedy draft", draft_temperature=0.0),
+    Configuration(label="one-token prompt", prompt=(21,)),
+    *(Configuration(label=f"drafter {name}", drafter=name, scheme="auto") for name in DRAFTERS),
+    *(
+        Configuration(
+            label=f"drafter {name}, truncated",
+            drafter=name,
+            scheme="auto",
+            tree="fork:2x4",
+            sampling=SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3),
+        )
+        for name in DRAFTERS
+    ),
+]
+
+FIXTURE_CONFIGURATIONS = [
+    Configuration(
+        label=f"{scheme} {walk}",
+        scheme=scheme,
+        walk=walk,
+        tree=tree_for(scheme, "2x2x1"),
+        prompt=(0,),
+        fixture=True,
+    )
+    for scheme, walk in SCHEMES_AND_WALKS
+]
+
+# All tests of texts are one family, of false alarm 1e-4 by Bonferroni: three conditional tests and two transformed ones
+# of each token in every configuration.
+_TESTS = 3 + 2 * Configuration.new_tokens
+THRESHOLD = FALSE_ALARM / (_TESTS * (len(CONFIGURATIONS) + len(FIXTURE_CONFIGURATIONS)))

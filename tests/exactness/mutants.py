@@ -1,0 +1,169 @@
+"""Wrong verification rules, each a mistake that someone has made or could make."""
+
+import torch
+from torch import Tensor
+
+from polydraft.sampling import NO_TOKEN
+from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme
+from polydraft.schemes.arithmetic import normalised, without
+
+
+def _residual(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
+    excess_RV = (target_RV - draft_RV).clamp(min=0)
+    return torch.where(excess_RV.sum(-1, keepdim=True) > 0, normalised(excess_RV), target_RV)
+
+
+class Rejection(Scheme):
+    """Recursive rejection with a switch for each mistake; with none set it is correct."""
+
+    name = "mutant"
+    drawn_with_replacement = False
+    tested_with_replacement = False
+    removed_before_residual = False
+    residual_taken = True
+    draft_temperature = 1.0
+    epsilon = 0.0
+    least_target = 0.0
+
+    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+        draft_RV = normalised(draft_probs_RV)
+        return draft_RV if self.drawn_with_replacement else without(draft_RV, earlier_RJ)
+
+    def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Return the children as they are tested."""
+        return children_RK
+
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        original_RV, draft_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
+        children_RK = self.arranged(draft_RV, children_RK)
+        draft_RV = normalised(draft_RV ** (1 / self.draft_temperature))
+        target_RV = original_RV
+        emitted_RV = torch.zeros_like(target_RV)
+        undecided_R1 = torch.ones_like(target_RV[:, :1])
+        for child_R1 in children_RK.split(1, dim=1):
+            exists_R1, token_R1 = child_R1 != NO_TOKEN, child_R1.clamp(min=0)
+            numerator_R1 = target_RV.gather(1, token_R1).clamp(min=self.least_target)
+            denominator_R1 = draft_RV.gather(1, token_R1) + self.epsilon
+            ratio_R1 = torch.where(denominator_R1 > 0, numerator_R1 / denominator_R1, 0.0).clamp(max=1.0)
+            accept_R1 = torch.where(exists_R1, ratio_R1, 0.0)
+            emitted_RV = emitted_RV.scatter_add(1, token_R1, undecided_R1 * accept_R1)
+            undecided_R1 = undecided_R1 * (1 - accept_R1)
+            reduced_RV = draft_RV if self.tested_with_replacement else without(draft_RV, child_R1)
+            subtracted_RV = reduced_RV if self.removed_before_residual else draft_RV
+            target_RV = torch.where(exists_R1, _residual(target_RV, subtracted_RV), target_RV)
+            draft_RV = reduced_RV
+        return emitted_RV + undecided_R1 * (target_RV if self.residual_taken else original_RV)
+
+
+class WithReplacement(Rejection):
+    """The correct rule for independent children."""
+
+    drawn_with_replacement = tested_with_replacement = True
+
+
+class DistinctTestedAsIndependent(Rejection):
+    tested_with_replacement = True
+
+
+class IndependentTestedAsDistinct(Rejection):
+    drawn_with_replacement = True
+
+
+class Deduplicated(WithReplacement):
+    """Merge repeated children and test each once."""
+
+    def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
+        columns = [children_RK[:, :1]]
+        for rank in range(1, children_RK.shape[1]):
+            child_R1 = children_RK[:, rank : rank + 1]
+            repeated_R1 = (children_RK[:, :rank] == child_R1).any(-1, keepdim=True)
+            columns.append(torch.where(repeated_R1, NO_TOKEN, child_R1))
+        return torch.cat(columns, dim=1)
+
+
+class SortedByDraft(Rejection):
+    """Test the likeliest child first."""
+
+    def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
+        probs_RK = torch.where(children_RK == NO_TOKEN, -1.0, draft_RV.gather(1, children_RK.clamp(min=0)))
+        return children_RK.gather(1, probs_RK.argsort(dim=1, descending=True, stable=True))
+
+
+class PrunedByDraft(Rejection):
+    """Drop sampled children that the draft itself finds unlikely."""
+
+    def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
+        unlikely_RK = draft_RV.gather(1, children_RK.clamp(min=0)) < 0.1
+        return torch.where(unlikely_RK, NO_TOKEN, children_RK)
+
+
+class ResidualNotTaken(Rejection):
+    residual_taken = False
+
+
+class DraftAtAnotherTemperature(Rejection):
+    draft_temperature = 1.1
+
+
+class EpsilonInDenominator(Rejection):
+    epsilon = 1e-3
+
+
+class AcceptedWithoutTargetMass(Rejection):
+    least_target = 1e-3
+
+
+class RemovedBeforeResidual(Rejection):
+    removed_before_residual = True
+
+
+class Greedy(Scheme):
+    """Top children and one sampled from the rest, which alone is tested: correct, against the law of the rest."""
+
+    name = "mutant"
+    tested_against_rest = True
+
+    def _rest(self, draft_probs_RV: Tensor, top: int) -> Tensor:
+        return without(normalised(draft_probs_RV), draft_probs_RV.topk(top, dim=1).indices)
+
+    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+        if earlier_RJ.shape[1] == count - 1:
+            return self._rest(draft_probs_RV, count - 1)
+        order_RV = draft_probs_RV.argsort(dim=1, descending=True, stable=True)
+        rank = earlier_RJ.shape[1]
+        return torch.zeros_like(draft_probs_RV).scatter_(1, order_RV[:, rank : rank + 1], 1.0)
+
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        rest_RV = self._rest(draft_probs_RV, children_RK.shape[1] - 1)
+        tested_RV = rest_RV if self.tested_against_rest else normalised(draft_probs_RV)
+        return RejectionWithReplacement().law(target_probs_RV, tested_RV, children_RK[:, -1:])
+
+
+class GreedyTestedAgainstDraft(Greedy):
+    tested_against_rest = False
+
+
+class DrawnByRank(RejectionWithoutReplacement):
+    """Draw the likeliest children while the law says sampled ones."""
+
+    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+        return draft_probs_RV.topk(uniforms_RK.shape[1], dim=1).indices
+
+
+CORRECT: list[type[Scheme]] = [Rejection, WithReplacement, Greedy]
+
+STRUCTURAL: list[type[Scheme]] = [
+    DistinctTestedAsIndependent,
+    IndependentTestedAsDistinct,
+    Deduplicated,
+    SortedByDraft,
+    PrunedByDraft,
+    ResidualNotTaken,
+    DraftAtAnotherTemperature,
+    RemovedBeforeResidual,
+    GreedyTestedAgainstDraft,
+]
+"""Wrong enough for 20,000 samples of the fixture."""
+
+SUBTLE: list[type[Scheme]] = [EpsilonInDenominator, AcceptedWithoutTargetMass]
+"""Seen by enumeration alone: by sampling they would take a million draws, or a token without target mass."""

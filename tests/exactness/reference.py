@@ -1,0 +1,74 @@
+"""The laws that generated text must follow, in plain numpy and without any code under test but the table look-up."""
+
+from functools import lru_cache
+
+import numpy as np
+
+from polydraft.models import TabularModel
+from polydraft.sampling import SamplingParams
+
+
+def next_laws(model: TabularModel, prompt: list[int], new_NL: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Return the next token's probabilities [N, V] after a prompt and L new tokens, in the order of Hugging Face `generate`."""
+    text_NT = np.concatenate([np.tile(np.array(prompt), (len(new_NL), 1)), new_NL], axis=1)
+    scores_NV = _logits(model, text_NT)
+    for token, bias in params.logit_bias.items():
+        scores_NV[:, token] += bias
+    penalty = params.repetition_penalty
+    punished_NV = np.where(scores_NV > 0, scores_NV / penalty, scores_NV * penalty)
+    scores_NV = np.where(_counts(text_NT, model.vocab_size) > 0, punished_NV, scores_NV)
+    counts_NV = _counts(new_NL, model.vocab_size)
+    scores_NV = scores_NV - params.presence_penalty * (counts_NV > 0) - params.frequency_penalty * counts_NV
+    if params.temperature == 0:
+        return np.eye(model.vocab_size)[scores_NV.argmax(-1)]
+    return _truncated(_softmax(scores_NV / params.temperature), params)
+
+
+def next_law(model: TabularModel, prompt: list[int], new_tokens: list[int], params: SamplingParams) -> np.ndarray:
+    """Return the next token's probabilities after one text."""
+    return next_laws(model, prompt, np.array(new_tokens, dtype=int)[None], params)[0]
+
+
+@lru_cache(maxsize=200_000)
+def _logits_after(model: TabularModel, recent: tuple[int, ...]) -> np.ndarray:
+    return model.logits_after(list(recent)).double().numpy()
+
+
+def _logits(model: TabularModel, text_NT: np.ndarray) -> np.ndarray:
+    contexts, row_N = np.unique(text_NT[:, -model.order :], axis=0, return_inverse=True)
+    return np.stack([_logits_after(model, tuple(context)) for context in contexts.tolist()])[row_N.reshape(-1)]
+
+
+def _counts(tokens_NT: np.ndarray, vocabulary: int) -> np.ndarray:
+    counts_NV = np.zeros((len(tokens_NT), vocabulary))
+    np.add.at(counts_NV, (np.arange(len(tokens_NT))[:, None], tokens_NT), 1)
+    return counts_NV
+
+
+def _softmax(scores_NV: np.ndarray) -> np.ndarray:
+    weights_NV = np.exp(scores_NV - scores_NV.max(-1, keepdims=True))
+    return weights_NV / weights_NV.sum(-1, keepdims=True)
+
+
+def _truncated(probs_NV: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Top-k, then the nucleus of what is left, then min-p, and renormalise; on tokens sorted from the likeliest down."""
+    order_NV = np.argsort(-probs_NV, axis=-1)
+    sorted_NV = np.take_along_axis(probs_NV, order_NV, axis=-1)
+    if params.top_k:
+        sorted_NV[:, params.top_k :] = 0
+    sorted_NV /= sorted_NV.sum(-1, keepdims=True)
+    mass_before_NV = np.cumsum(sorted_NV, axis=-1) - sorted_NV
+    if params.top_p < 1:  # with 1 all stay, whatever the sums round to
+        sorted_NV[mass_before_NV >= params.top_p] = 0
+    sorted_NV[sorted_NV < params.min_p * sorted_NV[:, :1]] = 0
+    law_NV = np.zeros_like(probs_NV)
+    np.put_along_axis(law_NV, order_NV, sorted_NV / sorted_NV.sum(-1, keepdims=True), axis=-1)
+    return law_NV
+
+
+def greedy_text(model: TabularModel, prompt: list[int], count: int, params: SamplingParams) -> list[int]:
+    """Continue a prompt by the likeliest token, one at a time."""
+    new_tokens: list[int] = []
+    while len(new_tokens) < count:
+        new_tokens.append(int(next_law(model, prompt, new_tokens, params).argmax()))
+    return new_tokens

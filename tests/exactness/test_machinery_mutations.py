@@ -1,0 +1,162 @@
+"""The tests bite: machinery broken in one place is caught, by the checkers that the real tests use.
+
+Which layer catches what: the law of texts (chi-square) all that changes texts; greedy identity all of it that does not
+need sampling or penalties; full acceptance of a draft equal to the target what costs nothing but speed.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polydraft.drafters.model_tree import ModelTreeSession
+from polydraft.engine.run import Run
+from polydraft.models import Context
+from polydraft.sampling import Noise, SamplingParams, Warper
+from polydraft.schemes import Scheme
+from polydraft.trees import DraftTree
+from polydraft.walks import NodeWalk, Verdict
+
+from .checks import unequal_texts
+from .configurations import THRESHOLD, Configuration
+from .reference import greedy_text
+from .setups import PENALTIES, RAGGED_PROMPTS, TARGET, make_decoder
+
+pytestmark = pytest.mark.usefixtures("short_blocks")
+
+GREEDY = SamplingParams(temperature=0)
+
+
+# Below: the machinery, broken by replacing one method. Each takes the original and its arguments.
+
+
+def commit_keeps_the_first_nodes(original: Callable, context: Context, places_BD: Tensor, counts_B: Tensor) -> None:
+    original(context, torch.arange(places_BD.shape[1]).expand_as(places_BD), counts_B)
+
+
+def positions_off_by_one_after_commit(original: Callable, context: Context, places_BD: Tensor, counts_B: Tensor) -> None:
+    original(context, places_BD, counts_B)
+    context._positions_BS += (context._positions_BS == context.lengths_B[:, None] - 1).long()
+
+
+def one_token_too_few_committed(original: Callable, context: Context, places_BD: Tensor, counts_B: Tensor) -> None:
+    original(context, places_BD, (counts_B - 1).clamp(min=1))
+
+
+def bonus_token_from_the_root(
+    original: Callable, walk: NodeWalk, scheme: Scheme, draft: DraftTree, target_law: Callable, uniforms_BU: Tensor
+) -> Verdict:
+    def wrong_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
+        return target_law(torch.zeros_like(node_B) if path_BP.shape[1] == draft.depth else node_B, path_BP)
+
+    return original(walk, scheme, draft, wrong_law, uniforms_BU)
+
+
+def first_child_always_taken(original: Callable, draft: DraftTree, node_B: Tensor) -> tuple[Tensor, Tensor]:
+    nodes_BK, tokens_BK = original(draft, node_B)
+    return nodes_BK[:, :1].expand_as(nodes_BK), tokens_BK
+
+
+def siblings_seen(original: Callable, draft: DraftTree) -> Any:
+    block = original(draft)
+    nodes = block.visible_BTU.shape[1]
+    return type(block)(0, block.depths_BT, torch.ones(nodes, nodes, dtype=torch.bool).tril().expand_as(block.visible_BTU))
+
+
+def law_of_the_first_node_of_the_level(original: Callable, draft: DraftTree, level: int, node_B: Tensor) -> Tensor:
+    return draft.laws[level][:, 0]
+
+
+def verification_shares_the_drafts_numbers(original: Callable, noise: Noise, count: int) -> Tensor:
+    uniforms_BU = original(noise, count)
+    uniforms_BU[:, -3:] = uniforms_BU[:, :3]
+    return uniforms_BU
+
+
+def ancestors_forgotten(original: Callable, warper: Warper, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
+    return original(warper, logits_BGV, paths_BGP[..., :0])
+
+
+def output_forgotten(original: Callable, warper: Warper, emitted: Any) -> None:
+    return None
+
+
+def pending_token_of_the_round_before(original: Callable, run: Run, session: Any) -> Any:
+    tail_B2 = run._tail_B2
+    result = original(run, session)
+    run._tail_B2 = torch.stack([tail_B2[:, 1], run._tail_B2[:, 1]], dim=1)
+    return result
+
+
+def draft_memory_not_moved(original: Callable, session: ModelTreeSession, verdict: Verdict, keep_B: Tensor) -> None:
+    straight = SimpleNamespace(path_BD=torch.arange(verdict.path_BD.shape[1]).expand_as(verdict.path_BD))
+    original(session, straight, keep_B)
+
+
+def spelled(value: Any) -> str:
+    return getattr(value, "__name__", "") if value is not None else "plain"
+
+
+def break_method(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, wrong: Callable) -> None:
+    original = getattr(owner, method)
+    monkeypatch.setattr(owner, method, lambda *arguments: wrong(original, *arguments))
+
+
+CHANGES_TEXTS = [
+    (Context, "commit", commit_keeps_the_first_nodes, None),
+    (Context, "commit", positions_off_by_one_after_commit, None),
+    (NodeWalk, "run", bonus_token_from_the_root, None),
+    (DraftTree, "children", first_child_always_taken, None),
+    (DraftTree, "block", siblings_seen, None),
+    (DraftTree, "draft_law", law_of_the_first_node_of_the_level, None),
+    (Noise, "uniforms", verification_shares_the_drafts_numbers, None),
+    (Warper, "probs", ancestors_forgotten, PENALTIES),
+    (Warper, "advance", output_forgotten, PENALTIES),
+]
+
+
+@pytest.mark.parametrize(("owner", "method", "wrong", "sampling"), CHANGES_TEXTS, ids=spelled)
+def test_texts_catch_broken_machinery(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, wrong: Callable, sampling: SamplingParams | None
+) -> None:
+    break_method(monkeypatch, owner, method, wrong)
+    configuration = Configuration(label=method, sampling=sampling or SamplingParams())
+    assert min(configuration.p_values(configuration.generate())) < THRESHOLD
+
+
+CHANGES_GREEDY_TEXTS = [
+    (Context, "commit", commit_keeps_the_first_nodes),
+    (Context, "commit", positions_off_by_one_after_commit),
+    (NodeWalk, "run", bonus_token_from_the_root),
+    (DraftTree, "children", first_child_always_taken),
+    (DraftTree, "block", siblings_seen),
+]
+
+
+@pytest.mark.parametrize(("owner", "method", "wrong"), CHANGES_GREEDY_TEXTS, ids=spelled)
+def test_greedy_identity_catches_broken_machinery(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, wrong: Callable
+) -> None:
+    break_method(monkeypatch, owner, method, wrong)
+    results = make_decoder().generate(RAGGED_PROMPTS, sampling=GREEDY, max_new_tokens=20)
+    expected = [greedy_text(TARGET, prompt, 20, GREEDY) for prompt in RAGGED_PROMPTS]
+    assert unequal_texts([result.token_ids for result in results], expected) > 0
+
+
+# These cost speed and not exactness, since drafts are verified against the laws they were drawn from.
+COSTS_ACCEPTANCE = [
+    (ModelTreeSession, "commit", draft_memory_not_moved),
+    (Run, "_round", pending_token_of_the_round_before),
+]
+
+
+@pytest.mark.parametrize(("owner", "method", "wrong"), COSTS_ACCEPTANCE, ids=spelled)
+def test_an_identical_draft_catches_a_broken_draft_memory(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, wrong: Callable
+) -> None:
+    break_method(monkeypatch, owner, method, wrong)
+    results = make_decoder(draft=TARGET).generate(RAGGED_PROMPTS * 5, max_new_tokens=40, seed=1)
+    assert results[0].stats.acceptance_rate < 1.0

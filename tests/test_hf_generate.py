@@ -1,0 +1,424 @@
+"""`model.generate(custom_generate=Speculate(...))` gives what `model.generate(...)` gives."""
+
+import copy
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StopStringCriteria,
+    SynthIDTextWatermarkingConfig,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    WatermarkingConfig,
+    set_seed,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from polydraft.errors import UsageError
+from polydraft.hf_generate import Speculate, _sampling_params
+from polydraft.models import FAMILIES
+from polydraft.models.hf import HFModel
+
+PROMPTS = [[5, 17, 40, 8, 23, 61, 9], [33, 12, 70], [44, 45, 46, 47, 48]]
+
+
+@cache
+def target():
+    return FAMILIES.get("llama").build()
+
+
+@cache
+def draft():
+    """The target with noise in its weights."""
+    model = copy.deepcopy(target())
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@cache
+def speculate():
+    return Speculate(draft=draft(), tree="3x2x1")
+
+
+def padded(prompts=PROMPTS):
+    longest = max(map(len, prompts))
+    rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
+def both(inputs, **options):
+    """Generate plainly and with drafts; options given as functions are made anew for each."""
+    results = []
+    for custom in (None, speculate()):
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        settings = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, **made}
+        results.append(target().generate(**inputs, custom_generate=custom, **settings))
+    return results
+
+
+def assert_same(inputs, **options):
+    plain, fast = both(inputs, **options)
+    assert fast.dtype == torch.long
+    assert torch.equal(plain, fast)
+    return fast
+
+
+single, batch = padded(PROMPTS[:1]), padded()
+every_batch = pytest.mark.parametrize("inputs", [single, batch], ids=["single", "batch"])
+
+
+@every_batch
+def test_greedy_text_is_that_of_generate(inputs):
+    assert_same(inputs)
+    assert 0 < speculate().stats[0].acceptance_rate < 1
+
+
+def test_plain_decoding_without_a_draft():
+    plain = target().generate(**batch, do_sample=False, max_new_tokens=9, pad_token_id=0)
+    for custom in (Speculate(), Speculate(draft=draft(), tree="none"), Speculate(draft=HFModel(draft()), tree="chain:2")):
+        got = target().generate(**batch, do_sample=False, max_new_tokens=9, pad_token_id=0, custom_generate=custom)
+        assert torch.equal(got, plain)
+
+
+def test_several_texts_of_one_prompt():
+    fast = target().generate(
+        **single, do_sample=True, num_return_sequences=4, max_new_tokens=6, pad_token_id=0, custom_generate=speculate()
+    )
+    assert fast.shape == (4, 13)
+    assert len({tuple(row) for row in fast.tolist()}) > 1, "rows have random numbers of their own"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_lengths_are_exact(count):
+    assert assert_same(batch, max_new_tokens=count).shape[1] == 7 + count
+    assert assert_same(single, max_new_tokens=None, max_length=7 + count).shape[1] == 7 + count
+
+
+@pytest.mark.parametrize("offset", range(6))
+def test_an_end_of_text_inside_a_block(offset):
+    """Whatever token comes at some place, made the end of text, ends the row there and pads the others' rest."""
+    plain = target().generate(**batch, do_sample=False, max_new_tokens=12, pad_token_id=0)
+    eos = [int(plain[0, 7 + offset]), int(plain[2, 7 + (offset * 2) % 7])]
+    result = assert_same(batch, eos_token_id=eos)
+    assert result[0, -1] in (0, *eos)
+
+
+class StopAtMultiple(StoppingCriteria):
+    def __init__(self, number):
+        self.number, self.widths = number, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.widths.append(input_ids.shape[1])
+        return input_ids[:, -1] % self.number == 0
+
+
+@every_batch
+@pytest.mark.parametrize("eos", [None, 95])
+@pytest.mark.parametrize("number", [3, 5, 7])
+def test_a_criterion_ends_texts_where_it_would(inputs, number, eos):
+    """Without an end-of-text token, `generate` lets rows go on until all are done; with one, it pads them."""
+    criteria = []
+
+    def make():
+        criteria.append(StopAtMultiple(number))
+        return [criteria[-1]]
+
+    assert_same(inputs, stopping_criteria=make, eos_token_id=eos)
+    assert criteria[0].widths == criteria[1].widths, "it is asked once a token, in order"
+
+
+class StopWhenAnyRow(StoppingCriteria):
+    """Looks at the whole batch: all rows end with the first that shows a small token."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, 8:] < 20).any().expand(len(input_ids))
+
+
+def test_a_criterion_that_looks_at_all_rows():
+    assert_same(batch, stopping_criteria=lambda: [StopWhenAnyRow()], eos_token_id=95)
+
+
+def test_a_time_limit():
+    assert_same(single, max_time=1000.0)
+    limited = both(single, stopping_criteria=lambda: [MaxTimeCriteria(0.0)])
+    assert torch.equal(*limited) and limited[1].shape[1] == 8, "out of time after the first token"
+
+
+LETTERS = [chr(0x4E00 + token) for token in range(96)]
+
+
+class LetterStop(StopStringCriteria):
+    """`StopStringCriteria` without a tokenizer: every token reads as one letter."""
+
+    def __init__(self, strings):
+        self.stop_strings = tuple(strings)
+        self.embedding_vec, self.max_valid_positions, self.max_valid_end_lens = self._stop_string_create_embedding_vec(
+            LETTERS, list(range(96)), self.stop_strings
+        )
+        self.maximum_token_len = max(map(len, strings))
+        self.num_stop_strings = len(strings)
+        self.target_lens = torch.tensor([len(string) for string in strings], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("start", range(4))
+def test_stop_strings(start):
+    plain = target().generate(**single, do_sample=False, max_new_tokens=12, pad_token_id=0)[0, 7:].tolist()
+    string = "".join(LETTERS[token] for token in plain[start : start + 3])
+    result = assert_same(single, stopping_criteria=lambda: [LetterStop([string, LETTERS[1] * 2])])
+    assert result.shape[1] <= 7 + start + 3, "it did stop"
+    assert_same(batch, stopping_criteria=lambda: [LetterStop([string])], eos_token_id=95)
+
+
+class Recorder:
+    def __init__(self):
+        self.pieces, self.ended = [], 0
+
+    def put(self, value):
+        self.pieces.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+@every_batch
+@pytest.mark.parametrize("eos", [None, 12])
+def test_a_streamer_gets_the_same_tokens(inputs, eos):
+    recorders = []
+
+    def make():
+        recorders.append(Recorder())
+        return recorders[-1]
+
+    assert_same(inputs, streamer=make, eos_token_id=eos)
+    assert recorders[0].pieces == recorders[1].pieces and recorders[1].ended == 1
+    assert recorders[1].pieces[0] == inputs["input_ids"].tolist(), "the prompt first"
+
+
+class Fussy(LogitsProcessor):
+    """Depends on length, padding and row number, as processors may."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        for row in range(len(scores)):
+            scores[row, (input_ids.shape[1] * 7 + row * 5 + int(input_ids[row, 0])) % 96] += 4.0
+        return scores
+
+
+PROCESSORS = {
+    "repetition": {"repetition_penalty": 1.7},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "bias": {"sequence_bias": [[[12], 3.0], [[40, 41], 5.0]], "repetition_penalty": 1.3},
+    "bad words": {"bad_words_ids": [[12], [40, 41]]},
+    "least length": {"min_new_tokens": 9, "eos_token_id": 12},
+    "least total length": {"min_length": 12, "eos_token_id": 12},
+    "suppressed": {"suppress_tokens": [8, 9], "begin_suppress_tokens": [12, 13]},
+    "forced end": {"forced_eos_token_id": 50, "eos_token_id": 51},
+    "longer costs": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": 12},
+    "prompt penalty": {"encoder_repetition_penalty": 1.5},
+    "allowed": {"prefix_allowed_tokens_fn": lambda: lambda row, ids: range(row, 96, 2 + row)},
+    "watermark": {"watermarking_config": lambda: WatermarkingConfig(bias=3.0)},
+    "normalised": {"renormalize_logits": True, "repetition_penalty": 1.2},
+    "fussy": {"logits_processor": lambda: [Fussy()]},
+    "odd order": {"logits_processor": lambda: [TopKLogitsWarper(3), TemperatureLogitsWarper(0.5), Fussy()]},
+}
+
+
+@every_batch
+@pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
+def test_logits_processors_do_what_they_do(inputs, options):
+    assert_same(inputs, **options)
+
+
+def test_a_configuration_object():
+    config = GenerationConfig(repetition_penalty=1.4, max_new_tokens=15, do_sample=False, pad_token_id=0)
+    plain = target().generate(**batch, generation_config=config)
+    assert torch.equal(target().generate(**batch, generation_config=config, custom_generate=speculate()), plain)
+
+
+def test_a_dictionary_where_asked_for():
+    plain, fast = both(batch, return_dict_in_generate=True)
+    assert isinstance(fast, GenerateDecoderOnlyOutput)
+    assert torch.equal(plain.sequences, fast.sequences) and fast.scores is None
+
+
+def test_known_processors_become_parameters():
+    processors = target()._get_logits_processor(
+        GenerationConfig(
+            do_sample=True, repetition_penalty=1.2, temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, min_length=None, num_beams=1
+        ),
+        input_ids_seq_length=3,
+    )
+    params, others = _sampling_params(processors, sample=True, padded=False)
+    assert params == {"repetition_penalty": 1.2, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1} and not others
+    params, others = _sampling_params(processors, sample=True, padded=True)
+    assert "repetition_penalty" not in params and others == processors[:1]
+    backwards = processors[::-1]
+    assert _sampling_params(backwards, sample=True, padded=False) == ({"temperature": 1.0}, backwards)
+    assert _sampling_params(backwards, sample=False, padded=False) == ({"temperature": 0.0}, backwards)
+
+
+@pytest.mark.parametrize("inputs", [single, batch], ids=["single", "batch"])
+def test_a_seed_makes_samples_reproducible(inputs):
+    options = {"do_sample": True, "max_new_tokens": 12, "pad_token_id": 0, "custom_generate": speculate()}
+    results = []
+    for seed in (7, 7, 8):
+        set_seed(seed)
+        results.append(target().generate(**inputs, **options))
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    assert not torch.equal(target().generate(**inputs, **options), results[2]), "a second call goes on, not back"
+
+
+class Same(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def exact_law(prompt, top_k, temperature):
+    """Probabilities of the next two tokens, from plain forward passes."""
+
+    @torch.inference_mode()
+    def law(texts):
+        logits = target()(input_ids=torch.tensor(texts)).logits[:, -1] / temperature
+        lowest = logits.topk(top_k).values[:, -1:]
+        return torch.softmax(logits.masked_fill(logits < lowest, -torch.inf).double(), -1)
+
+    first = law([prompt])[0]
+    tokens = first.nonzero()[:, 0].tolist()
+    second = law([[*prompt, token] for token in tokens])
+    return {
+        (one, two): float(first[one] * row[two])
+        for one, row in zip(tokens, second, strict=True)
+        for two in row.nonzero()[:, 0].tolist()
+    }
+
+
+@pytest.mark.parametrize("extra", [False, True], ids=["translated", "as processors"])
+def test_samples_follow_the_exact_law(extra):
+    """False alarms: one in a million."""
+    set_seed(0)
+    count, rows = (250, 1) if extra else (20, 100)
+    seen = Counter()
+    for _ in range(count):
+        result = target().generate(
+            torch.tensor([PROMPTS[0]]),
+            attention_mask=torch.ones(1, 7, dtype=torch.long),
+            do_sample=True,
+            temperature=1.5,
+            top_k=4,
+            max_new_tokens=2,
+            num_return_sequences=rows,
+            pad_token_id=0,
+            logits_processor=[Same()] if extra else [],
+            custom_generate=speculate(),
+        )
+        seen.update(map(tuple, result[:, 7:].tolist()))
+    law = exact_law(PROMPTS[0], 4, 1.5)
+    assert set(seen) <= set(law), "nothing outside the support"
+    common = [pair for pair in law if law[pair] * count * rows >= 5]
+    observed = [seen[pair] for pair in common] + [count * rows - sum(seen[pair] for pair in common)]
+    expected = [law[pair] * count * rows for pair in common]
+    expected.append(count * rows - sum(expected))
+    if expected[-1] < 5:
+        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+    assert chisquare(observed, expected).pvalue > 1e-6
+
+
+REFUSED = {
+    "num_beams": {"num_beams": 2},
+    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "assistant_model": {"assistant_model": draft},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    "assistant_early_exit": {"assistant_early_exit": 2},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola_layers": {"dola_layers": "low"},
+    "cache_implementation": {"cache_implementation": "static"},
+    "use_cache": {"use_cache": False},
+    "past_key_values": {"past_key_values": DynamicCache},
+    "synced_gpus": {"synced_gpus": True},
+    "SynthIDText": {
+        "watermarking_config": lambda: SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3]),
+        "do_sample": True,
+    },
+    "position_ids": {"position_ids": lambda: torch.arange(3, 10)[None]},
+    "constraints": {"constraints": lambda: ["anything"]},
+    "force_words_ids": {"force_words_ids": [[4]]},
+}
+
+
+@pytest.mark.parametrize(("name", "options"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(name, options):
+    made = {key: value() if callable(value) else value for key, value in options.items()}
+    with pytest.raises(UsageError, match=name) as caught:
+        target().generate(**single, max_new_tokens=4, pad_token_id=0, custom_generate=speculate(), **made)
+    assert "\n" not in str(caught.value)
+
+
+def test_embeddings_are_refused():
+    embeddings = target().get_input_embeddings()(single["input_ids"])
+    with pytest.raises(UsageError, match="inputs_embeds"):
+        target().generate(inputs_embeds=embeddings, max_new_tokens=4, pad_token_id=0, custom_generate=speculate())
+
+
+def test_right_padding_is_refused():
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0]])
+    with pytest.raises(UsageError, match="attention_mask"):
+        target().generate(
+            single["input_ids"], attention_mask=mask, pad_token_id=0, max_new_tokens=3, custom_generate=speculate()
+        )
+
+
+def test_an_empty_row_is_refused():
+    inputs = {"input_ids": torch.tensor([[5, 6], [0, 0]]), "attention_mask": torch.tensor([[1, 1], [0, 0]])}
+    with pytest.raises(UsageError, match="empty prompt"):
+        target().generate(**inputs, pad_token_id=0, max_new_tokens=3, custom_generate=speculate())
+
+
+def test_training_mode_is_refused():
+    model = FAMILIES.get("llama").build().train()
+    with pytest.raises(UsageError, match=r"model\.eval\(\)"):
+        model.generate(**single, pad_token_id=0, max_new_tokens=3, custom_generate=speculate())
+
+
+@pytest.mark.parametrize(
+    "options", [{"tree": "0x2"}, {"scheme": "rrs"}, {"draft_temperature": -1.0}, {"draft_temperature": float("nan")}], ids=str
+)
+def test_bad_settings_are_refused_at_once(options):
+    with pytest.raises(UsageError):
+        Speculate(draft=draft, **options)
+
+
+def test_the_end_of_the_context_is_announced():
+    ids = torch.randint(3, 96, (1, 124), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    with pytest.warns(UserWarning, match="context of 128"):
+        fast = target().generate(ids, max_new_tokens=9, custom_generate=speculate(), **options)
+    assert torch.equal(fast, target().generate(ids, max_new_tokens=4, **options))
+
+
+def test_wrappers_are_kept_between_calls():
+    custom = Speculate(draft=draft())
+    options = {"max_new_tokens": 3, "pad_token_id": 0, "custom_generate": custom}
+    target().generate(**single, **options)
+    kept = custom._target
+    target().generate(**single, **options)
+    assert custom._target is kept
+    other = FAMILIES.get("llama").build(seed=1)
+    plain = other.generate(**single, max_new_tokens=3, pad_token_id=0)
+    assert torch.equal(other.generate(**single, **options), plain), "another model is not mistaken for it"
