@@ -1,7 +1,6 @@
 """polydraft inside Hugging Face `generate`: the same call, the same law, several tokens a pass."""
 
 import inspect
-import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -25,9 +24,7 @@ from polydraft.walks import WALKS
 
 _OFF = (None, False)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "guidance_scale": (None, 1),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (None, 1)),
     "cache_implementation": (None, "dynamic"),
     "use_cache": (None, True),
     **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states", "token_healing"), _OFF),
@@ -37,11 +34,21 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Settings that would change what `generate` does in ways we do not follow, each with the values that ask for nothing."""
 
+# Processors that keep a state from call to call, or run a model, which calls for nodes of a tree would upset.
 _REMEMBERING = ("ClassifierFreeGuidance", "SynthIDText", "Whisper", "AlternatingCodebooks", "BarkEos", "Dia")
-"""Processors that keep a state from call to call, or run a model, which calls for nodes of a tree would upset."""
+# Arguments that `generate` makes itself, or that we do follow.
+_PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "streamer")
+_FIELDS = {
+    transformers.RepetitionPenaltyLogitsProcessor: (0, "repetition_penalty", "penalty"),
+    transformers.TemperatureLogitsWarper: (2, "temperature", "temperature"),
+    transformers.TopKLogitsWarper: (3, "top_k", "top_k"),
+    transformers.TopPLogitsWarper: (4, "top_p", "top_p"),
+    transformers.MinPLogitsWarper: (5, "min_p", "min_p"),
+}
+"""Processors that `SamplingParams` knows: place in its order (1 is for all others), field, and where the value is."""
 
+# Processors of `transformers` that treat the rows of a batch differently.
 _ROW_DEPENDENT = ("PrefixConstrained", "EncoderRepetitionPenalty", "EncoderNoRepeatNGram")
-"""Processors of `transformers` that treat the rows of a batch differently."""
 
 
 class Speculate:
@@ -60,18 +67,12 @@ class Speculate:
     draft_temperature : float, optional
         Temperature of the draft, the target's otherwise. It changes speed, never the text's law.
 
-    Attributes
-    ----------
-    stats : tuple of Stats
-        Figures of the last call: one, or one a row where rows had to be decoded apart.
-
     Notes
     -----
     Rows are decoded together unless logits processors beyond temperature, top-k, top-p, min-p and repetition penalty
-    meet several rows or padding: those look at padded texts and row numbers, so each row then runs by itself.
-    Processors must be functions of their arguments alone. Stopping criteria see the texts grow token by token, as
-    always. For a callable, `generate` drops its `tokenizer` argument: instead of ``stop_strings=`` pass
-    ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
+    meet several rows or padding: those may look at padding and row numbers, so each row then runs by itself.
+    Processors must be functions of their arguments alone. `generate` keeps its `tokenizer` argument from a callable:
+    instead of ``stop_strings=`` pass ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
     Examples
     --------
@@ -88,6 +89,7 @@ class Speculate:
         if draft_temperature is not None and not 0 <= draft_temperature < math.inf:
             raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
         self.stats: tuple[Stats, ...] = ()
+        """Figures of the last call: one, or one a row where rows were decoded apart."""
         self._target: HFModel | None = None
         self._drafter: Drafter = Plain()
         self._draft: LanguageModel | None = None
@@ -102,7 +104,6 @@ class Speculate:
         logits_processor: Sequence[Any],
         stopping_criteria: Any,
         generation_config: Any,
-        synced_gpus: bool = False,
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
@@ -112,16 +113,18 @@ class Speculate:
         -------
         LongTensor `[B, L]`, or `GenerateDecoderOnlyOutput` with `sequences` only if `return_dict_in_generate`
         """
-        dropped = _dropped_arguments()
-        streamer = dropped.get("streamer") if streamer is None else streamer
-        _refuse(model, generation_config, logits_processor, model_kwargs, dropped, synced_gpus)
         target = self._wrapped(model)
+        dropped = _dropped_arguments()
+        _refuse(generation_config, logits_processor, {**model_kwargs, **dropped})
+        streamer = dropped.get("streamer") if streamer is None else streamer
         paddings, prompts = _split_padding(input_ids, model_kwargs)
         check_prompts(prompts, target.max_positions, target.vocab_size)
         params, others = _sampling_params(logits_processor, bool(generation_config.do_sample), any(paddings))
         rows = list(range(len(prompts)))
         apart = bool(others) and (len(rows) > 1 or any(paddings))
         seed = int(torch.randint(2**62, (1,))) if generation_config.do_sample else 0
+        eos_criteria = [one for one in stopping_criteria if type(one) is transformers.EosTokenCriteria]
+        ends = [token for one in eos_criteria for token in one.eos_token_id.flatten().tolist()]
         lanes = []
         for lane in [[row] for row in rows] if apart else [rows]:
             bound = [_RowProcessor(other, paddings[lane[0]], lane[0], len(rows)) for other in others] if apart else others
@@ -135,7 +138,7 @@ class Speculate:
                 params=lane_params,
                 generators=[row_generator(seed, row) for row in lane],
                 max_new_tokens=stopping_criteria.max_length - input_ids.shape[1],
-                eos_token_ids=_eos_token_ids(stopping_criteria),
+                eos_token_ids=frozenset(ends),
             )
             lanes.append((run, lane))
         sequences = _decode(lanes, input_ids, stopping_criteria, generation_config, streamer)
@@ -146,6 +149,8 @@ class Speculate:
 
     def _wrapped(self, model: Any) -> HFModel:
         """Return the target as a `LanguageModel`, the one of the last call where it is still true."""
+        if model.training:
+            raise UsageError("the model is in training mode, where dropout makes every pass different; call model.eval() first")
         target = self._target
         if target is None or target.hf_model is not model or (target.device, target.dtype) != (model.device, model.dtype):
             target = self._target = HFModel(model)
@@ -161,7 +166,9 @@ def _decode(
     ends_rows = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     tokens: list[list[int]] = [[] for _ in input_ids]
     unfinished = [True] * len(tokens)
-    for step in itertools.count():
+    step = -1
+    while any(unfinished):
+        step += 1
         for run, rows in lanes:
             while any(reason is None and len(tokens[row]) <= step for row, reason in zip(rows, run.stop_reasons, strict=True)):
                 for emitted in run.step():
@@ -178,16 +185,15 @@ def _decode(
         input_ids = torch.cat([input_ids, column_B[:, None]], dim=1)
         done = torch.as_tensor(stopping_criteria(input_ids, None)).expand(len(column)).tolist()
         unfinished = [going and not stop for going, stop in zip(unfinished, done, strict=True)]
+        # Without end-of-text tokens `generate` lets finished rows grow until all are finished; so do we.
+        ended = [not going and (ends_rows or not any(unfinished)) for going in unfinished]
         for run, rows in lanes:
             for place, row in enumerate(rows):
-                # Without end-of-text tokens `generate` lets finished rows grow until all are finished; so do we.
-                if not any(unfinished) or (ends_rows and not unfinished[row]):
-                    run.end_row(place, run.stop_reasons[place] or StopReason.STOP, min(step + 1, len(tokens[row])))
+                if ended[row] and (run.stop_reasons[place] is None or len(tokens[row]) > step + 1):
+                    run.end_row(place, StopReason.STOP, step + 1)
                     del tokens[row][step + 1 :]
         if streamer is not None:
             streamer.put(column_B.cpu())
-        if not any(unfinished):
-            break
     if streamer is not None:
         streamer.end()
     return input_ids
@@ -200,17 +206,10 @@ def _padding(generation_config: Any) -> int:
     return int(token)
 
 
-def _eos_token_ids(stopping_criteria: Sequence[Any]) -> frozenset[int]:
-    """Return the tokens at which the engine may end a row by itself."""
-    known = [criterion for criterion in stopping_criteria if type(criterion) is transformers.EosTokenCriteria]
-    return frozenset(token for criterion in known for token in criterion.eos_token_id.flatten().tolist())
-
-
 def _dropped_arguments() -> dict[str, Any]:
     """Return arguments that `generate` was given but does not pass on to a callable.
 
-    transformers 5.22 loses them. Streaming nothing, or ignoring an assistant without a word, would be worse than this
-    look at the caller's variables.
+    transformers 5.22 loses them; ignoring them without a word would be worse than this look at the caller's variables.
     """
     code = inspect.unwrap(transformers.GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -220,30 +219,17 @@ def _dropped_arguments() -> dict[str, Any]:
     return {} if frame is None else {name: frame.f_locals.get(name) for name in names}
 
 
-def _refuse(
-    model: Any, config: Any, processors: Sequence[Any], model_kwargs: dict[str, Any], dropped: dict[str, Any], synced_gpus: bool
-) -> None:
+def _refuse(config: Any, processors: Sequence[Any], arguments: dict[str, Any]) -> None:
     """Raise a `UsageError` that names whatever was asked for and cannot be done."""
-    for name, harmless in _HARMLESS.items():
-        value = getattr(config, name, None)
-        if value not in harmless:
-            raise UsageError(f"{name}={value!r} does not work with custom_generate=Speculate(...); leave it out")
-    if dropped.get("assistant_model") is not None:
-        raise UsageError("assistant_model does not work with custom_generate; pass it as Speculate(draft=...)")
-    if synced_gpus or dropped.get("synced_gpus"):
-        raise UsageError("synced_gpus=True does not work with custom_generate=Speculate(...); use one process a model")
-    for processor in processors:
-        name = type(processor).__name__
-        if any(word in name for word in _REMEMBERING):
-            raise UsageError(f"logits processor {name} keeps a state between tokens, which a tree of candidates would upset")
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise UsageError("past_key_values does not work with custom_generate=Speculate(...); pass the whole text instead")
-    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
-    for name, value in model_kwargs.items():
-        if name not in known and value is not None:
-            raise UsageError(f"model input {name!r} does not work with custom_generate=Speculate(...); pass input_ids only")
-    if model.training:
-        raise UsageError("the model is in training mode, where dropout makes every pass different; call model.eval() first")
+    asked = {name: getattr(config, name, None) for name in _HARMLESS}
+    refused = [f"{name}={value!r}" for name, value in asked.items() if value not in _HARMLESS[name]]
+    for name, value in arguments.items():
+        prepared = name in _PREPARED and not getattr(value, "_is_user_defined", False)
+        refused += [name] if not prepared and value is not None and value is not False else []
+    names = [type(processor).__name__ for processor in processors]
+    refused += [f"{name}, which remembers earlier calls," for name in names if any(word in name for word in _REMEMBERING)]
+    if refused:
+        raise UsageError(f"{refused[0]} does not work with custom_generate=Speculate(...); leave it out")
 
 
 def _split_padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
@@ -287,19 +273,12 @@ def _sampling_params(processors: Sequence[Any], sample: bool, padded: bool) -> t
 
 def _translated(processor: Any) -> tuple[int, str, Any]:
     """Return a processor's place in the order of `SamplingParams`, its field there, or "", and the field's value."""
-    kind = type(processor)
-    plain = getattr(processor, "filter_value", -math.inf) == -math.inf and getattr(processor, "min_tokens_to_keep", 1) == 1
-    if kind is transformers.RepetitionPenaltyLogitsProcessor and not processor.prompt_ignore_length:
-        return 0, "repetition_penalty", float(processor.penalty)
-    if kind is transformers.TemperatureLogitsWarper:
-        return 2, "temperature", float(processor.temperature)
-    if kind is transformers.TopKLogitsWarper and plain:
-        return 3, "top_k", int(processor.top_k)
-    if kind is transformers.TopPLogitsWarper and plain and processor.top_p > 0:
-        return 4, "top_p", float(processor.top_p)
-    if kind is transformers.MinPLogitsWarper and plain:
-        return 5, "min_p", float(processor.min_p)
-    return 1, "", None
+    rank, name, attribute = _FIELDS.get(type(processor), (1, "", ""))
+    value = getattr(processor, attribute, None)
+    unusual = getattr(processor, "prompt_ignore_length", None) or getattr(processor, "min_tokens_to_keep", 1) != 1
+    if not value or unusual or getattr(processor, "filter_value", -math.inf) != -math.inf:
+        return 1, "", None
+    return rank, name, value
 
 
 class _RowProcessor:

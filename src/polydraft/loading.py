@@ -1,7 +1,5 @@
 """From names to a working decoder."""
 
-import torch
-
 from polydraft.drafters import DRAFTERS, Parts
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
@@ -58,8 +56,7 @@ def load(
     number_format = resolve_dtype(dtype, place)
     loaded = load_model(target, place, number_format)
     draft_name = DEFAULT_DRAFTS.get(target, "none") if draft == "auto" else draft
-    with torch.inference_mode():
-        draft_model = load_draft(draft_name, loaded)
+    draft_model = load_draft(draft_name, loaded)
     kind = "none" if draft_model is None or topology.depth == 0 else "model"
     parts = Parts(target=loaded.model, draft=draft_model, topology=topology, scheme=scheme, draft_temperature=draft_temperature)
     return Decoder(loaded.model, DRAFTERS.get(kind)(parts), tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)

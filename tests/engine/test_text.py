@@ -1,0 +1,56 @@
+import pytest
+
+from polydraft.engine.text import TextAssembler
+
+
+class ByteTokenizer:
+    """Token ids are bytes; 256 is special."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+def feed(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextAssembler]:
+    assembler = TextAssembler(ByteTokenizer(), stop)
+    pieces = []
+    for byte in text.encode():
+        pieces.append(assembler.add(byte))
+        if assembler.stopped:
+            break
+    pieces.append(assembler.finish())
+    return pieces, assembler
+
+
+@pytest.mark.parametrize("text", ["plain words", "Zürich, 東京, 🙂 and on", "x" * 100 + "é" * 50])
+def test_pieces_make_up_the_text_and_no_character_is_torn(text: str) -> None:
+    pieces, assembler = feed(text)
+    assert "".join(pieces) == assembler.text == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_every_token_is_released_at_once_without_stop_strings() -> None:
+    pieces, _ = feed("abc")
+    assert pieces == ["a", "b", "c", ""]
+
+
+@pytest.mark.parametrize(("text", "stop", "kept"), [
+    ("one END two", ("END",), "one "),
+    ("EN EN END", ("END",), "EN EN "),
+    ("aaab", ("aab",), "a"),
+    ("first. second", ("cond", "."), "first"),
+    ("no stop here", ("END",), "no stop here"),
+    ("ends in a beginning EN", ("END",), "ends in a beginning EN"),
+    ("z" * 200 + "END", ("END",), "z" * 200),
+])  # fmt: skip
+def test_text_ends_before_the_first_stop_string_and_no_part_of_it_is_released(
+    text: str, stop: tuple[str, ...], kept: str
+) -> None:
+    pieces, assembler = feed(text, stop)
+    assert "".join(pieces) == assembler.text == kept
+    assert assembler.stopped == (kept != text)
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    assembler = TextAssembler(None, ())
+    assert assembler.add(5) == "" and assembler.finish() == ""
