@@ -91,6 +91,7 @@ class Speculate:
         self.stats: tuple[Stats, ...] = ()
         """Figures of the last call: one, or one a row where rows were decoded apart."""
         self._target: HFModel | None = None
+        self._places: list[int] = []
         self._drafter: Drafter = Plain()
         self._draft: LanguageModel | None = None
         if draft is not None and topology.depth:
@@ -107,12 +108,7 @@ class Speculate:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Decode; `generate` calls this with everything prepared.
-
-        Returns
-        -------
-        LongTensor `[B, L]`, or `GenerateDecoderOnlyOutput` with `sequences` only if `return_dict_in_generate`
-        """
+        """Decode; `generate` calls this with everything prepared, and returns what this returns."""
         target = self._wrapped(model)
         dropped = _dropped_arguments()
         _refuse(generation_config, logits_processor, {**model_kwargs, **dropped})
@@ -152,8 +148,9 @@ class Speculate:
         if model.training:
             raise UsageError("the model is in training mode, where dropout makes every pass different; call model.eval() first")
         target = self._target
-        if target is None or target.hf_model is not model or (target.device, target.dtype) != (model.device, model.dtype):
+        if target is None or target.hf_model is not model or self._places != _places(model):
             target = self._target = HFModel(model)
+            self._places = _places(model)
         if self._draft is not None and self._draft.device != target.device:
             raise UsageError(f"the draft is on {self._draft.device} but the target on {target.device}; move one of them")
         return target
@@ -197,6 +194,11 @@ def _decode(
     if streamer is not None:
         streamer.end()
     return input_ids
+
+
+def _places(model: Any) -> list[int]:
+    """Return where the weights are: other places mean that the model was moved, converted, or got new layers."""
+    return [parameter.data_ptr() for parameter in model.parameters()]
 
 
 def _padding(generation_config: Any) -> int:

@@ -1,19 +1,17 @@
 """The object users hold: a target, a drafter, and text in and out."""
 
-import secrets
-import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack, overload
 
 from polydraft.drafters import Drafter, Plain
-from polydraft.engine.result import Generation, StopReason, TokenEvent
+from polydraft.engine.request import Options, Request
+from polydraft.engine.result import Generation
 from polydraft.engine.run import Run, Workspace
-from polydraft.engine.stats import Stats
+from polydraft.engine.stream import Stream
 from polydraft.engine.text import TextAssembler
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel, check_prompts
 from polydraft.sampling import SamplingParams
-from polydraft.sampling.noise import row_generator
 from polydraft.walks import WALKS
 
 Prompt = str | Sequence[int]
@@ -54,17 +52,16 @@ class Decoder:
         self.walk = WALKS.get(walk)()
         self._kept: tuple[Drafter, SamplingParams, Workspace] | None = None
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        sampling: SamplingParams | None = None,
-        max_new_tokens: int = 128,
-        seed: int | Sequence[int] | None = None,
-        stop: str | Sequence[str] = (),
-        chat: bool = False,
-        cancel: threading.Event | None = None,
-    ) -> Any:
+    @overload
+    def generate(self, prompts: str, **options: Unpack[Options]) -> Generation: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def generate(self, prompts: Sequence[int], **options: Unpack[Options]) -> Generation: ...
+
+    @overload
+    def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]], **options: Unpack[Options]) -> list[Generation]: ...
+
+    def generate(self, prompts: Any, **options: Unpack[Options]) -> Generation | list[Generation]:
         """Generate to the end.
 
         Parameters
@@ -73,55 +70,65 @@ class Decoder:
             A list gives a list of results, generated as one batch.
         sampling : SamplingParams, optional
             Temperature 1 without truncation if not given.
-        max_new_tokens : int
+        max_new_tokens : int, default 128
             Exact upper limit for each text.
         seed : int or one for each prompt, optional
             Same seed, same text; drawn at random, and reported in `settings`, if not given.
-        stop : str or list of str
+        stop : str or list of str, optional
             Strings that end a text.
-        chat : bool
+        chat : bool, default False
             Put text prompts into the tokenizer's chat template first.
         cancel : threading.Event, optional
             Set it to stop after the current round.
+        keep : bool, default False
+            Keep the memory for the next call with `keep`, which then only reads what its prompt adds to the text so far.
 
         Returns
         -------
         Generation, or a list of them
         """
-        single = _is_single(prompts)
-        batch = [prompts] if single else list(prompts)
-        stream = Stream(self, batch, sampling, max_new_tokens, seed, stop, chat, cancel)  # type: ignore[arg-type]
+        stream = self.stream(prompts, **options)
         for _ in stream:
             pass
         results = stream.results()
-        return results[0] if single else results
+        return results[0] if _is_single(prompts) else results
 
-    def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        sampling: SamplingParams | None = None,
-        max_new_tokens: int = 128,
-        seed: int | Sequence[int] | None = None,
-        stop: str | Sequence[str] = (),
-        chat: bool = False,
-        cancel: threading.Event | None = None,
-        keep: bool = False,
-    ) -> "Stream":
+    def stream(self, prompts: Any, **options: Unpack[Options]) -> Stream:
         """Generate token by token; parameters as for `generate`.
-
-        Parameters
-        ----------
-        keep : bool
-            Keep the memory for the next call with `keep`, which then only reads what its prompt adds to the text so far.
 
         Returns
         -------
         Stream
             An iterator of `TokenEvent`; its `results()` are complete once it is exhausted.
         """
-        batch = [prompts] if _is_single(prompts) else list(prompts)
-        return Stream(self, batch, sampling, max_new_tokens, seed, stop, chat, cancel, keep)  # type: ignore[arg-type]
+        request = Request(**options)
+        if request.stop_strings and self.tokenizer is None:
+            raise UsageError("stop strings need a tokenizer; pass tokenizer=... to the Decoder")
+        if request.params.top_k > self.target.vocab_size:
+            raise UsageError(
+                f"top_k={request.params.top_k} is larger than the vocabulary; allowed: 0 (keep all) to {self.target.vocab_size}"
+            )
+        texts = [self.encode(prompt, request.chat) for prompt in ([prompts] if _is_single(prompts) else prompts)]
+        check_prompts(texts, self.target.max_positions, self.target.vocab_size)
+        workspace = self.workspace(len(texts), request.params, request.keep)
+        run = Run(
+            target=self.target,
+            drafter=self.drafter,
+            workspace=workspace,
+            walk=self.walk,
+            prompts=texts,
+            params=request.params,
+            generators=request.generators(len(texts)),
+            max_new_tokens=request.max_new_tokens,
+            eos_token_ids=frozenset(self.eos_token_ids),
+        )
+        settings = {
+            "seeds": request.seeds(len(texts)),
+            "max_new_tokens": request.max_new_tokens,
+            "scheme": workspace.session.scheme.name if workspace.session.depth else None,
+        }
+        assemblers = [TextAssembler(self.tokenizer, request.stop_strings) for _ in texts]
+        return Stream(run, assemblers, settings, request.cancel)
 
     def encode(self, prompt: Prompt, chat: bool = False) -> list[int]:
         """Turn a prompt into token ids."""
@@ -153,118 +160,5 @@ class Decoder:
         return workspace
 
 
-class Stream(Iterator[TokenEvent]):
-    """Tokens of a batch as they become certain; `close` or a `cancel` event ends it early."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | None,
-        max_new_tokens: int,
-        seed: int | Sequence[int] | None,
-        stop: str | Sequence[str],
-        chat: bool,
-        cancel: threading.Event | None,
-        keep: bool = False,
-    ) -> None:
-        params = sampling or SamplingParams()
-        stop_strings = [stop] if isinstance(stop, str) else list(stop)
-        if stop_strings and decoder.tokenizer is None:
-            raise UsageError("stop strings need a tokenizer; pass tokenizer=... to the Decoder")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens={max_new_tokens!r} is out of range; allowed: whole numbers from 1")
-        if params.top_k > decoder.target.vocab_size:
-            raise UsageError(
-                f"top_k={params.top_k} is larger than the vocabulary; allowed: 0 (keep all) to {decoder.target.vocab_size}"
-            )
-        texts = [decoder.encode(prompt, chat) for prompt in prompts]
-        check_prompts(texts, decoder.target.max_positions, decoder.target.vocab_size)
-        seeds = _seeds(seed, len(texts))
-        self.settings: dict[str, Any] = {"seeds": seeds, "max_new_tokens": max_new_tokens}
-        self._cancel = cancel
-        self._assemblers = [TextAssembler(decoder.tokenizer, stop_strings) for _ in texts]
-        self._sources: list[list[str]] = [[] for _ in texts]
-        self._prompt_lengths = [len(text) for text in texts]
-        self._queue: list[TokenEvent] = []
-        workspace = decoder.workspace(len(texts), params, keep)
-        self.settings["scheme"] = workspace.session.scheme.name if workspace.session.depth else None
-        self._run = Run(
-            target=decoder.target,
-            drafter=decoder.drafter,
-            workspace=workspace,
-            walk=decoder.walk,
-            prompts=texts,
-            params=params,
-            generators=[row_generator(value, row if isinstance(seed, int) else 0) for row, value in enumerate(seeds)],
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=frozenset(decoder.eos_token_ids),
-        )
-
-    @property
-    def stats(self) -> Stats:
-        """Figures so far."""
-        return self._run.stats
-
-    def __iter__(self) -> "Stream":
-        return self
-
-    def __next__(self) -> TokenEvent:
-        while not self._queue:
-            if self._run.done:
-                raise StopIteration
-            if self._cancel is not None and self._cancel.is_set():
-                self.close()
-                raise StopIteration
-            self._advance()
-        return self._queue.pop(0)
-
-    def _advance(self) -> None:
-        """Run one round and queue its tokens."""
-        for emitted in self._run.step():
-            assembler, sources = self._assemblers[emitted.row], self._sources[emitted.row]
-            last = len(emitted.token_ids) - 1
-            for index, (token, source) in enumerate(zip(emitted.token_ids, emitted.sources, strict=True)):
-                piece = assembler.add(token)
-                sources.append(source)
-                reason = emitted.stop_reason if index == last else None
-                if assembler.stopped and reason is not StopReason.EOS:
-                    reason = StopReason.STOP
-                    self._run.end_row(emitted.row, reason, len(sources))
-                if reason:
-                    piece += assembler.finish()
-                self._queue.append(TokenEvent(emitted.row, token, piece, source, reason))
-                if reason:
-                    break
-
-    def close(self) -> None:
-        """Stop generating; what is there so far stays in `results()`."""
-        for row, reason in enumerate(self._run.stop_reasons):
-            if reason is None:
-                self._run.end_row(row, StopReason.CANCELLED, len(self._sources[row]))
-                self._assemblers[row].finish()
-
-    def results(self) -> list[Generation]:
-        """Return the texts so far, complete once the stream is exhausted."""
-        results = []
-        for row, assembler in enumerate(self._assemblers):
-            token_ids = self._run.texts[row][self._prompt_lengths[row] :]
-            reason = self._run.stop_reasons[row] or StopReason.CANCELLED
-            results.append(
-                Generation(assembler.text, token_ids, self._sources[row], reason, self._run.stats, dict(self.settings))
-            )
-        return results
-
-
 def _is_single(prompts: Any) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-
-
-def _seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
-    if seed is None:
-        return [secrets.randbits(31) for _ in range(count)]
-    if isinstance(seed, int):
-        return [seed] * count
-    if len(seed) != count:
-        raise UsageError(f"{len(seed)} seeds for {count} prompts; give one seed, or one for each prompt")
-    return list(seed)

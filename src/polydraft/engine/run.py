@@ -80,6 +80,10 @@ class Run:
         """Whether every row has ended."""
         return all(reason is not None for reason in self.stop_reasons)
 
+    def new_tokens(self, row: int) -> list[int]:
+        """Return what a row has got so far."""
+        return self.texts[row][self._prompt_lengths[row] :]
+
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
         """Run one round and return the new tokens of every row that was not done."""

