@@ -6,9 +6,6 @@ from typing import Any
 
 from polydraft.engine.stats import Stats
 
-TARGET = "target"
-"""Source of tokens that no draft proposed."""
-
 
 class StopReason(StrEnum):
     """Why a text ended."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from polydraft.drafters import Drafter, DraftSession, Plain
-from polydraft.engine.result import TARGET, StopReason
-from polydraft.engine.stats import Stats
+from polydraft.engine.result import StopReason
+from polydraft.engine.stats import TARGET, Stats
 from polydraft.errors import FailureError
 from polydraft.models import LanguageModel, Memory
 from polydraft.sampling import Noise, SamplingParams, Warper
@@ -57,6 +57,8 @@ class Run:
     ) -> None:
         self.target, self.drafter, self.walk = target, drafter, walk
         self.texts = [list(prompt) for prompt in prompts]
+        self.sources: list[list[str]] = [[] for _ in prompts]
+        """Where each new token came from."""
         self.stats = Stats()
         self._started = time.perf_counter()
         self._prompt_lengths = [len(prompt) for prompt in prompts]
@@ -144,7 +146,9 @@ class Run:
                 break
         text.extend(kept)
         sources = [self.drafter.name if index < accepted else TARGET for index in range(len(kept))]
-        self.stats.count(accepted, offered, sum(source != TARGET for source in sources))
+        self.sources[row].extend(sources)
+        self.stats.count(accepted, offered)
+        self.stats.keep(sources)
         self.stop_reasons[row] = reason
         return Emitted(row, kept, sources, reason)
 
@@ -153,7 +157,6 @@ class Run:
         for item in emitted:
             by_row[item.row] = item.token_ids
         self.stats.rounds += 1
-        self.stats.new_tokens += sum(map(len, by_row))
         self._warper.advance(by_row)
         self._memory.settle(self.texts)
         if self._drafting:
@@ -172,10 +175,9 @@ class Run:
 
     def end_row(self, row: int, reason: StopReason, new_tokens: int) -> None:
         """End a row from outside (a stop string, a criterion, a cancellation), keeping that many new tokens."""
-        surplus = len(self.texts[row]) - self._prompt_lengths[row] - new_tokens
-        if surplus > 0:
-            del self.texts[row][-surplus:]
-            self.stats.new_tokens -= surplus
+        self.stats.drop(self.sources[row][new_tokens:])
+        del self.texts[row][self._prompt_lengths[row] + new_tokens :]
+        del self.sources[row][new_tokens:]
         self.stop_reasons[row] = reason
         self._retire()
 

@@ -1,10 +1,13 @@
 """What happened, in numbers."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+TARGET = "target"
+"""Source of tokens that no draft proposed."""
 
 PHASES = ("prefill", "draft", "target", "verify", "commit")
 
@@ -18,12 +21,12 @@ class Stats:
 
     new_tokens: int = 0
     """Tokens in the results, as the user sees them."""
+    drafted_tokens: int = 0
+    """Those of them that came from a draft."""
     rounds: int = 0
     passes: int = 0
     block_tokens: int = 0
     """Tokens that the rounds yielded before anything was cut off at an end."""
-    drafted_tokens: int = 0
-    """Emitted tokens that came from a draft."""
     offers_by_depth: list[int] = field(default_factory=list)
     """How often a node at each depth was reached that had candidates."""
     accepts_by_depth: list[int] = field(default_factory=list)
@@ -58,11 +61,20 @@ class Stats:
         """New tokens a second, reading the prompt not counted."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
-    def count(self, accepted: int, offered: int, drafted: int) -> None:
-        """Add one row's round: `accepted` nodes of `offered` that had candidates, `drafted` of them kept."""
+    def keep(self, sources: Sequence[str]) -> None:
+        """Add new tokens of a text, given where each came from."""
+        self.new_tokens += len(sources)
+        self.drafted_tokens += sum(source != TARGET for source in sources)
+
+    def drop(self, sources: Sequence[str]) -> None:
+        """Take back new tokens that were cut off again."""
+        self.new_tokens -= len(sources)
+        self.drafted_tokens -= sum(source != TARGET for source in sources)
+
+    def count(self, accepted: int, offered: int) -> None:
+        """Add one row's round: `accepted` nodes of `offered` that had candidates."""
         self.passes += 1
         self.block_tokens += accepted + 1
-        self.drafted_tokens += drafted
         missing = offered - len(self.offers_by_depth)
         self.offers_by_depth.extend([0] * missing)
         self.accepts_by_depth.extend([0] * missing)

@@ -19,7 +19,6 @@ class Stream(Iterator[TokenEvent]):
     ) -> None:
         self.settings = settings
         self._run, self._assemblers, self._cancel = run, list(assemblers), cancel
-        self._sources: list[list[str]] = [[] for _ in assemblers]
         self._queue: deque[TokenEvent] = deque()
 
     @property
@@ -43,15 +42,15 @@ class Stream(Iterator[TokenEvent]):
     def _advance(self) -> None:
         """Run one round and queue its tokens."""
         for emitted in self._run.step():
-            assembler, sources = self._assemblers[emitted.row], self._sources[emitted.row]
+            assembler = self._assemblers[emitted.row]
             last = len(emitted.token_ids) - 1
+            before = len(self._run.sources[emitted.row]) - len(emitted.token_ids)
             for index, (token, source) in enumerate(zip(emitted.token_ids, emitted.sources, strict=True)):
                 piece = assembler.add(token)
-                sources.append(source)
                 reason = emitted.stop_reason if index == last else None
                 if assembler.stopped and reason is not StopReason.EOS:
                     reason = StopReason.STOP
-                    self._run.end_row(emitted.row, reason, len(sources))
+                    self._run.end_row(emitted.row, reason, before + index + 1)
                 if reason:
                     piece += assembler.finish()
                 self._queue.append(TokenEvent(emitted.row, token, piece, source, reason))
@@ -62,16 +61,20 @@ class Stream(Iterator[TokenEvent]):
         """Stop generating; what is there so far stays in `results()`."""
         for row, reason in enumerate(self._run.stop_reasons):
             if reason is None:
-                self._run.end_row(row, StopReason.CANCELLED, len(self._sources[row]))
+                self._run.end_row(row, StopReason.CANCELLED, len(self._run.sources[row]))
                 self._assemblers[row].finish()
 
     def results(self) -> list[Generation]:
         """Return the texts so far, complete once the stream is exhausted."""
-        results = []
-        for row, assembler in enumerate(self._assemblers):
-            token_ids = self._run.new_tokens(row)
-            reason = self._run.stop_reasons[row] or StopReason.CANCELLED
-            results.append(
-                Generation(assembler.text, token_ids, self._sources[row], reason, self._run.stats, dict(self.settings))
+        run, settings = self._run, dict(self.settings)
+        return [
+            Generation(
+                text=assembler.text,
+                token_ids=run.new_tokens(row),
+                sources=list(run.sources[row]),
+                stop_reason=run.stop_reasons[row] or StopReason.CANCELLED,
+                stats=run.stats,
+                settings=settings,
             )
-        return results
+            for row, assembler in enumerate(self._assemblers)
+        ]

@@ -9,15 +9,13 @@ from polydraft.sampling import NO_TOKEN
 def normalised(weights_RV: Tensor) -> Tensor:
     """Scale rows to sum one; rows without mass stay zero."""
     weights_RV = weights_RV.double()
-    total_R1 = weights_RV.sum(-1, keepdim=True)
-    return weights_RV / torch.where(total_R1 > 0, total_R1, 1.0)
+    return ratio(weights_RV, weights_RV.sum(-1, keepdim=True))
 
 
-def residual(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
-    """Return (p − q)₊ normalised; p itself where that has no mass."""
-    excess_RV = (target_RV - draft_RV).clamp_(min=0)
-    total_R1 = excess_RV.sum(-1, keepdim=True)
-    return torch.where(total_R1 > 0, excess_RV / torch.where(total_R1 > 0, total_R1, 1.0), target_RV)
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Divide, giving 0 where the denominator is 0; no epsilon, which would make a law inexact."""
+    positive = denominator > 0
+    return torch.where(positive, numerator / torch.where(positive, denominator, 1.0), 0.0)
 
 
 def without(draft_RV: Tensor, tokens_RJ: Tensor) -> Tensor:

@@ -10,31 +10,41 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent
-from polydraft.schemes.arithmetic import normalised, residual, without
+from polydraft.schemes.arithmetic import normalised, ratio, without
 from polydraft.schemes.scheme import SCHEMES, Scheme
 
 
 def _rejection_law(target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, replacement: bool) -> Tensor:
     """Test the children in draw order; each rejection moves the target law on to its residual.
 
-    Deviations from [2]: in float64; a residual without mass (p = q) keeps p instead of 0/0; the acceptance test is the
-    strict `U q < p`, so a token without target mass is never accepted.
+    Both laws stay unnormalised, with their masses beside them: a normalised residual ((p − q)₊ scaled to one) costs twice
+    the passes over the vocabulary.
+
+    Deviations from [2]: in float64; a residual without mass (p = q) is never divided by, nothing is left to emit there; the
+    acceptance test is the strict `U q < p`, so a token without target mass is never accepted.
     """
-    target_RV, draft_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
-    emitted_RV = torch.zeros_like(target_RV)
-    undecided_R1 = torch.ones_like(target_RV[:, :1])
+    target_RV, draft_RV = target_probs_RV.double(), draft_probs_RV.double()
+    if not replacement:
+        draft_RV = draft_RV.clone() if draft_RV is draft_probs_RV else draft_RV  # removals below are in place
+    target_mass_R1, draft_mass_R1 = target_RV.sum(-1, keepdim=True), draft_RV.sum(-1, keepdim=True)
+    undecided_R1 = torch.ones_like(target_mass_R1)
+    emitted = []
     for child_R1 in children_RK.T[:, :, None]:
         exists_R1 = child_R1 != NO_TOKEN
         token_R1 = child_R1.clamp(min=0)
-        target_R1, draft_R1 = target_RV.gather(1, token_R1), draft_RV.gather(1, token_R1)
-        ratio_R1 = torch.where(draft_R1 > 0, target_R1 / draft_R1, 0.0).clamp(max=1.0)
-        accept_R1 = torch.where(exists_R1, ratio_R1, 0.0)
-        emitted_RV.scatter_add_(1, token_R1, undecided_R1 * accept_R1)
+        drawn_R1 = draft_RV.gather(1, token_R1)
+        # How much target mass stands against one unit of draft: residuals are (p − scale · q)₊.
+        scale_R1 = torch.where(exists_R1, ratio(target_mass_R1, draft_mass_R1), 0.0)
+        accept_R1 = ratio(target_RV.gather(1, token_R1), scale_R1 * drawn_R1).clamp(max=1.0)
+        emitted.append(undecided_R1 * accept_R1)
         undecided_R1 = undecided_R1 * (1 - accept_R1)
-        target_RV = torch.where(exists_R1, residual(target_RV, draft_RV), target_RV)
+        target_RV = torch.addcmul(target_RV, draft_RV, scale_R1, value=-1).clamp_(min=0)
+        target_mass_R1 = target_RV.sum(-1, keepdim=True)
         if not replacement:
-            draft_RV = without(draft_RV, child_R1)
-    return emitted_RV + undecided_R1 * target_RV
+            draft_RV.scatter_(1, token_R1, torch.where(exists_R1, 0.0, drawn_R1))
+            draft_mass_R1 = draft_RV.sum(-1, keepdim=True)
+    law_RV = target_RV.mul_(undecided_R1 * ratio(torch.ones_like(target_mass_R1), target_mass_R1))
+    return law_RV.scatter_add_(1, children_RK.clamp(min=0), torch.cat(emitted, dim=1))
 
 
 @SCHEMES.register("rrs-wor")
