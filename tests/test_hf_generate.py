@@ -15,6 +15,8 @@ from transformers import (
     StoppingCriteria,
     StopStringCriteria,
     SynthIDTextWatermarkingConfig,
+    T5Config,
+    T5ForConditionalGeneration,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     WatermarkingConfig,
@@ -309,7 +311,7 @@ def exact_law(prompt, top_k, temperature):
 def test_samples_follow_the_exact_law(extra):
     """False alarms: one in a million."""
     set_seed(0)
-    count, rows = (250, 1) if extra else (20, 100)
+    count, rows, top_k = (150, 1, 2) if extra else (20, 100, 4)
     seen = Counter()
     for _ in range(count):
         result = target().generate(
@@ -317,7 +319,7 @@ def test_samples_follow_the_exact_law(extra):
             attention_mask=torch.ones(1, 7, dtype=torch.long),
             do_sample=True,
             temperature=1.5,
-            top_k=4,
+            top_k=top_k,
             max_new_tokens=2,
             num_return_sequences=rows,
             pad_token_id=0,
@@ -325,7 +327,7 @@ def test_samples_follow_the_exact_law(extra):
             custom_generate=speculate(),
         )
         seen.update(map(tuple, result[:, 7:].tolist()))
-    law = exact_law(PROMPTS[0], 4, 1.5)
+    law = exact_law(PROMPTS[0], top_k, 1.5)
     assert set(seen) <= set(law), "nothing outside the support"
     common = [pair for pair in law if law[pair] * count * rows >= 5]
     observed = [seen[pair] for pair in common] + [count * rows - sum(seen[pair] for pair in common)]
@@ -376,6 +378,18 @@ def test_embeddings_are_refused():
         target().generate(inputs_embeds=embeddings, max_new_tokens=4, pad_token_id=0, custom_generate=speculate())
 
 
+def test_an_encoder_decoder_is_refused():
+    options = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**options, decoder_start_token_id=0)).eval()
+    with pytest.raises(UsageError, match="encoder-decoder"):
+        model.generate(torch.tensor([[4, 5]]), max_new_tokens=3, custom_generate=Speculate())
+
+
+def test_unknown_model_inputs_are_refused():
+    with pytest.raises(UsageError, match="token_type_ids"):
+        speculate()(target(), single["input_ids"], [], [], GenerationConfig(), token_type_ids=torch.zeros(1, 7))
+
+
 def test_right_padding_is_refused():
     mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0]])
     with pytest.raises(UsageError, match="attention_mask"):
@@ -422,3 +436,7 @@ def test_wrappers_are_kept_between_calls():
     other = FAMILIES.get("llama").build(seed=1)
     plain = other.generate(**single, max_new_tokens=3, pad_token_id=0)
     assert torch.equal(other.generate(**single, **options), plain), "another model is not mistaken for it"
+    for parameter in other.parameters():
+        parameter.data = parameter.data.clone().mul_(0.9)
+    plain = other.generate(**single, max_new_tokens=3, pad_token_id=0)
+    assert torch.equal(other.generate(**single, **options), plain), "nor the model before its weights were exchanged"

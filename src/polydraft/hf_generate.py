@@ -17,7 +17,7 @@ from polydraft.errors import UsageError
 from polydraft.models import LanguageModel, check_prompts
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
-from polydraft.sampling.noise import row_generator
+from polydraft.sampling.noise import row_generator, row_seed
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
 from polydraft.walks import WALKS
@@ -33,7 +33,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("cache_config", "max_cache_len", "compile_config"), _OFF),
 }
 """Settings that would change what `generate` does in ways we do not follow, each with the values that ask for nothing."""
-
 # Processors that keep a state from call to call, or run a model, which calls for nodes of a tree would upset.
 _REMEMBERING = ("ClassifierFreeGuidance", "SynthIDText", "Whisper", "AlternatingCodebooks", "BarkEos", "Dia")
 # Arguments that `generate` makes itself, or that we do follow.
@@ -46,7 +45,6 @@ _FIELDS = {
     transformers.MinPLogitsWarper: (5, "min_p", "min_p"),
 }
 """Processors that `SamplingParams` knows: place in its order (1 is for all others), field, and where the value is."""
-
 # Processors of `transformers` that treat the rows of a batch differently.
 _ROW_DEPENDENT = ("PrefixConstrained", "EncoderRepetitionPenalty", "EncoderNoRepeatNGram")
 
@@ -132,7 +130,7 @@ class Speculate:
                 walk=WALKS.get("node")(),
                 prompts=[prompts[row] for row in lane],
                 params=lane_params,
-                generators=[row_generator(seed, row) for row in lane],
+                generators=[row_generator(row_seed(seed, row)) for row in lane],
                 max_new_tokens=stopping_criteria.max_length - input_ids.shape[1],
                 eos_token_ids=frozenset(ends),
             )

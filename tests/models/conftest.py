@@ -17,19 +17,20 @@ torch.set_num_threads(1)  # the tests run side by side; two threads each would o
 
 @cache
 def _tiny(name: str) -> HFModel:
-    return HFModel(FAMILIES.get(name).build())
+    with torch.inference_mode(False):  # whatever the test that asks first is in
+        return HFModel(FAMILIES.get(name).build())
 
 
 @cache
 def _perturbed(name: str, noise: float) -> HFModel:
     """The same model with noise in its weights: a draft that agrees in part."""
-    model = copy.deepcopy(_tiny(name).hf_model)
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
+        model = copy.deepcopy(_tiny(name).hf_model)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
-    return HFModel(model)
+        return HFModel(model)
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ import torch
 from polydraft.drafters import ModelTree
 from polydraft.engine import Decoder, StopReason
 from polydraft.models import FAMILIES, language_model
+from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Block, Topology, causal_block, parse_tree
 
@@ -51,8 +52,9 @@ class Forest:
             self.context = model.start(len(lengths), capacity)
             self.context.prefill([text[:-1] for text in self.texts])
 
-    def plant(self, nodes, same=False):
-        shared = random_tree(nodes, self.rng)
+    def plant(self, nodes, same=False, topology=None):
+        shared = topology or random_tree(nodes, self.rng)
+        same, nodes = same or topology is not None, shared.num_nodes
         self.topologies = [shared if same else random_tree(nodes, self.rng) for _ in self.texts]
         self.tokens = [[text[-1], *random_text(nodes - 1, self.rng)] for text in self.texts]
         return torch.tensor(self.tokens)
@@ -65,8 +67,8 @@ class Forest:
         ]
         return self.path_logits(self.model.hf_model, paths).unflatten(0, (len(self.texts), -1))
 
-    def check(self, nodes=9):
-        tokens_BN = self.plant(nodes)
+    def check(self, nodes=9, topology=None):
+        tokens_BN = self.plant(nodes, topology=topology)
         got = self.model.head(self.context.extend(tokens_BN, block_of(self.topologies)))
         assert (got - self.expected()).abs().max() < TOLERANCE
 
@@ -202,6 +204,10 @@ def test_the_window_follows_depth_not_slots(tiny, path_logits, name):
     forest.check(nodes=40)
     forest.commit_last_leaf()
     forest.check(nodes=16)
+    # And a tree deeper than the window, whose root is out of its own leaves' sight.
+    forest.check(topology=parse_tree("fork:3x11"))
+    forest.commit_last_leaf()
+    forest.check(nodes=16)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gemma2"])
@@ -212,6 +218,29 @@ def test_the_context_ends_at_the_last_position(tiny, perturbed, path_logits, nam
     result = decoder.generate(prompt, sampling=GREEDY, max_new_tokens=50)
     assert result.stop_reason is StopReason.CONTEXT
     assert_same_greedy(target.hf_model, path_logits, prompt, result.token_ids, hf_greedy(target.hf_model, prompt, 8))
+
+
+@every_family
+def test_weights_changed_in_place_are_followed(path_logits, name):
+    """The wrapper holds the model, not a copy: whoever trains on, or loads other weights, gets what the model says."""
+    model = HFModel(FAMILIES.get(name).build())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.hf_model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    with torch.inference_mode():
+        Forest(model, path_logits, [11, 6], random.Random(17)).check()
+
+
+@every_family
+def test_the_users_model_stays_usable(name):
+    """Wrapping changes nothing for those who use the model otherwise, also one made in inference mode."""
+    with torch.inference_mode():
+        model = FAMILIES.get(name).build()
+        expected = model(torch.tensor([[5, 6, 7]])).logits
+        HFModel(model)
+    with torch.no_grad():
+        assert torch.equal(model(torch.tensor([[5, 6, 7]])).logits, expected)
 
 
 @torch.inference_mode()
@@ -227,8 +256,6 @@ def test_a_causal_block_is_a_plain_sequence(tiny, path_logits):
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_eager_attention_takes_the_same_trees(path_logits, name):
-    from polydraft.models.hf import HFModel
-
     model = HFModel(FAMILIES.get(name).build(attn_implementation="eager"))
     assert model.config._attn_implementation == "eager"
     forest = Forest(model, path_logits, [11, 6], random.Random(16))

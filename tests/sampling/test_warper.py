@@ -197,6 +197,7 @@ def test_greedy_is_one_hot_on_the_best_penalised_logit(options):
 BROKEN = {
     "nan": lambda logits: logits.index_fill_(-1, torch.tensor([4]), torch.nan),
     "all -inf": lambda logits: logits.fill_(-torch.inf),
+    "inf": lambda logits: logits.index_fill_(-1, torch.tensor([4]), torch.inf),
     "all nan": lambda logits: logits.fill_(torch.nan),
 }
 
@@ -207,8 +208,10 @@ BROKEN = {
     [{}, {"temperature": 0}, {"temperature": 0.5}, {"top_k": 1}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}],
     ids=str,
 )
-def test_broken_logits_give_rows_that_say_so(options, breakage):
+@pytest.mark.parametrize("candidates", [3, 2048])
+def test_broken_logits_give_rows_that_say_so(monkeypatch, options, breakage, candidates):
     """The walk looks at entry 0 alone, so all of a broken row must be NaN, and its neighbour stay sound."""
+    monkeypatch.setattr(warper, "_TOP_P_CANDIDATES", candidates)
     warp = Warper(SamplingParams(**options), VOCABULARY, PROMPTS, CPU)
     logits = random_logits(2, 1)
     breakage(logits[0])

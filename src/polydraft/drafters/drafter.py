@@ -36,7 +36,10 @@ class DraftSession(ABC):
 
     @abstractmethod
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Grow a tree below the pending token, the second of each row's last two tokens."""
+        """Grow a tree below the pending token, the second of each row's last two tokens.
+
+        The first of them is 0 where a text has only one token.
+        """
 
     @abstractmethod
     def commit(self, verdict: Verdict, keep_B: Tensor) -> None:
@@ -55,8 +58,6 @@ class Drafter(ABC):
     """A source of candidates, free of any one text."""
 
     name: ClassVar[str]
-    min_text: int = 1
-    """Shortest text, pending token included, it can continue; before that the engine decodes plainly."""
 
     @abstractmethod
     def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> DraftSession:

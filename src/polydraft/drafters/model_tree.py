@@ -32,9 +32,6 @@ class ModelTree(Drafter):
     """
 
     name = "model"
-    # The draft's memory stays two tokens behind the text: the deepest accepted token never went through the draft, so
-    # each round starts with the last two. One token more in one pass, and no special case after full acceptance.
-    min_text = 2
 
     def __init__(
         self, model: LanguageModel, topology: Topology, scheme: str = "auto", draft_temperature: float | None = None
@@ -68,7 +65,12 @@ class ModelTree(Drafter):
 
 
 class ModelTreeSession(DraftSession):
-    """A draft model's memory of one batch."""
+    """A draft model's memory of one batch.
+
+    The memory stays two tokens behind the text: the deepest accepted token never went through the draft, so each round
+    starts with the last two. One token more in one pass, and no special case after full acceptance. In a text of one token
+    the place before the root stays empty: nobody sees it, and it is not kept.
+    """
 
     def __init__(self, drafter: ModelTree, batch_size: int, params: SamplingParams, scheme: str, vocab_size: int) -> None:
         self.topology = drafter.topology
@@ -79,10 +81,14 @@ class ModelTreeSession(DraftSession):
         self._plan = _plan(self.topology, drafter.model.device)
         self._memory = Memory(drafter.model, batch_size, behind=2, places=self.num_nodes + 1)
         self._warper: Warper | None = None
+        self._lone_B1: Tensor | None = None
+        """Rows whose text is the root alone; only in a first round."""
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Read the texts."""
         self._memory.align(texts, longest)
+        lone = [len(text) == 1 for text in texts]
+        self._lone_B1 = torch.tensor(lone, device=self._model.device)[:, None] if any(lone) else None
         self._warper = Warper(self._params, self._vocab_size, texts, self._model.device)
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
@@ -94,7 +100,7 @@ class ModelTreeSession(DraftSession):
         laws = []
         for level in self._plan.levels:
             level_tokens_BT = tail_B2 if level.block.start == 0 else tokens_BN[:, level.first : level.stop]
-            features_BTF = self._memory.context.extend(level_tokens_BT, level.block.expand(batch_size))
+            features_BTF = self._memory.context.extend(level_tokens_BT, self._block(level.block, batch_size))
             logits_BGV = self._logits(features_BTF[:, level.drawing])
             probs_BGV = self._warper.probs(logits_BGV, tokens_BN[:, level.paths_GP])
             for group in level.groups:
@@ -105,6 +111,15 @@ class ModelTreeSession(DraftSession):
             laws.append(probs_BGV)
         return DraftTree.from_topology(self.topology, tokens_BN, tuple(laws), self._plan.law_rows_N)
 
+    def _block(self, static: "_StaticBlock", batch_size: int) -> Block:
+        block = static.expand(batch_size)
+        if self._lone_B1 is None:
+            return block
+        depths_BT = (block.depths_BT - self._lone_B1.long()).clamp(min=0)
+        visible_BTU = block.visible_BTU.clone()
+        visible_BTU[:, 1 if block.start == 0 else 0 :, 0] &= ~self._lone_B1
+        return Block(block.start, depths_BT, visible_BTU)
+
     def _logits(self, features_BGF: Tensor) -> Tensor:
         """Logits over the target's vocabulary; padding rows of either model's table never get mass."""
         logits_BGV = self._model.head(features_BGF)
@@ -113,8 +128,13 @@ class ModelTreeSession(DraftSession):
 
     def commit(self, verdict: Verdict, keep_B: Tensor) -> None:
         """Keep the token before the root, the root, and the accepted path but its last token."""
-        before_root_B1 = torch.zeros_like(verdict.path_BD[:, :1])
-        self._memory.context.commit(torch.cat([before_root_B1, verdict.path_BD + 1], dim=1), keep_B)
+        places_BD = torch.nn.functional.pad(verdict.path_BD + 1, (1, 0))
+        if self._lone_B1 is not None:
+            without_first_BD = places_BD.roll(-1, dims=1)
+            places_BD = torch.where(self._lone_B1, without_first_BD, places_BD)
+            keep_B = (keep_B - self._lone_B1[:, 0].long()).clamp(min=0)
+            self._lone_B1 = None
+        self._memory.context.commit(places_BD, keep_B)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Take note of the new texts."""

@@ -10,7 +10,7 @@ import torch
 
 from polydraft.errors import UsageError
 from polydraft.sampling import SamplingParams
-from polydraft.sampling.noise import row_generator
+from polydraft.sampling.noise import row_generator, row_seed
 
 
 class Options(TypedDict, total=False):
@@ -56,15 +56,14 @@ class Request:
         return [string for string in strings if string]
 
     def seeds(self, rows: int) -> list[int]:
-        """Return the seed of each row, as given."""
+        """Return the seed of each row; rows that share a given one get seeds of their own."""
         assert self.seed is not None
         if isinstance(self.seed, int):
-            return [self.seed] * rows
+            return [row_seed(self.seed, row) for row in range(rows)]
         if len(self.seed) != rows:
             raise UsageError(f"{len(self.seed)} seeds for {rows} prompts; give one seed, or one for each prompt")
         return list(self.seed)
 
     def generators(self, rows: int) -> list[torch.Generator]:
-        """Return one generator a row; rows that share one seed get streams of their own."""
-        shared = isinstance(self.seed, int)
-        return [row_generator(seed, row if shared else 0) for row, seed in enumerate(self.seeds(rows))]
+        """Return one generator a row."""
+        return [row_generator(seed) for seed in self.seeds(rows)]

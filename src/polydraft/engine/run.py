@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.drafters import Drafter, DraftSession, Plain
+from polydraft.drafters import Drafter, DraftSession
 from polydraft.engine.result import StopReason
 from polydraft.engine.stats import TARGET, Stats
 from polydraft.errors import FailureError
 from polydraft.models import LanguageModel, Memory
 from polydraft.sampling import Noise, SamplingParams, Warper
-from polydraft.walks import Walk
+from polydraft.walks import Fault, Walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,10 @@ class Run:
         self._noise = Noise(generators, self._device)
         self._warper = Warper(params, target.vocab_size, prompts, self._device)
         self._memory, self._session = workspace.memory, workspace.session
-        self._plain = Plain().start(len(prompts), params, target)
         self.stop_reasons: list[StopReason | None] = [None] * len(prompts)
-        self._drafting = False
         with torch.inference_mode(), self.stats.clock("prefill"):
             self._memory.align(self.texts, self._longest)
-            self._begin_drafting()
+            self._session.begin(self.texts, self._longest)
         self._tail_B2 = torch.tensor([[0, *text][-2:] for text in self.texts], device=self._device)
         self._active_B = torch.ones(len(prompts), dtype=torch.bool, device=self._device)
 
@@ -89,7 +87,7 @@ class Run:
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
         """Run one round and return the new tokens of every row that was not done."""
-        outcome_BX, depth = self._round(self._session if self._drafting else self._plain)
+        outcome_BX, depth = self._round(self._session)
         with self.stats.clock("verify"):
             outcome = outcome_BX.tolist()  # the round's only device-to-host copy
         emitted = [
@@ -123,15 +121,16 @@ class Run:
             recent_BX = torch.cat([self._tail_B2[:, 1:], verdict.tokens_BD], dim=1)
             last_B1 = verdict.accepted_B[:, None]
             self._tail_B2 = torch.cat([recent_BX.gather(1, last_B1), recent_BX.gather(1, last_B1 + 1)], dim=1)
-            numbers = (verdict.accepted_B, verdict.offered_B, verdict.invalid_B)
-            outcome_BX = torch.cat([verdict.tokens_BD, *(number[:, None].long() for number in numbers)], dim=1)
+            numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B)
+            outcome_BX = torch.cat([verdict.tokens_BD, *(number[:, None] for number in numbers)], dim=1)
         return outcome_BX, depth
 
-    def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, invalid: int) -> Emitted:
+    def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, fault: int) -> Emitted:
         """Take what one row got, up to its end."""
-        if invalid:
+        if fault:
+            who = f"the target {self.target.name!r}" if fault == Fault.TARGET else "the draft"
             raise FailureError(
-                f"the target {self.target.name!r} returned logits that are not numbers at position {len(self.texts[row])}; "
+                f"{who} returned logits that are not numbers after {len(self.texts[row])} tokens; "
                 "try dtype float32, or check the weights"
             )
         text, kept, reason = self.texts[row], [], None
@@ -159,19 +158,10 @@ class Run:
         self.stats.rounds += 1
         self._warper.advance(by_row)
         self._memory.settle(self.texts)
-        if self._drafting:
-            self._session.settle(self.texts, by_row)
-        else:
-            self._begin_drafting()
+        self._session.settle(self.texts, by_row)
         if any(item.stop_reason for item in emitted):
             self._retire()
         self.stats.total_seconds = time.perf_counter() - self._started
-
-    def _begin_drafting(self) -> None:
-        """Call in the drafter as soon as every text is long enough for it."""
-        if min(map(len, self.texts)) >= self.drafter.min_text:
-            self._session.begin(self.texts, self._longest)
-            self._drafting = True
 
     def end_row(self, row: int, reason: StopReason, new_tokens: int) -> None:
         """End a row from outside (a stop string, a criterion, a cancellation), keeping that many new tokens."""
@@ -185,8 +175,7 @@ class Run:
         """Let ended rows idle: memories drop what was cut off at the end and grow no more."""
         self._active_B = torch.tensor([reason is None for reason in self.stop_reasons], device=self._device)
         self._memory.rewind(self.texts)
-        if self._drafting:
-            self._session.rewind(self.texts)
+        self._session.rewind(self.texts)
 
 
 def _end(prompt_length: int, max_new_tokens: int, max_positions: int | None) -> tuple[int, StopReason]:

@@ -142,7 +142,9 @@ class HFContext(Context):
         # One token that sees everything needs no mask, which spares attention a slower path.
         plain = aligned and size == 1 and self._model.window is None
         mask = None if plain else self._model.mask(visible_BTS, positions_BT, self._positions_BS[:, :used])
-        return self._model.forward(tokens_BT, positions_BT, mask, self.cache)
+        # A draft's table may lack padding rows that the target's has; such tokens are never drawn, but may be read.
+        known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)
+        return self._model.forward(known_BT, positions_BT, mask, self.cache)
 
     def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         self.cache.move(source_BD, target_BD)

@@ -78,6 +78,8 @@ class Context(ABC):
             parts = [list(text[done : done + size]) for text in texts]
             tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
             block = causal_block(self.batch_size, size, self.device)
+            # Rows that have nothing more to read are padded along, which may take them past what they need themselves.
+            self.reserve(max(self.lengths) + size)
             self.extend(tokens_BT, block)
             self.rewind([length + len(part) for length, part in zip(self.lengths, parts, strict=True)])
             done += size

@@ -89,6 +89,8 @@ def lean_body(model: Any) -> LeanBody | None:
         and config._attn_implementation == "sdpa"
         and config.hidden_act == "silu"
         and all(type(part) is nn.Linear for layer in body.layers for part in _linears(layer))
+        # Weights made in inference mode cannot become views without breaking the model for its owner.
+        and not any(parameter.is_inference() for parameter in body.parameters())
         # Hooks and adapters work on the modules that are passed by here.
         and not any(module._forward_hooks or module._forward_pre_hooks for module in body.modules())
         and len({parameter.device for parameter in body.parameters()}) == 1
@@ -108,8 +110,12 @@ def _rms_norm(hidden_BTF: Tensor, norm: Any) -> Tensor:
 
 
 def _side_by_side(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """Return the weights of several linear layers as one matrix; the layers go on as views of it."""
-    weights = [linear.weight for linear in linears]
+    """Return weights and biases of several linear layers as one of each; the layers go on as views of them."""
+    biases = [linear.bias for linear in linears]
+    return _fused([linear.weight for linear in linears]), None if biases[0] is None else _fused(biases)
+
+
+def _fused(weights: list[Tensor]) -> Tensor:
     fused = _adjacent(weights)
     if fused is None:
         # Ordinary tensors even if the caller is in inference mode: the model's owner may go on to train it.
@@ -119,8 +125,7 @@ def _side_by_side(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
         for weight in weights:
             weight.data = fused[start : start + len(weight)]
             start += len(weight)
-    biases = [linear.bias for linear in linears]
-    return fused, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+    return fused
 
 
 def _adjacent(weights: list[Tensor]) -> Tensor | None:
@@ -132,4 +137,4 @@ def _adjacent(weights: list[Tensor]) -> Tensor | None:
         if not (same and weight.is_contiguous() and weight.data_ptr() == end):
             return None
         end += weight.nbytes
-    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+    return first.as_strided((sum(map(len, weights)), *first.shape[1:]), first.stride())

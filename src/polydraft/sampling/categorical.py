@@ -34,7 +34,9 @@ class _BlockedWeights:
         # Strictly below the total, so that a block with positive weight is always found.
         mark_RK = torch.minimum(uniforms_RK.double() * total_R1, total_R1.nextafter(torch.zeros_like(total_R1)))
         block_RK = torch.searchsorted(cumulative_RM, mark_RK, right=True).clamp_(max=self.blocks - 1)
-        before_RK = cumulative_RM.gather(1, block_RK) - self.sums_RM.gather(1, block_RK)
+        # Not cumulative minus own sum, which may round to above the block's start: a mark in between would then fall on
+        # the block's first token, whatever its weight.
+        before_RK = torch.nn.functional.pad(cumulative_RM[:, :-1], (1, 0)).gather(1, block_RK)
         index_RKC = block_RK[:, :, None].expand(-1, -1, _BLOCK)
         inside_RKC = self.weights_RMC.gather(1, index_RKC).double()
         within_RK = (inside_RKC.cumsum(-1) <= (mark_RK - before_RK)[:, :, None]).sum(-1)

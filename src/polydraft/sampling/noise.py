@@ -5,12 +5,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STREAM_STEP = 0x9E3779B97F4A7C15  # odd, so seeds of neighbouring rows never meet modulo 2**64
+_SEEDS = 2**32
+"""Torch's CPU generator takes no more of a seed than this."""
+_STREAM_STEP = 0x9E3779B1  # odd, so the seeds of rows that share one never meet modulo 2**32
 
 
-def row_generator(seed: int, row: int = 0) -> torch.Generator:
-    """Return the generator of one row: row 0 uses `seed` itself, later rows streams of their own."""
-    return torch.Generator().manual_seed((seed + row * _STREAM_STEP) % 2**63)
+def row_seed(seed: int, row: int) -> int:
+    """Return the seed of one row of a batch that was given a single seed; row 0 uses that itself."""
+    return (seed + row * _STREAM_STEP) % _SEEDS
+
+
+def row_generator(seed: int) -> torch.Generator:
+    """Return the generator of one row."""
+    return torch.Generator().manual_seed(seed % _SEEDS)
 
 
 class Noise:

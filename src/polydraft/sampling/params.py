@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from polydraft.errors import UsageError
@@ -36,6 +37,12 @@ class SamplingParams:
     """Hugging Face `LogitsProcessor` objects, called as `processor(input_ids, scores)` with each node's own ancestors."""
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise UsageError(
+                    f"{name}={value!r} is not a number; use a number such as {type(self).__dataclass_fields__[name].default}"
+                )
         _check("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int):
             raise UsageError(f"top_k={self.top_k!r} is not a whole number; use 0 to keep all tokens")

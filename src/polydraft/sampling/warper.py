@@ -45,6 +45,8 @@ class Warper:
         if not self.params.needs_history:
             return
         for row, tokens in enumerate(emitted):
+            if not tokens:
+                continue
             ids = torch.as_tensor(list(tokens), dtype=torch.long, device=self._device)
             if self._seen_BV is not None:
                 self._seen_BV[row, ids] = True
@@ -127,10 +129,10 @@ def _nucleus(probs_BGV: Tensor, top_p: float) -> Tensor:
     candidates = min(_TOP_P_CANDIDATES, probs_BGV.shape[-1])
     sorted_BGC, order_BGC = probs_BGV.topk(candidates, dim=-1)
     # On a CPU looking at the values is free and a full sort is not; elsewhere sort everything, without a look.
-    if probs_BGV.device.type != "cpu" or (sorted_BGC.sum(-1) < top_p).any():
+    if probs_BGV.device.type != "cpu" or not (sorted_BGC.sum(-1) >= top_p).all():
         sorted_BGC, order_BGC = probs_BGV.sort(dim=-1, descending=True)
     mass_before_BGC = sorted_BGC.double().cumsum(-1) - sorted_BGC.double()
-    keep_BGC = mass_before_BGC < top_p
+    keep_BGC = ~(mass_before_BGC >= top_p)  # put so that a row of NaN keeps all, for the walk to report
     keep_BGC[..., 0] = True
     return torch.zeros_like(probs_BGV, dtype=torch.bool).scatter_(-1, order_BGC, keep_BGC)
 

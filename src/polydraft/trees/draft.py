@@ -60,5 +60,6 @@ class DraftTree:
         if not self.laws or self.law_rows_BN is None:
             return torch.empty(len(node_B), 0, device=node_B.device)
         laws_BGV = self.laws[level]
-        row_B11 = self.law_rows_BN.gather(1, node_B[:, None])[:, :, None]
+        # A row whose walk ended higher up asks along with the others: its answer is not used, but must exist.
+        row_B11 = self.law_rows_BN.gather(1, node_B[:, None])[:, :, None].clamp(max=laws_BGV.shape[1] - 1)
         return laws_BGV.gather(1, row_B11.expand(-1, 1, laws_BGV.shape[-1]))[:, 0]

@@ -19,19 +19,20 @@ def parse_tree(text: str) -> Topology:
         ``"none"`` for plain decoding.
     """
     spec = text.strip().lower()
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
     if spec == "none":
         return Topology()
-    if re.fullmatch(r"\d+(x\d+)*", spec):
+    if re.fullmatch(r"\d{1,18}(x\d{1,18})*", spec):
         return Topology.from_widths([int(width) for width in spec.split("x")])
-    if match := re.fullmatch(r"chain:(\d+)", spec):
+    if match := re.fullmatch(r"chain:(\d{1,18})", spec):
         return Topology.fork(1, int(match[1]))
-    if match := re.fullmatch(r"fork:(\d+)x(\d+)", spec):
+    if match := re.fullmatch(r"fork:(\d{1,18})x(\d{1,18})", spec):
         return Topology.fork(int(match[1]), int(match[2]))
     if spec.startswith("["):
         try:
             paths = json.loads(spec)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"tree {text!r} is not a readable list of paths ({error}); allowed: {_ALLOWED}") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UsageError(f"tree {shown!r} is not a readable list of paths ({error}); allowed: {_ALLOWED}") from None
         if all(isinstance(path, list) for path in paths):
             return Topology.from_paths(paths)
-    raise UsageError(f"unknown tree {text!r}; allowed: {_ALLOWED}")
+    raise UsageError(f"unknown tree {shown!r}; allowed: {_ALLOWED}")

@@ -70,7 +70,7 @@ class Topology:
             level *= width
             total += level
             if total > MAX_NODES:
-                spelled = "x".join(map(str, widths))
+                spelled = "x".join(map(str, widths[:8])) + ("x..." if len(widths) > 8 else "")
                 raise UsageError(
                     f"tree {spelled} has more than {MAX_NODES} nodes; use smaller widths or fewer levels, such as 4x2x2x1x1"
                 )
@@ -87,6 +87,10 @@ class Topology:
         """Split once at the root into `width` chains of length `depth`."""
         if depth < 1:
             raise UsageError(f"fork depth {depth}; allowed: whole numbers from 1")
+        if width * depth + 1 > MAX_NODES:
+            raise UsageError(
+                f"a fork of {width} chains of length {depth} has more than {MAX_NODES} nodes; use fewer or shorter ones"
+            )
         return cls.from_widths([width, *[1] * (depth - 1)])
 
     @classmethod
@@ -96,12 +100,14 @@ class Topology:
         Every path needs its parent path, and every sibling its elder siblings: leaving out a candidate by its rank
         would change the law of the ones that stay.
         """
-        ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        listed = [tuple(path) for path in paths]
+        for path in listed:
+            if not path or any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in path):
+                raise UsageError(f"tree path {list(path)} must be a non-empty list of whole numbers from 0")
+        ordered = sorted(set(listed), key=lambda path: (len(path), path))
         ids: dict[tuple[int, ...], int] = {(): 0}
         parents = [0]
         for path in ordered:
-            if not path or any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in path):
-                raise UsageError(f"tree path {list(path)} must be a non-empty list of whole numbers from 0")
             if path[:-1] not in ids:
                 raise UsageError(f"tree path {list(path)} is an orphan: its parent {list(path[:-1])} is not in the list")
             elder = (*path[:-1], path[-1] - 1)

@@ -6,7 +6,7 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree
-from polydraft.walks.walk import WALKS, TargetLaw, Verdict, Walk
+from polydraft.walks.walk import WALKS, Fault, TargetLaw, Verdict, Walk
 
 
 @WALKS.register("node")
@@ -29,12 +29,11 @@ class NodeWalk(Walk):
         node_B = torch.zeros(batch_size, dtype=torch.long, device=device)
         accepted_B, offered_B = torch.zeros_like(node_B), torch.zeros_like(node_B)
         going_B = torch.ones(batch_size, dtype=torch.bool, device=device)
-        invalid_B = torch.zeros_like(going_B)
+        fault_B = torch.zeros_like(node_B)
         tokens_BD = torch.full((batch_size, draft.depth + 1), NO_TOKEN, device=device)
         path_BD = torch.zeros_like(tokens_BD)
         for step in range(draft.depth + 1):
             target_probs_BV = target_law(node_B, tokens_BD[:, :step])
-            invalid_B = invalid_B | (going_B & target_probs_BV[:, 0].isnan())
             nodes_BK, children_BK = draft.children(node_B)
             used = scheme.verify_uniforms * step
             if step < draft.depth:
@@ -43,6 +42,9 @@ class NodeWalk(Walk):
             else:
                 token_B = draw_one(target_probs_BV, uniforms_BU[:, used])
             tokens_BD[:, step] = token_B
+            # A law that is not a number has no token to draw.
+            broken_B = torch.where(target_probs_BV[:, 0].isnan(), Fault.TARGET, Fault.DRAFT)
+            fault_B = torch.where(going_B & (fault_B == 0) & (token_B == NO_TOKEN), broken_B, fault_B)
             match_BK = (children_BK == token_B[:, None]) & (children_BK != NO_TOKEN)
             offered_B += going_B & (children_BK != NO_TOKEN).any(-1)
             going_B = going_B & match_BK.any(-1)
@@ -56,4 +58,4 @@ class NodeWalk(Walk):
             if device.type == "cpu" and not going_B.any():
                 path_BD[:, step + 1 :] = node_B[:, None]
                 break
-        return Verdict(path_BD, accepted_B, tokens_BD, offered_B, invalid_B)
+        return Verdict(path_BD, accepted_B, tokens_BD, offered_B, fault_B)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import ClassVar
 
 from torch import Tensor
@@ -13,6 +14,16 @@ from polydraft.trees import DraftTree
 
 TargetLaw = Callable[[Tensor, Tensor], Tensor]
 """`(node_B, path_BP) -> probs_BV`: the target's law at one node a row, given the tokens of the path below the root."""
+
+
+class Fault(IntEnum):
+    """What makes a round worthless, found on the device and reported by the host."""
+
+    NONE = 0
+    TARGET = 1
+    """The target's law was not a number."""
+    DRAFT = 2
+    """The draft's law was not a number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +38,8 @@ class Verdict:
     """Emitted tokens, `accepted_B + 1` of them valid; the last of these is the next pending token."""
     offered_B: Tensor
     """Nodes on the walk that had candidates: `accepted_B`, or one more where all candidates of a node failed."""
-    invalid_B: Tensor
-    """Rows in which the target's law was not a number."""
+    fault_B: Tensor
+    """`Fault` of each row."""
 
 
 class Walk(ABC):
