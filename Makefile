@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 run: $(READY)
-	@$(VENV)/bin/polydraft generate "$(PROMPT)" --max-new-tokens 96 --compare
+	@$(VENV)/bin/polydraft generate "$(PROMPT)" --max-new-tokens 64 --compare
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

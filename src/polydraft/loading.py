@@ -10,15 +10,15 @@ from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
 
 DEFAULT_TREE = "4x2x2x1x1"
-DEFAULT_DRAFTS = {BUNDLED: "early-exit:6"}
-"""What ``draft="auto"`` means for a target; plain decoding for all others."""
+DEFAULT_PAIRS = {BUNDLED: ("early-exit:2", "4")}
+"""Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
 
 
 def load(
     target: str = BUNDLED,
     draft: str = "auto",
     *,
-    tree: str = DEFAULT_TREE,
+    tree: str = "auto",
     scheme: str = "auto",
     draft_temperature: float | None = None,
     device: str = "auto",
@@ -34,7 +34,8 @@ def load(
         A folder or hub name of a model with the same tokens, ``"early-exit:k"`` for the target's own first k layers,
         ``"none"`` for plain decoding, or ``"auto"``.
     tree : str
-        Shape of the draft tree, see `polydraft.trees.parse_tree`.
+        Shape of the draft tree, see `polydraft.trees.parse_tree`; ``"auto"`` is ``"4x2x2x1x1"``, or what suits the
+        draft that ``draft="auto"`` picked.
     scheme : str
         How candidates are drawn and verified, or ``"auto"``. Every scheme is exact; they differ in speed.
     draft_temperature : float, optional
@@ -47,6 +48,9 @@ def load(
     Decoder
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
+    usual_draft, usual_tree = DEFAULT_PAIRS.get(target, ("none", DEFAULT_TREE))
+    if tree == "auto":
+        tree = usual_tree if draft == "auto" else DEFAULT_TREE
     topology = parse_tree(tree)
     if scheme != "auto":
         SCHEMES.get(scheme)
@@ -55,8 +59,7 @@ def load(
     place = resolve_device(device)
     number_format = resolve_dtype(dtype, place)
     loaded = load_model(target, place, number_format)
-    draft_name = DEFAULT_DRAFTS.get(target, "none") if draft == "auto" else draft
-    draft_model = load_draft(draft_name, loaded)
+    draft_model = load_draft(usual_draft if draft == "auto" else draft, loaded)
     kind = "none" if draft_model is None or topology.depth == 0 else "model"
     parts = Parts(target=loaded.model, draft=draft_model, topology=topology, scheme=scheme, draft_temperature=draft_temperature)
     return Decoder(loaded.model, DRAFTERS.get(kind)(parts), tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)

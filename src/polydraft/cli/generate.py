@@ -38,17 +38,21 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
         return
     from rich.console import Console
 
-    from polydraft.cli.render import TokenPrinter, comparison_table, summary_line
+    from polydraft.cli.render import TokenPrinter, break_even_line, comparison_table, summary_line
 
     console = Console(highlight=False)
-    baseline = _run(_plain(decoder), text, choices, params, raw, printer=None) if compare else None
+    baseline = None
+    if compare:
+        click.echo("decoding plainly first, for comparison ...", err=True)
+        baseline = _run(_plain(decoder), text, choices, params, raw, printer=None)
     result = _run(decoder, text, choices, params, raw, TokenPrinter(console))
     if baseline is None:
         click.echo(summary_line(result.stats), err=True)
         return
-    name = f"{choices.tree}, {decoder_draft(decoder)}"
+    name = f"{decoder_draft(decoder)}, tree {decoder_tree(decoder)}"
     console.print()
     console.print(comparison_table([("plain", baseline.stats), (name, result.stats)]))
+    console.print(break_even_line(baseline.stats, result.stats))
     if params.temperature == 0:
         _check_identity(baseline, result, console)
 
@@ -87,6 +91,11 @@ def decoder_draft(decoder: "Decoder") -> str:
     return model.name if model is not None else decoder.drafter.name
 
 
+def decoder_tree(decoder: "Decoder") -> str:
+    """Name a decoder's tree for people."""
+    return str(getattr(decoder.drafter, "topology", "none"))
+
+
 def _check_identity(baseline: "Generation", result: "Generation", console: Any) -> None:
     """Say whether both texts are the same; a difference is a near-tie of logits or an error."""
     if baseline.token_ids == result.token_ids:
@@ -110,7 +119,7 @@ def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> di
         "settings": {
             "target": choices.target,
             "draft": decoder_draft(decoder),
-            "tree": choices.tree,
+            "tree": decoder_tree(decoder),
             "scheme": result.settings["scheme"],
             "draft_temperature": choices.draft_temperature,
             "temperature": choices.temperature,

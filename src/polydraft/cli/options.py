@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--target", default="smollm2", show_default=True, help="Target model: smollm2 (bundled), a folder, or a hub name."),
     click.option("--draft", default="auto", show_default=True, help="Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto."),
-    click.option("--tree", default="4x2x2x1x1", show_default=True, help="Draft tree: children a level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], or none."),
+    click.option("--tree", default="auto", show_default=True, help="Draft tree: children a level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], none, or auto."),
     click.option("--scheme", default="auto", show_default=True, help="How candidates are drawn and verified; 'polydraft info' lists the schemes."),
     click.option("--draft-temperature", type=float, default=None, help="Temperature of the draft  [default: the target's]."),
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
@@ -30,6 +31,16 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
     click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice]."),
 ]  # fmt: skip
+
+
+def _show_progress() -> None:
+    """Let the library say on standard error what takes long."""
+    logger = logging.getLogger("polydraft")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,12 +90,13 @@ class Choices:
     def decoder(self) -> "Decoder":
         """Load the models."""
         import torch
-        from transformers.utils import logging
+        from transformers.utils import logging as transformers_logging
 
         from polydraft.loading import load
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        _show_progress()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         return load(

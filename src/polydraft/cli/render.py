@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -45,8 +46,9 @@ def summary_line(stats: Stats) -> str:
 
 def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
     """Compare runs; the first row is the baseline."""
-    table = Table(title="same prompt, same run; a pass is one forward of the target", title_justify="left")
-    for heading in ("decoding", "tokens", "tokens/s", "speed-up", "tokens/pass", "acceptance"):
+    title = "same prompt, same run; a pass is one forward of the target"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("decoding", "tokens", "tokens/s", "speed-up", "tokens/pass", "accepted"):
         table.add_column(heading, justify="left" if heading == "decoding" else "right", no_wrap=True)
     baseline = rows[0][1].tokens_per_second
     for name, stats in rows:
@@ -61,3 +63,14 @@ def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
             acceptance,
         )
     return table
+
+
+def break_even_line(plain: Stats, drafted: Stats) -> str:
+    """Say what a round with drafts costs on this machine, and so what it must yield to pay."""
+    plain_round = plain.decode_seconds / plain.rounds
+    drafted_round = drafted.decode_seconds / drafted.rounds
+    drafting, target = (drafted.seconds[phase] / drafted.rounds / plain_round for phase in ("draft", "target"))
+    return (
+        f"a round with drafts takes {drafted_round / plain_round:.1f} plain passes on this machine (drafting {drafting:.1f}, "
+        f"target {target:.1f}), so it pays above {drafted_round / plain_round:.1f} tokens/pass"
+    )

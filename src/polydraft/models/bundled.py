@@ -2,12 +2,15 @@
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from polydraft.errors import FailureError, UsageError
+
+logger = logging.getLogger(__name__)
 
 BUNDLED = "smollm2"
 """Name under which the bundled target is asked for."""
@@ -57,6 +60,7 @@ def _convert(source: Path, folder: Path) -> None:
     except OSError as error:
         reason = f"cannot write to {folder.parent} ({error.strerror})"
         raise FailureError(f"{reason}; set POLYDRAFT_CACHE to another folder") from None
+    logger.info("converting %s for faster starts, once (about 30 s) ...", source.name)
     try:
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         # Otherwise save_pretrained refuses: it takes the dequantised weights for quantised ones.
