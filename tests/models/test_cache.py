@@ -8,7 +8,7 @@ import torch
 from polydraft.errors import FailureError
 from polydraft.models import TabularModel
 from polydraft.models.cache import SlotCache
-from polydraft.trees import Block, parse_tree
+from polydraft.trees import Block, causal_block, parse_tree
 
 LAYERS, BATCH, HEADS, CHANNELS = 2, 3, 2, 4
 
@@ -123,5 +123,5 @@ def test_memory_is_context_plus_tree_and_no_copy_a_candidate(tiny):
 def test_overflow_is_caught_before_it_writes():
     model = TabularModel.random(5, 1, seed=0)
     context = model.start(1, capacity=4)
-    with pytest.raises(AssertionError):
-        context.prefill([[1, 2, 3, 4, 0]])
+    with pytest.raises(AssertionError), torch.inference_mode():
+        context.extend(torch.tensor([[1, 2, 3, 4, 0]]), causal_block(1, 5, torch.device("cpu")))

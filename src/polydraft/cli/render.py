@@ -48,8 +48,9 @@ def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
     """Compare runs; the first row is the baseline."""
     title = "same prompt, same run; a pass is one forward of the target"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("decoding", "tokens", "tokens/s", "speed-up", "tokens/pass", "accepted"):
-        table.add_column(heading, justify="left" if heading == "decoding" else "right", no_wrap=True)
+    table.add_column("decoding", overflow="fold")
+    for heading in ("tokens", "tokens/s", "speed-up", "tokens/pass", "accepted"):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
     baseline = rows[0][1].tokens_per_second
     for name, stats in rows:
         speed_up = stats.tokens_per_second / baseline if baseline else 0.0

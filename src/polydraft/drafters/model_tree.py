@@ -56,10 +56,7 @@ class ModelTree(Drafter):
         temperature = params.temperature if self.draft_temperature is None else self.draft_temperature
         scheme = self.scheme if self.scheme != "auto" else "rrs-wor"
         if temperature == 0:
-            # Ranking needs a law with all its tokens; its temperature does not matter. The truncations of a sampling
-            # law are left out: greedy decoding ignores them too.
-            scheme, temperature = "top", 1.0
-            params = dataclasses.replace(params, top_k=0, top_p=1.0, min_p=0.0)
+            scheme = "top"
         params = dataclasses.replace(params, temperature=temperature)
         return ModelTreeSession(self, batch_size, params, scheme, target.vocab_size)
 
@@ -102,7 +99,9 @@ class ModelTreeSession(DraftSession):
             level_tokens_BT = tail_B2 if level.block.start == 0 else tokens_BN[:, level.first : level.stop]
             features_BTF = self._memory.context.extend(level_tokens_BT, self._block(level.block, batch_size))
             logits_BGV = self._logits(features_BTF[:, level.drawing])
-            probs_BGV = self._warper.probs(logits_BGV, tokens_BN[:, level.paths_GP])
+            # At temperature 0 the law is one token; the children are the next ones in order as well.
+            weigh = self._warper.probs if self._params.temperature > 0 else self._warper.ranking
+            probs_BGV = weigh(logits_BGV, tokens_BN[:, level.paths_GP])
             for group in level.groups:
                 law_RV = probs_BGV[:, group.rows].flatten(0, 1)
                 uniforms_RK = uniforms_BU[:, group.children_GK - 1].flatten(0, 1)

@@ -10,6 +10,7 @@ from polydraft.sampling.categorical import NO_TOKEN
 from polydraft.sampling.params import SamplingParams
 
 _TOP_P_CANDIDATES = 2048
+_RANKED_NATS = 60.0
 
 
 class Warper:
@@ -75,6 +76,14 @@ class Warper:
         if temperature != 1:
             scores_BGV = scores_BGV / temperature
         return torch.softmax(self._truncated(scores_BGV), dim=-1)
+
+    def ranking(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
+        """Return weights that only order the tokens, likeliest largest: a law's order without its exponentials.
+
+        Tokens more than `_RANKED_NATS` below the likeliest, or ruled out, weigh nothing. Parameters as for `probs`.
+        """
+        scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
+        return (scores_BGV - (scores_BGV.amax(-1, keepdim=True) - _RANKED_NATS)).clamp_(min=0)
 
     def _penalised(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         params = self.params
