@@ -1,22 +1,16 @@
 """`model.generate(custom_generate=Speculate(...))` gives what `model.generate(...)` gives."""
 
-import copy
 from collections import Counter
-from functools import cache
 
 import pytest
 import torch
 from scipy.stats import chisquare
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     MaxTimeCriteria,
     StoppingCriteria,
     StopStringCriteria,
-    SynthIDTextWatermarkingConfig,
-    T5Config,
-    T5ForConditionalGeneration,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     WatermarkingConfig,
@@ -24,61 +18,10 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from polydraft.errors import UsageError
+from hf_generate.setups import PROMPTS, assert_same, batch, both, draft, single, speculate, target
 from polydraft.hf_generate import Speculate, _sampling_params
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 
-PROMPTS = [[5, 17, 40, 8, 23, 61, 9], [33, 12, 70], [44, 45, 46, 47, 48]]
-
-
-@cache
-def target():
-    return FAMILIES.get("llama").build()
-
-
-@cache
-def draft():
-    """The target with noise in its weights."""
-    model = copy.deepcopy(target())
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-@cache
-def speculate():
-    return Speculate(draft=draft(), tree="3x2x1")
-
-
-def padded(prompts=PROMPTS):
-    longest = max(map(len, prompts))
-    rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
-
-
-def both(inputs, **options):
-    """Generate plainly and with drafts; options given as functions are made anew for each."""
-    results = []
-    for custom in (None, speculate()):
-        made = {name: value() if callable(value) else value for name, value in options.items()}
-        settings = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, **made}
-        results.append(target().generate(**inputs, custom_generate=custom, **settings))
-    return results
-
-
-def assert_same(inputs, **options):
-    plain, fast = both(inputs, **options)
-    assert fast.dtype == torch.long
-    assert torch.equal(plain, fast)
-    return fast
-
-
-single, batch = padded(PROMPTS[:1]), padded()
 every_batch = pytest.mark.parametrize("inputs", [single, batch], ids=["single", "batch"])
 
 
@@ -336,107 +279,3 @@ def test_samples_follow_the_exact_law(extra):
     if expected[-1] < 5:
         observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
     assert chisquare(observed, expected).pvalue > 1e-6
-
-
-REFUSED = {
-    "num_beams": {"num_beams": 2},
-    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
-    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
-    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
-    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
-    "assistant_model": {"assistant_model": draft},
-    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
-    "assistant_early_exit": {"assistant_early_exit": 2},
-    "guidance_scale": {"guidance_scale": 1.5},
-    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
-    "dola_layers": {"dola_layers": "low"},
-    "cache_implementation": {"cache_implementation": "static"},
-    "use_cache": {"use_cache": False},
-    "past_key_values": {"past_key_values": DynamicCache},
-    "synced_gpus": {"synced_gpus": True},
-    "SynthIDText": {
-        "watermarking_config": lambda: SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3]),
-        "do_sample": True,
-    },
-    "position_ids": {"position_ids": lambda: torch.arange(3, 10)[None]},
-    "constraints": {"constraints": lambda: ["anything"]},
-    "force_words_ids": {"force_words_ids": [[4]]},
-}
-
-
-@pytest.mark.parametrize(("name", "options"), REFUSED.items(), ids=REFUSED)
-def test_what_cannot_be_done_is_refused_by_name(name, options):
-    made = {key: value() if callable(value) else value for key, value in options.items()}
-    with pytest.raises(UsageError, match=name) as caught:
-        target().generate(**single, max_new_tokens=4, pad_token_id=0, custom_generate=speculate(), **made)
-    assert "\n" not in str(caught.value)
-
-
-def test_embeddings_are_refused():
-    embeddings = target().get_input_embeddings()(single["input_ids"])
-    with pytest.raises(UsageError, match="inputs_embeds"):
-        target().generate(inputs_embeds=embeddings, max_new_tokens=4, pad_token_id=0, custom_generate=speculate())
-
-
-def test_an_encoder_decoder_is_refused():
-    options = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(**options, decoder_start_token_id=0)).eval()
-    with pytest.raises(UsageError, match="encoder-decoder"):
-        model.generate(torch.tensor([[4, 5]]), max_new_tokens=3, custom_generate=Speculate())
-
-
-def test_unknown_model_inputs_are_refused():
-    with pytest.raises(UsageError, match="token_type_ids"):
-        speculate()(target(), single["input_ids"], [], [], GenerationConfig(), token_type_ids=torch.zeros(1, 7))
-
-
-def test_right_padding_is_refused():
-    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0]])
-    with pytest.raises(UsageError, match="attention_mask"):
-        target().generate(
-            single["input_ids"], attention_mask=mask, pad_token_id=0, max_new_tokens=3, custom_generate=speculate()
-        )
-
-
-def test_an_empty_row_is_refused():
-    inputs = {"input_ids": torch.tensor([[5, 6], [0, 0]]), "attention_mask": torch.tensor([[1, 1], [0, 0]])}
-    with pytest.raises(UsageError, match="empty prompt"):
-        target().generate(**inputs, pad_token_id=0, max_new_tokens=3, custom_generate=speculate())
-
-
-def test_training_mode_is_refused():
-    model = FAMILIES.get("llama").build().train()
-    with pytest.raises(UsageError, match=r"model\.eval\(\)"):
-        model.generate(**single, pad_token_id=0, max_new_tokens=3, custom_generate=speculate())
-
-
-@pytest.mark.parametrize(
-    "options", [{"tree": "0x2"}, {"scheme": "rrs"}, {"draft_temperature": -1.0}, {"draft_temperature": float("nan")}], ids=str
-)
-def test_bad_settings_are_refused_at_once(options):
-    with pytest.raises(UsageError):
-        Speculate(draft=draft, **options)
-
-
-def test_the_end_of_the_context_is_announced():
-    ids = torch.randint(3, 96, (1, 124), generator=torch.Generator().manual_seed(0))
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    with pytest.warns(UserWarning, match="context of 128"):
-        fast = target().generate(ids, max_new_tokens=9, custom_generate=speculate(), **options)
-    assert torch.equal(fast, target().generate(ids, max_new_tokens=4, **options))
-
-
-def test_wrappers_are_kept_between_calls():
-    custom = Speculate(draft=draft())
-    options = {"max_new_tokens": 3, "pad_token_id": 0, "custom_generate": custom}
-    target().generate(**single, **options)
-    kept = custom._target
-    target().generate(**single, **options)
-    assert custom._target is kept
-    other = FAMILIES.get("llama").build(seed=1)
-    plain = other.generate(**single, max_new_tokens=3, pad_token_id=0)
-    assert torch.equal(other.generate(**single, **options), plain), "another model is not mistaken for it"
-    for parameter in other.parameters():
-        parameter.data = parameter.data.clone().mul_(0.9)
-    plain = other.generate(**single, max_new_tokens=3, pad_token_id=0)
-    assert torch.equal(other.generate(**single, **options), plain), "nor the model before its weights were exchanged"

@@ -1,0 +1,119 @@
+"""What `Speculate` cannot do is refused by name."""
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    SynthIDTextWatermarkingConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_generate.setups import draft, single, speculate, target
+from polydraft.errors import UsageError
+from polydraft.hf_generate import Speculate
+from polydraft.models import FAMILIES
+
+REFUSED = {
+    "num_beams": {"num_beams": 2},
+    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "assistant_model": {"assistant_model": draft},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    "assistant_early_exit": {"assistant_early_exit": 2},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola_layers": {"dola_layers": "low"},
+    "cache_implementation": {"cache_implementation": "static"},
+    "use_cache": {"use_cache": False},
+    "past_key_values": {"past_key_values": DynamicCache},
+    "synced_gpus": {"synced_gpus": True},
+    "SynthIDText": {
+        "watermarking_config": lambda: SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3]),
+        "do_sample": True,
+    },
+    "position_ids": {"position_ids": lambda: torch.arange(3, 10)[None]},
+    "constraints": {"constraints": lambda: ["anything"]},
+    "force_words_ids": {"force_words_ids": [[4]]},
+}
+
+
+@pytest.mark.parametrize(("name", "options"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(name, options):
+    made = {key: value() if callable(value) else value for key, value in options.items()}
+    with pytest.raises(UsageError, match=name) as caught:
+        target().generate(**single, max_new_tokens=4, pad_token_id=0, custom_generate=speculate(), **made)
+    assert "\n" not in str(caught.value)
+
+
+def test_embeddings_are_refused():
+    embeddings = target().get_input_embeddings()(single["input_ids"])
+    with pytest.raises(UsageError, match="inputs_embeds"):
+        target().generate(inputs_embeds=embeddings, max_new_tokens=4, pad_token_id=0, custom_generate=speculate())
+
+
+def test_an_encoder_decoder_is_refused():
+    options = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**options, decoder_start_token_id=0)).eval()
+    with pytest.raises(UsageError, match="encoder-decoder"):
+        model.generate(torch.tensor([[4, 5]]), max_new_tokens=3, custom_generate=Speculate())
+
+
+def test_unknown_model_inputs_are_refused():
+    with pytest.raises(UsageError, match="token_type_ids"):
+        speculate()(target(), single["input_ids"], [], [], GenerationConfig(), token_type_ids=torch.zeros(1, 7))
+
+
+def test_right_padding_is_refused():
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0]])
+    with pytest.raises(UsageError, match="attention_mask"):
+        target().generate(
+            single["input_ids"], attention_mask=mask, pad_token_id=0, max_new_tokens=3, custom_generate=speculate()
+        )
+
+
+def test_an_empty_row_is_refused():
+    inputs = {"input_ids": torch.tensor([[5, 6], [0, 0]]), "attention_mask": torch.tensor([[1, 1], [0, 0]])}
+    with pytest.raises(UsageError, match="empty prompt"):
+        target().generate(**inputs, pad_token_id=0, max_new_tokens=3, custom_generate=speculate())
+
+
+def test_training_mode_is_refused():
+    model = FAMILIES.get("llama").build().train()
+    with pytest.raises(UsageError, match=r"model\.eval\(\)"):
+        model.generate(**single, pad_token_id=0, max_new_tokens=3, custom_generate=speculate())
+
+
+@pytest.mark.parametrize(
+    "options", [{"tree": "0x2"}, {"scheme": "rrs"}, {"draft_temperature": -1.0}, {"draft_temperature": float("nan")}], ids=str
+)
+def test_bad_settings_are_refused_at_once(options):
+    with pytest.raises(UsageError):
+        Speculate(draft=draft, **options)
+
+
+def test_the_end_of_the_context_is_announced():
+    ids = torch.randint(3, 96, (1, 124), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    with pytest.warns(UserWarning, match="context of 128"):
+        fast = target().generate(ids, max_new_tokens=9, custom_generate=speculate(), **options)
+    assert torch.equal(fast, target().generate(ids, max_new_tokens=4, **options))
+
+
+def test_wrappers_are_kept_between_calls():
+    custom = Speculate(draft=draft())
+    options = {"max_new_tokens": 3, "pad_token_id": 0, "custom_generate": custom}
+    target().generate(**single, **options)
+    kept = custom._target
+    target().generate(**single, **options)
+    assert custom._target is kept
+    other = FAMILIES.get("llama").build(seed=1)
+    plain = other.generate(**single, max_new_tokens=3, pad_token_id=0)
+    assert torch.equal(other.generate(**single, **options), plain), "another model is not mistaken for it"
+    for parameter in other.parameters():
+        parameter.data = parameter.data.clone().mul_(0.9)
+    plain = other.generate(**single, max_new_tokens=3, pad_token_id=0)
+    assert torch.equal(other.generate(**single, **options), plain), "nor the model before its weights were exchanged"
