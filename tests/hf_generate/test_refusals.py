@@ -10,10 +10,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_generate.setups import draft, single, speculate, target
 from polydraft.errors import UsageError
 from polydraft.hf_generate import Speculate
 from polydraft.models import FAMILIES
+
+from .setups import draft, single, speculate, target
 
 REFUSED = {
     "num_beams": {"num_beams": 2},

@@ -18,9 +18,10 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_generate.setups import PROMPTS, assert_same, batch, both, draft, single, speculate, target
 from polydraft.hf_generate import Speculate, _sampling_params
 from polydraft.models.hf import HFModel
+
+from .setups import PROMPTS, assert_same, batch, both, draft, single, speculate, target
 
 every_batch = pytest.mark.parametrize("inputs", [single, batch], ids=["single", "batch"])
 
