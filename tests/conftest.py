@@ -1,11 +1,82 @@
-"""Settings for all tests."""
+"""Settings for all tests, and a tiny model on disk, with a tokenizer and a chat template, for commands to load."""
 
 import os
 
 # Before anything imports the hub's client: no test may depend on, or wait for, the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from pathlib import Path
+
+import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from polydraft.cli.main import run
+from polydraft.models import FAMILIES
 
 # Test tensors are small: threads cost more than they give, and pytest-xdist already fills the cores.
 torch.set_num_threads(1)
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer(extra: int = 0) -> PreTrainedTokenizerFast:
+    """One token a byte, an end-of-text token, and some unused ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: number for number, character in enumerate(alphabet)}
+    vocabulary["<end>"] = len(vocabulary)
+    for number in range(extra):
+        vocabulary[f"<extra{number}>"] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
+
+
+def save(folder: Path, *, seed: int = 0, extra: int = 0, broken: bool = False, positions: int = 128) -> str:
+    tokenizer = byte_tokenizer(extra)
+    options = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": positions}
+    model = FAMILIES.get("llama").build(seed=seed, **options)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    if broken:
+        with torch.no_grad():
+            model.lm_head.weight.fill_(torch.nan)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("roomy"), positions=1024)
+
+
+@pytest.fixture(scope="session")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("broken"), broken=True)
+
+
+@pytest.fixture(scope="session")
+def other_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("other"), extra=3)
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str]):
+    """Run a command in this process; return its exit code, standard output and standard error."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(list(arguments))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call

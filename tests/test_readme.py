@@ -28,16 +28,30 @@ def test_python_snippets_run_in_order(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("polydraft ")]
+QUICK = [line for line in COMMANDS if not line.startswith("polydraft bench")]
 
 
 @needs_weights
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", QUICK)
 def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = shlex.split(line, comments=True)[1:]
     if arguments[0] == "generate":
         arguments += ["--max-new-tokens", "4"]
     assert run(arguments) == 0
     assert capsys.readouterr().out
+
+
+def test_bench_commands_run_on_a_tiny_model(roomy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "why"}\n')
+    lines = [line for line in COMMANDS if line.startswith("polydraft bench") and "--reproduce" not in line]
+    assert len(lines) >= 3
+    for line in lines:
+        arguments = shlex.split(line, comments=True)[1:]
+        if arguments[1] != "diff":
+            arguments += ["--target", roomy, "--draft", "early-exit:2", "--max-new-tokens", "4"]
+            arguments += ["--limit", "2"]
+        assert run(arguments) == 0, line
 
 
 def test_make_targets_exist() -> None:

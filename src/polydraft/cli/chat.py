@@ -24,11 +24,9 @@ def command(system: str | None, **options: Any) -> None:
     decoder = choices.decoder()
     decoder.encode_chat([{"role": "user", "content": "hello"}])  # refuses a model without a chat template at once
 
-    from rich.console import Console
+    from polydraft.cli.render import TokenPrinter, output_console, summary_line
 
-    from polydraft.cli.render import TokenPrinter, summary_line
-
-    console = Console(highlight=False)
+    console = output_console()
     interactive = sys.stdin.isatty() and console.is_terminal
     printer = TokenPrinter(console)
     if interactive:

@@ -36,11 +36,9 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
         result = _run(decoder, text, choices, params, raw, printer=None)
         click.echo(json.dumps(_as_object(result, decoder, choices), ensure_ascii=False))
         return
-    from rich.console import Console
+    from polydraft.cli.render import TokenPrinter, break_even_line, comparison_table, output_console, summary_line
 
-    from polydraft.cli.render import TokenPrinter, break_even_line, comparison_table, summary_line
-
-    console = Console(highlight=False)
+    console = output_console()
     baseline = None
     if compare:
         click.echo("decoding plainly first, for comparison ...", err=True)

@@ -10,6 +10,7 @@ import polydraft
 from polydraft.errors import PolydraftError, UsageError
 
 _COMMANDS = {
+    "bench": "Measure methods against each other.",
     "chat": "Talk with the target over several turns.",
     "generate": "Generate text from one prompt.",
     "info": "Show what is installed and what can be chosen.",

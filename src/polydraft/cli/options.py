@@ -33,8 +33,12 @@ _OPTIONS: list[Callable[[Any], Any]] = [
 ]  # fmt: skip
 
 
-def _show_progress() -> None:
-    """Let the library say on standard error what takes long."""
+def arrange_messages() -> None:
+    """Let this library say on standard error what takes long, and keep others' chatter off the screen."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     logger = logging.getLogger("polydraft")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -90,13 +94,10 @@ class Choices:
     def decoder(self) -> "Decoder":
         """Load the models."""
         import torch
-        from transformers.utils import logging as transformers_logging
 
         from polydraft.loading import load
 
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        _show_progress()
+        arrange_messages()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         return load(

@@ -1,6 +1,7 @@
 """How tokens and figures look on a terminal and in a pipe."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -10,6 +11,12 @@ from rich.text import Text
 from polydraft.engine import Stats, TokenEvent
 
 DRAFTED_STYLE = "green"
+
+
+def output_console() -> Console:
+    """Return a console for standard output; a pipe is as wide as a table needs."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
 
 
 class TokenPrinter:
@@ -75,3 +82,33 @@ def break_even_line(plain: Stats, drafted: Stats) -> str:
         f"a round with drafts takes {drafted_round / plain_round:.1f} plain passes on this machine (drafting {drafting:.1f}, "
         f"target {target:.1f}), so it pays above {drafted_round / plain_round:.1f} tokens/pass"
     )
+
+
+def results_table(results: dict[str, Any]) -> Table:
+    """Return the headline table of a benchmark."""
+    settings = results["settings"]
+    title = (
+        f"{settings['target']}, draft {settings['draft']}, T={settings['temperature']}, {settings['prompts']['count']} prompts"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("method", overflow="fold")
+    for heading in ("tokens/s", "speed-up (95 %)", "tokens/pass", "accepted", "same text"):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
+    for name, figures in results["methods"].items():
+        low, high = figures["speedup_low"], figures["speedup_high"]
+        speed_up = "-" if low is None else f"{figures['speedup']:.2f} ({low:.2f}-{high:.2f})"
+        cells = [_number(figures[key]) for key in ("tokens_per_second", "tokens_per_pass", "acceptance_rate")]
+        status = _identity(figures) if figures["status"] == "ok" else "failed"
+        table.add_row(name, cells[0], speed_up, *cells[1:], status)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _identity(figures: dict[str, Any]) -> str:
+    if figures["identical"] is None:
+        return "-"
+    ties, others = figures["near_tie_differences"], figures["differences"]
+    return f"{figures['identical']}" + (f" +{ties} ties" if ties else "") + (f", {others} NOT" if others else "")

@@ -29,6 +29,8 @@ class TokenEvent:
     """Text that became certain with this token; may be empty while a character or a stop string is incomplete."""
     source: str
     """`"target"`, or the name of the drafter that proposed it."""
+    round: int
+    """Which round, so which target pass, made it certain; counted from 0."""
     stop_reason: StopReason | None = None
     """Set on the last token of a row."""
 

@@ -41,6 +41,7 @@ class Stream(Iterator[TokenEvent]):
 
     def _advance(self) -> None:
         """Run one round and queue its tokens."""
+        this_round = self._run.stats.rounds
         for emitted in self._run.step():
             assembler = self._assemblers[emitted.row]
             last = len(emitted.token_ids) - 1
@@ -53,7 +54,7 @@ class Stream(Iterator[TokenEvent]):
                     self._run.end_row(emitted.row, reason, before + index + 1)
                 if reason:
                     piece += assembler.finish()
-                self._queue.append(TokenEvent(emitted.row, token, piece, source, reason))
+                self._queue.append(TokenEvent(emitted.row, token, piece, source, this_round, reason))
                 if reason:
                     break
 

@@ -1,0 +1,96 @@
+"""One measured generation, and the file they are kept in."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from polydraft.errors import FailureError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one method did with one prompt, once."""
+
+    method: str
+    prompt: str
+    """Id of the prompt."""
+    category: str
+    repeat: int
+    seconds: float
+    first_token_seconds: float | None
+    token_ids: list[int]
+    sources: list[str]
+    passes: list[int] | None
+    """Target pass of each token; None where unknown."""
+    stats: dict[str, Any] | None
+    """The engine's own figures, where it has some."""
+    peak_bytes: int | None
+    joules: float | None
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What tells measurements apart."""
+        return self.method, self.prompt, self.repeat
+
+
+class Journal:
+    """Measurements on disk, one JSON line each, appended as they are made: what a killed run leaves is whole lines.
+
+    Parameters
+    ----------
+    folder : Path
+    settings : dict
+        What the run was asked for; a journal goes on only with the same.
+    resume : bool
+        Go on with what is there, instead of refusing to touch it.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], resume: bool) -> None:
+        self._path = folder / "runs.jsonl"
+        settings_path = folder / "settings.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._path.exists() and not resume:
+                raise UsageError(f"{folder} holds a benchmark already; pass --resume to go on with it, or another --out")
+            if resume and settings_path.exists():
+                _check_same(json.loads(settings_path.read_text()), settings, folder)
+            settings_path.write_text(json.dumps(settings, indent=1))
+            self._path.touch()
+            if (written := self._path.read_bytes()) and not written.endswith(b"\n"):
+                self._append("\n")  # a kill tore the last line: leave it alone
+        except OSError as error:
+            raise UsageError(f"cannot write to {folder} ({error.strerror}); choose another --out") from None
+
+    def __iter__(self) -> Iterator[Measurement]:
+        """Read what is there; a line cut off by a kill is left out."""
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield Measurement(**json.loads(line))
+            except (json.JSONDecodeError, TypeError):
+                continue
+
+    def add(self, measurement: Measurement) -> None:
+        """Append one measurement."""
+        try:
+            self._append(json.dumps(asdict(measurement)) + "\n")
+        except OSError as error:
+            raise FailureError(f"cannot write to {self._path} ({error.strerror}); what was measured so far is kept") from None
+
+    def _append(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    # More methods or repeats may be added to a benchmark; anything else would mix what cannot be compared.
+    free = {"methods", "repeat"}
+    changed = [key for key in sorted({*before, *now} - free) if before.get(key) != now.get(key)]
+    if changed:
+        key = changed[0]
+        raise UsageError(
+            f"{folder} was begun with {key}={before.get(key)!r}, not {now.get(key)!r}; use the same settings to resume, "
+            "or another --out"
+        )

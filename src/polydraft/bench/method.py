@@ -1,0 +1,97 @@
+"""What the harness knows of a way to generate: a name, parameters, and a function that yields tokens with provenance."""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from polydraft.engine import Stats
+from polydraft.errors import UsageError
+from polydraft.models.loading import Loaded
+from polydraft.registry import Registry
+from polydraft.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a measured text."""
+
+    token_id: int
+    source: str
+    """`"target"`, or what proposed it."""
+    target_pass: int | None
+    """Which forward pass of the target made it certain, counted from 0; None where a peer does not tell."""
+
+
+Tokens = Generator[Token, None, Stats | None]
+"""Tokens as they come; the generator's return value is the engine's own statistics, where it has some."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What all methods of one benchmark share."""
+
+    target: Loaded
+    draft: Any
+    """The draft `LanguageModel`, or None."""
+    params: SamplingParams
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to generate, ready to be measured."""
+
+    name: str
+    """As the user wrote it."""
+    generate: Callable[[list[int], int], Tokens]
+    """`(prompt, seed) -> tokens`, to the end of the text (an end-of-text token included) or `max_new_tokens`."""
+    parents: tuple[int, ...] | None = None
+    """Shape of a static draft tree, for the report."""
+    comparable: bool = True
+    """Whether its greedy text must be the target's: not so for a peer with other weights."""
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method as the user writes it: ``name``, ``name:argument``, each with ``,option=value`` behind."""
+
+    text: str
+    name: str
+    argument: str
+    options: dict[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> "MethodSpec":
+        """Read a specification."""
+        head, *pairs = text.split(",")
+        name, _, argument = head.partition(":")
+        options = {}
+        for pair in pairs:
+            key, separator, value = pair.partition("=")
+            if not separator:
+                raise UsageError(f"method {text!r}: {pair!r} is no option; write name:argument,option=value")
+            options[key] = value
+        return cls(text, name, argument, options)
+
+    def take(self, *allowed: str) -> dict[str, str]:
+        """Return the options, refusing any that the method does not have."""
+        for key in self.options:
+            if key not in allowed:
+                known = ", ".join(allowed) or "none"
+                raise UsageError(f"method {self.text!r} has no option {key!r}; allowed: {known}")
+        return self.options
+
+
+METHODS: Registry[Callable[[MethodSpec, Bench], Method]] = Registry("method")
+"""Ways to make a method, by name. Registering is all it takes to be benchmarked."""
+
+
+def build_methods(texts: list[str], bench: Bench) -> list[Method]:
+    """Make the methods that the user asked for, in that order, each once."""
+    return [METHODS.get(spec.name)(spec, bench) for spec in map(MethodSpec.parse, dict.fromkeys(texts))]
+
+
+def check_method_names(texts: list[str]) -> None:
+    """Refuse unknown methods before any model is loaded."""
+    for text in texts:
+        METHODS.get(MethodSpec.parse(text).name)

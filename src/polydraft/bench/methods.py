@@ -1,0 +1,64 @@
+"""Our own methods."""
+
+from polydraft.bench.flat import FlatModel
+from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token, Tokens
+from polydraft.drafters import DRAFTERS, Parts
+from polydraft.engine import Decoder
+from polydraft.errors import UsageError
+from polydraft.trees import Topology, parse_tree
+
+
+@METHODS.register("ar")
+def plain(spec: MethodSpec, bench: Bench) -> Method:
+    """Plain autoregressive decoding on our engine, the baseline."""
+    spec.take()
+    return _method(spec, bench, Decoder(bench.target.model, eos_token_ids=bench.target.eos_token_ids))
+
+
+@METHODS.register("sd")
+def speculative(spec: MethodSpec, bench: Bench) -> Method:
+    """Speculative decoding with one chain: ``sd:5``."""
+    length = spec.argument or "5"
+    return _tree(spec, bench, parse_tree(f"chain:{length}"))
+
+
+@METHODS.register("mcsd")
+def multi_candidate(spec: MethodSpec, bench: Bench) -> Method:
+    """Multi-candidate speculative decoding: ``mcsd:4x2x2x1x1``, or any other tree."""
+    return _tree(spec, bench, parse_tree(spec.argument or "4x2x2x1x1"))
+
+
+@METHODS.register("fork")
+def fork(spec: MethodSpec, bench: Bench) -> Method:
+    """Decode with a fork of chains: ``fork:16x5`` is 16 chains of length 5."""
+    return _tree(spec, bench, parse_tree(f"fork:{spec.argument or '16x5'}"))
+
+
+def _tree(spec: MethodSpec, bench: Bench, topology: Topology) -> Method:
+    options = spec.take("scheme", "draft_temperature", "attention")
+    if bench.draft is None:
+        raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
+    attention = options.get("attention", "tree")
+    if attention not in ("tree", "flat"):
+        raise UsageError(f"method {spec.text!r}: attention={attention!r}; allowed: tree, flat")
+    temperature = options.get("draft_temperature")
+    parts = Parts(
+        target=bench.target.model,
+        draft=bench.draft,
+        topology=topology,
+        scheme=options.get("scheme", "auto"),
+        draft_temperature=None if temperature is None else float(temperature),
+    )
+    target = bench.target.model if attention == "tree" else FlatModel(bench.target.model, topology)
+    decoder = Decoder(target, DRAFTERS.get("model")(parts), eos_token_ids=bench.target.eos_token_ids)
+    return _method(spec, bench, decoder, topology.parents)
+
+
+def _method(spec: MethodSpec, bench: Bench, decoder: Decoder, parents: tuple[int, ...] | None = None) -> Method:
+    def generate(prompt: list[int], seed: int) -> Tokens:
+        stream = decoder.stream(prompt, sampling=bench.params, max_new_tokens=bench.max_new_tokens, seed=seed)
+        for event in stream:
+            yield Token(event.token_id, event.source, event.round)
+        return stream.stats
+
+    return Method(name=spec.text, generate=generate, parents=parents)

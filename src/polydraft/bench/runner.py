@@ -1,0 +1,115 @@
+"""Measure methods against each other: arms interleaved, prompt by prompt, in one process."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from polydraft.bench.measurement import Journal, Measurement
+from polydraft.bench.meters import EnergyMeter, MemoryMeter, synchronised_clock
+from polydraft.bench.method import Method, Token
+from polydraft.bench.prompts import BenchPrompt
+from polydraft.engine import Stats
+from polydraft.errors import PolydraftError
+
+_WARM_UP_TOKENS = 8
+
+
+class Runner:
+    """Run every method on every prompt, `repeat` times, and write each measurement down at once.
+
+    Within a prompt the arms follow each other directly, in an order that turns from prompt to prompt, so that a slow
+    minute of a shared machine hits all of them alike.
+    """
+
+    def __init__(
+        self,
+        methods: Sequence[Method],
+        prompts: Sequence[tuple[BenchPrompt, list[int]]],
+        *,
+        repeat: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), repeat, seed
+        self._device = device
+        self._memory, self._energy = MemoryMeter(device), EnergyMeter(device)
+
+    @property
+    def total(self) -> int:
+        """Measurements of a complete run."""
+        return len(self.methods) * len(self.prompts) * self.repeat
+
+    def run(self, journal: Journal, progress: Callable[[Measurement | None], None]) -> None:
+        """Measure what the journal does not hold yet; `progress` hears of every measurement, old ones as None."""
+        done = {measurement.key: measurement for measurement in journal}
+        failed = {measurement.method for measurement in done.values() if measurement.error}
+        warm: set[str] = set()
+        for repeat, index, method in self._schedule():
+            prompt, token_ids = self.prompts[index]
+            if (method.name, prompt.id, repeat) in done or method.name in failed:
+                progress(None)
+                continue
+            if method.name not in warm:
+                self._warm_up(method, token_ids)
+                warm.add(method.name)
+            measurement = self._measure(method, prompt, token_ids, repeat)
+            journal.add(measurement)
+            if measurement.error:
+                failed.add(method.name)
+            progress(measurement)
+
+    def _schedule(self) -> Iterator[tuple[int, int, Method]]:
+        for repeat in range(self.repeat):
+            for index in range(len(self.prompts)):
+                turn = (index + repeat) % len(self.methods)
+                for method in self.methods[turn:] + self.methods[:turn]:
+                    yield repeat, index, method
+
+    def _warm_up(self, method: Method, token_ids: list[int]) -> None:
+        """Let a method load, compile and allocate before it counts; a failure shows in its first measurement."""
+        try:
+            for count, _ in enumerate(method.generate(token_ids, self.seed), start=1):
+                if count >= _WARM_UP_TOKENS:
+                    break
+        except (PolydraftError, RuntimeError, ValueError, TypeError, NotImplementedError):
+            return
+
+    def _measure(self, method: Method, prompt: BenchPrompt, token_ids: list[int], repeat: int) -> Measurement:
+        tokens: list[Token] = []
+        first: float | None = None
+        stats: Stats | None = None
+        error: str | None = None
+        self._memory.start()
+        joules = self._energy.joules()
+        start = synchronised_clock(self._device)
+        try:
+            # The same seed in every arm; repeats differ.
+            stream = method.generate(token_ids, self.seed + repeat)
+            while True:
+                try:
+                    tokens.append(next(stream))
+                except StopIteration as end:
+                    stats = end.value
+                    break
+                if first is None:
+                    first = synchronised_clock(self._device) - start
+        except Exception as problem:  # a peer's failure of whatever kind is a result, and the other arms go on
+            error = f"{type(problem).__name__}: {' '.join(str(problem).split())}"[:400]
+        seconds = synchronised_clock(self._device) - start
+        spent = self._energy.joules()
+        known = bool(tokens) and all(token.target_pass is not None for token in tokens)
+        return Measurement(
+            method=method.name,
+            prompt=prompt.id,
+            category=prompt.category,
+            repeat=repeat,
+            seconds=seconds,
+            first_token_seconds=first if stats is not None else None,
+            token_ids=[token.token_id for token in tokens],
+            sources=[token.source for token in tokens],
+            passes=[token.target_pass for token in tokens if token.target_pass is not None] if known else None,
+            stats=stats.as_dict() | {"offers": stats.offers_by_depth, "accepts": stats.accepts_by_depth} if stats else None,
+            peak_bytes=self._memory.peak(),
+            joules=spent - joules if spent is not None and joules is not None else None,
+            error=error,
+        )

@@ -1,0 +1,179 @@
+"""A whole benchmark: load, measure, summarise, write."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import polydraft
+from polydraft.bench import methods, peers  # noqa: F401  (registers the methods)
+from polydraft.bench.identity import IdentityCheck
+from polydraft.bench.measurement import Journal, Measurement
+from polydraft.bench.meters import git_revision, machine
+from polydraft.bench.method import Bench, build_methods, check_method_names
+from polydraft.bench.prompts import BenchPrompt, load_prompts
+from polydraft.bench.report import write_report
+from polydraft.bench.results import summarise
+from polydraft.bench.runner import Runner
+from polydraft.bench.schema import BASELINE, SCHEMA
+from polydraft.engine import Decoder
+from polydraft.errors import FailureError, UsageError
+from polydraft.loading import DEFAULT_PAIRS
+from polydraft.models import check_prompts
+from polydraft.models.loading import load_draft, load_model
+from polydraft.models.placement import resolve_device, resolve_dtype
+from polydraft.sampling import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What to measure."""
+
+    methods: tuple[str, ...]
+    source: str = "builtin"
+    limit: int | None = None
+    target: str = "smollm2"
+    draft: str = "auto"
+    temperature: float = 0.0
+    max_new_tokens: int = 64
+    repeat: int = 1
+    seed: int = 0
+    raw: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("repeat", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} is out of range; allowed: whole numbers from 1")
+        if not self.methods:
+            raise UsageError("no methods given; name at least one, such as ar")
+        check_method_names(list(self.methods))
+
+
+class BenchSession:
+    """Load models and prompts, then measure."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options = options
+        params = SamplingParams(temperature=options.temperature)
+        prompts = load_prompts(options.source, options.limit)
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        device = resolve_device(options.device)
+        self.loaded = load_model(options.target, device, resolve_dtype(options.dtype, device))
+        usual, _ = DEFAULT_PAIRS.get(options.target, ("none", ""))
+        draft_name = usual if options.draft == "auto" else options.draft
+        self.bench = Bench(
+            target=self.loaded,
+            draft=load_draft(draft_name, self.loaded),
+            params=params,
+            max_new_tokens=options.max_new_tokens,
+        )
+        encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)
+        encoded = [(prompt, encoder.encode(prompt.text, chat=not options.raw)) for prompt in prompts]
+        check_prompts([ids for _, ids in encoded], self.loaded.model.max_positions, self.loaded.model.vocab_size)
+        self.prompts: list[tuple[BenchPrompt, list[int]]] = encoded
+        self.methods = build_methods(list(options.methods), self.bench)
+        self.runner = Runner(self.methods, encoded, repeat=options.repeat, seed=options.seed, device=device)
+        self.draft_name = draft_name
+
+    def run(
+        self, out: Path, *, resume: bool, command: list[str], progress: Callable[[Measurement | None], None]
+    ) -> dict[str, Any]:
+        """Measure, write `runs.jsonl` while measuring and `results.json` and `report.html` at the end; return the results."""
+        settings = dataclasses.asdict(self.options)
+        journal = Journal(out, json.loads(json.dumps(settings)), resume)
+        self.runner.run(journal, progress)
+        results = self.results(list(journal), command)
+        _write(out / "results.json", json.dumps(results, indent=1, ensure_ascii=False))
+        write_report(results, out / "report.html")
+        return results
+
+    def results(self, measurements: list[Measurement], command: list[str]) -> dict[str, Any]:
+        """Summarise measurements as docs/bench-results.md says."""
+        options, model = self.options, self.loaded.model
+        categories: dict[str, int] = {}
+        for prompt, _ in self.prompts:
+            categories[prompt.category] = categories.get(prompt.category, 0) + 1
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+        return {
+            "schema": SCHEMA,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": command,
+            "git_revision": git_revision(),
+            "machine": machine(model.device),
+            "versions": {"polydraft": polydraft.__version__, "python": platform.python_version(), **versions},
+            "settings": {
+                "target": options.target,
+                "draft": self.draft_name,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": str(model.device),
+                "temperature": options.temperature,
+                "max_new_tokens": options.max_new_tokens,
+                "repeat": options.repeat,
+                "seed": options.seed,
+                "template": "raw" if options.raw else "chat",
+                "prompts": {"source": options.source, "count": len(self.prompts), "categories": categories},
+            },
+            "methods": summarise(measurements, [method.name for method in self.methods], self._likeness(measurements)),
+            "trees": {method.name: {"parents": list(method.parents)} for method in self.methods if method.parents},
+            "samples": self._samples(measurements),
+        }
+
+    def _likeness(self, measurements: list[Measurement]) -> dict[tuple[str, str], str] | None:
+        """At temperature 0, compare every text with the baseline's."""
+        if self.options.temperature > 0:
+            return None
+        check = IdentityCheck(self.loaded.model)
+        prompts = {prompt.id: ids for prompt, ids in self.prompts}
+        comparable = {method.name for method in self.methods if method.comparable}
+        first = {(one.method, one.prompt): one.token_ids for one in reversed(measurements) if not one.error}
+        return {
+            (method, prompt): check.compare(prompts[prompt], first[BASELINE, prompt], tokens).value
+            for (method, prompt), tokens in first.items()
+            if method in comparable and (BASELINE, prompt) in first and prompt in prompts
+        }
+
+    def _samples(self, measurements: list[Measurement]) -> list[dict[str, Any]]:
+        """Return the first prompt of each category with each method, token by token."""
+        texts: dict[str, BenchPrompt] = {}
+        for prompt, _ in reversed(self.prompts):
+            texts[prompt.category] = prompt
+        chosen = {prompt.id: prompt for prompt in texts.values()}
+        return [
+            {
+                "method": one.method,
+                "category": one.category,
+                "prompt": chosen[one.prompt].text,
+                "tokens": self._sample_tokens(one),
+            }
+            for one in measurements
+            if one.prompt in chosen and one.repeat == 0 and not one.error
+        ]
+
+    def _sample_tokens(self, one: Measurement) -> list[dict[str, Any]]:
+        passes: Sequence[int | None] = one.passes if one.passes is not None else [None] * len(one.token_ids)
+        return [
+            {"text": self.loaded.tokenizer.decode([token]), "source": source, "pass": number}
+            for token, source, number in zip(one.token_ids, one.sources, passes, strict=True)
+        ]
+
+
+def _write(path: Path, text: str) -> None:
+    """Write whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise FailureError(f"cannot write {path} ({error.strerror}); what was measured is in runs.jsonl") from None

@@ -1,0 +1,141 @@
+"""`polydraft bench`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from polydraft.errors import FailureError, UsageError
+
+if TYPE_CHECKING:
+    from polydraft.bench.session import BenchOptions
+
+
+@click.group("bench", short_help="Measure methods against each other.", invoke_without_command=True)
+@click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
+@click.option("--limit", type=int, default=None, help="Use so many prompts, spread over the categories.")
+@click.option("--methods", default="ar sd:5 mcsd:4x2x1 hf", show_default=True, help="Methods, separated by spaces.")
+@click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name.")
+@click.option("--draft", default="auto", show_default=True, help="Draft model, for every method that uses one.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text.")
+@click.option("--repeat", type=int, default=1, show_default=True, help="Measure everything so many times.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first repeat; later ones count up.")
+@click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16.")
+@click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
+@click.option("--reproduce", default=None, help="Measure a paper's tables again: mcsd. It chooses methods and temperatures.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
+@click.pass_context
+def command(context: click.Context, /, **options: Any) -> None:
+    """Measure methods on the same prompts, arms interleaved in one process, against plain decoding (ar).
+
+    Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, each with ,scheme=NAME ,draft_temperature=T ,attention=flat behind
+    it; peers: hf, hf-assisted, hf-lookup, hf-compiled, llama.cpp. At temperature 0 all texts are checked against ar's while
+    measuring.
+    """
+    if context.invoked_subcommand is None:
+        _bench(**options)
+
+
+@command.command("diff", short_help="Say what changed between two results.")
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+def diff(before: Path, after: Path) -> None:
+    """Say what changed beyond noise between two results (folders or results.json files)."""
+    from polydraft.bench.diff import compare, format_diff, load_results
+
+    click.echo(format_diff(compare(load_results(before), load_results(after))))
+
+
+def _bench(**options: Any) -> None:
+    from polydraft.bench.session import BenchOptions
+    from polydraft.cli.options import arrange_messages
+
+    arrange_messages()
+    paper: str | None = options.pop("reproduce")
+    out: Path | None = options.pop("out")
+    resume: bool = options.pop("resume")
+    if out is None:
+        raise UsageError("--out is missing; name a folder for results.json and report.html")
+    if paper is not None:
+        _reproduce(paper, out, resume, options)
+        return
+    _run(BenchOptions(**{**options, "methods": tuple(options["methods"].split())}), out, resume)
+
+
+def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> None:
+    """Run a paper's methods at each of its temperatures and write its tables."""
+    from polydraft.bench.papers import PAPERS
+    from polydraft.bench.papers.paper import to_markdown
+    from polydraft.bench.session import BenchOptions
+
+    paper = PAPERS.get(name)
+    results = {}
+    for temperature, methods in paper.runs.items():
+        chosen = BenchOptions(**{**options, "methods": methods, "temperature": temperature})
+        results[temperature] = _run(chosen, out / f"temperature-{temperature:g}", resume)
+    comparisons = paper.tables({temperature: one["methods"] for temperature, one in results.items()})
+    text = to_markdown(paper, comparisons, next(iter(results.values()))["settings"])
+    (out / "reproduction.md").write_text(text, encoding="utf-8")
+    click.echo(text)
+    click.echo(f"{out / 'reproduction.md'} written")
+
+
+def _run(options: "BenchOptions", out: Path, resume: bool) -> dict[str, Any]:
+    """Measure once and print the table."""
+    from polydraft.bench.session import BenchSession
+
+    session = BenchSession(options)
+    with _Progress(session.runner.total) as progress:
+        try:
+            results = session.run(out, resume=resume, command=["polydraft", *sys.argv[1:]], progress=progress)
+        except KeyboardInterrupt:
+            click.echo(f"interrupted; what was measured is kept: add --resume to go on in {out}", err=True)
+            raise
+
+    from polydraft.cli.render import output_console, results_table
+
+    output_console().print(results_table(results))
+    click.echo(f"{out / 'results.json'} and {out / 'report.html'} written")
+    differing = [name for name, figures in results["methods"].items() if figures["differences"]]
+    if differing:
+        raise FailureError(f"greedy texts of {', '.join(differing)} differ from ar's other than at near-ties; see {out}")
+    failed = [name for name, figures in results["methods"].items() if figures["status"] != "ok"]
+    if failed:
+        raise FailureError(f"methods failed: {', '.join(failed)}; the others' results are in {out}")
+    return results
+
+
+class _Progress:
+    """A bar with time left on a terminal; a line now and then elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._total, self._count = total, 0
+        console = Console(stderr=True)
+        self._plain = not console.is_terminal
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console,
+            disable=self._plain,
+        )  # fmt: skip
+        self._task = self._bar.add_task("measuring", total=total)
+
+    def __enter__(self) -> "_Progress":
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._bar.__exit__(*details)
+
+    def __call__(self, measurement: Any) -> None:
+        self._count += 1
+        self._bar.update(self._task, advance=1, description=measurement.method if measurement else "measuring")
+        if self._plain and (self._count % max(self._total // 20, 1) == 0 or self._count == self._total):
+            click.echo(json.dumps({"measured": self._count, "of": self._total}), err=True)

@@ -1,0 +1,185 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from polydraft.bench.measurement import Journal, Measurement
+from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token
+from polydraft.bench.results import summarise
+from polydraft.bench.session import BenchOptions, BenchSession
+from polydraft.errors import UsageError
+
+TEXTS = ["hello", "a tree", "why", "so"]
+PROMPTS = [{"id": f"p{number}", "category": "ab"[number % 2], "prompt": text} for number, text in enumerate(TEXTS)]
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return str(path)
+
+
+def bench(invoke, tiny: str, prompt_file: str, out: Path, *options: str) -> tuple[int, str, str]:
+    small = ("--max-new-tokens", "10", "--draft", "early-exit:2", "--target", tiny, "--prompts", prompt_file)
+    return invoke("bench", *small, "--out", str(out), *options)
+
+
+def test_results_and_report_are_written_and_texts_are_identical(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    names = ["ar", "sd:2", "mcsd:2x1,scheme=naive", "fork:2x2", "mcsd:2x1,attention=flat", "hf", "hf-assisted:2", "hf-lookup:2"]
+    code, out, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", " ".join(names), "--repeat", "2")
+    assert code == 0, err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["schema"] == 1 and list(results["methods"]) == names
+    assert results["settings"]["prompts"] == {"source": prompt_file, "count": 4, "categories": {"a": 2, "b": 2}}
+    assert results["methods"]["ar"]["speedup"] == 1
+    tokens = {figures["tokens"] for figures in results["methods"].values()}
+    assert len(tokens) == 1, "every arm counts the same tokens"
+    for figures in results["methods"].values():
+        assert figures["status"] == "ok", figures["error"]
+        assert figures["identical"] + figures["near_tie_differences"] == 4 and figures["differences"] == 0
+        assert figures["speedup_low"] <= figures["speedup"] <= figures["speedup_high"]
+        assert set(figures["categories"]) == {"a", "b"}
+    fork = results["methods"]["fork:2x2"]
+    assert fork["tokens_per_pass"] >= 1 and 0 <= fork["acceptance_rate"] <= 1
+    assert sum(int(length) * count for length, count in fork["block_lengths"].items()) == fork["tokens"]
+    assert results["trees"]["fork:2x2"] == {"parents": [0, 0, 0, 1, 2]}
+    sample = results["samples"][0]
+    assert {"method", "category", "prompt", "tokens"} <= set(sample) and sample["tokens"][0]["source"]
+    assert "fork:2x2" in (tmp_path / "out" / "report.html").read_text()
+    assert "fork:2x2" in out and "speed-up" in out
+
+
+def test_an_interrupted_run_goes_on(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert bench(invoke, tiny, prompt_file, out, "--methods", "ar sd:2")[0] == 0
+    lines = (out / "runs.jsonl").read_text().splitlines()
+    (out / "runs.jsonl").write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])
+    (out / "results.json").unlink()
+    code, _, err = bench(invoke, tiny, prompt_file, out, "--methods", "ar sd:2")
+    assert code == 2 and "--resume" in err
+    assert bench(invoke, tiny, prompt_file, out, "--methods", "ar sd:2", "--resume")[0] == 0
+    figures = json.loads((out / "results.json").read_text())["methods"]
+    assert figures["ar"]["prompts"] == figures["sd:2"]["prompts"] == 4
+    kept = (out / "runs.jsonl").read_text().splitlines()[:3]
+    assert kept == lines[:3], "what was measured is not measured again"
+
+
+def test_resuming_with_other_settings_is_refused(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    bench(invoke, tiny, prompt_file, out, "--methods", "ar")
+    code, _, err = bench(invoke, tiny, prompt_file, out, "--methods", "ar", "--resume", "--temperature", "1")
+    assert code == 2 and "temperature=0.0" in err and err.count("\n") == 1
+
+
+def test_a_failing_method_is_recorded_and_the_others_go_on(tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    session = BenchSession(BenchOptions(methods=("ar",), source=prompt_file, target=tiny, draft="none", max_new_tokens=6))
+
+    def broken(prompt: list[int], seed: int):
+        yield Token(1, "target", 0)
+        raise RuntimeError("out of\nluck")
+
+    session.methods.append(Method(name="broken", generate=broken))
+    session.runner.methods.append(session.methods[-1])
+    results = session.run(tmp_path / "out", resume=False, command=[], progress=lambda _: None)
+    assert results["methods"]["broken"]["status"] == "failed"
+    assert results["methods"]["broken"]["error"] == "RuntimeError: out of luck"
+    assert results["methods"]["ar"]["prompts"] == 4
+
+
+def test_a_registered_method_needs_nothing_else(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    def build(spec: MethodSpec, bench: Bench) -> Method:
+        def generate(prompt: list[int], seed: int):
+            yield from (Token(7, "oracle", 0) for _ in range(3))
+            return None
+
+        return Method(name=spec.text, generate=generate, comparable=False)
+
+    METHODS.register("toy")(build)
+    try:
+        code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar toy")
+    finally:
+        del METHODS._items["toy"]
+    assert code == 0, err
+    figures = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]["toy"]
+    assert figures["tokens_per_pass"] == 3 and figures["identical"] is None
+
+
+def test_a_wrong_greedy_text_fails_the_run(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    def build(spec: MethodSpec, bench: Bench) -> Method:
+        def generate(prompt: list[int], seed: int):
+            yield from (Token(7, "oracle", 0) for _ in range(10))
+            return None
+
+        return Method(name=spec.text, generate=generate)
+
+    METHODS.register("wrong")(build)
+    try:
+        code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar wrong")
+    finally:
+        del METHODS._items["wrong"]
+    assert code == 1 and "differ from ar's" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--methods", "ar mcds:2x1"], "did you mean 'mcsd'"),
+        (["--methods", "mcsd:2x1,shceme=naive"], "has no option 'shceme'"),
+        (["--methods", "mcsd:2x1,naive"], "is no option"),
+        (["--methods", "mcsd:0x1"], "tree width 0"),
+        (["--methods", " "], "no methods"),
+        (["--prompts", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
+        (["--repeat", "0"], "repeat=0"),
+        (["--out", "/proc/nowhere"], "cannot write to /proc/nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(invoke, tiny: str, prompt_file: str, tmp_path: Path, options: list[str], expected: str) -> None:
+    code, out, err = bench(invoke, tiny, prompt_file, tmp_path / "out", *options)
+    assert code == 2 and out == "" and expected in err and err.count("\n") == 1
+
+
+def measurement(method: str, prompt: str, repeat: int, seconds: float, tokens: int = 10) -> Measurement:
+    return Measurement(
+        method=method, prompt=prompt, category="a", repeat=repeat, seconds=seconds, first_token_seconds=None,
+        token_ids=[1] * tokens, sources=["target"] * tokens, passes=list(range(tokens)), stats=None, peak_bytes=1, joules=None,
+    )  # fmt: skip
+
+
+def test_speed_up_is_over_all_prompts_with_medians_of_repeats() -> None:
+    times = {"ar": [2.0, 4.0], "x": [1.0, 2.0]}
+    runs = [
+        measurement(method, f"p{prompt}", repeat, seconds if repeat else 50.0)
+        for method, per_prompt in times.items()
+        for prompt, seconds in enumerate(per_prompt)
+        for repeat in range(3)
+    ]
+    figures = summarise(runs, ["ar", "x"], None)
+    assert figures["x"]["speedup"] == pytest.approx(2) and figures["x"]["tokens_per_second"] == pytest.approx(20 / 3)
+    assert figures["x"]["speedup_low"] == pytest.approx(2) and figures["x"]["identical"] is None
+
+
+def test_a_journal_survives_a_torn_line(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, {"target": "x"}, resume=False)
+    journal.add(measurement("ar", "p", 0, 1.0))
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"method": "ar", "prom')
+    resumed = Journal(tmp_path, {"target": "x"}, resume=True)
+    resumed.add(measurement("ar", "q", 0, 1.0))
+    assert [one.prompt for one in resumed] == ["p", "q"]
+    with pytest.raises(UsageError, match="--resume"):
+        Journal(tmp_path, {"target": "x"}, resume=False)
+
+
+def test_a_paper_is_measured_again(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    code, out, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--reproduce", "mcsd", "--limit", "2")
+    assert code == 0, err
+    text = (tmp_path / "out" / "reproduction.md").read_text()
+    for words in ("Table 4", "Figure 4", "Tables 2 and 3", "**Ours**", "**Published**", "8x2x1x1", "monotonic"):
+        assert words in text
+    assert text in out
+
+
+def test_an_unknown_paper_is_refused(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--reproduce", "mcds")
+    assert code == 2 and "did you mean 'mcsd'" in err
