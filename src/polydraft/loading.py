@@ -1,5 +1,7 @@
 """From names to a working decoder."""
 
+import math
+
 from polydraft.drafters import DRAFTERS, Parts
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
@@ -54,7 +56,7 @@ def load(
     topology = parse_tree(tree)
     if scheme != "auto":
         SCHEMES.get(scheme)
-    if draft_temperature is not None and not draft_temperature >= 0:
+    if draft_temperature is not None and not 0 <= draft_temperature < math.inf:
         raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
     place = resolve_device(device)
     number_format = resolve_dtype(dtype, place)

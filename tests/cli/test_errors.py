@@ -1,5 +1,7 @@
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,8 @@ USAGE = {
     "tree wider than vocabulary": (["--tree", "300"], "300 candidates"),
     "scheme too narrow": (["--tree", "4x2", "--scheme", "speculative"], "at most 1 candidate"),
     "no tokens wanted": (["--max-new-tokens", "0"], "--max-new-tokens 0"),
+    "draft temperature not finite": (["--draft-temperature", "inf"], "draft_temperature=inf"),
+    "comparison as JSON": (["--json", "--compare"], "--json and --compare"),
     "no threads": (["--threads", "0"], "--threads 0"),
     "unknown option": (["--temprature", "1"], "--temprature"),
     "not a number": (["--seed", "abc"], "abc"),
@@ -94,3 +98,15 @@ def test_the_module_runs_as_a_program_with_exit_codes() -> None:
         [sys.executable, "-m", "polydraft", "info", "--nonsense"], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 2 and result.stderr.count("\n") == 1
+
+
+def test_a_prompt_that_is_not_text_is_refused(invoke, tiny: str) -> None:
+    code, out, err = invoke("generate", "bad \udcff", "--target", tiny)
+    assert (code, out) == (2, "") and "not valid UTF-8" in err and err.count("\n") == 1
+
+
+def test_broken_weights_fail_with_exit_code_1(invoke, tiny: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "broken")
+    (folder / "model.safetensors").write_bytes(b"not weights" * 9)
+    code, out, err = invoke("generate", "hello", "--target", str(folder))
+    assert (code, out) == (1, "") and "cannot read the weights" in err and err.count("\n") == 1

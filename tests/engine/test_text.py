@@ -29,6 +29,25 @@ def test_pieces_make_up_the_text_and_no_character_is_torn(text: str) -> None:
     assert all("\ufffd" not in piece for piece in pieces)
 
 
+class SpacedTokenizer:
+    """Words with a space before, which is dropped at the beginning of a decoding, as SentencePiece tokenizers do."""
+
+    def __init__(self) -> None:
+        self.longest = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        self.longest = max(self.longest, len(tokens))
+        return "".join(f" {token}" for token in tokens)[1:]
+
+
+def test_long_texts_take_no_longer_decodings() -> None:
+    tokenizer = SpacedTokenizer()
+    assembler = TextAssembler(tokenizer, [])
+    pieces = [assembler.add(token) for token in range(200)]
+    assert "".join(pieces) == assembler.text == " ".join(map(str, range(200)))
+    assert tokenizer.longest < 40
+
+
 def test_every_token_is_released_at_once_without_stop_strings() -> None:
     pieces, _ = feed("abc")
     assert pieces == ["a", "b", "c", ""]
@@ -54,3 +73,20 @@ def test_text_ends_before_the_first_stop_string_and_no_part_of_it_is_released(
 def test_without_a_tokenizer_there_is_no_text() -> None:
     assembler = TextAssembler(None, ())
     assert assembler.add(5) == "" and assembler.finish() == ""
+
+
+def test_a_stop_string_at_the_very_beginning_is_held_back() -> None:
+    pieces, assembler = feed("abcdef", ("abcdef",))
+    assert (pieces, assembler.text) == ([""] * 7, "")
+
+
+def test_the_string_of_a_special_token_stops_at_that_token() -> None:
+    class Special(ByteTokenizer):
+        all_special_tokens = ("<end>",)
+
+        def convert_tokens_to_ids(self, token: str) -> int:
+            return 256
+
+    assembler = TextAssembler(Special(), ["<end>"])
+    assert [assembler.add(token) for token in (104, 105, 256)] == ["h", "i", ""]
+    assert assembler.stopped and assembler.text == "hi"

@@ -2,12 +2,13 @@
 
 import contextlib
 import threading
+from typing import Any
 
 import pytest
 import torch
 
 from polydraft.engine import StopReason
-from polydraft.errors import FailureError
+from polydraft.errors import FailureError, UsageError
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import SCHEMES
@@ -154,6 +155,39 @@ def test_a_kept_memory_takes_texts_that_share_nothing_with_it() -> None:
     list(stream)
     fresh = make_decoder().generate(second, max_new_tokens=4, seed=[1, 2])
     assert [row.token_ids for row in stream.results()] == [row.token_ids for row in fresh]
+
+
+def test_a_stream_whose_kept_memory_was_taken_over_says_so() -> None:
+    decoder = make_decoder()
+    first = decoder.stream(PROMPT, max_new_tokens=30, seed=1, keep=True)
+    begun = next(first)
+    second = decoder.stream([5, 4, 3], max_new_tokens=9, seed=2, keep=True)
+    with pytest.raises(UsageError, match="taken over"):
+        list(first)
+    first.close()
+    list(second)
+    assert first.results()[0].token_ids[0] == begun.token_id
+    assert second.results()[0].token_ids == make_decoder().generate([5, 4, 3], max_new_tokens=9, seed=2).token_ids
+
+
+def test_token_ids_may_come_as_an_array() -> None:
+    decoder = make_decoder()
+    expected = decoder.generate(PROMPT, max_new_tokens=5, seed=1).token_ids
+    assert decoder.generate(torch.tensor(PROMPT), max_new_tokens=5, seed=1).token_ids == expected
+    assert decoder.generate(torch.tensor(PROMPT).numpy(), max_new_tokens=5, seed=1).token_ids == expected
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"temperature": 0.5}, "sampling=SamplingParams(temperature=...)"),
+    ({"max_tokens": 5}, "did you mean 'max_new_tokens'"),
+    ({"seed": 1.5}, "seed=1.5"),
+    ({"stop": [3]}, "stop=[3]"),
+    ({"stop": 3}, "stop=3"),
+])  # fmt: skip
+def test_wrong_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_decoder().generate(PROMPT, **options)
+    assert message in str(caught.value)
 
 
 def test_a_draft_that_is_not_a_number_never_gets_into_the_text() -> None:

@@ -262,3 +262,17 @@ def test_eager_attention_takes_the_same_trees(path_logits, name):
     forest.check()
     forest.commit_last_leaf()
     forest.check()
+
+
+def test_llama_shapes_with_both_kinds_of_layers_decode():
+    model = FAMILIES.get("qwen2").build(seed=1, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    prompt = list(range(3, 20))
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, len(prompt) :]
+    result = Decoder(HFModel(model)).generate(prompt, sampling=GREEDY, max_new_tokens=8)
+    assert result.token_ids == expected.tolist()
+
+
+@every_family
+def test_tiny_models_do_not_only_repeat_themselves(name):
+    result = Decoder(HFModel(FAMILIES.get(name).build())).generate([9, 8, 7, 6], sampling=GREEDY, max_new_tokens=24)
+    assert len(set(result.token_ids)) >= 4

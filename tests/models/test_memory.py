@@ -1,5 +1,6 @@
 """Shared beginnings of texts are read once."""
 
+import pytest
 import torch
 
 from polydraft.drafters import ModelTree
@@ -92,3 +93,24 @@ def test_a_kept_memory_continues_a_conversation(tiny, perturbed):
     second = decoder.stream(text + question, sampling=params, max_new_tokens=6, keep=True)
     assert sum(passed) <= len(question) + 1, "the last token of the first turn was pending still"
     assert [event.token_id for event in second] == fresh.token_ids
+
+
+def test_an_interrupted_read_leaves_nothing_wrong_behind(monkeypatch):
+    monkeypatch.setattr("polydraft.models.language_model._PREFILL_CHUNK", 4)
+    model = TabularModel.random(9, 2, seed=0)
+    memory = Memory(model, 1, behind=1, places=4)
+    old, new = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [1, 2, 8, 7, 6, 5, 4, 3, 2, 1]
+    memory.align([old], longest=16)
+    extend, passes = memory.context.extend, iter([None])
+
+    def interrupted(tokens_BT, block):
+        if next(passes, KeyboardInterrupt) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return extend(tokens_BT, block)
+
+    memory.context.extend = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        memory.align([new], longest=16)
+    memory.context.extend = extend
+    memory.align([old], longest=16)
+    assert torch.equal(next_logits(model, memory, [old])[0], model.logits_after(old))

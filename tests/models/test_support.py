@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
-from polydraft.models.support import FULL, SLIDING, layer_kinds, refuse_unsupported
+from polydraft.models.support import FULL, SLIDING, context_limit, layer_kinds, refuse_unsupported
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64}
@@ -88,6 +88,13 @@ def test_layer_kinds_are_read_as_transformers_reads_them():
     assert layer_kinds(fake(sliding_window=8).config) == [SLIDING, SLIDING]
     assert layer_kinds(fake(sliding_window=None).config) == [FULL, FULL]
     assert layer_kinds(fake().config) == [FULL, FULL]
+
+
+def test_context_ends_where_rotary_frequencies_would_change():
+    assert context_limit(fake(max_position_embeddings=64).config) == 64
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    assert context_limit(fake(max_position_embeddings=64, rope_parameters=rope).config) == 16
+    assert context_limit(fake(max_position_embeddings=64, rope_parameters={"rope_type": "llama3"}).config) == 64
 
 
 class StrangeConfig(LlamaConfig):

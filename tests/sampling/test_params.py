@@ -27,6 +27,7 @@ BAD = [
     ("repetition_penalty", math.inf),
     ("presence_penalty", math.nan),
     ("frequency_penalty", math.inf),
+    ("logit_bias", {3: math.nan}),
 ]
 BAD_TYPES = [("temperature", "hot"), ("temperature", None), ("top_p", "0.9"), ("min_p", None), ("repetition_penalty", [1.2])]
 

@@ -1,11 +1,17 @@
 """`polydraft chat`."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from polydraft.cli.options import Choices, shared_options
+from polydraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from polydraft.cli.render import TokenPrinter
+    from polydraft.engine import Decoder, Generation
+    from polydraft.sampling import SamplingParams
 
 _HELP = "/reset forgets the conversation, /stats shows figures of the last answer, /exit or end of input leaves"
 
@@ -45,22 +51,37 @@ def command(system: str | None, **options: Any) -> None:
             click.echo(f"unknown command {line}; {_HELP}", err=True)
         elif line:
             messages.append({"role": "user", "content": line})
-            stream = decoder.stream(
-                decoder.encode_chat(messages),
-                sampling=params,
-                max_new_tokens=choices.max_new_tokens,
-                seed=choices.seed + len(messages),
-                stop=choices.stop,
-                keep=True,
-            )
             try:
-                for event in stream:
-                    printer.print(event)
-            except KeyboardInterrupt:
-                stream.close()  # ends this answer, not the conversation
-            printer.finish()
-            stats = stream.stats
-            messages.append({"role": "assistant", "content": stream.results()[0].text})
+                result = _answer(decoder, messages, choices, params, printer)
+            except UsageError as error:
+                if not interactive:
+                    raise
+                messages.pop()  # a turn that does not fit ends by itself, not with the conversation
+                click.echo(f"polydraft: error: {error}; /reset forgets the conversation", err=True)
+                continue
+            stats = result.stats
+            messages.append({"role": "assistant", "content": result.text})
+
+
+def _answer(
+    decoder: "Decoder", messages: list[dict[str, str]], choices: Choices, params: "SamplingParams", printer: "TokenPrinter"
+) -> "Generation":
+    """Print an answer as it comes; Ctrl-C ends the answer, not the conversation."""
+    stream = decoder.stream(
+        decoder.encode_chat(messages),
+        sampling=params,
+        max_new_tokens=choices.max_new_tokens,
+        seed=choices.seed + len(messages),
+        stop=choices.stop,
+        keep=True,
+    )
+    try:
+        for event in stream:
+            printer.print(event)
+    except KeyboardInterrupt:
+        stream.close()
+    printer.finish()
+    return stream.results()[0]
 
 
 def _read_line(interactive: bool) -> str | None:

@@ -35,8 +35,10 @@ _OPTIONS: list[Callable[[Any], Any]] = [
 
 def arrange_messages() -> None:
     """Let this library say on standard error what takes long, and keep others' chatter off the screen."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logger = logging.getLogger("polydraft")

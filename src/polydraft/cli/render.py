@@ -47,7 +47,8 @@ def summary_line(stats: Stats) -> str:
     """Return the figures of one run in a line."""
     return (
         f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s, "
-        f"{stats.tokens_per_pass:.2f} tokens a target pass, acceptance {stats.acceptance_rate:.2f}"
+        f"{stats.tokens_per_pass:.2f} tokens a target pass"
+        + (f", acceptance {stats.acceptance_rate:.2f}" if stats.offers_by_depth else "")
     )
 
 

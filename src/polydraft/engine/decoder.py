@@ -1,6 +1,7 @@
 """The object users hold: a target, a drafter, and text in and out."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Unpack, overload
 
 from polydraft.drafters import Drafter, Plain
@@ -101,7 +102,7 @@ class Decoder:
         Stream
             An iterator of `TokenEvent`; its `results()` are complete once it is exhausted.
         """
-        request = Request(**options)
+        request = Request.from_options(options)
         if request.stop_strings and self.tokenizer is None:
             raise UsageError("stop strings need a tokenizer; pass tokenizer=... to the Decoder")
         if request.params.top_k > self.target.vocab_size:
@@ -138,6 +139,7 @@ class Decoder:
             raise UsageError("text prompts need a tokenizer; pass token ids, or tokenizer=... to the Decoder")
         if not prompt:
             raise UsageError("empty prompt: it has no tokens; give at least one character")
+        _check_text(prompt)
         if chat and getattr(self.tokenizer, "chat_template", None):
             return self.encode_chat([{"role": "user", "content": prompt}])
         return list(self.tokenizer(prompt)["input_ids"])
@@ -147,6 +149,7 @@ class Decoder:
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise UsageError("this model has no chat template; use a plain prompt (--raw on the command line)")
         text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        _check_text(text)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def workspace(self, batch_size: int, params: SamplingParams, keep: bool) -> Workspace:
@@ -161,4 +164,18 @@ class Decoder:
 
 
 def _is_single(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    if isinstance(prompts, str):
+        return True
+    try:
+        first = prompts[0] if len(prompts) else None
+    except (TypeError, KeyError):
+        raise UsageError(f"prompts of type {type(prompts).__name__}; allowed: text, token ids, or a list of either") from None
+    return isinstance(first, Integral) or getattr(first, "ndim", None) == 0
+
+
+def _check_text(text: str) -> None:
+    """Refuse what is no Unicode text, such as bytes in another encoding that came in by a shell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt is not valid UTF-8 (at character {error.start}); give it in UTF-8") from None

@@ -1,14 +1,16 @@
 """What one call asks for, besides its prompts."""
 
+import dataclasses
 import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from numbers import Integral
+from typing import Any, TypedDict
 
 import torch
 
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, unknown_name
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
 
@@ -37,12 +39,29 @@ class Request:
     cancel: threading.Event | None = None
     keep: bool = False
 
+    @classmethod
+    def from_options(cls, options: Options) -> "Request":
+        """Check the names too: most wrong ones are sampling parameters, which have a place of their own."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name in SamplingParams.__dataclass_fields__:
+                raise UsageError(f"{name} is a sampling parameter; pass sampling=SamplingParams({name}=...)")
+            if name not in known:
+                raise unknown_name("option", name, known)
+        return cls(**options)
+
     def __post_init__(self) -> None:
         if self.seed is None:  # drawn once, so that it can be reported
             object.__setattr__(self, "seed", secrets.randbits(31))
         count = self.max_new_tokens
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise UsageError(f"max_new_tokens={count!r} is out of range; allowed: whole numbers from 1")
+        seeds: Any = [self.seed] if isinstance(self.seed, int) else self.seed
+        if not isinstance(seeds, Sequence) or not all(isinstance(seed, Integral) for seed in seeds):
+            raise UsageError(f"seed={self.seed!r} is not a whole number; allowed: one, or one for each prompt")
+        stop: Any = self.stop
+        if not isinstance(stop, str | Sequence) or not all(isinstance(string, str) for string in stop):
+            raise UsageError(f"stop={self.stop!r} is not text; allowed: a string, or a list of strings")
 
     @property
     def params(self) -> SamplingParams:
@@ -62,7 +81,7 @@ class Request:
             return [row_seed(self.seed, row) for row in range(rows)]
         if len(self.seed) != rows:
             raise UsageError(f"{len(self.seed)} seeds for {rows} prompts; give one seed, or one for each prompt")
-        return list(self.seed)
+        return [int(seed) for seed in self.seed]
 
     def generators(self, rows: int) -> list[torch.Generator]:
         """Return one generator a row."""

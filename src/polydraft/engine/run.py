@@ -10,7 +10,7 @@ from torch import Tensor
 from polydraft.drafters import Drafter, DraftSession
 from polydraft.engine.result import StopReason
 from polydraft.engine.stats import TARGET, Stats
-from polydraft.errors import FailureError
+from polydraft.errors import FailureError, UsageError
 from polydraft.models import LanguageModel, Memory
 from polydraft.sampling import Noise, SamplingParams, Warper
 from polydraft.walks import Fault, Walk
@@ -33,6 +33,8 @@ class Workspace:
         self.batch_size = batch_size
         self.session = drafter.start(batch_size, params, target)
         self.memory = Memory(target, batch_size, behind=1, places=self.session.num_nodes)
+        self.claim = object()
+        """Mark of the run whose texts are in the memories; a later one puts its own."""
 
 
 class Run:
@@ -68,6 +70,8 @@ class Run:
         self._noise = Noise(generators, self._device)
         self._warper = Warper(params, target.vocab_size, prompts, self._device)
         self._memory, self._session = workspace.memory, workspace.session
+        self._workspace, self._claim = workspace, object()
+        workspace.claim = self._claim
         self.stop_reasons: list[StopReason | None] = [None] * len(prompts)
         with torch.inference_mode(), self.stats.clock("prefill"):
             self._memory.align(self.texts, self._longest)
@@ -87,6 +91,11 @@ class Run:
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
         """Run one round and return the new tokens of every row that was not done."""
+        if self._workspace.claim is not self._claim:
+            raise UsageError(
+                "a later call with keep=True has taken over the memory of this stream; finish one stream before the next, "
+                "or leave keep out"
+            )
         outcome_BX, depth = self._round(self._session)
         with self.stats.clock("verify"):
             outcome = outcome_BX.tolist()  # the round's only device-to-host copy
@@ -174,8 +183,9 @@ class Run:
     def _retire(self) -> None:
         """Let ended rows idle: memories drop what was cut off at the end and grow no more."""
         self._active_B = torch.tensor([reason is None for reason in self.stop_reasons], device=self._device)
-        self._memory.rewind(self.texts)
-        self._session.rewind(self.texts)
+        if self._workspace.claim is self._claim:
+            self._memory.rewind(self.texts)
+            self._session.rewind(self.texts)
 
 
 def _end(prompt_length: int, max_new_tokens: int, max_positions: int | None) -> tuple[int, StopReason]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"
+_OVERLAP_TOKENS = 4
 
 
 class TextAssembler:
@@ -15,14 +16,19 @@ class TextAssembler:
     ----------
     tokenizer : a Hugging Face tokenizer, or None to make no text
     stop : sequence of str
-        Strings that end the text; the text ends before the first one found.
+        Strings that end the text; the text ends before the first one found. The string of a special token, which
+        leaves no text, stands for that token.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, [string for string in stop if string]
+        special = getattr(tokenizer, "all_special_tokens", ()) if self._stop else ()
+        self._stop_tokens = {tokenizer.convert_tokens_to_ids(string) for string in self._stop if string in special}
         self._tokens: list[int] = []
         self._settled_tokens = 0
         self._settled_text = ""
+        self._overlap = 0
+        """Characters at the window's beginning that are in the settled text already."""
         self._released = 0
         self.text = ""
         """All text so far, held back or not; cut before the stop string once one is found."""
@@ -33,10 +39,13 @@ class TextAssembler:
         self._tokens.append(token)
         if self._tokenizer is None:
             return ""
+        if token in self._stop_tokens:
+            self.stopped = True
+            return self._release(len(self.text))
         # Decoding from a little before the new token keeps this linear in the length of the text.
         window = self._tokens[self._settled_tokens :]
         decoded = self._tokenizer.decode(window, skip_special_tokens=True)
-        self.text = self._settled_text + decoded
+        self.text = self._settled_text + decoded[self._overlap :]
         if len(window) > 16 and not decoded.endswith(_INCOMPLETE):
             self._settle(window, decoded)
         searched_from = max(0, self._released - max(map(len, self._stop), default=0))
@@ -54,19 +63,23 @@ class TextAssembler:
         return self._release(len(self.text))
 
     def _settle(self, window: list[int], decoded: str) -> None:
-        """Move the window on where text splits cleanly into two decodings."""
+        """Move the window on; a few tokens stay in it, because many tokenizers drop a space before the first one."""
         half = len(window) // 2
-        head = self._tokenizer.decode(window[:half], skip_special_tokens=True)
-        tail = self._tokenizer.decode(window[half:], skip_special_tokens=True)
-        if head + tail == decoded:
-            self._settled_text += head
+        seam = half + _OVERLAP_TOKENS
+        head, overlap, rest = (
+            self._tokenizer.decode(part, skip_special_tokens=True) for part in (window[:seam], window[half:seam], window[half:])
+        )
+        if head + rest[len(overlap) :] == decoded:
+            self._settled_text += head[self._overlap :]
             self._settled_tokens += half
+            self._overlap = len(overlap)
 
     def _possible_stop(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        for length in range(max(map(len, self._stop), default=1) - 1, 0, -1):
+        longest = min(max(map(len, self._stop), default=1) - 1, len(self.text))
+        for length in range(longest, 0, -1):
             if any(string.startswith(self.text[-length:]) for string in self._stop if length < len(string)):
-                return length if length <= len(self.text) else 0
+                return length
         return 0
 
     def _release(self, upto: int) -> str:

@@ -53,7 +53,11 @@ _add("mistral", {**_COMMON, "sliding_window": 7}, name="mistral-sliding")
 _add("qwen2", _COMMON)
 _add("qwen3", {**_COMMON, "head_dim": 8})
 _add("gemma", {**_COMMON, "head_dim": 8})
-_add("gemma2", {**_COMMON, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8})
+# With tied embeddings and its scaled input a random Gemma 2 says the last token again, whatever the layers do.
+_add(
+    "gemma2",
+    {**_COMMON, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
+)
 _add("phi", {key: value for key, value in _COMMON.items() if key != "num_key_value_heads"})
 _add("phi3", _COMMON)
 _add(

@@ -10,7 +10,7 @@ from polydraft.models.cache import SlotCache
 from polydraft.models.families import FAMILIES
 from polydraft.models.language_model import Context, LanguageModel
 from polydraft.models.lean import lean_body
-from polydraft.models.support import FULL, SLIDING, layer_kinds, refuse_unsupported, text_config
+from polydraft.models.support import FULL, SLIDING, context_limit, layer_kinds, refuse_unsupported, text_config
 from polydraft.trees import Block
 
 
@@ -38,7 +38,7 @@ class HFModel(LanguageModel):
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        self.max_positions = getattr(self.config, "max_position_embeddings", None)
+        self.max_positions = context_limit(self.config)
         self.num_layers = int(self.config.num_hidden_layers)
         kinds = set(layer_kinds(self.config))
         self.window: int | None = self.config.sliding_window if SLIDING in kinds else None
@@ -46,7 +46,7 @@ class HFModel(LanguageModel):
         self._additive_mask = self.config._attn_implementation == "eager"
         with torch.no_grad():
             self._split_head = self._head_can_be_split()
-            self._lean = lean_body(model) if lean and self._split_head else None
+            self._lean = lean_body(model) if lean and self._split_head and not self.mixed_layers else None
             if self.config.model_type not in FAMILIES:
                 self._check_tree_attention()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED, bundled_folder
@@ -42,6 +43,9 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
         reason = str(error).strip().splitlines()[0]
         allowed = f"{BUNDLED}, a folder, or a hub name"
         raise UsageError(f"cannot load model {name!r}: {where} ({reason}); allowed: {allowed}") from None
+    except (SafetensorError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FailureError(f"cannot read the weights of model {name!r} ({reason}); download or save it again") from None
     eos = hf_model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)

@@ -30,8 +30,8 @@ class Memory:
         held = [text[:length] for text, length in zip(self._texts, self.context.lengths, strict=True)]
         kept = [_common_prefix(*pair) for pair in zip(held, wanted, strict=True)]
         self.context.rewind(kept)
+        self._texts = list(texts)  # before reading: an interrupted prefill then leaves a beginning of these texts
         self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)])
-        self._texts = list(texts)
 
     def settle(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of what a round has committed, as known to the host."""

@@ -24,6 +24,22 @@ def layer_kinds(config: Any) -> list[str]:
     return [SLIDING if sliding else FULL] * config.num_hidden_layers
 
 
+def context_limit(config: Any) -> int | None:
+    """Return how many positions a model has.
+
+    With `longrope` only those before its frequencies change: a pass across the change would turn all of its tokens by the
+    new ones, and `transformers` itself reads the whole text anew there.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return limit
+    unchanged: int | None = rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    return unchanged or limit
+
+
 def refuse_unsupported(model: Any) -> None:
     """Raise a `UsageError` that names the model and the reason, if it cannot score trees."""
     config = text_config(model)

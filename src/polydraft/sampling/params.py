@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from polydraft.errors import UsageError
@@ -52,6 +52,11 @@ class SamplingParams:
         _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0 (1 is off)")
         _check("presence_penalty", self.presence_penalty, True, "a number")
         _check("frequency_penalty", self.frequency_penalty, True, "a number")
+        bias: Any = self.logit_bias
+        for token, value in bias.items():
+            if not isinstance(token, Integral) or not isinstance(value, Real) or not value < math.inf:
+                entry, allowed = f"{{{token!r}: {value!r}}}", "token ids with finite numbers, or -inf to ban a token"
+                raise UsageError(f"logit_bias={entry} is out of range; allowed: {allowed}")
 
     @property
     def needs_history(self) -> bool:
