@@ -4,8 +4,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
+from torch import Tensor
 
 from polydraft.models.hf import HFModel
+from polydraft.trees import causal_block
+
+_LEAST_GAP = 1e-3
+"""Logits closer than this are a near-tie in any precision."""
+_NOISE_FACTOR = 4.0
+"""So are logits closer than this many times the rounding seen at that very place."""
+_WATCHED = 16
 
 
 class Likeness(StrEnum):
@@ -32,13 +40,22 @@ class IdentityCheck:
         if not parted:
             return Likeness.DIFFERENT  # one ends early although they agree as far as they go
         index = parted[0]
-        ids_1T = torch.tensor([prompt + expected[:index]], device=self.target.device)
-        logits_V = self.target.hf_model(ids_1T).logits[0, -1].float()
-        gap = (logits_V[expected[index]] - logits_V[got[index]]).abs()
-        return Likeness.NEAR_TIE if gap <= self._tolerance(logits_V) else Likeness.DIFFERENT
+        text = prompt + expected[:index]
+        logits_V = self._logits(text)
+        gap = float((logits_V[expected[index]] - logits_V[got[index]]).abs())
+        return Likeness.NEAR_TIE if gap <= self._tolerance(text, logits_V) else Likeness.DIFFERENT
 
-    def _tolerance(self, logits_V: torch.Tensor) -> float:
-        if self.target.dtype == torch.float32:
-            return 1e-3
-        # Half precision: a few units in the last place of logits of this size.
-        return 8 * torch.finfo(self.target.dtype).eps * float(logits_V.abs().max())
+    def _logits(self, text: list[int]) -> Tensor:
+        logits_V: Tensor = self.target.hf_model(torch.tensor([text], device=self.target.device)).logits[0, -1].float()
+        return logits_V
+
+    def _tolerance(self, text: list[int], logits_V: Tensor) -> float:
+        """Measure what rounding does to these very logits: the same text in one pass, and its last token by itself."""
+        context = self.target.start(1, len(text))
+        context.prefill([text[:-1]])
+        last_11 = torch.tensor([text[-1:]], device=self.target.device)
+        features_11F = context.extend(last_11, causal_block(1, 1, self.target.device))
+        other_V = self.target.head(features_11F[0, -1:])[0].float()
+        likeliest = logits_V.topk(min(_WATCHED, len(logits_V))).indices
+        noise = (logits_V - other_V)[likeliest].abs().max()
+        return max(_LEAST_GAP, _NOISE_FACTOR * float(noise))
