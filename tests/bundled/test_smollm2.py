@@ -75,11 +75,11 @@ def test_conversion_happens_once(decoder: Decoder, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("tree", ["4x2x2x1x1", "[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0]]"])
 def test_sampled_drafts_never_change_the_greedy_text(decoder: Decoder, scheme: str, tree: str) -> None:
     sampled = load("smollm2", "early-exit:2", tree=tree, scheme=scheme, draft_temperature=1.0, dtype="float32", device="cpu")
-    prompts = [decoder.encode(prompt, chat=True) for prompt in PROMPTS]
+    prompts = [decoder.encode(prompt, chat=True) for prompt in PROMPTS[:6]]
     params = SamplingParams(temperature=0)
     plain = Decoder(decoder.target, eos_token_ids=decoder.eos_token_ids)
-    expected = plain.generate(prompts, max_new_tokens=12, sampling=params)
-    results = sampled.generate(prompts, max_new_tokens=12, sampling=params, seed=0)
+    expected = plain.generate(prompts, max_new_tokens=10, sampling=params)
+    results = sampled.generate(prompts, max_new_tokens=10, sampling=params, seed=0)
     for prompt, one, other in zip(prompts, expected, results, strict=True):
         if one.token_ids != other.token_ids:
             assert gap_at_first_difference(decoder, prompt, one.token_ids, other.token_ids) < NEAR_TIE
