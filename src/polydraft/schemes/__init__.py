@@ -2,6 +2,15 @@
 
 from polydraft.schemes.naive import Naive, Top
 from polydraft.schemes.rejection import RejectionWithoutReplacement, RejectionWithReplacement, Speculative
-from polydraft.schemes.scheme import SCHEMES, Scheme
+from polydraft.schemes.scheme import SCHEMES, Scheme, Selection
 
-__all__ = ["SCHEMES", "Naive", "RejectionWithReplacement", "RejectionWithoutReplacement", "Scheme", "Speculative", "Top"]
+__all__ = [
+    "SCHEMES",
+    "Naive",
+    "RejectionWithReplacement",
+    "RejectionWithoutReplacement",
+    "Scheme",
+    "Selection",
+    "Speculative",
+    "Top",
+]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent
 from polydraft.schemes.arithmetic import normalised, ratio, without
-from polydraft.schemes.scheme import SCHEMES, Scheme
+from polydraft.schemes.scheme import SCHEMES, Scheme, Selection
 
 
 def _rejection_law(target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, replacement: bool) -> Tensor:
@@ -52,6 +52,7 @@ class RejectionWithoutReplacement(Scheme):
     """MCSD Algorithm 2: distinct candidates, tested one after the other."""
 
     name = "rrs-wor"
+    replacement = False
 
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         """MCSD eq. 1: the draft law without the earlier children, renormalised."""
@@ -71,6 +72,7 @@ class RejectionWithReplacement(Scheme):
     """MCSD Algorithm 1: independent candidates, tested one after the other."""
 
     name = "rrs-wr"
+    replacement = True
 
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         """Every child follows the draft law."""
@@ -91,3 +93,9 @@ class Speculative(RejectionWithReplacement):
 
     name = "speculative"
     max_children = 1
+    select_uniforms = 0
+
+    def select(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Selection:
+        """Pick the only child, which follows the draft law."""
+        token_R = children_RK[:, 0]
+        return Selection(token_R, normalised(draft_probs_RV) * (token_R != NO_TOKEN)[:, None])

@@ -1,6 +1,7 @@
 """The one interface of all verifiers."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -8,6 +9,20 @@ from torch import Tensor
 
 from polydraft.registry import Registry
 from polydraft.sampling import draw_one
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """One child a row, picked but not yet accepted."""
+
+    token_R: Tensor
+    """The child, or `NO_TOKEN` where a row has none."""
+    law_RV: Tensor
+    """Law of the picked child over drawing and picking, given both laws only; float64, a zero row where there is none.
+
+    Accepting the child with chance min(1, p/r) and else emitting from (p − r)₊ is exact; block verification multiplies
+    these ratios along a path.
+    """
 
 
 class Scheme(ABC):
@@ -26,6 +41,10 @@ class Scheme(ABC):
     """Most children a node may have; None for any number."""
     verify_uniforms: ClassVar[int] = 1
     """Random numbers that `verify` uses a node."""
+    select_uniforms: ClassVar[int | None] = None
+    """Random numbers that `select` uses a node; None for schemes that cannot pick a child before accepting it."""
+    replacement: ClassVar[bool | None] = None
+    """Whether children are drawn from the draft law with or without replacement; None where they are drawn otherwise."""
 
     @abstractmethod
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
@@ -48,6 +67,10 @@ class Scheme(ABC):
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
         """Return the emitted token of each row: one draw from `law`."""
         return draw_one(self.law(target_probs_RV, draft_probs_RV, children_RK), uniforms_RU[:, 0])
+
+    def select(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Selection:
+        """Pick one child of each row, for walks that accept whole paths; only where `select_uniforms` is a number."""
+        raise NotImplementedError(f"scheme {self.name!r} does not pick before it accepts")
 
 
 SCHEMES: Registry[type[Scheme]] = Registry("scheme")
