@@ -23,6 +23,7 @@ ROOMS = [
     "loading",
     "hf_generate",
     "bench",
+    "train",
     "cli",
     "__main__",
 ]

@@ -2,7 +2,7 @@
 
 import math
 
-from polydraft.drafters import DRAFTERS, Parts
+from polydraft.drafters import Parts, make_drafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models.bundled import BUNDLED
@@ -62,6 +62,5 @@ def load(
     number_format = resolve_dtype(dtype, place)
     loaded = load_model(target, place, number_format)
     draft_model = load_draft(usual_draft if draft == "auto" else draft, loaded)
-    kind = "none" if draft_model is None or topology.depth == 0 else "model"
     parts = Parts(target=loaded.model, draft=draft_model, topology=topology, scheme=scheme, draft_temperature=draft_temperature)
-    return Decoder(loaded.model, DRAFTERS.get(kind)(parts), tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
+    return Decoder(loaded.model, make_drafter(parts), tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)

@@ -6,8 +6,8 @@ import torch
 
 from polydraft.drafters import DRAFTERS, Parts
 from polydraft.engine import Decoder
-from polydraft.models import TabularModel
-from polydraft.sampling import SamplingParams
+from polydraft.models import FeatureHead, HeadShape, TabularModel
+from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
 
@@ -32,6 +32,19 @@ def _echoing_model(seed: int) -> TabularModel:
 
 TARGET = _echoing_model(seed=1)
 DRAFT = TARGET.mixed_with(_echoing_model(seed=2), share=0.7)
+
+
+def _random_head() -> FeatureHead:
+    """Make a head over the table's features (its logits) that knows three quarters of the tokens, attention cut short."""
+    shape = HeadShape(hidden_size=VOCABULARY, num_heads=2, num_key_heads=1, head_size=8, mlp_size=32, window=6)
+    known = PartialVocabulary(torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 1], VOCABULARY)
+    identity_VH = torch.eye(VOCABULARY)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return FeatureHead(shape, identity_VH, 2 * identity_VH, known).requires_grad_(False)
+
+
+HEAD = _random_head()
 _LAST = [14, 9, 3]
 # The likeliest continuations are in the prompt, where the repetition penalty finds them.
 PROMPT = [int(token) for token in TARGET.logits_after(_LAST).topk(3).indices] + _LAST
@@ -63,5 +76,6 @@ def make_decoder(
     eos_token_ids: Sequence[int] = (),
 ) -> Decoder:
     """Build a decoder from names alone, as a newly registered name would be."""
-    parts = Parts(target=target, draft=draft, topology=parse_tree(tree), scheme=scheme, draft_temperature=draft_temperature)
+    proposer = HEAD if drafter == "head" else draft
+    parts = Parts(target=target, draft=proposer, topology=parse_tree(tree), scheme=scheme, draft_temperature=draft_temperature)
     return Decoder(target, DRAFTERS.get(drafter)(parts), walk=walk, eos_token_ids=eos_token_ids)

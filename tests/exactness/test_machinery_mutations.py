@@ -91,9 +91,11 @@ def pending_token_of_the_round_before(original: Callable, run: Run, session: Any
     return result
 
 
-def draft_memory_not_moved(original: Callable, session: ModelTreeSession, verdict: Verdict, keep_B: Tensor) -> None:
+def draft_memory_not_moved(
+    original: Callable, session: ModelTreeSession, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor
+) -> None:
     straight = SimpleNamespace(path_BD=torch.arange(verdict.path_BD.shape[1]).expand_as(verdict.path_BD))
-    original(session, straight, keep_B)
+    original(session, straight, keep_B, features_BNF)
 
 
 def spelled(value: Any) -> str:

@@ -1,7 +1,17 @@
 """Where candidates come from."""
 
 from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
+from polydraft.drafters.head_tree import HeadTree
 from polydraft.drafters.model_tree import ModelTree
 from polydraft.drafters.plain import Plain
+from polydraft.models import FeatureHead
 
-__all__ = ["DRAFTERS", "DraftSession", "Drafter", "ModelTree", "Parts", "Plain"]
+
+def make_drafter(parts: Parts) -> Drafter:
+    """Make the drafter that a draft calls for: a head, a model, or none."""
+    if parts.draft is None or parts.topology.depth == 0:
+        return DRAFTERS.get("none")(parts)
+    return DRAFTERS.get("head" if isinstance(parts.draft, FeatureHead) else "model")(parts)
+
+
+__all__ = ["DRAFTERS", "DraftSession", "Drafter", "HeadTree", "ModelTree", "Parts", "Plain", "make_drafter"]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from polydraft.models import LanguageModel
+from polydraft.models import FeatureHead, LanguageModel
 from polydraft.registry import Registry
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import Scheme
@@ -18,7 +18,8 @@ from polydraft.walks import Verdict
 class DraftSession(ABC):
     """A drafter at work on one batch.
 
-    `propose` and `commit` run on the device without looking at values; `begin` and `settle` talk to the host.
+    `propose` and `commit` run on the device without looking at values; the others talk to the host. Before a batch's first
+    round come `prepare`, then `observe` for each part of the texts that the target reads, then `begin`.
     """
 
     scheme: Scheme
@@ -29,6 +30,17 @@ class DraftSession(ABC):
     """Levels below the root of every proposal."""
     num_uniforms: int
     """Random numbers a row that `propose` uses."""
+
+    reads_features: ClassVar[bool] = False
+    """Whether the session wants to see the target's features of the texts, through `observe`."""
+
+    def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
+        """Say how many tokens of each text, read in an earlier run, need no second look; None for all of them."""
+        return None
+
+    def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
+        """See the target's features of `counts` tokens of each text from position `starts` on."""
+        raise NotImplementedError
 
     @abstractmethod
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
@@ -42,8 +54,11 @@ class DraftSession(ABC):
         """
 
     @abstractmethod
-    def commit(self, verdict: Verdict, keep_B: Tensor) -> None:
-        """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows."""
+    def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows.
+
+        `features_BNF` are the target's, of all nodes.
+        """
 
     @abstractmethod
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
@@ -69,7 +84,7 @@ class Parts:
     """What a drafter can be made of."""
 
     target: LanguageModel
-    draft: LanguageModel | None = None
+    draft: LanguageModel | FeatureHead | None = None
     topology: Topology
     scheme: str = "auto"
     draft_temperature: float | None = None

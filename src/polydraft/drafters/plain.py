@@ -37,7 +37,7 @@ class PlainSession(DraftSession):
         pending_B1 = tail_B2[:, 1:]
         return DraftTree.from_topology(Topology(), pending_B1, (), torch.zeros_like(pending_B1[0]))
 
-    def commit(self, verdict: Verdict, keep_B: Tensor) -> None:
+    def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
         """Keep nothing."""
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:

@@ -74,7 +74,9 @@ class Run:
         workspace.claim = self._claim
         self.stop_reasons: list[StopReason | None] = [None] * len(prompts)
         with torch.inference_mode(), self.stats.clock("prefill"):
-            self._memory.align(self.texts, self._longest)
+            limits = self._session.prepare(self.texts, self._longest)
+            observer = self._session.observe if self._session.reads_features else None
+            self._memory.align(self.texts, self._longest, limits, observer)
             self._session.begin(self.texts, self._longest)
         self._tail_B2 = torch.tensor([[0, *text][-2:] for text in self.texts], device=self._device)
         self._active_B = torch.ones(len(prompts), dtype=torch.bool, device=self._device)
@@ -126,7 +128,7 @@ class Run:
         with stats.clock("commit"):
             keep_B = torch.where(self._active_B, verdict.accepted_B + 1, 0)
             self._memory.context.commit(verdict.path_BD, keep_B)
-            session.commit(verdict, keep_B)
+            session.commit(verdict, keep_B, features_BNF)
             recent_BX = torch.cat([self._tail_B2[:, 1:], verdict.tokens_BD], dim=1)
             last_B1 = verdict.accepted_B[:, None]
             self._tail_B2 = torch.cat([recent_BX.gather(1, last_B1), recent_BX.gather(1, last_B1 + 1)], dim=1)

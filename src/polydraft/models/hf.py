@@ -1,9 +1,11 @@
 """Any Hugging Face causal language model as a `LanguageModel`, without touching its code."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from polydraft.errors import UsageError
 from polydraft.models.cache import SlotCache
@@ -11,6 +13,7 @@ from polydraft.models.families import FAMILIES
 from polydraft.models.language_model import Context, LanguageModel
 from polydraft.models.lean import lean_body
 from polydraft.models.support import FULL, SLIDING, context_limit, layer_kinds, refuse_unsupported, text_config
+from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
 
@@ -28,9 +31,13 @@ class HFModel(LanguageModel):
         For messages and statistics; the model's own name otherwise.
     lean : bool
         Run Llama-shaped models by a shorter way with the same weights, see `polydraft.models.lean`.
+    vocabulary : PartialVocabulary, optional
+        For drafts: compute the logits of these tokens only.
     """
 
-    def __init__(self, model: Any, name: str | None = None, lean: bool = True) -> None:
+    def __init__(
+        self, model: Any, name: str | None = None, lean: bool = True, vocabulary: PartialVocabulary | None = None
+    ) -> None:
         refuse_unsupported(model)
         self.hf_model = model.eval()
         self.config = text_config(model)
@@ -38,6 +45,9 @@ class HFModel(LanguageModel):
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.hidden_size = int(self.config.hidden_size)
+        self.taps: tuple[int, ...] = ()
+        """Layers, counted from 1, whose outputs stand beside the last hidden states in the features."""
         self.max_positions = context_limit(self.config)
         self.num_layers = int(self.config.num_hidden_layers)
         kinds = set(layer_kinds(self.config))
@@ -49,6 +59,17 @@ class HFModel(LanguageModel):
             self._lean = lean_body(model) if lean and self._split_head and not self.mixed_layers else None
             if self.config.model_type not in FAMILIES:
                 self._check_tree_attention()
+        self.vocabulary = vocabulary if self._split_head else None
+        self._output: tuple[Tensor, Tensor | None] | None = None
+        if self.vocabulary is not None:
+            table, tokens_D = model.get_output_embeddings(), self.vocabulary.tokens_D
+            self._output = table.weight.detach()[tokens_D], None if table.bias is None else table.bias.detach()[tokens_D]
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Let features carry the outputs of some layers too, for a feature head."""
+        if not self._split_head:
+            raise UsageError(f"model {self.name!r} does not show its hidden states; use a draft model, not a feature head")
+        self.taps = tuple(layers)
 
     def start(self, batch_size: int, capacity: int) -> "HFContext":
         """Open an empty memory; storage is allocated at the first pass."""
@@ -56,13 +77,18 @@ class HFModel(LanguageModel):
 
     def head(self, features_RF: Tensor) -> Tensor:
         """Apply the output head, unless the features are logits already."""
-        logits: Tensor = self.hf_model.get_output_embeddings()(features_RF) if self._split_head else features_RF
+        if not self._split_head:
+            return features_RF
+        hidden_RF = features_RF[..., : self.hidden_size] if self.taps else features_RF
+        if self._output is not None:
+            return functional.linear(hidden_RF, *self._output)
+        logits: Tensor = self.hf_model.get_output_embeddings()(hidden_RF)
         return logits
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache) -> Tensor:
         """Run the model and return features: the last hidden states, or logits where the head cannot be split off."""
         if self._lean is not None:
-            return self._lean(tokens_BT, positions_BT, mask, cache)
+            return self._lean(tokens_BT, positions_BT, mask, cache, self.taps)
         inputs = {
             "input_ids": tokens_BT,
             "attention_mask": mask,
@@ -71,8 +97,9 @@ class HFModel(LanguageModel):
             "use_cache": True,
         }
         if self._split_head:
-            hidden_BTF: Tensor = self.hf_model.base_model(**inputs).last_hidden_state
-            return hidden_BTF
+            outputs = self.hf_model.base_model(**inputs, output_hidden_states=bool(self.taps))
+            tapped = [outputs.hidden_states[layer] for layer in self.taps]
+            return torch.cat([outputs.last_hidden_state, *tapped], dim=-1) if tapped else outputs.last_hidden_state
         logits_BTV: Tensor = self.hf_model(**inputs).logits
         return logits_BTV
 

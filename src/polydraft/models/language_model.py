@@ -1,12 +1,13 @@
 """What the engine asks of a model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
+from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block, causal_block
 
 _PREFILL_CHUNK = 512
@@ -61,6 +62,10 @@ class Context(ABC):
         self._positions_BS[self._rows_B1, target_BD] = target_BD
         self.lengths_B = self.lengths_B + counts_B
 
+    def advance(self, counts_B: Tensor) -> None:
+        """Keep the first `counts_B` uncommitted tokens of each row where they are."""
+        self.lengths_B = self.lengths_B + counts_B
+
     def settle(self, lengths: Sequence[int]) -> None:
         """Tell the host how long the rows are after a commit, without waiting for the device."""
         self.lengths = list(lengths)
@@ -70,8 +75,10 @@ class Context(ABC):
         self.settle(lengths)
         self.lengths_B = torch.tensor(self.lengths, dtype=torch.long, device=self.device)
 
-    def prefill(self, texts: Sequence[Sequence[int]]) -> None:
-        """Append tokens known beforehand to each row's committed text."""
+    def prefill(
+        self, texts: Sequence[Sequence[int]], observer: Callable[[Sequence[int], Sequence[int], Tensor], None] | None = None
+    ) -> None:
+        """Append tokens known beforehand to each row's committed text, showing their features to the observer."""
         done = 0
         while (longest := max(len(text) for text in texts) - done) > 0:
             size = min(longest, _PREFILL_CHUNK)
@@ -80,7 +87,9 @@ class Context(ABC):
             block = causal_block(self.batch_size, size, self.device)
             # Rows that have nothing more to read are padded along, which may take them past what they need themselves.
             self.reserve(max(self.lengths) + size)
-            self.extend(tokens_BT, block)
+            features_BTF = self.extend(tokens_BT, block)
+            if observer is not None:
+                observer(self.lengths, [len(part) for part in parts], features_BTF)
             self.rewind([length + len(part) for length, part in zip(self.lengths, parts, strict=True)])
             done += size
 
@@ -113,6 +122,13 @@ class LanguageModel(ABC):
     device: torch.device
     max_positions: int | None
     """Longest text the model can read; None for any length."""
+    vocabulary: PartialVocabulary | None = None
+    """Tokens that the columns of `head` stand for, where a draft does not know all of them."""
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of `head`."""
+        return self.vocab_size if self.vocabulary is None else len(self.vocabulary.tokens_D)
 
     @abstractmethod
     def start(self, batch_size: int, capacity: int) -> Context:

@@ -5,6 +5,7 @@ they are sixteen: one product for queries, keys and values, one for both halves 
 the model's own, laid out side by side in memory; nothing is copied for keeps.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,16 +26,27 @@ class LeanBody:
         self._norm = body.norm
         self._layers = [_LeanLayer(layer, index) for index, layer in enumerate(body.layers)]
 
-    def __call__(self, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TS: Tensor | None, cache: SlotCache) -> Tensor:
-        """Return the last hidden states, after the final norm."""
+    def __call__(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        mask_B1TS: Tensor | None,
+        cache: SlotCache,
+        taps: Sequence[int] = (),
+    ) -> Tensor:
+        """Return the last hidden states, after the final norm, and beside them the outputs of the layers `taps`."""
         hidden_BTF: Tensor = self._embedding(tokens_BT)
         cos_BTC, sin_BTC = self._rotary(hidden_BTF, position_ids=positions_BT)
         half = sin_BTC.shape[-1] // 2
         # Rotating halves as (x1, x2) -> (-x2, x1) is a swap if the sign sits in the sine.
         signed_BTC = torch.cat([-sin_BTC[..., :half], sin_BTC[..., half:]], dim=-1)
-        for layer in self._layers:
+        tapped = []
+        for number, layer in enumerate(self._layers, start=1):
             hidden_BTF = layer(hidden_BTF, cos_BTC[:, :, None], signed_BTC[:, :, None], mask_B1TS, cache)
-        return _rms_norm(hidden_BTF, self._norm)
+            if number in taps:
+                tapped.append(hidden_BTF)
+        normed_BTF = _rms_norm(hidden_BTF, self._norm)
+        return torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
 
 
 class _LeanLayer:

@@ -1,8 +1,13 @@
 """A context that knows which text it holds, so that a new text reuses the common beginning."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from polydraft.models.language_model import LanguageModel
+
+Observer = Callable[[Sequence[int], Sequence[int], Tensor], None]
+"""`(starts, counts, features_BTF)`: who wants to see the features of a text while it is read, part by part."""
 
 
 class Memory:
@@ -23,15 +28,26 @@ class Memory:
         self.context = model.start(batch_size, capacity=places)
         self._texts: list[Sequence[int]] = [()] * batch_size
 
-    def align(self, texts: Sequence[Sequence[int]], longest: int) -> None:
-        """Hold `texts` (less the last few tokens) and make room for them to grow to `longest` tokens."""
+    def align(
+        self,
+        texts: Sequence[Sequence[int]],
+        longest: int,
+        limits: Sequence[int] | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        """Hold `texts` (less the last few tokens) and make room for them to grow to `longest` tokens.
+
+        Of what is held already at most `limits` tokens a row are kept; the rest is read again, for the observer.
+        """
         self.context.reserve(longest + self.places)
         wanted = [text[: max(len(text) - self.behind, 0)] for text in texts]
         held = [text[:length] for text, length in zip(self._texts, self.context.lengths, strict=True)]
-        kept = [_common_prefix(*pair) for pair in zip(held, wanted, strict=True)]
+        kept = [common_prefix(*pair) for pair in zip(held, wanted, strict=True)]
+        if limits is not None:
+            kept = [min(pair) for pair in zip(kept, limits, strict=True)]
         self.context.rewind(kept)
         self._texts = list(texts)  # before reading: an interrupted prefill then leaves a beginning of these texts
-        self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)])
+        self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)], observer)
 
     def settle(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of what a round has committed, as known to the host."""
@@ -47,7 +63,8 @@ class Memory:
         return [max(len(text) - self.behind, 0) for text in texts]
 
 
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the tokens with which both texts begin."""
     length = 0
     for one, other in zip(first, second, strict=False):
         if one != other:

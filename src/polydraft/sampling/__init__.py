@@ -3,6 +3,16 @@
 from polydraft.sampling.categorical import NO_TOKEN, draw_distinct, draw_independent, draw_one
 from polydraft.sampling.noise import Noise
 from polydraft.sampling.params import SamplingParams
+from polydraft.sampling.vocabulary import PartialVocabulary
 from polydraft.sampling.warper import Warper
 
-__all__ = ["NO_TOKEN", "Noise", "SamplingParams", "Warper", "draw_distinct", "draw_independent", "draw_one"]
+__all__ = [
+    "NO_TOKEN",
+    "Noise",
+    "PartialVocabulary",
+    "SamplingParams",
+    "Warper",
+    "draw_distinct",
+    "draw_independent",
+    "draw_one",
+]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.sampling import NO_TOKEN
+from polydraft.sampling import NO_TOKEN, PartialVocabulary
 from polydraft.trees.block import Block
 from polydraft.trees.topology import Topology
 
@@ -29,9 +29,18 @@ class DraftTree:
     """For each level, draft probabilities `[B, G, V]` exactly as drawn from; empty for schemes that need none."""
     law_rows_BN: Tensor | None = None
     """Which of its level's G laws each node's children were drawn from."""
+    vocabulary: PartialVocabulary | None = None
+    """What the columns of the laws mean, where they are not all tokens."""
 
     @classmethod
-    def from_topology(cls, topology: Topology, tokens_BN: Tensor, laws: tuple[Tensor, ...], law_rows_N: Tensor) -> "DraftTree":
+    def from_topology(
+        cls,
+        topology: Topology,
+        tokens_BN: Tensor,
+        laws: tuple[Tensor, ...],
+        law_rows_N: Tensor,
+        vocabulary: PartialVocabulary | None = None,
+    ) -> "DraftTree":
         """Share one static shape among all rows."""
         tables = topology.tables(tokens_BN.device)
         batch_size = len(tokens_BN)
@@ -43,6 +52,7 @@ class DraftTree:
             topology.depth,
             laws,
             law_rows_N.expand(batch_size, -1),
+            vocabulary,
         )
 
     def block(self) -> Block:
@@ -62,4 +72,5 @@ class DraftTree:
         laws_BGV = self.laws[level]
         # A row whose walk ended higher up asks along with the others: its answer is not used, but must exist.
         row_B11 = self.law_rows_BN.gather(1, node_B[:, None])[:, :, None].clamp(max=laws_BGV.shape[1] - 1)
-        return laws_BGV.gather(1, row_B11.expand(-1, 1, laws_BGV.shape[-1]))[:, 0]
+        law_BV = laws_BGV.gather(1, row_B11.expand(-1, 1, laws_BGV.shape[-1]))[:, 0]
+        return law_BV if self.vocabulary is None else self.vocabulary.spread(law_BV)

@@ -1,0 +1,123 @@
+"""Drawing a tree of static shape level by level, whatever computes the laws."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.drafters.plan import LevelPlan, plan_passes
+from polydraft.errors import UsageError
+from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
+from polydraft.schemes import SCHEMES
+from polydraft.trees import DraftTree, Topology
+
+DEFAULT_SCHEME = "rrs-wor"
+
+
+def check_tree(topology: Topology, scheme: str, vocab_size: int) -> None:
+    """Refuse a tree that a scheme or a vocabulary cannot fill."""
+    if scheme != "auto":
+        limit = SCHEMES.get(scheme).max_children
+        if limit is not None and topology.max_children > limit:
+            raise UsageError(
+                f"scheme {scheme!r} takes at most {limit} candidate a node but tree {topology} has up to "
+                f"{topology.max_children}; use a chain such as 1x1x1 or scheme {DEFAULT_SCHEME}"
+            )
+    if topology.max_children > vocab_size:
+        raise UsageError(
+            f"tree {topology} wants {topology.max_children} candidates a node but the vocabulary has only "
+            f"{vocab_size} tokens; use smaller widths"
+        )
+
+
+class Growth:
+    """Draw the children of every node of a static tree from laws that come level by level.
+
+    Parameters
+    ----------
+    topology : Topology
+    scheme : str
+        A registered scheme, or ``"auto"``; where the draft temperature is 0 it is `top`, the limit of them all.
+    params : SamplingParams
+        The target's.
+    draft_temperature : float, optional
+        Temperature of the draft's laws, the target's otherwise.
+    vocab_size : int
+        The target's.
+    vocabulary : PartialVocabulary, optional
+        What the columns of the draft's logits mean, where they are not all tokens.
+    device : torch.device
+    lead : int
+        Places before the root in the drafter's passes.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        scheme: str,
+        params: SamplingParams,
+        draft_temperature: float | None,
+        vocab_size: int,
+        vocabulary: PartialVocabulary | None,
+        device: torch.device,
+        lead: int,
+    ) -> None:
+        temperature = params.temperature if draft_temperature is None else draft_temperature
+        name = "top" if temperature == 0 else DEFAULT_SCHEME if scheme == "auto" else scheme
+        self.scheme = SCHEMES.get(name)()
+        self.topology = topology
+        self._params = dataclasses.replace(params, temperature=temperature)
+        self._vocab_size, self._device = vocab_size, device
+        # Penalties and biases speak of all tokens, so laws under them are spread out at once.
+        short = not (params.needs_history or params.logit_bias)
+        self._known, self._vocabulary = vocabulary, vocabulary if short else None
+        self._plan = plan_passes(topology, device, lead)
+        self.levels = self._plan.levels
+        self._warper: Warper | None = None
+        self._laws: list[Tensor] = []
+
+    def begin(self, texts: Sequence[Sequence[int]]) -> None:
+        """Take note of the certain texts, as penalties need them."""
+        self._warper = Warper(self._params, self._vocab_size, texts, self._device)
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Add newly emitted tokens to the certain texts."""
+        assert self._warper is not None, "begin() comes first"
+        self._warper.advance(emitted)
+
+    def plant(self, root_B: Tensor) -> Tensor:
+        """Return the tokens of a new tree, all but the root still missing; `draw` fills them in."""
+        self._laws = []
+        tokens_BN = torch.full((len(root_B), self.topology.num_nodes), NO_TOKEN, device=root_B.device)
+        tokens_BN[:, 0] = root_B
+        return tokens_BN
+
+    def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
+        """Draw the children of one level's nodes into `tokens_BN`."""
+        assert self._warper is not None, "begin() comes first"
+        # At temperature 0 the law is one token; the children are the next ones in order as well.
+        weigh = self._warper.probs if self._params.temperature > 0 else self._warper.ranking
+        probs_BGV = weigh(self._aligned(logits_BGV), tokens_BN[:, level.paths_GP])
+        for group in level.groups:
+            law_RV = probs_BGV[:, group.rows].flatten(0, 1)
+            uniforms_RK = uniforms_BU[:, group.children_GK - 1].flatten(0, 1)
+            children_RK = self.scheme.draw(law_RV, uniforms_RK)
+            if self._vocabulary is not None:
+                children_RK = self._vocabulary.tokens(children_RK)
+            tokens_BN[:, group.children_GK] = children_RK.view(len(tokens_BN), *group.children_GK.shape)
+        self._laws.append(probs_BGV)
+
+    def tree(self, tokens_BN: Tensor) -> DraftTree:
+        """Return the grown tree."""
+        return DraftTree.from_topology(self.topology, tokens_BN, tuple(self._laws), self._plan.law_rows_N, self._vocabulary)
+
+    def _aligned(self, logits_BGV: Tensor) -> Tensor:
+        """Return logits whose columns are the target's tokens, or the draft's own few."""
+        if self._vocabulary is not None:
+            return logits_BGV
+        if self._known is not None:
+            return self._known.spread(logits_BGV, fill=-torch.inf)
+        # Padding rows of either model's table never get mass.
+        missing = self._vocab_size - logits_BGV.shape[-1]
+        return torch.nn.functional.pad(logits_BGV, (0, missing), value=-torch.inf) if missing else logits_BGV

@@ -1,0 +1,203 @@
+"""A draft that reads the target's hidden states: one transformer layer under the target's own output head.
+
+References
+----------
+.. [1] Li et al. 2024, EAGLE, arXiv:2401.15077 (drafting in feature space).
+.. [2] Li et al. 2025, EAGLE-3, arXiv:2503.01840 (several layers as input, training on the head's own outputs).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from polydraft.models.language_model import Context
+from polydraft.sampling import PartialVocabulary
+
+if TYPE_CHECKING:
+    pass
+
+_NORM_EPSILON = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """Sizes of a feature head."""
+
+    hidden_size: int
+    """The target's hidden size."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target, counted from 1, whose outputs the head reads besides the last hidden states."""
+    num_heads: int
+    num_key_heads: int
+    head_size: int
+    mlp_size: int
+    window: int
+    """Tokens that attention reaches back; as many as training showed it."""
+    rope_theta: float = 10_000.0
+
+
+class FeatureHead(nn.Module):
+    """Predict the target's next hidden state, and by its output head the token after the next.
+
+    Entry i of a text is the pair of the target's features f at position i and of the token at i + 1. Where the features
+    are not known yet, inside a tree, the head's own output of the parent takes their place.
+
+    Parameters
+    ----------
+    shape : HeadShape
+    embedding_VH, output_VH : Tensor
+        The target's tables; they stay the target's own and are neither trained nor saved.
+    vocabulary : PartialVocabulary, optional
+        Draft these tokens only.
+    name : str
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        embedding_VH: Tensor,
+        output_VH: Tensor,
+        vocabulary: PartialVocabulary | None = None,
+        name: str = "feature head",
+    ) -> None:
+        super().__init__()
+        size, queries = shape.hidden_size, shape.num_heads * shape.head_size
+        keys = shape.num_key_heads * shape.head_size
+        self.shape, self.vocabulary, self.name = shape, vocabulary, name
+        self.fuse = nn.Linear(size * (1 + len(shape.taps)), size, bias=False) if shape.taps else None
+        self.feature_norm, self.token_norm = _Norm(size), _Norm(size)
+        self.join = nn.Linear(2 * size, size, bias=False)
+        self.attention_norm, self.mlp_norm, self.output_norm = _Norm(size), _Norm(size), _Norm(size)
+        self.qkv = nn.Linear(size, queries + 2 * keys, bias=False)
+        self.attention_output = nn.Linear(queries, size, bias=False)
+        self.gate_up = nn.Linear(size, 2 * shape.mlp_size, bias=False)
+        self.down = nn.Linear(shape.mlp_size, size, bias=False)
+        # Not buffers: the tables belong to the target, and a partial head is cut out of its table again on loading.
+        self._tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the head computes."""
+        return self.down.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of its weights."""
+        return self.down.weight.dtype
+
+    @property
+    def num_columns(self) -> int:
+        """Tokens it can draft."""
+        return len(self._tables[1])
+
+    def fused(self, features_RF: Tensor) -> Tensor:
+        """Bring the target's features, taps included, into the space of the head's own outputs."""
+        if self.fuse is None:
+            return features_RF
+        fused_RH: Tensor = self.fuse(features_RF)
+        return fused_RH
+
+    def entry(self, fused_BTH: Tensor, tokens_BT: Tensor) -> Tensor:
+        """Join features and the tokens that follow them."""
+        embedded_BTH = functional.embedding(tokens_BT, self._tables[0]).to(fused_BTH.dtype)
+        joined_BTH: Tensor = self.join(torch.cat([self.feature_norm(fused_BTH), self.token_norm(embedded_BTH)], dim=-1))
+        return joined_BTH
+
+    def projected(self, joined_BTH: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values `[B, heads, T, C]`, turned by their positions."""
+        shape = self.shape
+        batch_size, size, _ = joined_BTH.shape
+        heads_BTHC = self.qkv(self.attention_norm(joined_BTH)).view(batch_size, size, -1, shape.head_size)
+        turning = shape.num_heads + shape.num_key_heads
+        plain_BTHC = heads_BTHC[:, :, :turning]
+        turned_BTHC = _turned(plain_BTHC, positions_BT, shape.rope_theta)
+        return (
+            turned_BTHC[:, :, : shape.num_heads].transpose(1, 2),
+            turned_BTHC[:, :, shape.num_heads :].transpose(1, 2),
+            heads_BTHC[:, :, turning:].transpose(1, 2),
+        )
+
+    def attended(
+        self, joined_BTH: Tensor, query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, mask_B1TS: Tensor | None
+    ) -> Tensor:
+        """Return the outputs of the layer, in the space of the target's last hidden states."""
+        batch_size, size, _ = joined_BTH.shape
+        if query_BHTC.is_cuda:  # no fused CUDA kernel takes grouped heads together with a mask
+            copies = self.shape.num_heads // self.shape.num_key_heads
+            key_BHSC, value_BHSC = key_BHSC.repeat_interleave(copies, dim=1), value_BHSC.repeat_interleave(copies, dim=1)
+        mixed_BHTC = functional.scaled_dot_product_attention(
+            query_BHTC, key_BHSC, value_BHSC, attn_mask=mask_B1TS, enable_gqa=True
+        )
+        hidden_BTH = joined_BTH + self.attention_output(mixed_BHTC.transpose(1, 2).reshape(batch_size, size, -1))
+        gate, up = self.gate_up(self.mlp_norm(hidden_BTH)).chunk(2, dim=-1)
+        output_BTH: Tensor = self.output_norm(hidden_BTH + self.down(functional.silu(gate) * up))
+        return output_BTH
+
+    def head(self, outputs_RH: Tensor) -> Tensor:
+        """Apply the target's output head, or the part of it for the draft's own vocabulary."""
+        return functional.linear(outputs_RH, self._tables[1].to(outputs_RH.dtype))
+
+    def start(self, batch_size: int, capacity: int) -> "HeadContext":
+        """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
+        return HeadContext(self, batch_size, capacity)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # The target's tables move along, so that .to() leaves nothing behind.
+        self._tables = (fn(self._tables[0]), fn(self._tables[1]))
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+class HeadContext(Context):
+    """Keys and values of the entries of one batch."""
+
+    def __init__(self, head: FeatureHead, batch_size: int, capacity: int) -> None:
+        from polydraft.models.cache import SlotCache  # late: it loads transformers
+
+        super().__init__(batch_size, capacity, head.device, max_positions=None)
+        self._head = head
+        self.cache: SlotCache = SlotCache(1, capacity)
+        self._fused_BTH: Tensor | None = None
+
+    def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Any) -> Tensor:
+        """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""
+        self._fused_BTH = fused_BTH
+        return self.extend(tokens_BT, block)
+
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        assert self._fused_BTH is not None, "read() is the way in"
+        size, used = tokens_BT.shape[1], visible_BTS.shape[2]
+        aligned = len(set(self.lengths)) == 1
+        self.cache.aim(slots_BT, used - size if aligned else None, used)
+        near_BTS = positions_BT[:, :, None] - self._positions_BS[:, None, :used] < self._head.shape.window
+        joined_BTH = self._head.entry(self._fused_BTH, tokens_BT)
+        query_BHTC, key_BHTC, value_BHTC = self._head.projected(joined_BTH, positions_BT)
+        key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
+        return self._head.attended(joined_BTH, query_BHTC, key_BHSC, value_BHSC, (visible_BTS & near_BTS)[:, None])
+
+    def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        self.cache.move(source_BD, target_BD)
+
+    def _grow(self, capacity: int) -> None:
+        self.cache.grow(capacity)
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), _NORM_EPSILON)
+
+
+def _turned(heads_BTHC: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
+    """Rotate pairs of channels by angles that grow with the position (RoPE)."""
+    channels = heads_BTHC.shape[-1]
+    exponents_C = torch.arange(0, channels, 2, device=heads_BTHC.device, dtype=torch.float32) / channels
+    angles_BT1C = positions_BT[:, :, None, None].float() * theta**-exponents_C
+    cos_BT1C, sin_BT1C = angles_BT1C.cos().to(heads_BTHC.dtype), angles_BT1C.sin().to(heads_BTHC.dtype)
+    first, second = heads_BTHC.chunk(2, dim=-1)
+    return torch.cat([first * cos_BT1C - second * sin_BT1C, second * cos_BT1C + first * sin_BT1C], dim=-1)

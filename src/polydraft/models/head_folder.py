@@ -1,0 +1,98 @@
+"""A feature head on disk: `config.json` and `model.safetensors`, like any other model."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from polydraft.errors import FailureError, UsageError
+from polydraft.models.feature_head import FeatureHead, HeadShape
+from polydraft.models.hf import HFModel
+from polydraft.sampling import PartialVocabulary
+
+MODEL_TYPE = "polydraft_feature_head"
+VOCABULARY_FILE = "draft_vocabulary.safetensors"
+"""In a draft's folder: which of the target's tokens it drafts."""
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return a short mark of which number means which token."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+
+
+def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | None, name: str) -> FeatureHead:
+    """Build an untrained head on a target's tables."""
+    embedding, output = target.hf_model.get_input_embeddings(), target.hf_model.get_output_embeddings()
+    return FeatureHead(shape, embedding.weight.detach(), output.weight.detach(), vocabulary, name)
+
+
+def save_head(head: FeatureHead, folder: Path, fingerprint: str, details: dict[str, Any]) -> None:
+    """Write a head's weights in bfloat16, and what is needed to load them, into an existing folder."""
+    weights = {key: value.detach().to("cpu", torch.bfloat16).contiguous() for key, value in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": MODEL_TYPE, "tokenizer_fingerprint": fingerprint, **asdict(head.shape), **details}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    if head.vocabulary is not None:
+        save_vocabulary(head.vocabulary, folder)
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds a feature head."""
+    try:
+        return bool(json.loads((folder / "config.json").read_text()).get("model_type") == MODEL_TYPE)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
+    """Load a head for its target, and let the target show the features it reads."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        fields = {field: config[field] for field in HeadShape.__dataclass_fields__ if field in config}
+        shape = HeadShape(**{**fields, "taps": tuple(config.get("taps", ()))})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"draft {name!r} has no usable config.json ({error}); train it again or get another copy") from None
+    if config.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
+        raise UsageError(
+            f"feature head {name!r} was trained for another tokenizer than that of target {target.name!r}; use the head's own "
+            "target, or train one with: polydraft train head"
+        )
+    if shape.hidden_size != target.hidden_size or max(shape.taps, default=0) > target.num_layers:
+        raise UsageError(
+            f"feature head {name!r} reads hidden states of size {shape.hidden_size}, but target {target.name!r} has "
+            f"{target.hidden_size} and {target.num_layers} layers; use the head's own target"
+        )
+    head = new_head(shape, target, load_vocabulary(folder, target.vocab_size, target.device), name)
+    try:
+        head.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FailureError(
+            f"cannot read the weights of draft {name!r} ({reason}); train it again or get another copy"
+        ) from None
+    target.tap(shape.taps)
+    return head.to(target.device, target.dtype).requires_grad_(False).eval()
+
+
+def save_vocabulary(vocabulary: PartialVocabulary, folder: Path) -> None:
+    """Write which tokens a draft knows."""
+    save_file({"tokens": vocabulary.tokens_D.to("cpu", torch.int32).contiguous()}, folder / VOCABULARY_FILE)
+
+
+def load_vocabulary(folder: Path, size: int, device: torch.device) -> PartialVocabulary | None:
+    """Read which tokens a draft knows; None where it knows all."""
+    if not (folder / VOCABULARY_FILE).exists():
+        return None
+    try:
+        tokens_D = load_file(folder / VOCABULARY_FILE)["tokens"].long()
+    except (OSError, SafetensorError, KeyError) as error:
+        raise FailureError(f"cannot read {folder / VOCABULARY_FILE} ({error}); train the draft again") from None
+    if len(tokens_D) == 0 or int(tokens_D.min()) < 0 or int(tokens_D.max()) >= size:
+        raise UsageError(f"the draft vocabulary in {folder} does not fit a target of {size} tokens; use the draft's own target")
+    return PartialVocabulary(tokens_D.to(device), size)

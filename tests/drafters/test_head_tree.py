@@ -1,0 +1,144 @@
+"""A feature head inside the engine computes what it was trained to compute, round after round."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from polydraft.drafters import HeadTree
+from polydraft.drafters.growth import Growth
+from polydraft.drafters.head_tree import HeadTreeSession
+from polydraft.engine import Decoder
+from polydraft.models import FAMILIES, HeadShape
+from polydraft.models.head_folder import new_head
+from polydraft.models.hf import HFModel
+from polydraft.sampling import PartialVocabulary, SamplingParams
+from polydraft.train.conversations import Texts
+from polydraft.train.head_pupil import HeadPupil
+from polydraft.train.laws import Teacher
+from polydraft.trees import parse_tree
+
+PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 4, 22, 11, 6], [12, 40]]
+DEPTH = 3
+
+
+def target_and_head(lean: bool, taps: tuple[int, ...]):
+    model = FAMILIES.get("llama").build(seed=1).double().float()
+    target = HFModel(model, lean=lean)
+    config = target.config
+    shape = HeadShape(
+        hidden_size=target.hidden_size,
+        taps=taps,
+        num_heads=config.num_attention_heads,
+        num_key_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        mlp_size=48,
+        window=12,
+    )
+    torch.manual_seed(2)
+    vocabulary = PartialVocabulary(torch.arange(0, target.vocab_size, 2), target.vocab_size)
+    head = new_head(shape, target, vocabulary, "test").requires_grad_(False)
+    target.tap(taps)
+    return target, head
+
+
+class Recorder:
+    """Take down texts and logits of every level that is drawn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rounds: list[tuple[list[list[int]], list[Tensor], list[Tensor]]] = []
+        draw, propose = Growth.draw, HeadTreeSession.propose
+        logits: list[Tensor] = []
+
+        def recording_draw(growth, level, logits_BGV, tokens_BN, uniforms_BU):
+            logits.append(logits_BGV.clone())
+            return draw(growth, level, logits_BGV, tokens_BN, uniforms_BU)
+
+        def recording_propose(session, tail_B2, uniforms_BU):
+            logits.clear()
+            texts = [list(text) for text in session._texts]
+            tree = propose(session, tail_B2, uniforms_BU)
+            self.rounds.append((texts, list(logits), [tree.tokens_BN.clone()]))
+            return tree
+
+        monkeypatch.setattr(Growth, "draw", recording_draw)
+        monkeypatch.setattr(HeadTreeSession, "propose", recording_propose)
+
+
+def reference(target: HFModel, head, text: list[int], path: list[int], depth: int) -> Tensor:
+    """Logits at `depth` below the end of `text`, by the code that trains heads."""
+    pupil = HeadPupil.__new__(HeadPupil)
+    pupil.head, pupil.teacher = head, Teacher(target, head.vocabulary)
+    # The last token is never read: a lesson's last entry answers for the law before it.
+    tokens_1L = torch.tensor([[*text, *path[:depth], 0]])
+    answer_1L = torch.zeros(tokens_1L.shape, dtype=torch.bool)
+    answer_1L[0, -1] = True
+    _, answers = pupil.lesson(Texts(tokens_1L, answer_1L), depth + 1)
+    return answers[depth][1][0]
+
+
+@pytest.mark.parametrize(("lean", "taps"), [(True, ()), (True, (1,)), (False, (1, 2))])
+def test_every_level_of_every_round_is_what_training_computes(monkeypatch: pytest.MonkeyPatch, lean: bool, taps) -> None:
+    target, head = target_and_head(lean, taps)
+    recorder = Recorder(monkeypatch)
+    decoder = Decoder(target, HeadTree(head, parse_tree(f"chain:{DEPTH}")))
+    prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]
+    results = decoder.generate(prompts, max_new_tokens=9, seed=0, sampling=SamplingParams(temperature=1.0))
+    assert results[0].stats.drafted_tokens > 0, "nothing was accepted: rounds after acceptance are not tested"
+    assert len(recorder.rounds) > 3
+    compared = 0
+    for texts, logits, (tokens_BN,) in recorder.rounds:
+        for row, text in enumerate(texts):
+            if len(text) >= len(prompts[row]) + 9:
+                continue  # done: idles along
+            for depth, logits_B1D in enumerate(logits):
+                expected_D = reference(target, head, text, tokens_BN[row, 1:].tolist(), depth)
+                torch.testing.assert_close(logits_B1D[row, 0], expected_D, rtol=1e-4, atol=1e-4)
+                compared += 1
+    assert compared > 20
+
+
+def test_a_tree_computes_along_each_of_its_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head = target_and_head(True, (1,))
+    recorder = Recorder(monkeypatch)
+    topology = parse_tree("2x2x1")
+    Decoder(target, HeadTree(head, topology)).generate([PROMPTS[0], PROMPTS[2]], max_new_tokens=6, seed=3)
+    texts, logits, (tokens_BN,) = recorder.rounds[1]
+    for depth, level in enumerate(topology.levels[:-1]):
+        for place, node in enumerate(level):
+            path, ancestor = [], node
+            while ancestor:
+                path.append(ancestor)
+                ancestor = topology.parents[ancestor]
+            for row in range(2):
+                tokens = tokens_BN[row, path[::-1]].tolist()
+                expected_D = reference(target, head, texts[row], tokens, depth)
+                torch.testing.assert_close(logits[depth][row, place], expected_D, rtol=1e-4, atol=1e-4)
+
+
+def test_kept_memory_goes_on_where_the_text_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head = target_and_head(True, (1,))
+    decoder = Decoder(target, HeadTree(head, parse_tree("2x1")), eos_token_ids=(4,))
+    first = decoder.generate(PROMPTS[2], max_new_tokens=7, seed=0, keep=True)
+    longer = [*PROMPTS[2], *first.token_ids, 17, 23]
+    recorder = Recorder(monkeypatch)
+    kept = decoder.generate(longer, max_new_tokens=8, seed=1, keep=True)
+    held = recorder.rounds
+    recorder.rounds = []
+    fresh = Decoder(target, HeadTree(head, parse_tree("2x1"))).generate(longer, max_new_tokens=8, seed=1)
+    assert kept.token_ids[:8] == fresh.token_ids[: len(kept.token_ids)]
+    for (texts, logits, _), (other_texts, other_logits, _) in zip(held, recorder.rounds, strict=False):
+        assert texts == other_texts
+        for one, other in zip(logits, other_logits, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_texts_of_one_token_are_drafted_for_too() -> None:
+    target, head = target_and_head(True, (1,))
+    greedy = SamplingParams(temperature=0)
+    decoder = Decoder(target, HeadTree(head, parse_tree("3x2")))
+    plain = Decoder(target)
+    together = decoder.generate(PROMPTS, max_new_tokens=12, sampling=greedy)
+    assert [result.token_ids for result in together] == [
+        result.token_ids for result in plain.generate(PROMPTS, max_new_tokens=12, sampling=greedy)
+    ]
+    assert decoder.generate([[7], [8]], max_new_tokens=12, sampling=greedy)[0].token_ids == together[1].token_ids
