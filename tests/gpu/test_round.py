@@ -1,13 +1,16 @@
 """What only an accelerator can show: run with `pytest -m gpu tests/gpu`."""
 
+import warnings
+
 import pytest
 import torch
 
-from polydraft.drafters import ModelTree
+from polydraft.drafters import HeadTree, ModelTree
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES, TabularModel
+from polydraft.models import FAMILIES, HeadShape, TabularModel
+from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.trees import parse_tree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -24,6 +27,16 @@ def perturbed(name: str, device: str) -> HFModel:
     return HFModel(model.to(device))
 
 
+def head_tree(target: HFModel) -> HeadTree:
+    shape = HeadShape(
+        hidden_size=target.hidden_size, taps=(1,), num_heads=2, num_key_heads=1, head_size=16, mlp_size=32, window=16
+    )
+    known = PartialVocabulary(torch.arange(0, target.vocab_size, 2, device="cuda"), target.vocab_size)
+    head = new_head(shape, target, known, "test").to("cuda").requires_grad_(False)
+    target.tap(shape.taps)
+    return HeadTree(head, parse_tree("4x2x1"))
+
+
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_greedy_text_equals_hugging_face_generate(name: str) -> None:
     model = FAMILIES.get(name).build().to("cuda")
@@ -37,15 +50,21 @@ def test_greedy_text_equals_hugging_face_generate(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_round_never_waits_for_the_device(name: str, temperature: float) -> None:
-    decoder = Decoder(HFModel(FAMILIES.get(name).build().to("cuda")), ModelTree(perturbed(name, "cuda"), parse_tree("4x2x1")))
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_round_never_waits_for_the_device(name: str, temperature: float, kind: str) -> None:
+    if kind == "head" and name == "gemma2":
+        pytest.skip("gemma2's soft cap hides its hidden states")
+    target = HFModel(FAMILIES.get(name).build().to("cuda"))
+    drafter = ModelTree(perturbed(name, "cuda"), parse_tree("4x2x1")) if kind == "model" else head_tree(target)
+    decoder = Decoder(target, drafter)
     params = SamplingParams(temperature=temperature, top_k=20, top_p=0.9, repetition_penalty=1.2)
     stream = decoder.stream(PROMPTS, sampling=params, max_new_tokens=40, seed=0)
     next(stream)  # warm-up: tables and libraries
     run = stream._run
-    with torch.inference_mode():
-        torch.cuda.set_sync_debug_mode("error")
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             run._round(run._session)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -100,6 +100,8 @@ def make_corpus(settings: TrainSettings, target: Loaded, advance: Advance) -> Co
     writer = Writer(target.model, form, target.eos_token_ids)
     generator = torch.Generator(target.model.device).manual_seed(settings.seed)
     rows = max(-(-settings.tokens // settings.length), 8)
+    if rows > settings.sampling_rows:  # a last few rows by themselves would take as long as many
+        rows = -(-rows // settings.sampling_rows) * settings.sampling_rows
     if settings.prompts:
         starts = _prompts(settings, target, form is not None)
         starts = (starts * -(-rows // len(starts)))[:rows]

@@ -124,6 +124,7 @@ def _corpus(settings: TrainSettings, target: Loaded, work: Path, observer: Obser
         observer(Report(phase="sampling", done=min(written, settings.tokens), total=settings.tokens))
 
     corpus = make_corpus(settings, target, advance)
+    observer(Report(phase="sampling", done=settings.tokens, total=settings.tokens))
     corpus.save(file)
     return corpus
 
