@@ -6,6 +6,7 @@ import pytest
 from polydraft.bench.measurement import Journal, Measurement
 from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token
 from polydraft.bench.results import summarise
+from polydraft.bench.runner import Runner
 from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.errors import UsageError
 
@@ -26,7 +27,16 @@ def bench(invoke, tiny: str, prompt_file: str, out: Path, *options: str) -> tupl
 
 
 def test_results_and_report_are_written_and_texts_are_identical(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
-    names = ["ar", "sd:2", "mcsd:2x1,scheme=naive", "fork:2x2", "mcsd:2x1,attention=flat", "hf", "hf-assisted:2", "hf-lookup:2"]
+    names = [
+        "ar",
+        "sd:2",
+        "mcsd:2x1,scheme=naive,walk=node",
+        "fork:2x2",
+        "mcsd:2x1,attention=flat",
+        "hf",
+        "hf-assisted:2",
+        "hf-lookup:2",
+    ]
     code, out, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", " ".join(names), "--repeat", "2")
     assert code == 0, err
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -130,6 +140,15 @@ def test_a_wrong_greedy_text_fails_the_run(invoke, tiny: str, prompt_file: str, 
         (["--methods", "mcsd:0x1"], "tree width 0"),
         (["--methods", " "], "no methods"),
         (["--prompts", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
+        (["--methods", "mcsd:2x1,walk=nodde"], "unknown walk 'nodde'; did you mean 'node'?"),
+        (["--methods", "mcsd:2x1,scheme=naiv"], "unknown scheme 'naiv'; did you mean 'naive'?"),
+        (["--methods", "mcsd:2x1,draft_temperature=warm"], "draft_temperature='warm' is out of range"),
+        (["--methods", "mcsd:2x1,draft_temperature=-1"], "draft_temperature='-1' is out of range"),
+        (["--methods", "ar:3"], "takes no argument"),
+        (["--methods", "hf-lookup:many"], "'many' is no number of tokens"),
+        (["--methods", "hf-assisted:0"], "'0' is no number of tokens"),
+        (["--threads", "0"], "threads=0"),
+        (["--max-new-tokens", "1000"], "does not fit behind the longest prompt"),
         (["--repeat", "0"], "repeat=0"),
         (["--out", "/proc/nowhere"], "cannot write to /proc/nowhere"),
     ],
@@ -137,6 +156,51 @@ def test_a_wrong_greedy_text_fails_the_run(invoke, tiny: str, prompt_file: str, 
 def test_bad_input_is_one_line(invoke, tiny: str, prompt_file: str, tmp_path: Path, options: list[str], expected: str) -> None:
     code, out, err = bench(invoke, tiny, prompt_file, tmp_path / "out", *options)
     assert code == 2 and out == "" and expected in err and err.count("\n") == 1
+
+
+def test_an_output_folder_is_checked_before_models_are_loaded(invoke, prompt_file: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        code, _, err = bench(invoke, "/no/such/model", prompt_file, out, "--methods", "ar")
+        assert code == 2 and f"cannot write to {out}" in err and err.count("\n") == 1
+    (tmp_path / "runs.jsonl").write_text("")
+    code, _, err = bench(invoke, "/no/such/model", prompt_file, tmp_path, "--methods", "ar")
+    assert code == 2 and "holds a benchmark already" in err
+
+
+def test_an_interruption_keeps_what_was_measured(
+    invoke, tiny: str, prompt_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, count = Runner._measure, iter(range(100))
+
+    def interrupted(*arguments) -> Measurement:
+        if next(count) == 3:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(Runner, "_measure", interrupted)
+    code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar sd:2")
+    assert code == 130 and f"add --resume to go on in {tmp_path / 'out'}" in err
+    assert len((tmp_path / "out" / "runs.jsonl").read_text().splitlines()) == 3
+    assert bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar sd:2", "--resume")[0] == 0
+
+
+def test_a_failed_method_is_named_with_its_reason(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    def build(spec: MethodSpec, bench: Bench) -> Method:
+        def generate(prompt: list[int], seed: int):
+            yield Token(1, "target", 0)
+            raise KeyError("lost")  # of a kind that no engine of ours raises
+
+        return Method(name=spec.text, generate=generate)
+
+    METHODS.register("lossy")(build)
+    try:
+        code, out, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "lossy ar")
+    finally:
+        del METHODS._items["lossy"]
+    assert code == 1 and "methods failed: lossy (KeyError: 'lost')" in err and "ar" in out
+    figures = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
+    assert figures["lossy"]["status"] == "failed" and figures["ar"]["prompts"] == 4
 
 
 def measurement(method: str, prompt: str, repeat: int, seconds: float, tokens: int = 10) -> Measurement:
@@ -178,6 +242,8 @@ def test_a_paper_is_measured_again(invoke, tiny: str, prompt_file: str, tmp_path
     for words in ("Table 4", "Figure 4", "Tables 2 and 3", "**Ours**", "**Published**", "8x2x1x1", "monotonic"):
         assert words in text
     assert text in out
+    for name, words in (("figure-3.svg", "acceptance rate"), ("figure-4.svg", "K = 32")):
+        assert f"]({name})" in text and words in (tmp_path / "out" / name).read_text()
 
 
 def test_an_unknown_paper_is_refused(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:

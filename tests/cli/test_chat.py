@@ -26,9 +26,9 @@ def test_later_turns_read_only_what_is_new(invoke, monkeypatch: pytest.MonkeyPat
     read: list[int] = []
     prefill = Context.prefill
 
-    def counting(context: Context, texts: list[list[int]]) -> None:
+    def counting(context: Context, texts: list[list[int]], observer=None) -> None:
         read.append(sum(map(len, texts)))
-        prefill(context, texts)
+        prefill(context, texts, observer)
 
     monkeypatch.setattr(Context, "prefill", counting)
     talk(invoke, monkeypatch, tiny, "a first question that is a good deal longer, so there!\nmore\n")

@@ -1,6 +1,8 @@
 """One measured generation, and the file they are kept in."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +38,35 @@ class Measurement:
         return self.method, self.prompt, self.repeat
 
 
+def read_measurements(path: Path) -> Iterator[Measurement]:
+    """Read a `runs.jsonl`; a line cut off by a kill is left out."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield Measurement(**json.loads(line))
+        except (json.JSONDecodeError, TypeError):
+            continue
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Refuse a folder that a benchmark could not be written to, before anything is loaded for it.
+
+    Raises
+    ------
+    UsageError
+        If it holds a benchmark that is not to be resumed, or is no folder that can be written to.
+    """
+    try:
+        if not resume and (folder / "runs.jsonl").exists():
+            raise UsageError(f"{folder} holds a benchmark already; pass --resume to go on with it, or another --out")
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+
+
 class Journal:
     """Measurements on disk, one JSON line each, appended as they are made: what a killed run leaves is whole lines.
 
@@ -52,9 +83,8 @@ class Journal:
         self._path = folder / "runs.jsonl"
         settings_path = folder / "settings.json"
         try:
+            check_folder(folder, resume=resume)
             folder.mkdir(parents=True, exist_ok=True)
-            if self._path.exists() and not resume:
-                raise UsageError(f"{folder} holds a benchmark already; pass --resume to go on with it, or another --out")
             if resume and settings_path.exists():
                 _check_same(json.loads(settings_path.read_text()), settings, folder)
             settings_path.write_text(json.dumps(settings, indent=1))
@@ -62,15 +92,11 @@ class Journal:
             if (written := self._path.read_bytes()) and not written.endswith(b"\n"):
                 self._append("\n")  # a kill tore the last line: leave it alone
         except OSError as error:
-            raise UsageError(f"cannot write to {folder} ({error.strerror}); choose another --out") from None
+            raise _cannot_write(folder, error) from None
 
     def __iter__(self) -> Iterator[Measurement]:
-        """Read what is there; a line cut off by a kill is left out."""
-        for line in self._path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield Measurement(**json.loads(line))
-            except (json.JSONDecodeError, TypeError):
-                continue
+        """Read what is there."""
+        return read_measurements(self._path)
 
     def add(self, measurement: Measurement) -> None:
         """Append one measurement."""
@@ -82,6 +108,10 @@ class Journal:
     def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(text)
+
+
+def _cannot_write(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write to {folder} ({error.strerror}); choose another --out")
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:

@@ -32,9 +32,11 @@ class Bench:
 
     target: Loaded
     draft: Any
-    """The draft `LanguageModel`, or None."""
+    """The draft `LanguageModel` or `FeatureHead`, or None."""
     params: SamplingParams
     max_new_tokens: int
+    longest_prompt: int
+    """Tokens of the longest prompt, for engines that allocate or compile once for all texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,20 @@ class MethodSpec:
                 known = ", ".join(allowed) or "none"
                 raise UsageError(f"method {self.text!r} has no option {key!r}; allowed: {known}")
         return self.options
+
+    def take_nothing(self) -> None:
+        """Refuse an argument and options."""
+        self.take()
+        if self.argument:
+            raise UsageError(f"method {self.text!r} takes no argument; write {self.name}")
+
+    def count(self, *, default: int) -> int:
+        """Return the argument as a whole number from 1 on; `default` where there is none."""
+        if not self.argument:
+            return default
+        if not self.argument.isascii() or not self.argument.isdigit() or int(self.argument) < 1:
+            raise UsageError(f"method {self.text!r}: {self.argument!r} is no number of tokens; allowed: whole numbers from 1")
+        return int(self.argument)
 
 
 METHODS: Registry[Callable[[MethodSpec, Bench], Method]] = Registry("method")

@@ -1,8 +1,10 @@
 """Our own methods."""
 
+import math
+
 from polydraft.bench.flat import FlatModel
 from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token, Tokens
-from polydraft.drafters import DRAFTERS, Parts
+from polydraft.drafters import Parts, make_drafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.trees import Topology, parse_tree
@@ -11,7 +13,7 @@ from polydraft.trees import Topology, parse_tree
 @METHODS.register("ar")
 def plain(spec: MethodSpec, bench: Bench) -> Method:
     """Plain autoregressive decoding on our engine, the baseline."""
-    spec.take()
+    spec.take_nothing()
     return _method(spec, bench, Decoder(bench.target.model, eos_token_ids=bench.target.eos_token_ids))
 
 
@@ -35,23 +37,36 @@ def fork(spec: MethodSpec, bench: Bench) -> Method:
 
 
 def _tree(spec: MethodSpec, bench: Bench, topology: Topology) -> Method:
-    options = spec.take("scheme", "draft_temperature", "attention")
+    options = spec.take("scheme", "walk", "draft_temperature", "attention")
     if bench.draft is None:
         raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
     attention = options.get("attention", "tree")
     if attention not in ("tree", "flat"):
         raise UsageError(f"method {spec.text!r}: attention={attention!r}; allowed: tree, flat")
-    temperature = options.get("draft_temperature")
     parts = Parts(
         target=bench.target.model,
         draft=bench.draft,
         topology=topology,
         scheme=options.get("scheme", "auto"),
-        draft_temperature=None if temperature is None else float(temperature),
+        draft_temperature=_draft_temperature(spec),
     )
     target = bench.target.model if attention == "tree" else FlatModel(bench.target.model, topology)
-    decoder = Decoder(target, DRAFTERS.get("model")(parts), eos_token_ids=bench.target.eos_token_ids)
+    walk = {"walk": options["walk"]} if "walk" in options else {}
+    decoder = Decoder(target, make_drafter(parts), eos_token_ids=bench.target.eos_token_ids, **walk)
     return _method(spec, bench, decoder, topology.parents)
+
+
+def _draft_temperature(spec: MethodSpec) -> float | None:
+    text = spec.options.get("draft_temperature")
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"method {spec.text!r}: draft_temperature={text!r} is out of range; allowed: 0 or more")
+    return value
 
 
 def _method(spec: MethodSpec, bench: Bench, decoder: Decoder, parents: tuple[int, ...] | None = None) -> Method:

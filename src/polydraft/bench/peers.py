@@ -1,6 +1,5 @@
-"""Other engines on the same prompts, for comparison."""
+"""Hugging Face `generate` in its ways, for comparison."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -8,54 +7,58 @@ import torch
 
 from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token, Tokens
 from polydraft.errors import UsageError
-from polydraft.models.bundled import BUNDLED, weights_file
+from polydraft.models.hf import HFModel
 
 
 @METHODS.register("hf")
 def plain(spec: MethodSpec, bench: Bench) -> Method:
     """Hugging Face `generate`."""
-    spec.take()
-    return _hugging_face(spec, bench, lambda: {}, one_token_a_pass=True)
-
-
-@METHODS.register("hf-compiled")
-def compiled(spec: MethodSpec, bench: Bench) -> Method:
-    """Hugging Face `generate` with a static cache and a compiled forward."""
-    from transformers import CompileConfig
-
-    spec.take()
-    options = {"cache_implementation": "static", "compile_config": CompileConfig(mode="default", fullgraph=False)}
-    options["compile_config"]._compile_all_devices = True  # CPUs too: by itself transformers compiles on GPUs only
-    return _hugging_face(spec, bench, lambda: options, one_token_a_pass=True)
+    spec.take_nothing()
+    return hugging_face(spec, bench, dict, one_token_a_pass=True)
 
 
 @METHODS.register("hf-assisted")
 def assisted(spec: MethodSpec, bench: Bench) -> Method:
     """Hugging Face assisted generation with the same draft; ``hf-assisted:5`` fixes the number of drafted tokens."""
     spec.take()
+    count = spec.count(default=0)
     if bench.draft is None:
         raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
+    if not isinstance(bench.draft, HFModel):
+        raise UsageError(f"method {spec.text!r} needs a draft that is a language model; {bench.draft.name!r} is a feature head")
     assistant = bench.draft.hf_model
 
     def options() -> dict[str, Any]:
-        if spec.argument:
-            assistant.generation_config.num_assistant_tokens = int(spec.argument)
+        if count:
+            assistant.generation_config.num_assistant_tokens = count
             assistant.generation_config.num_assistant_tokens_schedule = "constant"
         return {"assistant_model": assistant}
 
-    return _hugging_face(spec, bench, options)
+    return hugging_face(spec, bench, options)
 
 
 @METHODS.register("hf-lookup")
 def lookup(spec: MethodSpec, bench: Bench) -> Method:
     """Hugging Face prompt lookup; ``hf-lookup:10`` drafts ten tokens."""
     spec.take()
-    return _hugging_face(spec, bench, lambda: {"prompt_lookup_num_tokens": int(spec.argument or 10)})
+    count = spec.count(default=10)
+    return hugging_face(spec, bench, lambda: {"prompt_lookup_num_tokens": count})
 
 
-def _hugging_face(
-    spec: MethodSpec, bench: Bench, options: Callable[[], dict[str, Any]], one_token_a_pass: bool = False
+def hugging_face(
+    spec: MethodSpec, bench: Bench, options: Callable[[], dict[str, Any]], *, one_token_a_pass: bool = False
 ) -> Method:
+    """Make a method of `generate` with some options.
+
+    Parameters
+    ----------
+    spec : MethodSpec
+    bench : Bench
+    options : callable
+        Gives the further arguments of `generate`, anew for each text.
+    one_token_a_pass : bool
+        Whether every token has a target pass of its own; `generate` does not tell.
+    """
     model, params = bench.target.model.hf_model, bench.params
     settings: dict[str, Any] = {"do_sample": False}
     if params.temperature > 0:
@@ -82,30 +85,3 @@ def _hugging_face(
         return None
 
     return Method(name=spec.text, generate=generate)
-
-
-@METHODS.register("llama.cpp")
-def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
-    """llama.cpp through `llama-cpp-python`, on the bundled model's own 4-bit weights: another law, so texts differ."""
-    spec.take()
-    weights = weights_file()
-    if importlib.util.find_spec("llama_cpp") is None:
-        raise UsageError("method 'llama.cpp' needs the package llama-cpp-python; get it with: pip install llama-cpp-python")
-    if bench.target.model.name != BUNDLED or weights is None:
-        raise UsageError(f"method 'llama.cpp' reads GGUF weights; it works with --target {BUNDLED} only")
-    from llama_cpp import Llama
-
-    engine = Llama(str(weights), n_ctx=2048, n_threads=torch.get_num_threads(), verbose=False)
-    eos = set(bench.target.eos_token_ids)
-
-    def generate(prompt: list[int], seed: int) -> Tokens:
-        engine.reset()
-        engine.set_seed(seed)
-        stream = engine.generate(prompt, temp=bench.params.temperature, top_k=0, top_p=1.0, min_p=0.0)
-        for index, token in enumerate(stream):
-            yield Token(token, "target", index)
-            if token in eos or index + 1 == bench.max_new_tokens:
-                break
-        return None
-
-    return Method(name=spec.text, generate=generate, comparable=False)

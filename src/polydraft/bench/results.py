@@ -1,13 +1,17 @@
 """From measurements to `results.json` (docs/bench-results.md)."""
 
+import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from polydraft.bench.measurement import Measurement
+from polydraft.bench.output import write_text
+from polydraft.bench.report import write_report
 from polydraft.bench.schema import BASELINE
 
 _RESAMPLES = 2000
@@ -32,6 +36,12 @@ def summarise(
         by_method[measurement.method].append(measurement)
     baseline = _prompts(by_method.get(BASELINE, []))
     return {name: _method(name, by_method.get(name, []), baseline, likeness) for name in methods}
+
+
+def write_results(results: dict[str, Any], folder: Path) -> None:
+    """Write `results.json` and `report.html` into a folder that exists."""
+    write_text(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False))
+    write_report(results, folder / "report.html")
 
 
 class _Prompt:

@@ -29,10 +29,13 @@ class Runner:
         repeat: int,
         seed: int,
         device: torch.device,
+        alone: bool = True,
     ) -> None:
         self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), repeat, seed
         self._device = device
-        self._memory, self._energy = MemoryMeter(device), EnergyMeter(device)
+        self._memory = MemoryMeter(device)
+        # The counters are the machine's: beside other shards they would count the others' work too.
+        self._energy = EnergyMeter(device) if alone else None
 
     @property
     def total(self) -> int:
@@ -71,7 +74,7 @@ class Runner:
             for count, _ in enumerate(method.generate(token_ids, self.seed), start=1):
                 if count >= _WARM_UP_TOKENS:
                     break
-        except (PolydraftError, RuntimeError, ValueError, TypeError, NotImplementedError):
+        except Exception:  # of whatever kind, as in a measurement
             return
 
     def _measure(self, method: Method, prompt: BenchPrompt, token_ids: list[int], repeat: int) -> Measurement:
@@ -80,7 +83,7 @@ class Runner:
         stats: Stats | None = None
         error: str | None = None
         self._memory.start()
-        joules = self._energy.joules()
+        joules = self._joules()
         start = synchronised_clock(self._device)
         try:
             # The same seed in every arm; repeats differ.
@@ -94,9 +97,9 @@ class Runner:
                 if first is None:
                     first = synchronised_clock(self._device) - start
         except Exception as problem:  # a peer's failure of whatever kind is a result, and the other arms go on
-            error = f"{type(problem).__name__}: {' '.join(str(problem).split())}"[:400]
+            error = _one_line(problem)
         seconds = synchronised_clock(self._device) - start
-        spent = self._energy.joules()
+        spent = self._joules()
         known = bool(tokens) and all(token.target_pass is not None for token in tokens)
         return Measurement(
             method=method.name,
@@ -113,3 +116,12 @@ class Runner:
             joules=spent - joules if spent is not None and joules is not None else None,
             error=error,
         )
+
+    def _joules(self) -> float | None:
+        return self._energy.joules() if self._energy is not None else None
+
+
+def _one_line(problem: Exception) -> str:
+    said = " ".join(str(problem).split())
+    # Our own messages say everything; others often mean little without their kind.
+    return said if isinstance(problem, PolydraftError) else f"{type(problem).__name__}: {said}"[:400]

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,18 @@ from typing import Any
 import torch
 
 import polydraft
-from polydraft.bench import methods, peers  # noqa: F401  (registers the methods)
-from polydraft.bench.identity import IdentityCheck
+from polydraft.bench import compiled_peer, llama_cpp_peer, methods, peers  # noqa: F401  (register the methods)
+from polydraft.bench.identity import IdentityCheck, Likeness
 from polydraft.bench.measurement import Journal, Measurement
 from polydraft.bench.meters import git_revision, machine
 from polydraft.bench.method import Bench, build_methods, check_method_names
 from polydraft.bench.prompts import BenchPrompt, load_prompts
-from polydraft.bench.report import write_report
-from polydraft.bench.results import summarise
+from polydraft.bench.results import summarise, write_results
 from polydraft.bench.runner import Runner
 from polydraft.bench.schema import BASELINE, SCHEMA
+from polydraft.bench.shard import Shard
 from polydraft.engine import Decoder
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import UsageError
 from polydraft.loading import DEFAULT_PAIRS
 from polydraft.models import check_prompts
 from polydraft.models.loading import load_draft, load_model
@@ -50,14 +49,19 @@ class BenchOptions:
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = None
+    shard: str | None = None
+    """Measure this part of the prompts only, ``I/N``."""
 
     def __post_init__(self) -> None:
-        for name in ("repeat", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} is out of range; allowed: whole numbers from 1")
+        for name in ("repeat", "max_new_tokens", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value} is out of range; allowed: whole numbers from 1")
         if not self.methods:
             raise UsageError("no methods given; name at least one, such as ar")
         check_method_names(list(self.methods))
+        if self.shard is not None:
+            Shard.parse(self.shard)
 
 
 class BenchSession:
@@ -67,24 +71,36 @@ class BenchSession:
         self.options = options
         params = SamplingParams(temperature=options.temperature)
         prompts = load_prompts(options.source, options.limit)
+        if options.shard is not None:
+            prompts = Shard.parse(options.shard).select(prompts)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         device = resolve_device(options.device)
         self.loaded = load_model(options.target, device, resolve_dtype(options.dtype, device))
         usual, _ = DEFAULT_PAIRS.get(options.target, ("none", ""))
         draft_name = usual if options.draft == "auto" else options.draft
+        encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)
+        encoded = [(prompt, encoder.encode(prompt.text, chat=not options.raw)) for prompt in prompts]
+        check_prompts([ids for _, ids in encoded], self.loaded.model.max_positions, self.loaded.model.vocab_size)
+        longest = max(len(ids) for _, ids in encoded)
+        _check_room(longest, options.max_new_tokens, self.loaded.model.max_positions)
+        self.prompts: list[tuple[BenchPrompt, list[int]]] = encoded
         self.bench = Bench(
             target=self.loaded,
             draft=load_draft(draft_name, self.loaded),
             params=params,
             max_new_tokens=options.max_new_tokens,
+            longest_prompt=longest,
         )
-        encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)
-        encoded = [(prompt, encoder.encode(prompt.text, chat=not options.raw)) for prompt in prompts]
-        check_prompts([ids for _, ids in encoded], self.loaded.model.max_positions, self.loaded.model.vocab_size)
-        self.prompts: list[tuple[BenchPrompt, list[int]]] = encoded
         self.methods = build_methods(list(options.methods), self.bench)
-        self.runner = Runner(self.methods, encoded, repeat=options.repeat, seed=options.seed, device=device)
+        self.runner = Runner(
+            self.methods,
+            encoded,
+            repeat=options.repeat,
+            seed=options.seed,
+            device=device,
+            alone=options.shard is None,
+        )
         self.draft_name = draft_name
 
     def run(
@@ -95,8 +111,7 @@ class BenchSession:
         journal = Journal(out, json.loads(json.dumps(settings)), resume)
         self.runner.run(journal, progress)
         results = self.results(list(journal), command)
-        _write(out / "results.json", json.dumps(results, indent=1, ensure_ascii=False))
-        write_report(results, out / "report.html")
+        write_results(results, out)
         return results
 
     def results(self, measurements: list[Measurement], command: list[str]) -> dict[str, Any]:
@@ -105,6 +120,7 @@ class BenchSession:
         categories: dict[str, int] = {}
         for prompt, _ in self.prompts:
             categories[prompt.category] = categories.get(prompt.category, 0) + 1
+        likeness = self._likeness(measurements)
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         return {
             "schema": SCHEMA,
@@ -124,8 +140,14 @@ class BenchSession:
                 "seed": options.seed,
                 "template": "raw" if options.raw else "chat",
                 "prompts": {"source": options.source, "count": len(self.prompts), "categories": categories},
+                **({"shard": options.shard} if options.shard is not None else {}),
             },
-            "methods": summarise(measurements, [method.name for method in self.methods], self._likeness(measurements)),
+            "methods": summarise(measurements, [method.name for method in self.methods], likeness),
+            "differing": [
+                {"method": method, "prompt": prompt, "likeness": kind}
+                for (method, prompt), kind in (likeness or {}).items()
+                if kind != Likeness.IDENTICAL
+            ],
             "trees": {method.name: {"parents": list(method.parents)} for method in self.methods if method.parents},
             "samples": self._samples(measurements),
         }
@@ -169,11 +191,10 @@ class BenchSession:
         ]
 
 
-def _write(path: Path, text: str) -> None:
-    """Write whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise FailureError(f"cannot write {path} ({error.strerror}); what was measured is in runs.jsonl") from None
+def _check_room(longest: int, new: int, positions: int | None) -> None:
+    """Refuse texts that the context would cut: our engine ends there, peers go on, and texts would seem to differ."""
+    if positions is not None and longest + new > positions:
+        raise UsageError(
+            f"max_new_tokens={new} does not fit behind the longest prompt of {longest} tokens in the model's context of "
+            f"{positions}; use {positions - longest} at most, or shorter prompts"
+        )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 @click.group("bench", short_help="Measure methods against each other.", invoke_without_command=True)
 @click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
 @click.option("--limit", type=int, default=None, help="Use so many prompts, spread over the categories.")
+@click.option("--shard", default=None, metavar="I/N", help="Measure only the I-th of N shares of these prompts; see merge.")
 @click.option("--methods", default="ar sd:5 mcsd:4x2x1 hf", show_default=True, help="Methods, separated by spaces.")
 @click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name.")
 @click.option("--draft", default="auto", show_default=True, help="Draft model, for every method that uses one.")
@@ -34,9 +35,12 @@ if TYPE_CHECKING:
 def command(context: click.Context, /, **options: Any) -> None:
     """Measure methods on the same prompts, arms interleaved in one process, against plain decoding (ar).
 
-    Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, each with ,scheme=NAME ,draft_temperature=T ,attention=flat behind
-    it; peers: hf, hf-assisted, hf-lookup, hf-compiled, llama.cpp. At temperature 0 all texts are checked against ar's while
-    measuring.
+    Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, the last three with ,scheme=NAME ,walk=NAME ,draft_temperature=T
+    ,attention=flat behind them; peers: hf, hf-assisted, hf-lookup, hf-compiled, llama.cpp. At temperature 0 all texts are
+    checked against ar's while measuring.
+
+    A long run can be shared: N processes, each with --shard I/N, its own --out and its own cores (taskset), all other options
+    alike; then `polydraft bench merge OUT DIR...`.
     """
     if context.invoked_subcommand is None:
         _bench(**options)
@@ -52,6 +56,29 @@ def diff(before: Path, after: Path) -> None:
     click.echo(format_diff(compare(load_results(before), load_results(after))))
 
 
+@command.command("merge", short_help="Join the shards of one run.")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--reproduce", default=None, help="The shards were measured with --reproduce PAPER: write its tables too.")
+def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
+    """Join the shards in the folders DIR into one benchmark in the new folder OUT, with the statistics of their union.
+
+    All N shards must be there, finished, and begun with equal settings on the same machine.
+    """
+    from polydraft.bench.merge import merge_shards
+    from polydraft.bench.papers import PAPERS
+    from polydraft.bench.papers.reproduction import folder_name
+
+    if reproduce is None:
+        _show(merge_shards(out, folders, _command_line()), out)
+        return
+    results = {}
+    for temperature in PAPERS.get(reproduce).runs:
+        part = folder_name(temperature)
+        results[temperature] = merge_shards(out / part, [folder / part for folder in folders], _command_line())
+    _show_reproduction(reproduce, results, out)
+
+
 def _bench(**options: Any) -> None:
     from polydraft.bench.session import BenchOptions
     from polydraft.cli.options import arrange_messages
@@ -65,39 +92,46 @@ def _bench(**options: Any) -> None:
     if paper is not None:
         _reproduce(paper, out, resume, options)
         return
-    _run(BenchOptions(**{**options, "methods": tuple(options["methods"].split())}), out, resume)
+    _show(_run(BenchOptions(**{**options, "methods": tuple(options["methods"].split())}), out, resume), out)
 
 
 def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> None:
     """Run a paper's methods at each of its temperatures and write its tables."""
+    from polydraft.bench.measurement import check_folder
     from polydraft.bench.papers import PAPERS
-    from polydraft.bench.papers.paper import to_markdown
+    from polydraft.bench.papers.reproduction import folder_name
     from polydraft.bench.session import BenchOptions
 
-    paper = PAPERS.get(name)
-    results = {}
-    for temperature, methods in paper.runs.items():
+    runs, results = PAPERS.get(name).runs, {}
+    for temperature in runs:
+        check_folder(out / folder_name(temperature), resume=resume)
+    for temperature, methods in runs.items():
         chosen = BenchOptions(**{**options, "methods": methods, "temperature": temperature})
-        results[temperature] = _run(chosen, out / f"temperature-{temperature:g}", resume)
-    comparisons = paper.tables({temperature: one["methods"] for temperature, one in results.items()})
-    text = to_markdown(paper, comparisons, next(iter(results.values()))["settings"])
-    (out / "reproduction.md").write_text(text, encoding="utf-8")
-    click.echo(text)
-    click.echo(f"{out / 'reproduction.md'} written")
+        results[temperature] = _run(chosen, out / folder_name(temperature), resume)
+    _show_reproduction(name, results, out)
 
 
 def _run(options: "BenchOptions", out: Path, resume: bool) -> dict[str, Any]:
-    """Measure once and print the table."""
+    """Measure once."""
+    from polydraft.bench.measurement import check_folder
     from polydraft.bench.session import BenchSession
 
+    check_folder(out, resume=resume)
     session = BenchSession(options)
     with _Progress(session.runner.total) as progress:
         try:
-            results = session.run(out, resume=resume, command=["polydraft", *sys.argv[1:]], progress=progress)
+            return session.run(out, resume=resume, command=_command_line(), progress=progress)
         except KeyboardInterrupt:
             click.echo(f"interrupted; what was measured is kept: add --resume to go on in {out}", err=True)
             raise
 
+
+def _command_line() -> list[str]:
+    return ["polydraft", *sys.argv[1:]]
+
+
+def _show(results: dict[str, Any], out: Path) -> None:
+    """Print the table; a wrong text or a failed method ends in an error, once everything is written."""
     from polydraft.cli.render import output_console, results_table
 
     output_console().print(results_table(results))
@@ -105,10 +139,21 @@ def _run(options: "BenchOptions", out: Path, resume: bool) -> dict[str, Any]:
     differing = [name for name, figures in results["methods"].items() if figures["differences"]]
     if differing:
         raise FailureError(f"greedy texts of {', '.join(differing)} differ from ar's other than at near-ties; see {out}")
-    failed = [name for name, figures in results["methods"].items() if figures["status"] != "ok"]
+    failed = {name: figures["error"] for name, figures in results["methods"].items() if figures["status"] != "ok"}
     if failed:
-        raise FailureError(f"methods failed: {', '.join(failed)}; the others' results are in {out}")
-    return results
+        reason = next(iter(failed.values()))
+        raise FailureError(f"methods failed: {', '.join(failed)} ({reason}); the others' results are in {out}")
+
+
+def _show_reproduction(name: str, results: dict[float, dict[str, Any]], out: Path) -> None:
+    """Write and print a paper's tables, whatever failed, and then say what did."""
+    from polydraft.bench.papers import PAPERS
+    from polydraft.bench.papers.reproduction import FILE, folder_name, write_reproduction
+
+    click.echo(write_reproduction(PAPERS.get(name), results, out))
+    click.echo(f"{out / FILE} written")
+    for temperature, one in results.items():
+        _show(one, out / folder_name(temperature))
 
 
 class _Progress:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from polydraft.bench.papers.drawing import Drawing, curves, grouped_columns
 from polydraft.bench.papers.paper import PAPERS, Comparison, Paper, Results
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -51,7 +52,17 @@ def _acceptance_by_width(results: Results) -> Comparison:
             ["Vicuna-13B", "1", "0.35 → 0.57", "0.25 → 0.41"],
         ],
         remark=_rising(results),
+        drawings=[_figure_3(results)],
     )
+
+
+def _figure_3(results: Results) -> Drawing:
+    series = {
+        f"T={temperature:g}": [methods[f"mcsd:{width}"]["acceptance_rate"] for width in _WIDTHS]
+        for temperature, methods in results.items()
+    }
+    content = curves(series, [str(width) for width in _WIDTHS], across="candidates k", up="acceptance rate α")
+    return Drawing("figure-3.svg", "Figure 3: acceptance rate α against the number of candidates k", content)
 
 
 def _rising(results: Results) -> str:
@@ -108,7 +119,19 @@ def _budgets(results: Results) -> Comparison:
             ["K = 32 has a higher τ than K = 16 but a lower speed-up"],
         ],
         remark=f"Here the falling configuration has at least the rising one's τ in {kept} of {asked} pairs.",
+        drawings=[_figure_4(results)],
     )
+
+
+def _figure_4(results: Results) -> Drawing:
+    series = {
+        f"T={temperature:g}": [methods[f"mcsd:{shape}"]["tokens_per_pass"] for shapes in _BUDGETS.values() for shape in shapes]
+        for temperature, methods in results.items()
+    }
+    groups = {f"K = {budget}": shapes for budget, shapes in _BUDGETS.items()}
+    # A pass without any draft yields one token, so columns stand on 1.
+    content = grouped_columns(series, groups, base=1.0, across="k-configuration, by budget K", up="block efficiency τ")
+    return Drawing("figure-4.svg", "Figure 4: block efficiency τ of each k-configuration, by budget K", content)
 
 
 def _ablation(results: Results) -> Comparison:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polydraft.bench.papers.drawing import Drawing
 from polydraft.registry import Registry
 
 Results = dict[float, dict[str, Any]]
@@ -23,6 +24,8 @@ class Comparison:
     published: Sequence[Sequence[str]]
     remark: str = ""
     """What our figures say of the paper's claim."""
+    drawings: Sequence[Drawing] = ()
+    """Our figures as the paper draws its own."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ def to_markdown(paper: Paper, comparisons: Sequence[Comparison], settings: dict[
     ]
     for comparison in comparisons:
         lines += ["", f"## {comparison.title}", "", "**Ours**", "", *_table(comparison.columns, comparison.ours)]
+        lines += [line for one in comparison.drawings for line in ("", f"![{one.caption}]({one.file})")]
         lines += ["", f"**Published** ({comparison.published_note})", ""]
         lines += _table(comparison.published_columns, comparison.published)
         if comparison.remark:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from polydraft.bench.output import write_text
 from polydraft.bench.report.page import render
 
 __all__ = ["render", "write_report"]
@@ -18,5 +19,4 @@ def write_report(results: dict[str, Any], path: Path) -> None:
     path : Path
         The file to write; its folder must exist.
     """
-    # Half of a surrogate pair, which a byte-level tokenizer can produce, has no UTF-8: it becomes a question mark.
-    path.write_bytes(render(results).encode("utf-8", "replace"))
+    write_text(path, render(results))
