@@ -12,7 +12,7 @@ from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
 
 DEFAULT_TREE = "4x2x2x1x1"
-DEFAULT_PAIRS = {BUNDLED: ("early-exit:2", "4")}
+DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "4x2x1")}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
 
 

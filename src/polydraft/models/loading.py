@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 
 from polydraft.errors import FailureError, UsageError
-from polydraft.models.bundled import BUNDLED, bundled_folder
+from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
 from polydraft.models.early_exit import early_exit
 from polydraft.models.feature_head import FeatureHead
 from polydraft.models.head_folder import is_head, load_head, load_vocabulary
@@ -55,7 +55,7 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
 
 
 def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
-    """Load a draft for a target: ``"none"``, ``"early-exit:k"``, a folder with a model or a feature head, or a hub name."""
+    """Load a draft for a target: ``"none"``, ``"early-exit:k"``, a shipped one, a folder with a model or head, or a hub name."""
     if name == "none":
         return None
     if name.startswith("early-exit"):
@@ -63,11 +63,12 @@ def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
         if not number.isdigit():
             raise UsageError(f"draft {name!r} lacks its number of layers; write early-exit:k, such as early-exit:4")
         return early_exit(target.model, int(number))
-    if is_head(Path(name)):
-        return load_head(Path(name), target.model, target.tokenizer, name)
+    folder = SHIPPED_DRAFTS.get(name, Path(name))
+    if is_head(folder):
+        return load_head(folder, target.model, target.tokenizer, name)
     draft = load_model(name, target.model.device, target.model.dtype)
     check_same_tokens(target, draft)
-    vocabulary = load_vocabulary(Path(name), target.model.vocab_size, target.model.device)
+    vocabulary = load_vocabulary(folder, target.model.vocab_size, target.model.device)
     return draft.model if vocabulary is None else HFModel(draft.model.hf_model, name, vocabulary=vocabulary)
 
 

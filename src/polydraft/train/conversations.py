@@ -13,7 +13,8 @@ from polydraft.trees import causal_block
 ANSWER_TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 """Drafts must serve at all temperatures, so answers are sampled at several."""
 
-_USER_LIMIT, _ANSWER_LIMIT = 64, 256
+_USER_SHARE, _ANSWER_SHARE = 1 / 6, 2 / 3
+"""Longest turns, as shares of a text: each is to hold a question and most of an answer at least."""
 _LEAST_SHARE = 0.02
 """In the user's turns tokens less likely than this share of the likeliest are left out: a small model drifts otherwise."""
 
@@ -50,7 +51,6 @@ class Writer:
         longest = max(map(len, bridges))
         self._bridges_2M = torch.tensor([bridge + [0] * (longest - len(bridge)) for bridge in bridges], device=device)
         self._lengths_2 = torch.tensor([len(bridge) for bridge in bridges], device=device)
-        self._limits_2 = torch.tensor([_USER_LIMIT, _ANSWER_LIMIT], device=device)
 
     @torch.inference_mode()
     def write(
@@ -67,6 +67,7 @@ class Writer:
         context = target.start(rows, length)
         context.prefill([start[:-1] for start in starts])
         begun = [len(start) for start in starts]
+        limits_2 = torch.tensor([max(int(share * length), 1) for share in (_USER_SHARE, _ANSWER_SHARE)], device=device)
         tokens_BL = torch.zeros(rows, length, dtype=torch.long, device=device)
         answer_BL = torch.zeros(rows, length, dtype=torch.bool, device=device)
         for row, start in enumerate(starts):
@@ -77,10 +78,10 @@ class Writer:
         temperature_B = self._new_temperatures(rows, generator)
         position_B = torch.tensor(begun, device=device)
         token_B = tokens_BL.gather(1, position_B[:, None] - 1)[:, 0]
-        block, one_B = causal_block(rows, 1, device), torch.ones_like(turn_B)
+        block = causal_block(rows, 1, device)
         for number in range(length - min(begun)):
             logits_BV = target.head(context.extend(token_B[:, None], block)[:, 0])
-            context.advance(one_B)
+            context.advance((context.lengths_B < length - 1).long())  # a row that began later ends earlier, and idles
             context.settle([min(size + number, length - 1) for size in begun])
             user_B = (turn_B == _USER) if self._form is not None else torch.zeros_like(done_B)
             sampled_B = _sampled(logits_BV, torch.where(user_B, 1.0, temperature_B), user_B, generator)
@@ -95,7 +96,7 @@ class Writer:
             position_B = position_B + 1
             if self._form is not None:
                 ended_B = ~bridging_B & torch.isin(sampled_B, self._ends_E)
-                cut_B = ~bridging_B & ~ended_B & (written_B + 1 >= self._limits_2[turn_B])
+                cut_B = ~bridging_B & ~ended_B & (written_B + 1 >= limits_2[turn_B])
                 if single:
                     done_B = done_B | ended_B | cut_B
                     written_B = written_B + 1

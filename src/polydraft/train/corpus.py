@@ -116,7 +116,10 @@ def make_corpus(settings: TrainSettings, target: Loaded, advance: Advance) -> Co
         part = starts[first : first + settings.sampling_rows]
         parts.append(writer.write(part, settings.length, bool(settings.prompts), generator, advance))
     texts = Texts(torch.cat([part.tokens_NL for part in parts]), torch.cat([part.answer_NL for part in parts]))
-    return Corpus(texts, source)
+    corpus = Corpus(texts, source)
+    if not corpus.test().answer_NL[:, 2:].any():
+        raise UsageError(f"texts of {settings.length} tokens are too short to hold an answer of this target; raise --length")
+    return corpus
 
 
 def _plain_start(target: Loaded) -> list[int]:
