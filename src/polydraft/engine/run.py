@@ -14,6 +14,10 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.models import LanguageModel, Memory
 from polydraft.sampling import Noise, SamplingParams, Warper
 from polydraft.walks import Fault, Walk
+from polydraft.walks.walk import TargetLaw
+
+_LOGITS_BYTES = 2**28
+"""Most room for the logits of a whole tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +121,8 @@ class Run:
             draft = session.propose(self._tail_B2, uniforms_BU[:, : session.num_uniforms])
         with stats.clock("target"):
             features_BNF = self._memory.context.extend(draft.tokens_BN, draft.block())
-        rows_B = torch.arange(len(self.texts), device=self._device)
-
-        def target_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
-            logits_BV = self.target.head(features_BNF[rows_B, node_B])
-            return self._warper.probs(logits_BV[:, None], path_BP[:, None])[:, 0]
-
         with stats.clock("verify"):
+            target_law = self._target_law(features_BNF)
             verdict = self.walk.run(session.scheme, draft, target_law, uniforms_BU[:, session.num_uniforms :])
         with stats.clock("commit"):
             keep_B = torch.where(self._active_B, verdict.accepted_B + 1, 0)
@@ -135,6 +134,21 @@ class Run:
             numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B)
             outcome_BX = torch.cat([verdict.tokens_BD, *(number[:, None] for number in numbers)], dim=1)
         return outcome_BX, depth
+
+    def _target_law(self, features_BNF: Tensor) -> TargetLaw:
+        """Return the target's law at one node a row, as the walk asks for it."""
+        batch_size, nodes, _ = features_BNF.shape
+        rows_B = torch.arange(batch_size, device=self._device)
+        # The output head is large: reading it once for all nodes is cheaper than once for each node that is visited.
+        small = 4 * batch_size * nodes * self.target.vocab_size <= _LOGITS_BYTES
+        logits_BNV = self.target.head(features_BNF) if small else None
+
+        def target_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
+            visited = (rows_B, node_B)
+            logits_BV = self.target.head(features_BNF[visited]) if logits_BNV is None else logits_BNV[visited]
+            return self._warper.probs(logits_BV[:, None], path_BP[:, None])[:, 0]
+
+        return target_law
 
     def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, fault: int) -> Emitted:
         """Take what one row got, up to its end."""

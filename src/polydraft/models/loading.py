@@ -55,7 +55,7 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
 
 
 def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
-    """Load a draft for a target: ``"none"``, ``"early-exit:k"``, a shipped one, a folder with a model or head, or a hub name."""
+    """Load a draft for a target: ``"none"``, ``"early-exit:k"``, a shipped one, a folder, or a hub name."""
     if name == "none":
         return None
     if name.startswith("early-exit"):

@@ -31,6 +31,7 @@ def write_card(
         "",
         "```python",
         "import polydraft",
+        "",
         f'decoder = polydraft.load("{settings.target}", draft="PATH OF THIS FOLDER")',
         "```",
         "",
