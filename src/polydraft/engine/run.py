@@ -18,6 +18,7 @@ from polydraft.walks.walk import TargetLaw
 
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
+_FEW_NODES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +140,11 @@ class Run:
         """Return the target's law at one node a row, as the walk asks for it."""
         batch_size, nodes, _ = features_BNF.shape
         rows_B = torch.arange(batch_size, device=self._device)
-        # The output head is large: reading it once for all nodes is cheaper than once for each node that is visited.
+        # The output head is large: reading it once for all nodes is cheaper than once for each node that is visited, as long
+        # as multiplying is cheaper than reading: with matrix units (half precision), or for few nodes.
+        cheap = features_BNF.dtype in (torch.bfloat16, torch.float16) or nodes <= _FEW_NODES
         small = 4 * batch_size * nodes * self.target.vocab_size <= _LOGITS_BYTES
-        logits_BNV = self.target.head(features_BNF) if small else None
+        logits_BNV = self.target.head(features_BNF) if cheap and small else None
 
         def target_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
             visited = (rows_B, node_B)
