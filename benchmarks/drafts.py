@@ -7,6 +7,7 @@ number of tokens that a target pass of the tree yields.
 """
 
 import argparse
+import itertools
 import time
 
 import torch
@@ -27,10 +28,11 @@ def main() -> None:
     parser.add_argument("--prompts", default="builtin")
     parser.add_argument("--limit", type=int, default=80)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=80)
+    parser.add_argument("--batch", type=int, default=20)
     parser.add_argument("--tree", default="4x2x2x1x1")
-    parser.add_argument("--scheme", default="rrs-wor")
+    parser.add_argument("--verifiers", nargs="+", default=["rrs-wor+node"], help="scheme+walk, such as hybrid+block")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--tree-only", action="store_true", help="leave α@1 and α@4 out")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args()
@@ -38,34 +40,42 @@ def main() -> None:
     target = load_model(options.target, device, resolve_dtype(options.dtype, device))
     prompts = load_prompts(options.prompts, options.limit)
     print(f"{len(prompts)} prompts of {options.prompts}, chat template, {options.tokens} new tokens, tree {options.tree}")
-    print("| draft | T | α@1 | α@4 | τ | α by depth | seconds |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    for name in options.drafts:
+    trees = [options.tree] if options.tree_only else ["1", "4", options.tree]
+    print("| draft | verifier | T | α@1 | α@4 | τ ± s.e. | α by depth | seconds |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for name, verifier, temperature in itertools.product(options.drafts, options.verifiers, options.temperatures):
         draft = load_draft(name, target)
-        for temperature in options.temperatures:
-            start = time.perf_counter()
-            stats = {tree: measure(target, draft, prompts, tree, temperature, options) for tree in ("1", "4", options.tree)}
-            depths = " ".join(f"{rate:.2f}" for rate in stats[options.tree][2])
-            figures = f"{stats['1'][0]:.3f} | {stats['4'][0]:.3f} | {stats[options.tree][1]:.2f}"
-            print(f"| {name} | {temperature:g} | {figures} | {depths} | {time.perf_counter() - start:.0f} |", flush=True)
+        start = time.perf_counter()
+        stats = {tree: measure(target, draft, prompts, tree, temperature, verifier, options) for tree in trees}
+        depths = " ".join(f"{rate:.2f}" for rate in stats[options.tree][2])
+        first, fourth = (f"{stats[tree][0]:.3f}" if tree in stats else "" for tree in ("1", "4"))
+        blocks = f"{stats[options.tree][1]:.3f} ± {stats[options.tree][3]:.3f}"
+        seconds = f"{time.perf_counter() - start:.0f}"
+        print(f"| {name} | {verifier} | {temperature:g} | {first} | {fourth} | {blocks} | {depths} | {seconds} |", flush=True)
 
 
-def measure(target, draft, prompts, tree, temperature, options):
-    parts = Parts(target=target.model, draft=draft, topology=parse_tree(tree), scheme=options.scheme)
-    decoder = Decoder(target.model, make_drafter(parts), tokenizer=target.tokenizer, eos_token_ids=target.eos_token_ids)
-    offers, accepts, blocks, passes = [0] * 16, [0] * 16, 0, 0
+def measure(target, draft, prompts, tree, temperature, verifier, options):
+    scheme, walk = verifier.split("+")
+    parts = Parts(target=target.model, draft=draft, topology=parse_tree(tree), scheme=scheme)
+    ends = target.eos_token_ids
+    decoder = Decoder(target.model, make_drafter(parts), tokenizer=target.tokenizer, eos_token_ids=ends, walk=walk)
+    offers, accepts, blocks, passes, batches = [0] * 16, [0] * 16, 0, 0, []
     for first in range(0, len(prompts), options.batch):
         texts = [prompt.text for prompt in prompts[first : first + options.batch]]
         results = decoder.generate(
             texts, sampling=SamplingParams(temperature=temperature), max_new_tokens=options.tokens, seed=first, chat=True
         )
         stats = results[0].stats  # of the whole batch
+        batches.append((stats.block_tokens, stats.passes))
         blocks, passes = blocks + stats.block_tokens, passes + stats.passes
         for depth, (offered, accepted) in enumerate(zip(stats.offers_by_depth, stats.accepts_by_depth, strict=True)):
             offers[depth] += offered
             accepts[depth] += accepted
     by_depth = [accepted / offered for accepted, offered in zip(accepts, offers, strict=True) if offered]
-    return sum(accepts) / max(sum(offers), 1), blocks / passes, by_depth
+    # Batches are independent groups of prompts: the spread of their ratios gives the standard error.
+    spread = [(tokens - blocks / passes * count) ** 2 for tokens, count in batches]
+    error = (len(batches) / max(len(batches) - 1, 1) * sum(spread)) ** 0.5 / passes
+    return sum(accepts) / max(sum(offers), 1), blocks / passes, by_depth, error
 
 
 if __name__ == "__main__":
