@@ -10,17 +10,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from polydraft.drafters import Drafter, ModelTree, Plain
+from polydraft.drafters import Drafter, HeadTree, ModelTree, Plain
 from polydraft.engine import Run, Stats, StopReason
 from polydraft.engine.run import Workspace
 from polydraft.errors import UsageError
-from polydraft.models import LanguageModel, check_prompts
+from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
-from polydraft.walks import WALKS
+from polydraft.walks import AUTO, resolve_walk
 
 _OFF = (None, False)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -56,7 +56,7 @@ class Speculate:
 
     Parameters
     ----------
-    draft : transformers model, LanguageModel or None
+    draft : transformers model, LanguageModel, FeatureHead or None
         A small model with the same tokens, on the same device; None decodes plainly.
     tree : str
         Shape of the draft tree, see `polydraft.trees.parse_tree`.
@@ -91,8 +91,11 @@ class Speculate:
         self._target: HFModel | None = None
         self._places: list[int] = []
         self._drafter: Drafter = Plain()
-        self._draft: LanguageModel | None = None
-        if draft is not None and topology.depth:
+        self._draft: LanguageModel | FeatureHead | None = None
+        if isinstance(draft, FeatureHead) and topology.depth:
+            self._draft = draft
+            self._drafter = HeadTree(draft, topology, scheme, draft_temperature)
+        elif draft is not None and topology.depth:
             self._draft = draft if isinstance(draft, LanguageModel) else HFModel(draft)
             self._drafter = ModelTree(self._draft, topology, scheme, draft_temperature)
 
@@ -123,11 +126,12 @@ class Speculate:
         for lane in [[row] for row in rows] if apart else [rows]:
             bound = [_RowProcessor(other, paddings[lane[0]], lane[0], len(rows)) for other in others] if apart else others
             lane_params = SamplingParams(**params, processors=tuple(bound))
+            workspace = Workspace(target, self._drafter, len(lane), lane_params)
             run = Run(
                 target=target,
                 drafter=self._drafter,
-                workspace=Workspace(target, self._drafter, len(lane), lane_params),
-                walk=WALKS.get("node")(),
+                workspace=workspace,
+                walk=resolve_walk(AUTO, workspace.session.scheme),
                 prompts=[prompts[row] for row in lane],
                 params=lane_params,
                 generators=[row_generator(row_seed(seed, row)) for row in lane],
@@ -149,6 +153,8 @@ class Speculate:
         if target is None or target.hf_model is not model or self._places != _places(model):
             target = self._target = HFModel(model)
             self._places = _places(model)
+            if isinstance(self._draft, FeatureHead):
+                target.tap(self._draft.shape.taps)
         if self._draft is not None and self._draft.device != target.device:
             raise UsageError(f"the draft is on {self._draft.device} but the target on {target.device}; move one of them")
         return target

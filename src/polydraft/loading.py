@@ -10,6 +10,7 @@ from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
+from polydraft.walks import check_walk
 
 DEFAULT_TREE = "4x2x2x1x1"
 DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "4x2x1")}
@@ -22,6 +23,7 @@ def load(
     *,
     tree: str = "auto",
     scheme: str = "auto",
+    walk: str = "auto",
     draft_temperature: float | None = None,
     device: str = "auto",
     dtype: str = "auto",
@@ -40,6 +42,8 @@ def load(
         draft that ``draft="auto"`` picked.
     scheme : str
         How candidates are drawn and verified, or ``"auto"``. Every scheme is exact; they differ in speed.
+    walk : str
+        In which order a tree is verified, or ``"auto"``. Every walk is exact; they differ in speed.
     draft_temperature : float, optional
         Temperature of the draft; the target's if not given. Changes speed, never the law of the text.
     device, dtype : str
@@ -56,6 +60,7 @@ def load(
     topology = parse_tree(tree)
     if scheme != "auto":
         SCHEMES.get(scheme)
+    check_walk(walk, scheme)
     if draft_temperature is not None and not 0 <= draft_temperature < math.inf:
         raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
     place = resolve_device(device)
@@ -63,4 +68,4 @@ def load(
     loaded = load_model(target, place, number_format)
     draft_model = load_draft(usual_draft if draft == "auto" else draft, loaded)
     parts = Parts(target=loaded.model, draft=draft_model, topology=topology, scheme=scheme, draft_temperature=draft_temperature)
-    return Decoder(loaded.model, make_drafter(parts), tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids)
+    return Decoder(loaded.model, make_drafter(parts), tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids, walk=walk)

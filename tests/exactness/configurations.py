@@ -64,7 +64,7 @@ class Configuration:
         )
 
 
-SCHEMES_AND_WALKS = [(scheme, walk) for scheme in SCHEMES for walk in WALKS]
+SCHEMES_AND_WALKS = [(scheme, walk) for scheme in SCHEMES for walk in WALKS if WALKS.get(walk).fits(SCHEMES.get(scheme))]
 
 CONFIGURATIONS = [
     *(

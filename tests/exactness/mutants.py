@@ -1,11 +1,25 @@
 """Wrong verification rules, each a mistake that someone has made or could make."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme
-from polydraft.schemes.arithmetic import normalised, without
+from polydraft.schemes import (
+    Gumbel,
+    Hybrid,
+    KSeq,
+    Race,
+    RaceBucketed,
+    RejectionWithoutReplacement,
+    RejectionWithReplacement,
+    Scheme,
+    SpecHub,
+)
+from polydraft.schemes.arithmetic import normalised, ratio, without
+from polydraft.schemes.cells import bucketed_cells
+from polydraft.schemes.contest import Contest
 
 
 def _residual(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
@@ -117,7 +131,7 @@ class RemovedBeforeResidual(Rejection):
     removed_before_residual = True
 
 
-class Greedy(Scheme):
+class TopAndOne(Scheme):
     """Top children and one sampled from the rest, which alone is tested: correct, against the law of the rest."""
 
     name = "mutant"
@@ -139,7 +153,7 @@ class Greedy(Scheme):
         return RejectionWithReplacement().law(target_probs_RV, tested_RV, children_RK[:, -1:])
 
 
-class GreedyTestedAgainstDraft(Greedy):
+class GreedyTestedAgainstDraft(TopAndOne):
     tested_against_rest = False
 
 
@@ -150,7 +164,130 @@ class DrawnByRank(RejectionWithoutReplacement):
         return draft_probs_RV.topk(uniforms_RK.shape[1], dim=1).indices
 
 
-CORRECT: list[type[Scheme]] = [Rejection, WithReplacement, Greedy]
+class KSeqLowerEnd(KSeq):
+    """Take the lower end of the interval of ρ: the residual is then negative somewhere, and cut off."""
+
+    def __init__(self) -> None:
+        super().__init__(steps=2)  # few: the correct rule is exact with any number
+
+    def _rho(self, target_RV: Tensor, draft_RV: Tensor, count_R1: Tensor) -> Tensor:
+        upper_R1 = super()._rho(target_RV, draft_RV, count_R1)
+        return (upper_R1 - (count_R1 - 1) / 2**self.steps).clamp(min=1.0)
+
+
+class KSeqFewSteps(KSeq):
+    """The correct rule, with as few steps as the mutant above."""
+
+    def __init__(self) -> None:
+        super().__init__(steps=2)
+
+
+class RaceOfOneMore(Race):
+    """Plan the race for one child more than there are."""
+
+    def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
+        wrong = super().contest(target_probs_RV, draft_probs_RV, torch.cat([children_RK, children_RK[:, -1:]], dim=1))
+        return dataclasses.replace(right, plan=wrong.plan, law_RV=wrong.law_RV)
+
+
+class RaceOfDistinctChildren(Race):
+    """Let a repeated child race once."""
+
+    def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        distinct_RK = Deduplicated().arranged(draft_probs_RV, children_RK)
+        return super().contest(target_probs_RV, draft_probs_RV, distinct_RK)
+
+
+class RaceWithoutExchange(Race):
+    """Let every child race from its own places: it wins by the law of the largest, not by the planned one."""
+
+    def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
+        return dataclasses.replace(right, plan=dataclasses.replace(right.plan, drift_RC=0 * right.plan.drift_RC))
+
+
+class BucketsSharedByTarget(RaceBucketed):
+    """Divide what a bucket wins among its tokens by the target's law, while children are drawn by the draft's."""
+
+    def __init__(self) -> None:
+        super().__init__(buckets=3)
+
+    def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
+        cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, buckets=3)
+        target_RC, selected_RC = torch.zeros(2, len(target_probs_RV), cells).double()
+        target_RC.scatter_add_(1, cell_RV, target_probs_RV.double())
+        selected_RC.scatter_add_(1, cell_RV, right.law_RV)
+        law_RV = target_probs_RV * ratio(selected_RC, target_RC).gather(1, cell_RV)
+        return dataclasses.replace(right, law_RV=law_RV)
+
+
+class HybridWithoutHandover(Hybrid):
+    """Declare that certain children are selected by the target's law, and never select them."""
+
+    def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
+        return dataclasses.replace(right, keep_RC=1 + 0 * right.keep_RC)
+
+
+class HybridRacingAll(Hybrid):
+    """Take certain children for draws from the whole law."""
+
+    def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        return Race().contest(target_probs_RV, draft_probs_RV, children_RK)
+
+
+class HybridOfAnotherThreshold(Hybrid):
+    """Verify with another threshold than the children were drawn with."""
+
+    def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        return Hybrid(threshold=float("inf")).contest(target_probs_RV, draft_probs_RV, children_RK)
+
+
+class SpecHubTestedAgainstDraft(SpecHub):
+    """Test the child that is not the hub against the whole law."""
+
+    def _tested(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
+        return draft_probs_RV, super()._tested(draft_probs_RV, children_RK)[1]
+
+
+class GumbelSorted(Gumbel):
+    """Verify as if the likeliest child had arrived first."""
+
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        return super().law(target_probs_RV, draft_probs_RV, SortedByDraft().arranged(draft_probs_RV, children_RK))
+
+    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        sorted_RK = SortedByDraft().arranged(draft_probs_RV, children_RK)
+        return super().verify(target_probs_RV, draft_probs_RV, sorted_RK, uniforms_RU)
+
+
+class GumbelPruned(Gumbel):
+    """Keep from verification the children that the draft finds unlikely: only the noise itself would not mind."""
+
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        return super().law(target_probs_RV, draft_probs_RV, self._pruned(draft_probs_RV, children_RK))
+
+    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        return super().verify(target_probs_RV, draft_probs_RV, self._pruned(draft_probs_RV, children_RK), uniforms_RU)
+
+    def _pruned(self, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        pruned_RK = PrunedByDraft().arranged(draft_probs_RV, children_RK)
+        return pruned_RK.gather(1, (pruned_RK == NO_TOKEN).to(torch.uint8).argsort(dim=1, stable=True))
+
+
+class GumbelAtAnotherTemperature(Gumbel):
+    """Verify with another law than the children were drawn from."""
+
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        return super().law(target_probs_RV, draft_probs_RV ** (1 / 1.2), children_RK)
+
+    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        return super().verify(target_probs_RV, draft_probs_RV ** (1 / 1.2), children_RK, uniforms_RU)
+
+
+CORRECT: list[type[Scheme]] = [Rejection, WithReplacement, TopAndOne, KSeqFewSteps]
 
 STRUCTURAL: list[type[Scheme]] = [
     DistinctTestedAsIndependent,
@@ -162,8 +299,23 @@ STRUCTURAL: list[type[Scheme]] = [
     DraftAtAnotherTemperature,
     RemovedBeforeResidual,
     GreedyTestedAgainstDraft,
+    RaceOfOneMore,
+    RaceOfDistinctChildren,
+    BucketsSharedByTarget,
+    HybridWithoutHandover,
+    HybridRacingAll,
+    HybridOfAnotherThreshold,
+    SpecHubTestedAgainstDraft,
+    GumbelSorted,
+    GumbelPruned,
 ]
 """Wrong enough for 20,000 samples of the fixture."""
 
-SUBTLE: list[type[Scheme]] = [EpsilonInDenominator, AcceptedWithoutTargetMass]
-"""Seen by enumeration alone: by sampling they would take a million draws, or a token without target mass."""
+SUBTLE: list[type[Scheme]] = [
+    EpsilonInDenominator,
+    AcceptedWithoutTargetMass,
+    KSeqLowerEnd,
+    RaceWithoutExchange,
+    GumbelAtAnotherTemperature,
+]
+"""Seen by enumeration alone: by sampling they would take a million draws, or other laws than the fixture's."""

@@ -10,9 +10,9 @@ from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import SCHEMES
-from polydraft.walks import WALKS
 
 from .checks import unequal_texts
+from .configurations import SCHEMES_AND_WALKS
 from .reference import greedy_text
 from .setups import DRAFT, PENALTIES, RAGGED_PROMPTS, TARGET, TREES, VOCABULARY, make_decoder, tree_for
 
@@ -46,8 +46,7 @@ def test_plain_decoding_is_the_argmax_loop() -> None:
 
 @pytest.mark.parametrize("draft_temperature", [None, 1.0], ids=["greedy draft", "sampled draft"])
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("walk", WALKS.names())
-@pytest.mark.parametrize("scheme", SCHEMES.names())
+@pytest.mark.parametrize(("scheme", "walk"), SCHEMES_AND_WALKS)
 def test_every_scheme_tree_and_walk_gives_the_argmax_text(
     scheme: str, walk: str, tree: str, draft_temperature: float | None
 ) -> None:

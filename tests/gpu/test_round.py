@@ -56,7 +56,19 @@ def test_a_round_never_waits_for_the_device(name: str, temperature: float, kind:
         pytest.skip("gemma2's soft cap hides its hidden states")
     target = HFModel(FAMILIES.get(name).build().to("cuda"))
     drafter = ModelTree(perturbed(name, "cuda"), parse_tree("4x2x1")) if kind == "model" else head_tree(target)
-    decoder = Decoder(target, drafter)
+    check_without_waiting(Decoder(target, drafter), temperature)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "walk"), [("rrs-wor", "traversal"), ("rrs-wr", "traversal"), ("hybrid", "block"), ("race", "block")]
+)
+def test_no_walk_waits_for_the_device(scheme: str, walk: str) -> None:
+    drafter = ModelTree(perturbed("llama", "cuda"), parse_tree("4x2x1"), scheme)
+    check_without_waiting(Decoder(HFModel(FAMILIES.get("llama").build().to("cuda")), drafter, walk=walk), 1.0)
+
+
+def check_without_waiting(decoder: Decoder, temperature: float) -> None:
+    """Run a round in which a look at the device is an error."""
     params = SamplingParams(temperature=temperature, top_k=20, top_p=0.9, repetition_penalty=1.2)
     stream = decoder.stream(PROMPTS, sampling=params, max_new_tokens=40, seed=0)
     next(stream)  # warm-up: tables and libraries

@@ -122,6 +122,7 @@ def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> di
             "draft": decoder_draft(decoder),
             "tree": decoder_tree(decoder),
             "scheme": result.settings["scheme"],
+            "walk": result.settings["walk"],
             "draft_temperature": choices.draft_temperature,
             "temperature": choices.temperature,
             "top_k": choices.top_k,

@@ -18,6 +18,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--draft", default="auto", show_default=True, help="Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto."),
     click.option("--tree", default="auto", show_default=True, help="Draft tree: children a level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], none, or auto."),
     click.option("--scheme", default="auto", show_default=True, help="How candidates are drawn and verified; 'polydraft info' lists the schemes."),
+    click.option("--walk", default="auto", show_default=True, help="In which order a tree is verified: node, block, traversal or auto."),
     click.option("--draft-temperature", type=float, default=None, help="Temperature of the draft  [default: the target's]."),
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
     click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."),
@@ -64,6 +65,7 @@ class Choices:
     draft: str
     tree: str
     scheme: str
+    walk: str
     draft_temperature: float | None
     temperature: float
     top_k: int
@@ -107,6 +109,7 @@ class Choices:
             self.draft,
             tree=self.tree,
             scheme=self.scheme,
+            walk=self.walk,
             draft_temperature=self.draft_temperature,
             device=self.device,
             dtype=self.dtype,

@@ -12,7 +12,7 @@ from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warp
 from polydraft.schemes import SCHEMES
 from polydraft.trees import DraftTree, Topology
 
-DEFAULT_SCHEME = "rrs-wor"
+DEFAULT_SCHEME = "hybrid"
 
 
 def check_tree(topology: Topology, scheme: str, vocab_size: int) -> None:

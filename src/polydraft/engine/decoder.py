@@ -13,7 +13,7 @@ from polydraft.engine.text import TextAssembler
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel, check_prompts
 from polydraft.sampling import SamplingParams
-from polydraft.walks import WALKS
+from polydraft.walks import AUTO, WALKS, resolve_walk
 
 Prompt = str | Sequence[int]
 
@@ -31,7 +31,7 @@ class Decoder:
     eos_token_ids : sequence of int
         Tokens that end a text.
     walk : str
-        How trees are verified.
+        How trees are verified: a registered walk, or ``"auto"`` for the best one that fits the scheme.
 
     Examples
     --------
@@ -46,11 +46,11 @@ class Decoder:
         *,
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] = (),
-        walk: str = "node",
+        walk: str = AUTO,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter or Plain(), tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
-        self.walk = WALKS.get(walk)()
+        self.walk = walk if walk == AUTO else WALKS.get(walk).name
         self._kept: tuple[Drafter, SamplingParams, Workspace] | None = None
 
     @overload
@@ -112,11 +112,14 @@ class Decoder:
         texts = [self.encode(prompt, request.chat) for prompt in ([prompts] if _is_single(prompts) else prompts)]
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
         workspace = self.workspace(len(texts), request.params, request.keep)
+        scheme = workspace.session.scheme
+        # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
+        walk = resolve_walk(self.walk, scheme, insist=getattr(self.drafter, "scheme", None) == scheme.name)
         run = Run(
             target=self.target,
             drafter=self.drafter,
             workspace=workspace,
-            walk=self.walk,
+            walk=walk,
             prompts=texts,
             params=request.params,
             generators=request.generators(len(texts)),
@@ -126,7 +129,8 @@ class Decoder:
         settings = {
             "seeds": request.seeds(len(texts)),
             "max_new_tokens": request.max_new_tokens,
-            "scheme": workspace.session.scheme.name if workspace.session.depth else None,
+            "scheme": scheme.name if workspace.session.depth else None,
+            "walk": walk.name if workspace.session.depth else None,
         }
         assemblers = [TextAssembler(self.tokenizer, request.stop_strings) for _ in texts]
         return Stream(run, assemblers, settings, request.cancel)

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
+from polydraft.schemes.arrays import Array, ranks, small, take, top
+
+_BLOCK = 256
 
 
 def normalised(weights_RV: Tensor) -> Tensor:
@@ -25,3 +28,33 @@ def without(draft_RV: Tensor, tokens_RJ: Tensor) -> Tensor:
     present_RJ = (tokens_RJ != NO_TOKEN).to(draft_RV.dtype)
     removed_RV = torch.zeros_like(draft_RV).scatter_add_(1, tokens_RJ.clamp(min=0), present_RJ)
     return normalised(draft_RV.masked_fill(removed_RV > 0, 0.0))
+
+
+def largest(weights_RV: Tensor, count: int) -> tuple[Array, Array]:
+    """Return the largest weights of each row in order, and their tokens; all of them where there are fewer than `count`.
+
+    The `count` largest of a long row lie in the blocks with the `count` largest maxima, which takes one cheap pass to find;
+    `topk` over the row takes several dear ones.
+    """
+    weights_RV = weights_RV.to(torch.promote_types(weights_RV.dtype, torch.float32))  # numpy knows no bfloat16
+    rows, vocabulary = weights_RV.shape
+    count = min(count, vocabulary)
+    blocks = vocabulary // _BLOCK
+    if blocks * _BLOCK != vocabulary or blocks < 2 * count:
+        return top(small(weights_RV), count)
+    maxima_RM = small(weights_RV.reshape(rows, blocks, _BLOCK).amax(-1))
+    block_RK = top(maxima_RM, count)[1]
+    token_RX = (block_RK[:, :, None] * _BLOCK + ranks(_BLOCK, block_RK)).reshape(rows, count * _BLOCK)
+    value_RK, index_RK = top(take(small(weights_RV), token_RX), count)
+    return value_RK, take(token_RX, index_RK)
+
+
+def likeliest(weights_RV: Tensor) -> Tensor:
+    """Return the token with the largest weight of each row, of equal ones that with the smallest id."""
+    rows, vocabulary = weights_RV.shape
+    if vocabulary % _BLOCK:
+        return weights_RV.argmax(-1, keepdim=True)
+    weights_RMC = weights_RV.reshape(rows, -1, _BLOCK)
+    block_R1 = weights_RMC.amax(-1).argmax(-1, keepdim=True)
+    inside_RC = weights_RMC.gather(1, block_R1[:, :, None].expand(-1, -1, _BLOCK))[:, 0]
+    return block_R1 * _BLOCK + inside_RC.argmax(-1, keepdim=True)

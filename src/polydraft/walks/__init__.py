@@ -1,6 +1,9 @@
-"""Verification of a whole tree, from the root towards a leaf."""
+"""Verification of a whole tree, in one of several orders."""
 
+from polydraft.walks.block import BlockWalk
+from polydraft.walks.choice import AUTO, check_walk, resolve_walk
 from polydraft.walks.node import NodeWalk
+from polydraft.walks.traversal import TraversalWalk
 from polydraft.walks.walk import WALKS, Fault, Verdict, Walk
 
-__all__ = ["WALKS", "Fault", "NodeWalk", "Verdict", "Walk"]
+__all__ = ["AUTO", "WALKS", "BlockWalk", "Fault", "NodeWalk", "TraversalWalk", "Verdict", "Walk", "check_walk", "resolve_walk"]

@@ -6,7 +6,7 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree
-from polydraft.walks.walk import WALKS, Fault, TargetLaw, Verdict, Walk
+from polydraft.walks.walk import WALKS, Fault, TargetLaw, Verdict, Walk, fault_of
 
 
 @WALKS.register("node")
@@ -18,6 +18,11 @@ class NodeWalk(Walk):
     """
 
     name = "node"
+
+    @classmethod
+    def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
+        """Every scheme verifies single nodes."""
+        return True
 
     def uniforms(self, scheme: Scheme, depth: int) -> int:
         """Enough for one verification a level."""
@@ -36,15 +41,16 @@ class NodeWalk(Walk):
             target_probs_BV = target_law(node_B, tokens_BD[:, :step])
             nodes_BK, children_BK = draft.children(node_B)
             used = scheme.verify_uniforms * step
+            draft_probs_BV = target_probs_BV
             if step < draft.depth:
                 uniforms = uniforms_BU[:, used : used + scheme.verify_uniforms]
-                token_B = scheme.verify(target_probs_BV, draft.draft_law(step, node_B), children_BK, uniforms)
+                draft_probs_BV = draft.draft_law(step, node_B)
+                token_B = scheme.verify(target_probs_BV, draft_probs_BV, children_BK, uniforms)
             else:
                 token_B = draw_one(target_probs_BV, uniforms_BU[:, used])
             tokens_BD[:, step] = token_B
-            # A law that is not a number has no token to draw.
-            broken_B = torch.where(target_probs_BV[:, 0].isnan(), Fault.TARGET, Fault.DRAFT)
-            fault_B = torch.where(going_B & (fault_B == 0) & (token_B == NO_TOKEN), broken_B, fault_B)
+            broken_B = fault_of(target_probs_BV, draft_probs_BV)[:, 0]
+            fault_B = torch.where(going_B & (fault_B == Fault.NONE), broken_B, fault_B)
             match_BK = (children_BK == token_B[:, None]) & (children_BK != NO_TOKEN)
             offered_B += going_B & (children_BK != NO_TOKEN).any(-1)
             going_B = going_B & match_BK.any(-1)

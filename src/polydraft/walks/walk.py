@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from polydraft.registry import Registry
@@ -16,6 +17,14 @@ TargetLaw = Callable[[Tensor, Tensor], Tensor]
 """`(node_B, path_BP) -> probs_BV`: the target's law at one node a row, given the tokens of the path below the root."""
 
 
+LEAST_WEIGHT = 2**-6
+"""Chance that a node is kept below which walks over whole paths do not look at its children.
+
+A look costs some passes over the vocabulary, up to a hundredth of a round, and gains no more than that chance. Any number is
+exact, because that chance depends on nothing below the node.
+"""
+
+
 class Fault(IntEnum):
     """What makes a round worthless, found on the device and reported by the host."""
 
@@ -24,6 +33,13 @@ class Fault(IntEnum):
     """The target's law was not a number."""
     DRAFT = 2
     """The draft's law was not a number."""
+
+
+def fault_of(target_probs_BV: Tensor, draft_probs_BV: Tensor) -> Tensor:
+    """Return the `Fault` of each row's laws at one node, `[B, 1]`."""
+    # A target's law that is not a number is none anywhere; a draft's may lack tokens, which are 0 all the same.
+    fault_B1 = torch.where(draft_probs_BV.sum(-1, keepdim=True).isnan(), Fault.DRAFT, Fault.NONE)
+    return torch.where(target_probs_BV[:, :1].isnan(), Fault.TARGET, fault_B1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +53,7 @@ class Verdict:
     tokens_BD: Tensor
     """Emitted tokens, `accepted_B + 1` of them valid; the last of these is the next pending token."""
     offered_B: Tensor
-    """Nodes on the walk that had candidates: `accepted_B`, or one more where all candidates of a node failed."""
+    """Nodes on the accepted path that had candidates: `accepted_B`, or one more where the last node had some, in vain."""
     fault_B: Tensor
     """`Fault` of each row."""
 
@@ -46,6 +62,11 @@ class Walk(ABC):
     """Verification of a whole tree by means of a scheme; runs without looking at values on the host."""
 
     name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
+        """Whether this walk can verify trees that the scheme has drawn."""
 
     @abstractmethod
     def uniforms(self, scheme: Scheme, depth: int) -> int:

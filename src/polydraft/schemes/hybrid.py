@@ -1,0 +1,102 @@
+"""HYBRID: the draft's top m tokens for certain, the other n − m candidates independent, verified by a race.
+
+m follows from the draft law and n alone: a top token is made certain while its expected number among the remaining draws,
+q_(m+1) (n − m) / (1 − q(Top_m)), is at least a threshold. Acceptance P(T) + 1 − max(0, max_k (X_k^{n−m} − P_k)) outside
+T is the most that any verifier can with these children. m = n − 1 is the greedy method of [1], m = 0 is `race`.
+
+References
+----------
+.. [1] Towards Optimal Multi-draft Speculative Decoding, §5.
+"""
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError
+from polydraft.sampling import draw_independent
+from polydraft.schemes.arithmetic import largest, normalised
+from polydraft.schemes.arrays import Array, as_tensor, quotient, ranks, small
+from polydraft.schemes.cells import BUCKETS
+from polydraft.schemes.contest import Contest
+from polydraft.schemes.race import Race
+from polydraft.schemes.scheme import SCHEMES
+
+
+@SCHEMES.register("hybrid")
+class Hybrid(Race):
+    """Top candidates for certain and independent ones beside them, picked by an optimal race; the default of choice.
+
+    Parameters
+    ----------
+    threshold : float or Tensor
+        Expected draws from which a top token is made certain; 0 for all but one, infinity for none. Any choice is exact as
+        long as it is the same for drawing and verifying; see `ThresholdTuner`.
+    buckets : int, optional
+        Of like tokens, in the race; None sorts the vocabulary, which takes ten times as long for less than 1e-4 of acceptance.
+    """
+
+    name = "hybrid"
+    replacement = None
+
+    def __init__(self, threshold: float | Tensor = 0.5, buckets: int | None = BUCKETS) -> None:
+        if not isinstance(threshold, Tensor) and not threshold >= 0:
+            raise UsageError(f"threshold={threshold!r} is out of range; allowed: 0 or more")
+        self.threshold, self.buckets = threshold, buckets
+
+    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+        """All mass on the next top token, then the law of the rest."""
+        rank = earlier_RJ.shape[1]
+        token_RK, certain_RK, rest_RV = self._split(draft_probs_RV, count)
+        if rank >= token_RK.shape[1]:
+            return normalised(rest_RV)
+        top_RV = torch.zeros_like(draft_probs_RV, dtype=torch.float64).scatter_(1, token_RK[:, rank : rank + 1], 1.0)
+        return torch.where(certain_RK[:, rank : rank + 1], top_RV, normalised(rest_RV))
+
+    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+        """Take the top tokens, draw the others from the rest."""
+        token_RK, certain_RK, rest_RV = self._split(draft_probs_RV, uniforms_RK.shape[1])
+        children_RK = draw_independent(rest_RV, uniforms_RK)
+        width = token_RK.shape[1]
+        children_RK[:, :width] = torch.where(certain_RK, token_RK, children_RK[:, :width])
+        return children_RK
+
+    def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        """Set up the race of the children that are not certain."""
+        return Contest.of(target_probs_RV, draft_probs_RV, children_RK, self._certain_children, self.buckets)
+
+    def _split(self, draft_probs_RV: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return top tokens, which of them are certain, and the weights without these."""
+        value_RK, token_RK = largest(draft_probs_RV, count)
+        total_R1 = small(draft_probs_RV.double().sum(-1, keepdim=True))
+        certain_RK = ranks(token_RK.shape[1], token_RK) < certain_of_top(value_RK, total_R1, count, self.threshold)
+        token_RK, left_RK = as_tensor(token_RK), as_tensor(value_RK * ~certain_RK).to(draft_probs_RV.dtype)
+        return token_RK, as_tensor(certain_RK), draft_probs_RV.scatter(1, token_RK, left_RK)
+
+    def _certain_children(self, child_RK: Array, draft_RK: Array, total_R1: Array, count_R1: Array) -> Array:
+        """Find m again, from the children alone.
+
+        While certain children last, the next one is the top token left, and passes the threshold. The first that is not
+        certain does not: no token left did. Or it was the only one left; then the next child is the same.
+
+        The total is that of `_split`, unless another order of summation rounded it differently, and it would take a ratio
+        within 1e-15 of the threshold to tell.
+        """
+        return _certain(draft_RK, child_RK[:, 1:] != child_RK[:, :-1], total_R1, count_R1, self.threshold)
+
+
+def certain_of_top(value_RK: Array, total_R1: Array, count: int, threshold: float | Tensor) -> Array:
+    """Return m of each row, from its largest weights, in order, and their total.
+
+    The rest always keeps a token, so that all children exist or none does.
+    """
+    # In float64, as `_certain_children` has it.
+    return _certain(value_RK + 0 * total_R1, value_RK[:, 1:] > 0, total_R1, count, threshold)
+
+
+def _certain(value_RK: Array, more_RJ: Array, total_R1: Array, count: Array | int, threshold: float | Tensor) -> Array:
+    """Count how many of the first values pass the threshold one after the other, where something is left after them."""
+    threshold = small(threshold) if isinstance(threshold, Tensor) else threshold
+    left_RK = count - ranks(value_RK.shape[1], value_RK)
+    rest_RK = total_R1 - value_RK.cumsum(-1) + value_RK
+    likely_RK = (quotient(value_RK * left_RK, rest_RK) >= threshold) & (left_RK > 1)
+    return ((likely_RK[..., :-1] & more_RJ) * 1).cumprod(-1).sum(-1, keepdims=True)

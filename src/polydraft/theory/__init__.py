@@ -1,0 +1,47 @@
+"""What could be accepted at best, what is accepted, and what that makes of speed: formulas, not decoding.
+
+`*_optimum` bound every exact verifier for one way of drawing drafts. `acceptance` tells what a scheme attains. `speedup` and
+`fastest_tree` turn acceptance into time. All work on tensors of laws, one row a position, at full vocabulary; `lp` and
+`product_optimum` are for tiny ones.
+"""
+
+from polydraft.theory.acceptance import Estimate, acceptance
+from polydraft.theory.best_tree import RatedTree, fastest_tree, largest_tree, tree_tokens
+from polydraft.theory.lp import DraftLaw, linear_program_optimum, subset_optimum
+from polydraft.theory.optimum import (
+    conditional_poisson_optimum,
+    greedy_optimum,
+    hybrid_optimum,
+    top_optimum,
+    with_replacement_optimum,
+    without_replacement_optimum,
+)
+from polydraft.theory.product import product_optimum
+from polydraft.theory.rates import naive_acceptance
+from polydraft.theory.speedup import Costs, chain_tokens, cost_curve, improvement_factor, speedup, token_acceptance
+
+__all__ = [
+    "Costs",
+    "DraftLaw",
+    "Estimate",
+    "RatedTree",
+    "acceptance",
+    "chain_tokens",
+    "conditional_poisson_optimum",
+    "cost_curve",
+    "fastest_tree",
+    "greedy_optimum",
+    "hybrid_optimum",
+    "improvement_factor",
+    "largest_tree",
+    "linear_program_optimum",
+    "naive_acceptance",
+    "product_optimum",
+    "speedup",
+    "subset_optimum",
+    "token_acceptance",
+    "top_optimum",
+    "tree_tokens",
+    "with_replacement_optimum",
+    "without_replacement_optimum",
+]

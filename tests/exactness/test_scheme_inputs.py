@@ -1,0 +1,168 @@
+"""What a scheme makes of laws in other scales, of rows that nobody will look at, and of arguments that make no sense."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from polydraft.errors import UsageError
+from polydraft.sampling import NO_TOKEN
+from polydraft.schemes import SCHEMES, Hybrid, draw_checked, verify_checked
+from polydraft.schemes.arithmetic import largest, likeliest
+
+from .checks import TOLERANCE, enumeration_error, largest_count, random_cases
+
+every_scheme = pytest.mark.parametrize("name", SCHEMES.names())
+
+
+@every_scheme
+def test_laws_may_come_in_any_scale(name: str) -> None:
+    scheme = SCHEMES.get(name)()
+    target_CV, draft_CV = random_cases(4, cases=60, seed=2)
+    error, improper = enumeration_error(scheme, 3 * target_CV.float(), draft_CV.float() / 7, largest_count(scheme, 3))
+    assert max(error, improper) < TOLERANCE
+
+
+@every_scheme
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_laws_may_come_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    # As any other numbers: drawing and verifying by the same ones is exact.
+    scheme = SCHEMES.get(name)()
+    count = largest_count(scheme, 2)
+    target_CV, draft_CV = (law_CV.to(dtype) for law_CV in random_cases(4, cases=60, seed=4))
+    assert max(enumeration_error(scheme, target_CV, draft_CV, count)) < TOLERANCE
+    uniforms_CU = torch.rand(
+        60, count + scheme.verify_uniforms, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    children_CK = scheme.draw(draft_CV, uniforms_CU[:, :count])
+    token_C = scheme.verify(target_CV, draft_CV, children_CK, uniforms_CU[:, count:])
+    assert torch.all(target_CV.gather(1, token_C[:, None]) > 0)
+
+
+@every_scheme
+@pytest.mark.parametrize("missing", [1, 3])
+def test_three_children_of_a_wider_tree(name: str, missing: int) -> None:
+    scheme = SCHEMES.get(name)()
+    target_CV, draft_CV = random_cases(5, cases=40, seed=15)
+    width = largest_count(scheme, 3)
+    error, improper = enumeration_error(scheme, target_CV, draft_CV, width, missing if scheme.max_children is None else 0)
+    assert max(error, improper) < TOLERANCE
+
+
+@every_scheme
+def test_rows_that_idle_along_do_no_harm(name: str) -> None:
+    # A row whose walk has ended hands over children of one node with the law of another.
+    scheme = SCHEMES.get(name)()
+    generator = torch.Generator().manual_seed(1)
+    target_CV, draft_CV = (law_CV.float() for law_CV in random_cases(9, cases=600, seed=1))
+    width = largest_count(scheme, 4)
+    children_CK = torch.randint(NO_TOKEN, 9, (600, width), generator=generator)
+    uniforms_CU = torch.rand(600, scheme.verify_uniforms, generator=generator, dtype=torch.float64)
+    token_C = scheme.verify(target_CV, draft_CV, children_CK, uniforms_CU)
+    assert torch.all((token_C >= NO_TOKEN) & (token_C < 9))
+    if scheme.select_uniforms is not None:
+        selected_C = scheme.select(target_CV, draft_CV, children_CK, uniforms_CU).token_R
+        assert torch.all((selected_C >= NO_TOKEN) & (selected_C < 9))
+
+
+@every_scheme
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_target_that_is_not_a_number_gives_no_token(name: str, rows: int) -> None:
+    # The walk reports it then.
+    scheme = SCHEMES.get(name)()
+    draft_RV = torch.full((rows, 6), 1 / 6)
+    uniforms_RU = torch.rand(rows, 4 + scheme.verify_uniforms, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    children_RK = scheme.draw(draft_RV, uniforms_RU[:, : largest_count(scheme, 2)])
+    target_RV = draft_RV.clone()
+    target_RV[0] = torch.nan
+    token_R = scheme.verify(target_RV, draft_RV, children_RK, uniforms_RU[:, 4:])
+    assert token_R[0] == NO_TOKEN
+    assert torch.all(token_R[1:] >= 0)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 300, 1_024, 5_120])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_largest_weights_are_found_in_order(vocabulary: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    weights_RV = torch.rand(3, vocabulary, generator=generator)
+    weights_RV[1] = weights_RV[1].mul(4).round() / 4  # many equal ones
+    value_RK, token_RK = map(torch.as_tensor, largest(weights_RV, count))
+    assert torch.equal(value_RK, weights_RV.topk(min(count, vocabulary), dim=1).values)
+    assert torch.equal(weights_RV.gather(1, token_RK), value_RK)
+    assert all(len({*row}) == len(row) for row in token_RK.tolist())
+    assert torch.equal(likeliest(weights_RV)[:, 0], weights_RV.argmax(-1))
+
+
+LAW_RV = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.0, 1.0, 0.0, 0.0]])
+
+
+def arguments(name: str, **changes: Any) -> dict[str, Any]:
+    """Correct arguments of `verify_checked`, but for the changes."""
+    scheme = SCHEMES.get(name)()
+    children_RK = torch.tensor([[0, 2], [1, NO_TOKEN if scheme.replacement is not True and name != "hybrid" else 1]])
+    uniforms_RU = torch.full((2, scheme.verify_uniforms), 0.5, dtype=torch.float64)
+    correct = {"target_probs_RV": LAW_RV, "draft_probs_RV": LAW_RV, "children_RK": children_RK, "uniforms_RU": uniforms_RU}
+    return {"scheme": scheme, **correct, **changes}
+
+
+@every_scheme
+def test_correct_arguments_pass(name: str) -> None:
+    scheme = SCHEMES.get(name)()
+    for count in range(1, largest_count(scheme, 3) + 1):
+        uniforms_RU = torch.rand(2, count + scheme.verify_uniforms, dtype=torch.float64)
+        children_RK = draw_checked(scheme, LAW_RV, uniforms_RU[:, :count])
+        token_R = verify_checked(scheme, LAW_RV, LAW_RV, children_RK, uniforms_RU[:, count:])
+        assert torch.all(LAW_RV.gather(1, token_R[:, None]) > 0)
+
+
+NOT_FINITE, NEGATIVE, NOT_ONE = LAW_RV.clone(), LAW_RV.clone(), 2 * LAW_RV
+NOT_FINITE[1, 2], NEGATIVE[0, 1], NEGATIVE[0, 0] = torch.nan, -0.1, 0.9
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"target_probs_RV": NOT_FINITE}, "target_probs has a value that is not finite in row 1"),
+    ({"draft_probs_RV": NOT_FINITE}, "draft_probs has a value that is not finite in row 1"),
+    ({"target_probs_RV": NEGATIVE}, "target_probs has a negative value, -0.1, in row 0"),
+    ({"draft_probs_RV": NOT_ONE}, "draft_probs sums to 2 in row 0"),
+    ({"target_probs_RV": LAW_RV[0]}, "of shape (4,)"),
+    ({"target_probs_RV": LAW_RV.long()}, "torch.int64"),
+    ({"target_probs_RV": LAW_RV[:1]}, "have shapes (1, 4) and (2, 4)"),
+    ({"children_RK": torch.tensor([[0, 3], [1, 1]])}, "child 1 of row 0 is token 3"),
+    ({"children_RK": torch.tensor([[0, 4], [1, 1]])}, "child 1 of row 0 is 4; allowed: 0 to 3"),
+    ({"children_RK": torch.tensor([[NO_TOKEN, 0], [1, 1]])}, "row 0 has a child after a missing one"),
+    ({"children_RK": torch.tensor([[0.0, 1.0], [1.0, 1.0]])}, "children are torch.float32"),
+    ({"children_RK": torch.tensor([[0, 1]])}, "of shape (1, 2)"),
+    ({"uniforms_RU": torch.full((2, 1), 1.0)}, "uniforms are out of range"),
+    ({"uniforms_RU": torch.full((1, 1), 0.5)}, "uniforms are torch.float32 of shape (1, 1)"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        verify_checked(**arguments("rrs-wr", **changes))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "children"), [
+    ("rrs-wor", [[0, 0], [1, NO_TOKEN]]),  # repeated
+    ("gumbel", [[0, 1], [1, 1]]),  # more than the support has
+    ("greedy", [[1, 0], [1, NO_TOKEN]]),  # not the likeliest first
+    ("hybrid", [[1, 2], [1, 1]]),
+    ("spechub", [[1, 2], [1, NO_TOKEN]]),  # without the hub
+])  # fmt: skip
+def test_children_that_the_scheme_cannot_have_drawn_are_refused(name: str, children: list[list[int]]) -> None:
+    verify_checked(**arguments(name))
+    with pytest.raises(UsageError, match=f"scheme '{name}' cannot draw there"):
+        verify_checked(**arguments(name, children_RK=torch.tensor(children)))
+
+
+def test_too_many_children_are_refused() -> None:
+    scheme = SCHEMES.get("spechub")()
+    with pytest.raises(UsageError, match="3 children a row; scheme 'spechub' allows at most 2"):
+        draw_checked(scheme, LAW_RV, torch.rand(2, 3, dtype=torch.float64))
+    with pytest.raises(UsageError, match="3 children a row; scheme 'spechub' allows at most 2"):
+        verify_checked(**arguments("spechub", children_RK=torch.tensor([[0, 1, 2], [1, -1, -1]])))
+
+
+def test_a_threshold_below_zero_is_refused() -> None:
+    with pytest.raises(UsageError, match="threshold=-1"):
+        Hybrid(threshold=-1)

@@ -1,0 +1,85 @@
+"""The block walk: exact on every small tree, and never behind verification node by node."""
+
+import pytest
+import torch
+
+from polydraft.schemes import SCHEMES, Scheme, Speculative
+from polydraft.walks import BlockWalk, NodeWalk
+from polydraft.walks.walk import LEAST_WEIGHT
+
+from .cases import TREES, batch_of, theory_batch
+from .doubles import AnyPicked, HighestPicked, by_law
+from .enumeration import TOLERANCE, Batch, enumerate_walk
+
+SELECTING = [name for name in SCHEMES if BlockWalk.fits(SCHEMES.get(name))]
+REGULAR = ["1x2", "2x1", "2x2", "3x1x1"]
+WALK = BlockWalk(least_weight=0.0)
+"""The one that theory is about; what is not worth a look otherwise costs it hundredths of a token."""
+
+
+def trees_of(name: str) -> list[str]:
+    return ["chain:3"] if SCHEMES.get(name).max_children == 1 else REGULAR
+
+
+def test_it_fits_schemes_that_can_pick() -> None:
+    assert "speculative" in SELECTING
+    assert not BlockWalk.fits(SCHEMES.get("rrs-wor")) and not BlockWalk.fits(SCHEMES.get("top"))
+
+
+@pytest.mark.parametrize("least_weight", [0.0, 0.4], ids=["patient", "impatient"])
+@pytest.mark.parametrize("scheme", [HighestPicked(), AnyPicked()], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("tree", TREES)
+def test_texts_follow_the_target_law(tree: str, scheme: Scheme, least_weight: float) -> None:
+    outcomes = enumerate_walk(BlockWalk(least_weight), scheme, batch_of(tree, TREES[tree]))
+    assert (outcomes.totals() - 1).abs().max() < TOLERANCE
+    assert outcomes.text_error() < TOLERANCE
+
+
+@pytest.mark.parametrize("scheme", [HighestPicked(), AnyPicked()], ids=lambda scheme: scheme.name)
+def test_laws_need_not_sum_to_one(scheme: Scheme) -> None:
+    batch = batch_of("2x2", 3)
+    scaled = Batch(batch.topology, batch.cases, target_scale=0.8, draft_scale=1.3)
+    outcomes, expected = (enumerate_walk(WALK, scheme, one) for one in (scaled, batch))
+    assert outcomes.text_error() < TOLERANCE
+    torch.testing.assert_close(outcomes.accepted(), expected.accepted())
+
+
+@pytest.mark.parametrize("scheme", [HighestPicked(), AnyPicked()], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("tree", REGULAR)
+def test_a_path_is_a_chain_with_the_laws_of_its_picks(tree: str, scheme: Scheme) -> None:
+    batch = batch_of(tree, TREES[tree])
+    chains = enumerate_walk(WALK, Speculative(), batch.picked_chains(scheme))
+    torch.testing.assert_close(chains.accepted(), enumerate_walk(WALK, scheme, batch).accepted())
+
+
+@pytest.mark.parametrize(("name", "tree"), [(name, tree) for name in SELECTING for tree in trees_of(name)])
+def test_picked_paths_follow_the_target_law_and_accept_more_than_node_by_node(name: str, tree: str) -> None:
+    batch = batch_of(tree, TREES[tree])
+    outcomes = enumerate_walk(WALK, Speculative(), batch.picked_chains(SCHEMES.get(name)()))
+    assert outcomes.text_error() < TOLERANCE
+    behind_C = enumerate_walk(NodeWalk(), by_law(SCHEMES.get(name)), batch).accepted() - outcomes.accepted()
+    assert behind_C.max() < TOLERANCE
+
+
+def test_a_draft_equal_to_the_target_is_accepted_whole() -> None:
+    assert enumerate_walk(WALK, Speculative(), batch_of("chain:3", 3)).accepted()[-1].item() == pytest.approx(3)
+
+
+@pytest.mark.skipif("race" not in SCHEMES, reason="no race")
+def test_figures_of_the_theory_note() -> None:
+    chains = theory_batch().picked_chains(SCHEMES.get("race")())
+    node, block = (
+        enumerate_walk(NodeWalk(), by_law(SCHEMES.get("race")), theory_batch()),
+        enumerate_walk(WALK, Speculative(), chains),
+    )
+    assert node.accepted().mean().item() == pytest.approx(1.1982, abs=5e-5)
+    assert block.accepted().mean().item() == pytest.approx(1.2240, abs=5e-5)
+
+
+@pytest.mark.parametrize("tree", REGULAR)
+def test_impatience_costs_little(tree: str) -> None:
+    batch = batch_of(tree, TREES[tree])
+    lost_C = (
+        enumerate_walk(WALK, HighestPicked(), batch).accepted() - enumerate_walk(BlockWalk(), HighestPicked(), batch).accepted()
+    )
+    assert lost_C.min() > -TOLERANCE and lost_C.max() < LEAST_WEIGHT * batch.topology.depth
