@@ -1,5 +1,6 @@
 """What the harness knows of a way to generate: a name, parameters, and a function that yields tokens with provenance."""
 
+import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class MethodSpec:
     @classmethod
     def parse(cls, text: str) -> "MethodSpec":
         """Read a specification."""
-        head, *pairs = text.split(",")
+        head, *pairs = re.split(r",(?![\d,\[\]]*\])", text)  # a tree as a list of paths has commas of its own
         name, _, argument = head.partition(":")
         options = {}
         for pair in pairs:

@@ -6,13 +6,13 @@ from pathlib import Path
 from polydraft.errors import FailureError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file of a benchmark, in a folder that exists.
+def write_text(path: Path, text: str, *, remedy: str = "what was measured is in runs.jsonl") -> None:
+    """Write a file, in a folder that exists.
 
     Raises
     ------
     FailureError
-        If it cannot be written; the journal of the benchmark is there already.
+        If it cannot be written, with the remedy; of a benchmark the journal is there already.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -20,4 +20,4 @@ def write_text(path: Path, text: str) -> None:
         partial.write_bytes(text.encode("utf-8", "replace"))
         os.replace(partial, path)
     except OSError as error:
-        raise FailureError(f"cannot write {path} ({error.strerror}); what was measured is in runs.jsonl") from None
+        raise FailureError(f"cannot write {path} ({error.strerror}); {remedy}") from None

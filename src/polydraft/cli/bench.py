@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16.")
 @click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
-@click.option("--reproduce", default=None, help="Measure a paper's tables again: mcsd. It chooses methods and temperatures.")
+@click.option(
+    "--reproduce", default=None, help="Measure a paper's tables again: mcsd, optimal. It chooses methods and temperatures."
+)
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
 @click.pass_context

@@ -1,6 +1,7 @@
 """Published tables and figures, to be measured again with one's own models."""
 
 from polydraft.bench.papers.mcsd import MCSD
+from polydraft.bench.papers.optimal import OPTIMAL
 from polydraft.bench.papers.paper import PAPERS, Comparison, Paper
 
-__all__ = ["MCSD", "PAPERS", "Comparison", "Paper"]
+__all__ = ["MCSD", "OPTIMAL", "PAPERS", "Comparison", "Paper"]
