@@ -1,7 +1,6 @@
 """`polydraft train`."""
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +91,7 @@ def _train(size: Any, options: dict[str, Any]) -> None:
     import torch
 
     from polydraft.cli.options import arrange_messages
+    from polydraft.cli.progress import PhaseProgress
     from polydraft.models.loading import load_model
     from polydraft.models.placement import resolve_device, resolve_dtype
     from polydraft.train import TrainSettings, train
@@ -108,48 +108,20 @@ def _train(size: Any, options: dict[str, Any]) -> None:
     place = resolve_device(device)
     target = load_model(settings.target, place, resolve_dtype(dtype, place))
     words = " ".join(["polydraft", *sys.argv[1:]])
-    with _Progress() as progress:
-        folder = train(settings, target, out, resume=resume, command=words, observer=progress)
+    with PhaseProgress() as progress:
+
+        def observer(report: "Report") -> None:
+            progress(report.phase, report.done, report.total, _note(report))
+
+        folder = train(settings, target, out, resume=resume, command=words, observer=observer)
     click.echo(f"draft written to {folder}; use it with: --target {settings.target} --draft {folder}")
 
 
-class _Progress:
-    """A bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description:>8}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._tasks: dict[str, Any] = {}
-        self._said = 0.0
-
-    def __enter__(self) -> "_Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, report: "Report") -> None:
-        note = "" if report.loss is None else f"loss {report.loss:.3f}"
-        if report.acceptance:
-            note = f"{note}  held out: {report.acceptance[0]}".strip()
-            if len(report.acceptance) > 1:
-                note += f", depth {len(report.acceptance)}: {report.acceptance[-1].greedy_1:.2f}"
-        if report.phase not in self._tasks:
-            self._tasks[report.phase] = self._bar.add_task(report.phase, total=report.total, note=note)
-        self._bar.update(self._tasks[report.phase], completed=report.done, note=note)
-        late = time.monotonic() - self._said > 5 or report.done == report.total
-        if not self._console.is_terminal and late:
-            self._said = time.monotonic()
-            click.echo(f"{report.phase} {report.done}/{report.total} {note}".rstrip(), err=True)
+def _note(report: "Report") -> str:
+    """Say in a few words how training goes."""
+    note = "" if report.loss is None else f"loss {report.loss:.3f}"
+    if report.acceptance:
+        note = f"{note}  held out: {report.acceptance[0]}".strip()
+        if len(report.acceptance) > 1:
+            note += f", depth {len(report.acceptance)}: {report.acceptance[-1].greedy_1:.2f}"
+    return note
