@@ -16,7 +16,7 @@ def test_json_is_one_object_and_nothing_else(invoke, tiny: str) -> None:
     wanted = {"new_tokens", "rounds", "tokens_per_pass", "acceptance_rate", "tokens_per_second", "seconds"}
     assert wanted <= set(result["stats"])
     assert set(result["stats"]["seconds"]) == {"prefill", "draft", "target", "verify", "commit", "total"}
-    assert result["settings"]["draft"] == "early-exit:1" and result["settings"]["scheme"] == "rrs-wor"
+    assert result["settings"]["draft"] == "early-exit:1" and result["settings"]["scheme"] == "hybrid"
 
 
 def test_piped_output_is_the_text_alone(invoke, tiny: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from polydraft.certify.reference import next_laws
 from polydraft.drafters import DRAFTERS
 from polydraft.engine import Decoder, Generation
 from polydraft.sampling import SamplingParams
@@ -13,7 +14,6 @@ from polydraft.schemes import SCHEMES
 from polydraft.walks import WALKS
 
 from .checks import FALSE_ALARM, text_p_values
-from .reference import next_laws
 from .setups import DRAFT, FIXTURE_DRAFT, FIXTURE_TARGET, PENALTIES, PROMPT, TARGET, TREES, make_decoder, tree_for
 
 

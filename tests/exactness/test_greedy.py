@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 
+from polydraft.certify.reference import greedy_text
 from polydraft.drafters import DRAFTERS
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
@@ -13,7 +14,6 @@ from polydraft.schemes import SCHEMES
 
 from .checks import unequal_texts
 from .configurations import SCHEMES_AND_WALKS
-from .reference import greedy_text
 from .setups import DRAFT, PENALTIES, RAGGED_PROMPTS, TARGET, TREES, VOCABULARY, make_decoder, tree_for
 
 GREEDY = SamplingParams(temperature=0)

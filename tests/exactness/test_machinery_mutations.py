@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polydraft.certify.reference import greedy_text
 from polydraft.drafters.model_tree import ModelTreeSession
 from polydraft.engine.run import Run
 from polydraft.models import Context
@@ -22,7 +23,6 @@ from polydraft.walks import NodeWalk, Verdict
 
 from .checks import unequal_texts
 from .configurations import THRESHOLD, Configuration
-from .reference import greedy_text
 from .setups import PENALTIES, RAGGED_PROMPTS, TARGET, make_decoder
 
 pytestmark = pytest.mark.usefixtures("short_blocks")

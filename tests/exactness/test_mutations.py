@@ -5,6 +5,7 @@ Enumeration catches all of them; samples of the fixture all but the two subtle o
 
 import pytest
 
+from polydraft.certify.mutants import CORRECT, STRUCTURAL, SUBTLE, DistinctTestedAsIndependent, DrawnByRank
 from polydraft.schemes import SCHEMES, Scheme
 
 from .checks import (
@@ -20,7 +21,6 @@ from .checks import (
     tuple_p_value,
 )
 from .configurations import THRESHOLD, Configuration
-from .mutants import CORRECT, STRUCTURAL, SUBTLE, DistinctTestedAsIndependent, DrawnByRank
 
 pytestmark = pytest.mark.usefixtures("short_blocks")
 

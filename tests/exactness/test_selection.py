@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polydraft.certify.mutants import RaceWithoutExchange
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import SCHEMES, Hybrid, Race, RaceBucketed, Scheme
 
@@ -20,7 +21,6 @@ from .checks import (
     token_p_value,
     tuple_p_value,
 )
-from .mutants import RaceWithoutExchange
 
 SELECTING = [name for name in SCHEMES if SCHEMES.get(name).select_uniforms is not None]
 RACES: list[Race] = [

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import SCHEMES
@@ -48,3 +49,13 @@ def test_a_law_that_breaks_further_down_is_named_or_not_used(
         assert fault != Fault.NONE or NO_TOKEN not in tokens[: accepted + 1]
     if culprit == Fault.TARGET:
         assert (verdict.fault_B == culprit).any()
+
+
+def test_a_scheme_that_emits_nothing_is_named() -> None:
+    class Silent(type(SCHEMES.get("speculative")())):
+        def verify(self, target_probs_RV, draft_probs_RV, children_RK, uniforms_RU):
+            return torch.full_like(children_RK[:, 0], NO_TOKEN)
+
+    batch = batch_of("chain:3", 3)
+    verdict = sample_walk(WALKS.get("node")(), Silent(), batch, 20, seed=1)[1]
+    assert (verdict.fault_B == Fault.SCHEME).all()

@@ -10,7 +10,9 @@ import polydraft
 from polydraft.errors import PolydraftError, UsageError
 
 _COMMANDS = {
+    "analyze": "Compare what schemes accept with the most that could be accepted.",
     "bench": "Measure methods against each other.",
+    "certify": "Show that a rule, a decoder or an endpoint is lossless.",
     "chat": "Talk with the target over several turns.",
     "generate": "Generate text from one prompt.",
     "info": "Show what is installed and what can be chosen.",

@@ -155,6 +155,11 @@ class Run:
 
     def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, fault: int) -> Emitted:
         """Take what one row got, up to its end."""
+        if fault == Fault.SCHEME:
+            raise FailureError(
+                f"scheme {self._session.scheme.name!r} emitted no token after {len(self.texts[row])} tokens; please report this, "
+                "and use another --scheme"
+            )
         if fault:
             who = f"the target {self.target.name!r}" if fault == Fault.TARGET else "the draft"
             raise FailureError(

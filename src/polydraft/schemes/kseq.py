@@ -29,7 +29,7 @@ class KSeq(Scheme):
     name = "kseq"
     replacement = True
 
-    def __init__(self, steps: int = 24) -> None:
+    def __init__(self, steps: int = 32) -> None:
         self.steps = steps
 
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:

@@ -33,6 +33,8 @@ class Fault(IntEnum):
     """The target's law was not a number."""
     DRAFT = 2
     """The draft's law was not a number."""
+    SCHEME = 3
+    """The laws were numbers, and yet no token came out."""
 
 
 def fault_of(target_probs_BV: Tensor, draft_probs_BV: Tensor) -> Tensor:

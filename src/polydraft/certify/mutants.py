@@ -40,6 +40,7 @@ class Rejection(Scheme):
     least_target = 0.0
 
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+        """Draw with or without replacement."""
         draft_RV = normalised(draft_probs_RV)
         return draft_RV if self.drawn_with_replacement else without(draft_RV, earlier_RJ)
 
@@ -48,13 +49,14 @@ class Rejection(Scheme):
         return children_RK
 
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Test the children one after the other."""
         original_RV, draft_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
         children_RK = self.arranged(draft_RV, children_RK)
         draft_RV = normalised(draft_RV ** (1 / self.draft_temperature))
         target_RV = original_RV
         emitted_RV = torch.zeros_like(target_RV)
         undecided_R1 = torch.ones_like(target_RV[:, :1])
-        for child_R1 in children_RK.split(1, dim=1):
+        for child_R1 in children_RK.T[:, :, None]:
             exists_R1, token_R1 = child_R1 != NO_TOKEN, child_R1.clamp(min=0)
             numerator_R1 = target_RV.gather(1, token_R1).clamp(min=self.least_target)
             denominator_R1 = draft_RV.gather(1, token_R1) + self.epsilon
@@ -76,10 +78,14 @@ class WithReplacement(Rejection):
 
 
 class DistinctTestedAsIndependent(Rejection):
+    """Draw distinct children and test them as if they were independent."""
+
     tested_with_replacement = True
 
 
 class IndependentTestedAsDistinct(Rejection):
+    """Draw independent children and test them as if they were distinct."""
+
     drawn_with_replacement = True
 
 
@@ -87,6 +93,7 @@ class Deduplicated(WithReplacement):
     """Merge repeated children and test each once."""
 
     def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Leave out what was there before."""
         columns = [children_RK[:, :1]]
         for rank in range(1, children_RK.shape[1]):
             child_R1 = children_RK[:, rank : rank + 1]
@@ -99,6 +106,7 @@ class SortedByDraft(Rejection):
     """Test the likeliest child first."""
 
     def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Sort."""
         probs_RK = torch.where(children_RK == NO_TOKEN, -1.0, draft_RV.gather(1, children_RK.clamp(min=0)))
         return children_RK.gather(1, probs_RK.argsort(dim=1, descending=True, stable=True))
 
@@ -107,27 +115,38 @@ class PrunedByDraft(Rejection):
     """Drop sampled children that the draft itself finds unlikely."""
 
     def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Prune."""
         unlikely_RK = draft_RV.gather(1, children_RK.clamp(min=0)) < 0.1
         return torch.where(unlikely_RK, NO_TOKEN, children_RK)
 
 
 class ResidualNotTaken(Rejection):
+    """After all children have failed, draw from the target itself."""
+
     residual_taken = False
 
 
 class DraftAtAnotherTemperature(Rejection):
+    """Test against a draft law of another temperature than was drawn from."""
+
     draft_temperature = 1.1
 
 
 class EpsilonInDenominator(Rejection):
+    """Keep a ratio from dividing by zero."""
+
     epsilon = 1e-3
 
 
 class AcceptedWithoutTargetMass(Rejection):
+    """Keep a probability from being zero."""
+
     least_target = 1e-3
 
 
 class RemovedBeforeResidual(Rejection):
+    """Remove a failed child from the draft law before it is subtracted, not after."""
+
     removed_before_residual = True
 
 
@@ -141,6 +160,7 @@ class TopAndOne(Scheme):
         return without(normalised(draft_probs_RV), draft_probs_RV.topk(top, dim=1).indices)
 
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+        """Put all mass on the next likeliest token; the last child comes from the rest."""
         if earlier_RJ.shape[1] == count - 1:
             return self._rest(draft_probs_RV, count - 1)
         order_RV = draft_probs_RV.argsort(dim=1, descending=True, stable=True)
@@ -148,12 +168,15 @@ class TopAndOne(Scheme):
         return torch.zeros_like(draft_probs_RV).scatter_(1, order_RV[:, rank : rank + 1], 1.0)
 
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Test the last child."""
         rest_RV = self._rest(draft_probs_RV, children_RK.shape[1] - 1)
         tested_RV = rest_RV if self.tested_against_rest else normalised(draft_probs_RV)
         return RejectionWithReplacement().law(target_probs_RV, tested_RV, children_RK[:, -1:])
 
 
 class GreedyTestedAgainstDraft(TopAndOne):
+    """Test the sampled child against the whole draft law."""
+
     tested_against_rest = False
 
 
@@ -161,6 +184,7 @@ class DrawnByRank(RejectionWithoutReplacement):
     """Draw the likeliest children while the law says sampled ones."""
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+        """Take the top."""
         return draft_probs_RV.topk(uniforms_RK.shape[1], dim=1).indices
 
 
@@ -172,7 +196,8 @@ class KSeqLowerEnd(KSeq):
 
     def _rho(self, target_RV: Tensor, draft_RV: Tensor, count_R1: Tensor) -> Tensor:
         upper_R1 = super()._rho(target_RV, draft_RV, count_R1)
-        return (upper_R1 - (count_R1 - 1) / 2**self.steps).clamp(min=1.0)
+        lower_R1: Tensor = upper_R1 - (count_R1 - 1) / 2**self.steps
+        return lower_R1.clamp(min=1.0)
 
 
 class KSeqFewSteps(KSeq):
@@ -186,6 +211,7 @@ class RaceOfOneMore(Race):
     """Plan the race for one child more than there are."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        """Set up the wrong race."""
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
         wrong = super().contest(target_probs_RV, draft_probs_RV, torch.cat([children_RK, children_RK[:, -1:]], dim=1))
         return dataclasses.replace(right, plan=wrong.plan, law_RV=wrong.law_RV)
@@ -195,6 +221,7 @@ class RaceOfDistinctChildren(Race):
     """Let a repeated child race once."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        """Set up the wrong race."""
         distinct_RK = Deduplicated().arranged(draft_probs_RV, children_RK)
         return super().contest(target_probs_RV, draft_probs_RV, distinct_RK)
 
@@ -203,6 +230,7 @@ class RaceWithoutExchange(Race):
     """Let every child race from its own places: it wins by the law of the largest, not by the planned one."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        """Set up the wrong race."""
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
         return dataclasses.replace(right, plan=dataclasses.replace(right.plan, drift_RC=0 * right.plan.drift_RC))
 
@@ -214,6 +242,7 @@ class BucketsSharedByTarget(RaceBucketed):
         super().__init__(buckets=3)
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        """Set up the wrong race."""
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
         cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, buckets=3)
         target_RC, selected_RC = torch.zeros(2, len(target_probs_RV), cells).double()
@@ -227,7 +256,9 @@ class HybridWithoutHandover(Hybrid):
     """Declare that certain children are selected by the target's law, and never select them."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        """Set up the wrong race."""
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
+        assert right.keep_RC is not None
         return dataclasses.replace(right, keep_RC=1 + 0 * right.keep_RC)
 
 
@@ -235,6 +266,7 @@ class HybridRacingAll(Hybrid):
     """Take certain children for draws from the whole law."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        """Set up the wrong race."""
         return Race().contest(target_probs_RV, draft_probs_RV, children_RK)
 
 
@@ -242,6 +274,7 @@ class HybridOfAnotherThreshold(Hybrid):
     """Verify with another threshold than the children were drawn with."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
+        """Set up the wrong race."""
         return Hybrid(threshold=float("inf")).contest(target_probs_RV, draft_probs_RV, children_RK)
 
 
@@ -256,9 +289,11 @@ class GumbelSorted(Gumbel):
     """Verify as if the likeliest child had arrived first."""
 
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Tell the wrong law."""
         return super().law(target_probs_RV, draft_probs_RV, SortedByDraft().arranged(draft_probs_RV, children_RK))
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        """Draw from the wrong law."""
         sorted_RK = SortedByDraft().arranged(draft_probs_RV, children_RK)
         return super().verify(target_probs_RV, draft_probs_RV, sorted_RK, uniforms_RU)
 
@@ -267,9 +302,11 @@ class GumbelPruned(Gumbel):
     """Keep from verification the children that the draft finds unlikely: only the noise itself would not mind."""
 
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Tell the wrong law."""
         return super().law(target_probs_RV, draft_probs_RV, self._pruned(draft_probs_RV, children_RK))
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        """Draw from the wrong law."""
         return super().verify(target_probs_RV, draft_probs_RV, self._pruned(draft_probs_RV, children_RK), uniforms_RU)
 
     def _pruned(self, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
@@ -281,9 +318,11 @@ class GumbelAtAnotherTemperature(Gumbel):
     """Verify with another law than the children were drawn from."""
 
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Tell the wrong law."""
         return super().law(target_probs_RV, draft_probs_RV ** (1 / 1.2), children_RK)
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        """Draw from the wrong law."""
         return super().verify(target_probs_RV, draft_probs_RV ** (1 / 1.2), children_RK, uniforms_RU)
 
 

@@ -1,14 +1,16 @@
 """The laws that generated text must follow, in plain numpy and without any code under test but the table look-up."""
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 
 
-def next_laws(model: TabularModel, prompt: list[int], new_NL: np.ndarray, params: SamplingParams) -> np.ndarray:
+def next_laws(model: TabularModel, prompt: list[int], new_NL: NDArray[Any], params: SamplingParams) -> NDArray[Any]:
     """Return the next token's probabilities [N, V] after a prompt and L new tokens, in the order of Hugging Face `generate`."""
     text_NT = np.concatenate([np.tile(np.array(prompt), (len(new_NL), 1)), new_NL], axis=1)
     scores_NV = _logits(model, text_NT)
@@ -20,37 +22,41 @@ def next_laws(model: TabularModel, prompt: list[int], new_NL: np.ndarray, params
     counts_NV = _counts(new_NL, model.vocab_size)
     scores_NV = scores_NV - params.presence_penalty * (counts_NV > 0) - params.frequency_penalty * counts_NV
     if params.temperature == 0:
-        return np.eye(model.vocab_size)[scores_NV.argmax(-1)]
+        one_hot_NV: NDArray[Any] = np.eye(model.vocab_size)[scores_NV.argmax(-1)]
+        return one_hot_NV
     return _truncated(_softmax(scores_NV / params.temperature), params)
 
 
-def next_law(model: TabularModel, prompt: list[int], new_tokens: list[int], params: SamplingParams) -> np.ndarray:
+def next_law(model: TabularModel, prompt: list[int], new_tokens: list[int], params: SamplingParams) -> NDArray[Any]:
     """Return the next token's probabilities after one text."""
-    return next_laws(model, prompt, np.array(new_tokens, dtype=int)[None], params)[0]
+    law_V: NDArray[Any] = next_laws(model, prompt, np.array(new_tokens, dtype=int)[None], params)[0]
+    return law_V
 
 
 @lru_cache(maxsize=200_000)
-def _logits_after(model: TabularModel, recent: tuple[int, ...]) -> np.ndarray:
-    return model.logits_after(list(recent)).double().numpy()
+def _logits_after(model: TabularModel, recent: tuple[int, ...]) -> NDArray[Any]:
+    logits_V: NDArray[Any] = model.logits_after(list(recent)).double().numpy()
+    return logits_V
 
 
-def _logits(model: TabularModel, text_NT: np.ndarray) -> np.ndarray:
+def _logits(model: TabularModel, text_NT: NDArray[Any]) -> NDArray[Any]:
     contexts, row_N = np.unique(text_NT[:, -model.order :], axis=0, return_inverse=True)
     return np.stack([_logits_after(model, tuple(context)) for context in contexts.tolist()])[row_N.reshape(-1)]
 
 
-def _counts(tokens_NT: np.ndarray, vocabulary: int) -> np.ndarray:
+def _counts(tokens_NT: NDArray[Any], vocabulary: int) -> NDArray[Any]:
     counts_NV = np.zeros((len(tokens_NT), vocabulary))
     np.add.at(counts_NV, (np.arange(len(tokens_NT))[:, None], tokens_NT), 1)
     return counts_NV
 
 
-def _softmax(scores_NV: np.ndarray) -> np.ndarray:
-    weights_NV = np.exp(scores_NV - scores_NV.max(-1, keepdims=True))
-    return weights_NV / weights_NV.sum(-1, keepdims=True)
+def _softmax(scores_NV: NDArray[Any]) -> NDArray[Any]:
+    weights_NV: NDArray[Any] = np.exp(scores_NV - scores_NV.max(-1, keepdims=True))
+    weights_NV /= weights_NV.sum(-1, keepdims=True)
+    return weights_NV
 
 
-def _truncated(probs_NV: np.ndarray, params: SamplingParams) -> np.ndarray:
+def _truncated(probs_NV: NDArray[Any], params: SamplingParams) -> NDArray[Any]:
     """Top-k, then the nucleus of what is left, then min-p, and renormalise; on tokens sorted from the likeliest down."""
     order_NV = np.argsort(-probs_NV, axis=-1)
     sorted_NV = np.take_along_axis(probs_NV, order_NV, axis=-1)

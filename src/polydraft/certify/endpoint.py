@@ -1,0 +1,84 @@
+"""An OpenAI-compatible endpoint, asked for greedy text; nothing but the standard library."""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from polydraft.errors import FailureError, UsageError
+
+_COMPLETIONS, _CHAT = "/completions", "/chat/completions"
+_SHOWN = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where to ask, and for which model."""
+
+    url: str
+    """Of the server, with or without ``/v1``."""
+    model: str
+    chat: bool = False
+    """Ask ``/v1/chat/completions`` instead of ``/v1/completions``."""
+    timeout: float = 120.0
+    """Seconds to wait for one answer."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"--url {self.url!r} is no web address; allowed: http://HOST[:PORT][/v1] or https://...")
+        if not self.timeout > 0:
+            raise UsageError(f"--timeout {self.timeout:g} is out of range; allowed: above 0 seconds")
+
+    @property
+    def address(self) -> str:
+        """The full address that is asked."""
+        base = self.url.rstrip("/")
+        if base.endswith(_COMPLETIONS):
+            return base
+        return (base if base.endswith("/v1") else f"{base}/v1") + (_CHAT if self.chat else _COMPLETIONS)
+
+    def complete(self, prompt: str, max_tokens: int) -> str:
+        """Return the greedy text that follows a prompt.
+
+        Raises
+        ------
+        FailureError
+            If there is no answer, or none that can be used.
+        """
+        asked: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": False}
+        asked |= {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        answer = self._ask(asked)
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] if self.chat else choice["text"]
+        except (KeyError, IndexError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            where = "choices[0].message.content" if self.chat else "choices[0].text"
+            raise FailureError(
+                f"{self.address} answered without {where}; name an OpenAI-compatible one, with or without --chat"
+            )
+        return text
+
+    def _ask(self, asked: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            self.address, data=json.dumps(asked).encode(), headers={"Content-Type": "application/json"}, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                content = response.read()
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read(_SHOWN).decode("utf-8", "replace").split()) or error.reason
+            raise FailureError(f"{self.address} answered HTTP {error.code} ({said}); check --url and --model") from None
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError, as are timeouts
+            reason = getattr(error, "reason", None) or error or type(error).__name__
+            raise FailureError(f"cannot reach {self.address} ({reason}); check that the server runs, and --url") from None
+        try:
+            return json.loads(content)
+        except ValueError:
+            start = content[:_SHOWN].decode("utf-8", "replace").strip()
+            raise FailureError(f"{self.address} did not answer in JSON but {start!r}; check --url") from None

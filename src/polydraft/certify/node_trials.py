@@ -1,0 +1,165 @@
+"""Checks of a rule at one node: by enumeration where it tells its law, by samples of what production runs."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from polydraft.certify.cases import FIXTURE_DRAFT_V, FIXTURE_TARGET_V, degenerate_cases, random_cases
+from polydraft.certify.check import CounterExample
+from polydraft.certify.enumeration import TOLERANCE, drawings, enumerate_rule, largest_count
+from polydraft.certify.node import sample_node, token_p_value, tuple_p_value
+from polydraft.certify.own_rule import OwnRule
+from polydraft.certify.sizes import Sizes
+from polydraft.certify.smallest import describe
+from polydraft.certify.subject import Subject
+from polydraft.certify.trial import Trial
+from polydraft.sampling import NO_TOKEN
+
+_EXTREMES = (0.0, 0.5, 1 - 2.0**-53)
+"""Random numbers at which rounding shows; the last is the largest that a generator returns."""
+_BLACK_BOX_CASES = 8
+
+
+def cases_of(vocabulary: int, count: int, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Return random, awkward and fixture laws."""
+    target_CV, draft_CV = random_cases(vocabulary, sizes.cases, seed=10 * vocabulary + count)
+    awkward = degenerate_cases(vocabulary)
+    fixture = [law_V[None] for law_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V)] if vocabulary == len(FIXTURE_TARGET_V) else awkward
+    return torch.cat([target_CV, awkward[0], fixture[0]]), torch.cat([draft_CV, awkward[1], fixture[1]])
+
+
+def counts_of(subject: Subject, sizes: Sizes) -> list[int]:
+    """Return the numbers of drafts that a rule is tried with."""
+    return sorted({largest_count(subject.scheme, count) for count in sizes.counts})
+
+
+def enumeration_trial(subject: Subject, sizes: Sizes) -> Trial:
+    """Sum the emitted law over all drawings: it must be the target's, in float64 and from float32 probabilities."""
+    worst, pairs, size, example = 0.0, 0, 0, None
+    for vocabulary in sizes.vocabularies:
+        for count in counts_of(subject, sizes):
+            target_CV, draft_CV = cases_of(vocabulary, count, sizes)
+            pairs += len(target_CV)
+            for dtype, missing in ((torch.float64, 0), (torch.float32, 0), (torch.float64, 2)):
+                if missing and isinstance(subject.scheme, OwnRule):
+                    continue  # a function is never shown a missing child
+                laws = target_CV.to(dtype), draft_CV.to(dtype)
+                enumeration = enumerate_rule(subject.scheme, *laws, count, missing)
+                size += len(enumeration.case_R)
+                error = max(enumeration.error_C.max().item(), enumeration.improper_R.max().item())
+                if error > worst:
+                    worst, example = error, describe(enumeration, laws[1], count)
+    leaf, unverified = _leaf_error(subject, sizes)
+    worst, example = max(worst, leaf), example if worst > TOLERANCE else unverified
+    tokens, drafts = f"{sizes.vocabularies[0]} to {sizes.vocabularies[-1]} tokens", f"{max(counts_of(subject, sizes))} drafts"
+    return Trial(
+        name="enumeration",
+        size=size,
+        unit="drawings",
+        measure="largest error",
+        worst=worst,
+        allowed=TOLERANCE,
+        note=f"from {pairs:,} pairs of laws, {tokens}, up to {drafts}",
+        counter_example=example if worst > TOLERANCE else None,
+    )
+
+
+def _leaf_error(subject: Subject, sizes: Sizes) -> tuple[float, CounterExample | None]:
+    """Without children the law is the target's, whatever stands in for the draft's."""
+    if isinstance(subject.scheme, OwnRule):
+        return 0.0, None
+    target_CV, draft_CV = random_cases(5, sizes.cases, seed=6)
+    draft_CV[::3] = 0
+    law_CV = subject.scheme.law(target_CV, draft_CV, torch.full((len(target_CV), 2), NO_TOKEN))
+    error_C = (law_CV - target_CV).abs().amax(-1).nan_to_num(nan=math.inf)
+    case = int(error_C.argmax())
+    return error_C.max().item(), CounterExample(
+        reason="without children the law is not the target's",
+        target_probs=target_CV[case].tolist(),
+        draft_probs=draft_CV[case].tolist(),
+        drafts=0,
+        law=law_CV[case].tolist(),
+        expected=target_CV[case].tolist(),
+    )
+
+
+def fixture_trials(subject: Subject, sizes: Sizes) -> list[Trial]:
+    """Sample fixture F as production does: children against their law, tokens against the target's, and both jointly."""
+    scheme, samples = subject.scheme, sizes.node_samples
+    draws, tokens, joint = [], [], []
+    for count in counts_of(subject, sizes):
+        children_RK, token_R = sample_node(scheme, FIXTURE_TARGET_V, FIXTURE_DRAFT_V, count, seed=100 + count, samples=samples)
+        _, children_SK, chance_S = drawings(scheme, FIXTURE_DRAFT_V[None], count)
+        table = dict(zip(map(tuple, children_SK.tolist()), chance_S.tolist(), strict=True))
+        draws.append(tuple_p_value(children_RK, table))
+        tokens.append(token_p_value(token_R, FIXTURE_TARGET_V))
+        if subject.has_law and count <= 2:
+            target_SV, draft_SV = (law_V.expand(len(chance_S), -1) for law_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V))
+            law_SV = scheme.law(target_SV, draft_SV, children_SK)
+            cells = {
+                (*children, token): chance * law
+                for (children, chance), law_V in zip(table.items(), law_SV.tolist(), strict=True)
+                for token, law in enumerate(law_V)
+            }
+            joint.append(tuple_p_value(torch.cat([children_RK, token_R[:, None]], dim=1), cells))
+    freedom = len(FIXTURE_TARGET_V) - 1
+    trials = [
+        Trial(name="draws", size=samples * len(draws), unit="sets of children", p_values=draws, note="of fixture F"),
+        Trial(name="fixture", size=samples * len(tokens), unit="tokens", p_values=tokens, note="of fixture F"),
+        Trial(name="joint", size=samples * len(joint), unit="tokens", p_values=joint, note="of fixture F with their children"),
+    ]
+    trials[1] = replace(trials[1], tested=(samples, freedom))
+    return [trial for trial in trials if trial.p_values]
+
+
+def black_box_trial(subject: Subject, sizes: Sizes) -> Trial:
+    """Sample more pairs of laws, for a rule that does not tell its law."""
+    samples = sizes.node_samples // 4
+    target_CV, draft_CV = random_cases(4, _BLACK_BOX_CASES, seed=17)
+    p_values = []
+    for case in range(_BLACK_BOX_CASES):
+        for count in counts_of(subject, sizes):
+            _, token_R = sample_node(subject.scheme, target_CV[case], draft_CV[case], count, seed=200 + case, samples=samples)
+            p_values.append(token_p_value(token_R, target_CV[case]))
+    size = samples * len(p_values)
+    return Trial(name="cases", size=size, unit="tokens", p_values=p_values, note=f"of {_BLACK_BOX_CASES} random pairs of laws")
+
+
+def support_trial(subject: Subject, sizes: Sizes) -> Trial:
+    """Verify with extreme random numbers: every token must have target mass, and laws must be left as they are."""
+    cases = 4 * sizes.cases
+    target_CV, draft_CV = (law_CV.float() for law_CV in random_cases(6, cases, seed=9))
+    generator = torch.Generator().manual_seed(9)
+    uniforms_CK = torch.rand(cases, max(counts_of(subject, sizes)), generator=generator, dtype=torch.float64)
+    before = target_CV.clone(), draft_CV.clone()
+    children_CK = subject.scheme.draw(draft_CV, uniforms_CK)
+    wrong, example = 0, None
+    for extreme in _EXTREMES:
+        uniforms_CU = torch.full((cases, subject.scheme.verify_uniforms), extreme, dtype=torch.float64)
+        token_C = subject.scheme.verify(target_CV, draft_CV, children_CK, uniforms_CU)
+        impossible_C = (token_C < 0) | (target_CV.gather(1, token_C.clamp(min=0)[:, None])[:, 0] == 0)
+        wrong += int(impossible_C.sum())
+        if impossible_C.any() and example is None:
+            case = int(impossible_C.nonzero()[0])
+            example = CounterExample(
+                reason=f"token {int(token_C[case])} was emitted, which has no target mass",
+                target_probs=target_CV[case].tolist(),
+                draft_probs=draft_CV[case].tolist(),
+                drafts=children_CK.shape[1],
+                drawings=[{"children": children_CK[case].tolist()}],
+                details={"random numbers": extreme},
+            )
+    if not (torch.equal(target_CV, before[0]) and torch.equal(draft_CV, before[1])):
+        wrong, example = wrong + 1, CounterExample(reason="a law that was handed over was changed in place")
+    return Trial(
+        name="support",
+        size=len(_EXTREMES) * cases,
+        unit="verifications",
+        measure="impossible tokens",
+        worst=float(wrong),
+        allowed=0.0,
+        note="with the smallest, middle and largest random number",
+        counter_example=example,
+    )

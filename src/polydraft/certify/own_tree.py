@@ -1,0 +1,73 @@
+"""The engine around a scheme and a walk that nobody need have registered."""
+
+from dataclasses import dataclass
+
+from polydraft.certify.subject import Subject
+from polydraft.drafters import ModelTree
+from polydraft.drafters.model_tree import ModelTreeSession
+from polydraft.engine.run import Run, Workspace
+from polydraft.models import LanguageModel
+from polydraft.sampling import SamplingParams
+from polydraft.sampling.noise import row_generator, row_seed
+from polydraft.schemes import Scheme, Top
+from polydraft.trees import Topology, parse_tree
+from polydraft.walks import AUTO, resolve_walk
+
+
+class OwnTree(ModelTree):
+    """A tree of a draft model's tokens, drawn and verified by any `Scheme` object."""
+
+    def __init__(self, model: LanguageModel, topology: Topology, scheme: Scheme, draft_temperature: float | None) -> None:
+        super().__init__(model, topology, "auto", draft_temperature)
+        self._own_scheme = scheme
+
+    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> ModelTreeSession:
+        """Go to work on a batch."""
+        return _OwnSession(self, batch_size, params, target.vocab_size, self._own_scheme)
+
+
+class _OwnSession(ModelTreeSession):
+    def __init__(self, drafter: OwnTree, batch_size: int, params: SamplingParams, vocab_size: int, scheme: Scheme) -> None:
+        super().__init__(drafter, batch_size, params, vocab_size)
+        if not isinstance(self.scheme, Top):  # the engine's choice at draft temperature 0, whatever was asked for
+            self.scheme = self._growth.scheme = scheme
+
+
+def tree_for(scheme: Scheme | type[Scheme], wanted: str) -> str:
+    """Return the wanted tree, or a chain as deep where the scheme takes fewer children."""
+    limit, topology = scheme.max_children, parse_tree(wanted)
+    return wanted if limit is None or topology.max_children <= limit else f"chain:{topology.depth}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnDecoder:
+    """Rounds of draft, target pass, walk and commit, as `Decoder` runs them, without text around."""
+
+    subject: Subject
+    target: LanguageModel
+    draft: LanguageModel
+    tree: str
+    draft_temperature: float | None = None
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, new_tokens: int, seed: int
+    ) -> tuple[list[list[int]], float]:
+        """Return the new tokens of each prompt, and how much of what was offered was accepted."""
+        topology = parse_tree(tree_for(self.subject.scheme, self.tree))
+        drafter = OwnTree(self.draft, topology, self.subject.scheme, self.draft_temperature)
+        workspace = Workspace(self.target, drafter, len(prompts), params)
+        scheme, walk = workspace.session.scheme, self.subject.walk
+        run = Run(
+            target=self.target,
+            drafter=drafter,
+            workspace=workspace,
+            walk=walk if walk.fits(scheme) else resolve_walk(AUTO, scheme),
+            prompts=prompts,
+            params=params,
+            generators=[row_generator(row_seed(seed, row)) for row in range(len(prompts))],
+            max_new_tokens=new_tokens,
+            eos_token_ids=frozenset(),
+        )
+        while not run.done:
+            run.step()
+        return [run.new_tokens(row) for row in range(len(prompts))], run.stats.acceptance_rate

@@ -1,0 +1,161 @@
+"""Checks of whole texts through the whole engine: draft tree, target pass, walk, commit."""
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polydraft.certify.check import CounterExample
+from polydraft.certify.chi_square import LEAST_EXPECTED
+from polydraft.certify.own_tree import OwnDecoder
+from polydraft.certify.pairs import ECHO_VOCABULARY, ModelPair, echo_pair, fixture_pair, small_pair
+from polydraft.certify.reference import greedy_text, next_laws
+from polydraft.certify.sizes import Sizes
+from polydraft.certify.subject import Subject
+from polydraft.certify.texts import joint_law, joint_p_value, text_p_values
+from polydraft.certify.trial import Trial
+from polydraft.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+_SPARSE = "[[0],[1],[2],[0,0],[0,1],[2,0],[0,0,0],[0,1,0],[0,1,1]]"
+_GREEDY_TREES = ("3x2x1", "chain:4", _SPARSE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Texts of one pair of models, many times the same prompt."""
+
+    label: str
+    pair: ModelPair
+    tree: str
+    texts: int
+    tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    whole: bool = False
+    """Test each text as one event, which takes few tokens; token by token otherwise."""
+
+    def generate(self, subject: Subject) -> tuple[NDArray[Any], float]:
+        """Return texts [N, L], and how much of what was offered was accepted."""
+        pair = self.pair
+        decoder = OwnDecoder(subject=subject, target=pair.target, draft=pair.draft, tree=self.tree)
+        seed = zlib.crc32(self.label.encode())  # of its own: tests on shared random numbers would fail together
+        texts, acceptance = decoder.generate([list(pair.prompt)] * self.texts, self.sampling, self.tokens, seed)
+        return np.array(texts), acceptance
+
+    def target_laws(self, new_NL: NDArray[Any]) -> NDArray[Any]:
+        """Return the target's laws after some new tokens."""
+        return next_laws(self.pair.target, list(self.pair.prompt), new_NL, self.sampling)
+
+    def draft_laws(self, new_NL: NDArray[Any]) -> NDArray[Any]:
+        """Return the draft's laws, which only decide in which order tokens are laid out."""
+        return next_laws(self.pair.draft, list(self.pair.prompt), new_NL, SamplingParams())
+
+    def p_values(self, tokens_NL: NDArray[Any]) -> list[float]:
+        """Test texts; a missing token, which no law has, gives 0."""
+        if (tokens_NL < 0).any():
+            return [0.0]
+        if self.whole:
+            return [joint_p_value(tokens_NL, self.target_laws)]
+        return text_p_values(tokens_NL, self.target_laws, self.draft_laws)
+
+
+def settings_of(sizes: Sizes) -> list[Setting]:
+    """Return what texts are generated from."""
+    return [
+        Setting(label="three tokens", pair=small_pair(), tree="2x2", texts=sizes.small_texts, tokens=3, whole=True),
+        Setting(label="fixture F", pair=fixture_pair(), tree="2x2x2", texts=sizes.texts, tokens=4),
+        Setting(label="32 tokens", pair=echo_pair(), tree="3x2x1", texts=sizes.texts, tokens=4),
+        # The draft's law has fewer tokens than the tree has children.
+        Setting(
+            label="top-k below width",
+            pair=echo_pair(),
+            tree="3x2x1",
+            texts=sizes.texts,
+            tokens=4,
+            sampling=SamplingParams(top_k=2),
+        ),
+    ]
+
+
+def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None = None) -> Trial:
+    """Test the law of whole texts."""
+    settings = settings_of(sizes) if settings is None else settings
+    p_values: list[float] = []
+    details: list[dict[str, Any]] = []
+    example, least, size = None, 1.0, 0
+    for setting in settings:
+        tokens_NL, acceptance = setting.generate(subject)
+        found = setting.p_values(tokens_NL)
+        size += len(tokens_NL)
+        p_values += found
+        details.append({"setting": setting.label, "texts": len(tokens_NL), "acceptance": acceptance, "p_value": min(found)})
+        if min(found) <= least:
+            least, example = min(found), _first_token(setting, tokens_NL, min(found))
+    tested, pooled = None, 0.0
+    for setting in settings:
+        if setting.whole:
+            chance_X = joint_law(setting.target_laws, setting.tokens)
+            rare_X = chance_X * setting.texts < LEAST_EXPECTED
+            tested, pooled = (setting.texts, int(len(chance_X) - rare_X.sum())), float(chance_X[rare_X].sum())
+    labels = ", ".join(setting.label for setting in settings)
+    return Trial(
+        name="texts",
+        size=size,
+        unit="texts",
+        p_values=p_values,
+        tested=tested,
+        pooled=pooled,
+        note=f"through the whole engine ({labels})",
+        counter_example=example,
+        details=details,
+    )
+
+
+def _first_token(setting: Setting, tokens_NL: NDArray[Any], p_value: float) -> CounterExample:
+    """Show the worst setting by the law of its first token, whichever token the test has found wrong."""
+    law_V = setting.target_laws(np.empty((1, 0), dtype=int))[0]
+    shares_V = np.bincount(tokens_NL[:, 0].clip(min=0), minlength=len(law_V)) / len(tokens_NL)
+    return CounterExample(
+        reason=f"texts of setting {setting.label!r} do not follow the target's law (p = {p_value:.2g}); their first token:",
+        law=shares_V.tolist(),
+        expected=law_V.tolist(),
+        details={"setting": setting.label, "texts": len(tokens_NL), "prompt": list(setting.pair.prompt)},
+    )
+
+
+def prompts_of(sizes: Sizes) -> list[list[int]]:
+    """Return ragged prompts, one of them a single token."""
+    grid = [[first, last] for last in range(1, ECHO_VOCABULARY, 6) for first in range(0, ECHO_VOCABULARY, 5)]
+    prompts = [[21], list(echo_pair().prompt), [30, 2, 2, 8, 11, 25, 6, 19], *grid]
+    return prompts[: sizes.prompts]
+
+
+def greedy_trial(subject: Subject, sizes: Sizes) -> Trial:
+    """At temperature 0 texts must be the target's greedy ones, whether the draft is greedy or sampled."""
+    pair, prompts = echo_pair(), prompts_of(sizes)
+    expected = [greedy_text(pair.target, prompt, sizes.greedy_tokens, GREEDY) for prompt in prompts]
+    wrong, size, example = 0, 0, None
+    for tree in _GREEDY_TREES:
+        for draft_temperature in (None, 1.0):
+            decoder = OwnDecoder(
+                subject=subject, target=pair.target, draft=pair.draft, tree=tree, draft_temperature=draft_temperature
+            )
+            texts, _ = decoder.generate(prompts, GREEDY, sizes.greedy_tokens, seed=3)
+            size += len(texts)
+            for prompt, text, other in zip(prompts, expected, texts, strict=True):
+                if text != other:
+                    wrong += 1
+                    details = {"tree": tree, "prompt": prompt, "expected text": text, "text": other}
+                    example = example or CounterExample(reason="a greedy text is not the target's", details=details)
+    return Trial(
+        name="greedy",
+        size=size,
+        unit="texts",
+        measure="texts that differ",
+        worst=float(wrong),
+        allowed=0.0,
+        note=f"at temperature 0, {len(_GREEDY_TREES)} trees, greedy and sampled drafts",
+        counter_example=example,
+    )

@@ -1,0 +1,178 @@
+"""`polydraft certify`."""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import click
+
+from polydraft.errors import FailureError, UsageError
+
+if TYPE_CHECKING:
+    from polydraft.certify import Certificate
+    from polydraft.engine import Decoder
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+_THREADS = click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
+_PROMPTED: list[Callable[[Any], Any]] = [
+    click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name."),
+    click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."),
+    click.option("--limit", type=int, default=20, show_default=True, help="Use so many prompts, spread over the categories."),
+    click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text."),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
+    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
+    _THREADS,
+    _JSON,
+]
+
+
+def _prompted(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what both commands have that compare texts with a target's."""
+    for option in reversed(_PROMPTED):
+        command = option(command)
+    return command
+
+
+@click.command("decoder")
+@click.option("--draft", default="auto", show_default=True, help="Draft: a folder, a hub name, early-exit:k, none, or auto.")
+@click.option("--tree", default="auto", show_default=True, help="Draft tree, such as 4x2x1, or auto.")
+@click.option("--scheme", default="auto", show_default=True, help="How candidates are drawn and verified.")
+@click.option("--walk", default="auto", show_default=True, help="In which order a tree is verified.")
+@click.option("--draft-temperature", type=float, default=None, help="Above 0, drafts are drawn by --scheme  [default: 0].")
+@click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
+@_prompted
+def _decoder(raw: bool, as_json: bool, **options: Any) -> None:
+    """Compare a whole decoder's greedy texts, token by token, with those of the target alone.
+
+    The target's own text comes from its Hugging Face forward pass, one token at a time. Where texts part, the target's logits
+    decide: as good as equal is a near-tie, and the text is judged on from there; anything else is a counter-example.
+    """
+    from polydraft.bench.prompts import load_prompts
+    from polydraft.certify.greedy_identity import certify_decoder
+
+    prompts = load_prompts(options["source"], options["limit"])
+    parts = {name: options[name] for name in ("draft", "tree", "scheme", "walk", "draft_temperature")}
+    with _progress() as progress:
+        decoder = _loaded(parts, options)
+        certificate = certify_decoder(
+            decoder, prompts, max_new_tokens=options["max_new_tokens"], chat=not raw, observer=progress
+        )
+    _show(certificate, as_json)
+
+
+@click.command("endpoint")
+@click.option("--url", required=True, help="Address of an OpenAI-compatible server, such as http://localhost:8000/v1.")
+@click.option("--model", required=True, help="Name of the model there.")
+@click.option("--chat", is_flag=True, help="Ask /v1/chat/completions instead of /v1/completions.")
+@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait for one answer.")
+@_prompted
+def _endpoint(url: str, model: str, chat: bool, timeout: float, as_json: bool, **options: Any) -> None:
+    """Compare an endpoint's text at temperature 0 with the greedy text of --target, which it is said to serve.
+
+    Texts are followed along the target's tokens; near-ties are told by the target's logits, as for a decoder. Prompts go out
+    as they are, or with --chat as one message of the user.
+    """
+    from polydraft.bench.prompts import load_prompts
+    from polydraft.certify.endpoint import Endpoint
+    from polydraft.certify.greedy_identity import certify_endpoint
+
+    endpoint = Endpoint(url=url, model=model, chat=chat, timeout=timeout)
+    prompts = load_prompts(options["source"], options["limit"])
+    with _progress() as progress:
+        endpoint.complete(prompts[0].text, 1)  # a server that is not there should not cost the loading of a model
+        target = _loaded({"draft": "none"}, options)
+        certificate = certify_endpoint(endpoint, target, prompts, max_new_tokens=options["max_new_tokens"], observer=progress)
+    _show(certificate, as_json)
+
+
+class _Certify(click.Command):
+    """A command of names whose first one may be a command of its own."""
+
+    others: ClassVar[dict[str, click.Command]] = {"decoder": _decoder, "endpoint": _endpoint}
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args and args[0] in self.others:
+            return self.others[args[0]].make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(
+    "certify",
+    cls=_Certify,
+    short_help="Show that a rule, a decoder or an endpoint is lossless.",
+    epilog="Also: polydraft certify decoder --help, polydraft certify endpoint --help.",
+)
+@click.argument("names", metavar="NAME...", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="Every registered scheme, and every walk with all schemes that fit.")
+@click.option("--draws", default=None, help="How a function's drafts are drawn: with-replacement, without-replacement or top.")
+@click.option("--arrays", default="torch", show_default=True, help="What a function's probabilities come as: torch or numpy.")
+@click.option("--quick", is_flag=True, help="Try less: seconds instead of half a minute a name.")
+@click.option("--no-power", is_flag=True, help="Leave out the known wrong rules.")
+@_THREADS
+@_JSON
+def command(
+    names: tuple[str, ...],
+    everything: bool,
+    draws: str | None,
+    arrays: str,
+    quick: bool,
+    no_power: bool,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Certify that verification rules leave the target's law unchanged.
+
+    NAME is a scheme, a walk, SCHEME+WALK, or a rule of your own, module:attribute: a subclass of Scheme or Walk, a function
+    law(target_probs, draft_probs, children) -> probs, or a function verify(target_probs, draft_probs, children, rng) -> token,
+    which can only be sampled. The rule is enumerated exactly, sampled, and taken through the whole engine; wrong rules that are
+    known go the same way, to show that each is caught. Exit code 1, and the smallest counter-example found, if it fails.
+    """
+    from polydraft.certify import FULL, QUICK, all_subjects, certify, find_subject
+
+    if everything == bool(names):
+        raise UsageError("name what to certify, such as rrs-wor, or give --all, not both; 'polydraft info' lists what there is")
+    if everything and draws is not None:
+        raise UsageError(f"--draws {draws} goes with a function of yours, module:function; leave it out with --all")
+    subjects = all_subjects() if everything else [find_subject(name, draws, arrays) for name in dict.fromkeys(names)]
+    _set_threads(threads)
+    with _progress() as progress:
+        certificate = certify(subjects, QUICK if quick else FULL, power=not no_power, observer=progress)
+    _show(certificate, as_json)
+
+
+def _progress() -> Any:
+    from polydraft.cli.progress import PhaseProgress
+
+    return PhaseProgress()
+
+
+def _set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        if threads < 1:
+            raise UsageError(f"--threads {threads} is out of range; allowed: whole numbers from 1")
+        torch.set_num_threads(threads)
+
+
+def _loaded(parts: dict[str, Any], options: dict[str, Any]) -> "Decoder":
+    from polydraft.cli.options import arrange_messages
+    from polydraft.loading import load
+
+    arrange_messages()
+    _set_threads(options["threads"])
+    return load(options["target"], **parts, device=options["device"], dtype=options["dtype"])
+
+
+def _show(certificate: "Certificate", as_json: bool) -> None:
+    """Print the certificate; a failure ends in an error once everything is said."""
+    click.echo(json.dumps(certificate.as_dict(), ensure_ascii=False) if as_json else certificate.text())
+    if not certificate.certified:
+        first = certificate.failures[0]
+        raise FailureError(f"{first.subject} is not certified: {first.name} failed ({_reason(first)})")
+
+
+def _reason(check: Any) -> str:
+    return check.counter_example.reason if check.counter_example is not None else f"{check.measure} {check.worst:.3g}"

@@ -1,0 +1,132 @@
+"""Rules that users bring along: what forms they may have, and what is said of those that are none."""
+
+import json
+
+import pytest
+
+from polydraft.certify import certify, find_subject
+from polydraft.certify.node_trials import enumeration_trial
+from polydraft.errors import UsageError
+
+from .conftest import LEAST
+
+WITH, WITHOUT = "with-replacement", "without-replacement"
+
+
+@pytest.mark.parametrize(
+    ("name", "draws", "arrays"),
+    [
+        ("right", WITH, "torch"),
+        ("verify", WITH, "numpy"),
+        ("verify_by_torch", WITHOUT, "torch"),
+        ("top", "top", "numpy"),
+        ("Own", None, "torch"),
+        ("OwnWalk", None, "torch"),
+    ],
+)
+def test_right_rules_of_every_form_are_certified(rules: str, name: str, draws: str | None, arrays: str) -> None:
+    subject = find_subject(f"{rules}:{name}", draws, arrays)
+    certificate = certify([subject], LEAST, power=False)
+    assert certificate.certified, certificate.text()
+    assert subject.kind in certificate.text()
+    names = [check.name for check in certificate.checks]
+    assert ("enumeration" in names) == subject.has_law == (not name.startswith("verify"))
+    assert ("epsilon" in certificate.text()) == (not subject.has_law)
+
+
+def test_the_same_rule_is_wrong_for_other_drawings(rules: str) -> None:
+    trial = enumeration_trial(find_subject(f"{rules}:right", WITHOUT), LEAST)
+    assert trial.worst is not None and trial.worst > 0.01 and trial.counter_example is not None
+
+
+WRONG = {
+    "without_residual": ("enumeration", "does not follow the target's law"),
+    "verify_without_residual": ("cases", "sampled tokens"),
+    "negative": ("enumeration", "is negative"),
+    "not_a_number": ("enumeration", "is not a number"),
+    "half": ("enumeration", "does not sum to one (0.5)"),
+    "too_short": ("enumeration", "wrong shape: returned (1,), allowed: (2,)"),
+    "nothing": ("enumeration", "wrong shape: returned NoneType"),
+    "raises": ("enumeration", "raised RuntimeError: out of order"),
+    "no_token": ("cases", "returned 0.5, allowed: a token"),
+    "far_token": ("cases", "returned token 2, allowed: 0 to 1"),
+    "NegativeDrawing": ("enumeration", "child_law is negative"),
+    "WrongDtype": ("enumeration", "law is torch.float32"),
+    "VerifiesOtherwise": ("fixture", "sampled tokens"),
+    "ChangesLaws": ("support", "changed in place"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_rules_are_refused_by_name(invoke, least_sizes, rules: str, name: str) -> None:
+    check, reason = WRONG[name]
+    options = [] if name[0].isupper() else ["--draws", WITH]
+    arrays = ["--arrays", "numpy"] if name.startswith("verify") else []
+    code, out, err = invoke("certify", f"{rules}:{name}", *options, *arrays, "--quick", "--no-power", "--json")
+    assert code == 1 and reason in err and err.splitlines()[-1].startswith("polydraft: error: ")
+    result = json.loads(out)
+    failed = [one for one in result["checks"] if not one["passed"]]
+    assert not result["certified"] and failed[0]["name"] == check
+    assert reason in failed[0]["counter_example"]["reason"]
+
+
+def test_a_sampled_counter_example_is_one(rules: str) -> None:
+    certificate = certify([find_subject(f"{rules}:verify_without_residual", WITH, "numpy")], LEAST, power=False)
+    example = certificate.failures[0].counter_example
+    assert example is not None and example.drafts == 1 and len(example.target_probs) == 2
+    (first, second), draft = example.target_probs, example.draft_probs
+    accepted = [min(target, share) for target, share in zip(example.target_probs, draft, strict=True)]
+    expected = [share + (1 - sum(accepted)) * target for share, target in zip(accepted, (first, second), strict=True)]
+    assert example.law == pytest.approx(expected, abs=0.05) and example.distance is not None and example.distance > 0.1
+
+
+USAGE = {
+    "unknown name": (["rrs-war"], "unknown scheme or walk 'rrs-war'; did you mean 'rrs-wr'?"),
+    "unknown walk": (["rrs-wor+nodes"], "unknown walk 'nodes'; did you mean 'node'?"),
+    "unknown scheme": (["race-buckted+node"], "did you mean 'race-bucketed'?"),
+    "a walk that does not fit": (["rrs-wor+block"], "walk 'block' cannot verify"),
+    "no name": ([], "name what to certify"),
+    "names and all": (["naive", "--all"], "not both"),
+    "draws of a scheme": (["naive", "--draws", "top"], "--draws top goes with a function"),
+    "draws of all": (["--all", "--draws", "top"], "leave it out with --all"),
+    "missing module": (["no_such_module:law"], "cannot import module 'no_such_module'"),
+    "half a name": (["module:"], "names no rule"),
+    "threads": (["naive", "--threads", "0"], "--threads 0"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_wrong_usage_is_one_line_and_exit_code_2(invoke, case: str) -> None:
+    arguments, expected = USAGE[case]
+    code, out, err = invoke("certify", *arguments)
+    assert (code, out) == (2, "") and expected in err
+    assert err.startswith("polydraft: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "draws", "expected"),
+    [
+        ("rigth", WITH, "did you mean 'right'?"),
+        ("NUMBER", WITH, "is a int, which cannot be called"),
+        ("right", None, "--draws with-replacement or"),
+        ("right", "without-replacment", "did you mean 'without-replacement'?"),
+        ("too_few", WITH, "takes 2 arguments"),
+        ("Neither", None, "is no subclass of polydraft's Scheme or Walk"),
+        ("Choosy", None, "cannot make"),
+        ("Own", "top", "--draws top goes with a function"),
+    ],
+)
+def test_what_cannot_be_certified_is_refused(rules: str, name: str, draws: str | None, expected: str) -> None:
+    with pytest.raises(UsageError, match="(?s)" + expected.replace("?", r"\?")):
+        find_subject(f"{rules}:{name}", draws)
+
+
+def test_other_arrays_are_refused(rules: str) -> None:
+    with pytest.raises(UsageError, match="unknown arrays 'jax'"):
+        find_subject(f"{rules}:right", WITH, "jax")
+
+
+def test_a_module_that_does_not_import_is_named(invoke, rules: str, tmp_path) -> None:
+    (tmp_path / "broken_rules_module.py").write_text("1 / 0\n")
+    code, _, err = invoke("certify", "broken_rules_module:law")
+    assert code == 2 and "ZeroDivisionError: division by zero" in err and err.count("\n") == 1
