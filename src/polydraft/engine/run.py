@@ -157,8 +157,8 @@ class Run:
         """Take what one row got, up to its end."""
         if fault == Fault.SCHEME:
             raise FailureError(
-                f"scheme {self._session.scheme.name!r} emitted no token after {len(self.texts[row])} tokens; please report this, "
-                "and use another --scheme"
+                f"scheme {self._session.scheme.name!r} emitted no token after {len(self.texts[row])} tokens; please report "
+                "this, and use another --scheme"
             )
         if fault:
             who = f"the target {self.target.name!r}" if fault == Fault.TARGET else "the draft"
