@@ -46,6 +46,8 @@ class HFModel(LanguageModel):
         self.dtype = model.dtype
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.hidden_size = int(self.config.hidden_size)
+        self._output: tuple[Tensor, Tensor | None] | None = None
+        """Rows of the output head for `vocabulary`."""
         self.taps: tuple[int, ...] = ()
         """Layers, counted from 1, whose outputs stand beside the last hidden states in the features."""
         self.max_positions = context_limit(self.config)
@@ -60,7 +62,6 @@ class HFModel(LanguageModel):
             if self.config.model_type not in FAMILIES:
                 self._check_tree_attention()
         self.vocabulary = vocabulary if self._split_head else None
-        self._output: tuple[Tensor, Tensor | None] | None = None
         if self.vocabulary is not None:
             table, tokens_D = model.get_output_embeddings(), self.vocabulary.tokens_D
             self._output = table.weight.detach()[tokens_D], None if table.bias is None else table.bias.detach()[tokens_D]
