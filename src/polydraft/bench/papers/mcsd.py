@@ -7,23 +7,30 @@ from polydraft.bench.papers.drawing import Drawing, curves, grouped_columns
 from polydraft.bench.papers.paper import PAPERS, Comparison, Paper, Results
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
-_CHAINS = ("sd:2", "sd:5")
-_TREES = ("mcsd:4x2x2x1x1", "mcsd:8x2x1x1", "mcsd:16x1x1")
+
+
+def _tree(shape: object, scheme: str = "rrs-wor") -> str:
+    """Name the paper's own way of verifying a tree, whatever is the default here."""
+    return f"mcsd:{shape},scheme={scheme},walk=node"
+
+
+_CHAINS = ("sd:2,scheme=speculative,walk=node", "sd:5,scheme=speculative,walk=node")
+_TREES = (_tree("4x2x2x1x1"), _tree("8x2x1x1"), _tree("16x1x1"))
 # γ = 2 (Fig. 4): each budget K with its falling and its rising configuration.
 _BUDGETS = {8: ("4x2", "2x4"), 16: ("8x2", "4x4", "2x8"), 32: ("16x2", "8x4", "4x8", "2x16")}
 _ABLATION = {
-    "MCSS without replacement, tree attention": "mcsd:8x2x1x1",
-    "MCSS with replacement, tree attention": "mcsd:8x2x1x1,scheme=rrs-wr",
-    "MCNS, tree attention": "mcsd:8x2x1x1,scheme=naive",
-    "MCSS without replacement, copied caches": "mcsd:8x2x1x1,attention=flat",
+    "MCSS without replacement, tree attention": _tree("8x2x1x1"),
+    "MCSS with replacement, tree attention": _tree("8x2x1x1", "rrs-wr"),
+    "MCNS, tree attention": _tree("8x2x1x1", "naive"),
+    "MCSS without replacement, copied caches": _tree("8x2x1x1") + ",attention=flat",
 }
 
 _COMMON = (
     "ar",
-    *(f"mcsd:{width}" for width in _WIDTHS),
+    *(_tree(width) for width in _WIDTHS),
     *_CHAINS,
     *_TREES,
-    *(f"mcsd:{shape}" for shapes in _BUDGETS.values() for shape in shapes),
+    *(_tree(shape) for shapes in _BUDGETS.values() for shape in shapes),
 )
 
 
@@ -38,7 +45,7 @@ def _row(name: str, figures: dict[str, Any], *keys: str) -> list[str]:
 
 def _acceptance_by_width(results: Results) -> Comparison:
     rows = [
-        [f"T={temperature:g}", *(_figure(methods[f"mcsd:{width}"], "acceptance_rate") for width in _WIDTHS)]
+        [f"T={temperature:g}", *(_figure(methods[_tree(width)], "acceptance_rate") for width in _WIDTHS)]
         for temperature, methods in results.items()
     ]
     return Comparison(
@@ -58,7 +65,7 @@ def _acceptance_by_width(results: Results) -> Comparison:
 
 def _figure_3(results: Results) -> Drawing:
     series = {
-        f"T={temperature:g}": [methods[f"mcsd:{width}"]["acceptance_rate"] for width in _WIDTHS]
+        f"T={temperature:g}": [methods[_tree(width)]["acceptance_rate"] for width in _WIDTHS]
         for temperature, methods in results.items()
     }
     content = curves(series, [str(width) for width in _WIDTHS], across="candidates k", up="acceptance rate α")
@@ -66,7 +73,7 @@ def _figure_3(results: Results) -> Drawing:
 
 
 def _rising(results: Results) -> str:
-    rates = [[methods[f"mcsd:{width}"]["acceptance_rate"] for width in _WIDTHS] for methods in results.values()]
+    rates = [[methods[_tree(width)]["acceptance_rate"] for width in _WIDTHS] for methods in results.values()]
     rising = all(None not in row and row == sorted(row) for row in rates)
     claim = "The paper's claim, α grows with k and flattens towards 32,"
     return f"{claim} {'holds for this pair.' if rising else 'is not seen in every row here (small samples are noisy).'}"
@@ -101,10 +108,10 @@ def _budgets(results: Results) -> Comparison:
                 rows.append(
                     [
                         f"K={budget}",
-                        *_row(f"{shape}, T={temperature:g}", methods[f"mcsd:{shape}"], "speedup", "tokens_per_pass"),
+                        *_row(f"{shape}, T={temperature:g}", methods[_tree(shape)], "speedup", "tokens_per_pass"),
                     ]
                 )
-            falling, rising = (methods[f"mcsd:{shape}"]["tokens_per_pass"] for shape in (shapes[0], shapes[-1]))
+            falling, rising = (methods[_tree(shape)]["tokens_per_pass"] for shape in (shapes[0], shapes[-1]))
             if falling is not None and rising is not None:
                 asked += 1
                 kept += falling >= rising
@@ -125,7 +132,7 @@ def _budgets(results: Results) -> Comparison:
 
 def _figure_4(results: Results) -> Drawing:
     series = {
-        f"T={temperature:g}": [methods[f"mcsd:{shape}"]["tokens_per_pass"] for shapes in _BUDGETS.values() for shape in shapes]
+        f"T={temperature:g}": [methods[_tree(shape)]["tokens_per_pass"] for shapes in _BUDGETS.values() for shape in shapes]
         for temperature, methods in results.items()
     }
     groups = {f"K = {budget}": shapes for budget, shapes in _BUDGETS.items()}
