@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 from polydraft.drafters import Parts, make_drafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
@@ -15,6 +17,8 @@ from polydraft.walks import check_walk
 DEFAULT_TREE = "4x2x2x1x1"
 DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "4x2x1")}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
+NARROW_TREE = "chain:3"
+"""The tree of such a pair on a CPU in float32, where every node costs: nothing pays there, this loses least."""
 
 
 def load(
@@ -55,16 +59,17 @@ def load(
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     usual_draft, usual_tree = DEFAULT_PAIRS.get(target, ("none", DEFAULT_TREE))
+    place = resolve_device(device)
+    number_format = resolve_dtype(dtype, place)
     if tree == "auto":
-        tree = usual_tree if draft == "auto" else DEFAULT_TREE
+        narrow = place.type == "cpu" and number_format is torch.float32 and target in DEFAULT_PAIRS
+        tree = DEFAULT_TREE if draft != "auto" else NARROW_TREE if narrow else usual_tree
     topology = parse_tree(tree)
     if scheme != "auto":
         SCHEMES.get(scheme)
     check_walk(walk, scheme)
     if draft_temperature is not None and not 0 <= draft_temperature < math.inf:
         raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
-    place = resolve_device(device)
-    number_format = resolve_dtype(dtype, place)
     loaded = load_model(target, place, number_format)
     draft_model = load_draft(usual_draft if draft == "auto" else draft, loaded)
     parts = Parts(target=loaded.model, draft=draft_model, topology=topology, scheme=scheme, draft_temperature=draft_temperature)
