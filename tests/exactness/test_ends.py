@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from polydraft.engine import StopReason
+from polydraft.drafters import ModelTree
+from polydraft.engine import Decoder, StopReason
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import SCHEMES
+from polydraft.trees import parse_tree
 
 from .setups import PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder, tree_for
 
@@ -199,3 +201,11 @@ def test_a_draft_that_is_not_a_number_never_gets_into_the_text() -> None:
                 PROMPT, max_new_tokens=9, seed=1
             )
             assert min(results.token_ids) >= 0
+
+
+def test_nodes_wider_than_the_default_scheme_takes_get_another() -> None:
+    target = TabularModel.random(80, 1, seed=0)
+    decoder = Decoder(target, ModelTree(target, parse_tree("70")))
+    result = decoder.generate([1, 2], max_new_tokens=4, seed=0)
+    assert result.settings["scheme"] == "rrs-wor"
+    assert len(result.token_ids) == 4

@@ -30,7 +30,7 @@ def _facts() -> dict[str, Any]:
     import torch
 
     from polydraft.drafters import DRAFTERS
-    from polydraft.loading import DEFAULT_PAIRS
+    from polydraft.loading import DEFAULT_PAIRS, NARROW_TREE
     from polydraft.models import FAMILIES
     from polydraft.models.bundled import BUNDLED, cache_root, weights_file
     from polydraft.models.placement import cpu_computes_bfloat16, resolve_device, resolve_dtype
@@ -55,7 +55,9 @@ def _facts() -> dict[str, Any]:
             "cpu bfloat16": "yes" if cpu_computes_bfloat16() else "no",
         },
         "models": {BUNDLED: bundled},
-        "default drafts": {name: f"{draft}, tree {tree}" for name, (draft, tree) in DEFAULT_PAIRS.items()},
+        "default drafts": {
+            name: f"{draft}, tree {tree} ({NARROW_TREE} in float32 on a CPU)" for name, (draft, tree) in DEFAULT_PAIRS.items()
+        },
         "schemes": {name: _first_line(SCHEMES.get(name)) for name in SCHEMES},
         "walks": {name: _first_line(WALKS.get(name)) for name in WALKS},
         "drafters": list(DRAFTERS),

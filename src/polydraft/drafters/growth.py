@@ -12,7 +12,8 @@ from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warp
 from polydraft.schemes import SCHEMES
 from polydraft.trees import DraftTree, Topology
 
-DEFAULT_SCHEME = "hybrid"
+DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
+"""What ``"auto"`` means, and what it means for nodes of more children than that takes."""
 
 
 def check_tree(topology: Topology, scheme: str, vocab_size: int) -> None:
@@ -22,13 +23,18 @@ def check_tree(topology: Topology, scheme: str, vocab_size: int) -> None:
         if limit is not None and topology.max_children > limit:
             raise UsageError(
                 f"scheme {scheme!r} takes at most {limit} candidate a node but tree {topology} has up to "
-                f"{topology.max_children}; use a chain such as 1x1x1 or scheme {DEFAULT_SCHEME}"
+                f"{topology.max_children}; use a chain such as 1x1x1 or scheme {WIDEST_SCHEME}"
             )
     if topology.max_children > vocab_size:
         raise UsageError(
             f"tree {topology} wants {topology.max_children} candidates a node but the vocabulary has only "
             f"{vocab_size} tokens; use smaller widths"
         )
+
+
+def _automatic(topology: Topology) -> str:
+    limit = SCHEMES.get(DEFAULT_SCHEME).max_children
+    return DEFAULT_SCHEME if limit is None or topology.max_children <= limit else WIDEST_SCHEME
 
 
 class Growth:
@@ -64,7 +70,7 @@ class Growth:
         lead: int,
     ) -> None:
         temperature = params.temperature if draft_temperature is None else draft_temperature
-        name = "top" if temperature == 0 else DEFAULT_SCHEME if scheme == "auto" else scheme
+        name = "top" if temperature == 0 else _automatic(topology) if scheme == "auto" else scheme
         self.scheme = SCHEMES.get(name)()
         self.topology = topology
         self._params = dataclasses.replace(params, temperature=temperature)

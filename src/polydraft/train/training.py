@@ -178,7 +178,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     parameters: list[torch.nn.Parameter],
 ) -> torch.Tensor:
-    """Take one step and return its loss, unlooked at; a loss that is not a number changes nothing."""
+    """Take one step and return its loss; one whose gradient is not a number changes nothing and is not a number itself."""
     device = pupil.teacher.target.device
     with torch.autocast(device.type, torch.bfloat16, enabled=pupil.teacher.target.dtype == torch.bfloat16):
         laws, answers = pupil.lesson(corpus.batch(step, settings.batch_size, settings.seed), pupil.depths)
@@ -190,8 +190,9 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(parameters, _CLIP)
-    if device.type != "cpu" or bool(norm.isfinite()):
-        optimizer.step()
+    if not bool(norm.isfinite()):  # looked at on every device: a checkpoint must never hold what such a step leaves
+        return torch.full_like(loss.detach(), torch.nan)
+    optimizer.step()
     return loss.detach()
 
 
