@@ -86,7 +86,8 @@ class Journal:
             check_folder(folder, resume=resume)
             folder.mkdir(parents=True, exist_ok=True)
             if resume and settings_path.exists():
-                _check_same(json.loads(settings_path.read_text()), settings, folder)
+                # More methods or repeats may be added; anything else would mix what cannot be compared.
+                check_same(json.loads(settings_path.read_text()), settings, folder, free={"methods", "repeat"})
             settings_path.write_text(json.dumps(settings, indent=1))
             self._path.touch()
             if (written := self._path.read_bytes()) and not written.endswith(b"\n"):
@@ -114,9 +115,8 @@ def _cannot_write(folder: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot write to {folder} ({error.strerror}); choose another --out")
 
 
-def _check_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    # More methods or repeats may be added to a benchmark; anything else would mix what cannot be compared.
-    free = {"methods", "repeat"}
+def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: set[str]) -> None:
+    """Refuse to go on with work that was begun with other settings, but for those that are `free` to change."""
     changed = [key for key in sorted({*before, *now} - free) if before.get(key) != now.get(key)]
     if changed:
         key = changed[0]

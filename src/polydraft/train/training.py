@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from polydraft.bench.measurement import check_same
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary
@@ -30,6 +30,8 @@ _WARM_UP, _LAST_RATE, _CLIP = 0.05, 0.05, 1.0
 _DEPTH_DISCOUNT = 0.8
 """Deeper levels are reached less often, so they weigh less."""
 _TEST_POSITIONS = 2048
+_FREE = {"steps", "save_every", "evaluate_every", "sampling_rows"}
+"""Settings that may change when a run is resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,23 +95,12 @@ def _open_folder(settings: TrainSettings, out: Path, resume: bool) -> Path:
         if out.exists() and any(out.iterdir()) and not resume:
             raise UsageError(f"{out} is not empty; pass --resume to go on with a training, or another --out")
         if resume and record.exists():
-            _check_same(json.loads(record.read_text()), json.loads(json.dumps(fixed)), out)
+            check_same(json.loads(record.read_text()), json.loads(json.dumps(fixed)), out, _FREE)
         work.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(fixed, indent=1))
     except OSError as error:
         raise UsageError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
     return work
-
-
-def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
-    free = {"steps", "save_every", "evaluate_every", "sampling_rows"}
-    changed = [key for key in sorted({*before, *now} - free) if before.get(key) != now.get(key)]
-    if changed:
-        key = changed[0]
-        raise UsageError(
-            f"{out} was begun with {key}={before.get(key)!r}, not {now.get(key)!r}; resume with the same settings, "
-            "or choose another --out"
-        )
 
 
 def _corpus(settings: TrainSettings, target: Loaded, work: Path, observer: Observer) -> Corpus:
