@@ -54,11 +54,20 @@ class DraftSession(ABC):
         """
 
     @abstractmethod
-    def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
+    def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
         """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows.
 
-        `features_BNF` are the target's, of all nodes.
+        `features_BNF` are the target's, of all nodes. Whole numbers `[B, X]` that are returned reach the host with the
+        round's outcome, without a copy of their own, and go to `receive`.
         """
+
+    def receive(self, reports: Sequence[Sequence[int]]) -> None:
+        """Take on the host what `commit` returned, before `settle`."""
+        raise NotImplementedError
+
+    def sources(self, row: int, tokens: Sequence[int]) -> Sequence[str] | None:
+        """Say who proposed each of a row's accepted tokens; None if the drafter itself is the only answer."""
+        return None
 
     @abstractmethod
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:

@@ -19,6 +19,8 @@ from polydraft.walks.walk import TargetLaw
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
 _FEW_NODES = 16
+_NUMBERS = 3
+"""Of a verdict that the host wants beside its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,11 @@ class Run:
         outcome_BX, depth = self._round(self._session)
         with self.stats.clock("verify"):
             outcome = outcome_BX.tolist()  # the round's only device-to-host copy
+        told = depth + 1 + _NUMBERS
+        if outcome_BX.shape[1] > told:
+            self._session.receive([values[told:] for values in outcome])
         emitted = [
-            self._settle_row(row, values[: depth + 1], *values[depth + 1 :])
+            self._settle_row(row, values[: depth + 1], *values[depth + 1 : told])
             for row, values in enumerate(outcome)
             if self.stop_reasons[row] is None
         ]
@@ -128,12 +133,13 @@ class Run:
         with stats.clock("commit"):
             keep_B = torch.where(self._active_B, verdict.accepted_B + 1, 0)
             self._memory.context.commit(verdict.path_BD, keep_B)
-            session.commit(verdict, keep_B, features_BNF)
+            report_BX = session.commit(verdict, keep_B, features_BNF)
             recent_BX = torch.cat([self._tail_B2[:, 1:], verdict.tokens_BD], dim=1)
             last_B1 = verdict.accepted_B[:, None]
             self._tail_B2 = torch.cat([recent_BX.gather(1, last_B1), recent_BX.gather(1, last_B1 + 1)], dim=1)
             numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B)
-            outcome_BX = torch.cat([verdict.tokens_BD, *(number[:, None] for number in numbers)], dim=1)
+            reports = () if report_BX is None else (report_BX,)
+            outcome_BX = torch.cat([verdict.tokens_BD, *(number[:, None] for number in numbers), *reports], dim=1)
         return outcome_BX, depth
 
     def _target_law(self, features_BNF: Tensor) -> TargetLaw:
@@ -177,7 +183,9 @@ class Run:
             if reason:
                 break
         text.extend(kept)
-        sources = [self.drafter.name if index < accepted else TARGET for index in range(len(kept))]
+        drafted = kept[:accepted]
+        sources = [*(self._session.sources(row, drafted) or [self.drafter.name] * len(drafted))]
+        sources += [TARGET] * (len(kept) - len(drafted))
         self.sources[row].extend(sources)
         self.stats.count(accepted, offered)
         self.stats.keep(sources)
