@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polydraft.drafters import Drafter, HeadTree, ModelTree, Plain
 from polydraft.engine import Run, Stats, StopReason
-from polydraft.engine.run import Workspace
+from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.hf import HFModel
@@ -133,7 +133,6 @@ class Speculate:
                 workspace=workspace,
                 walk=resolve_walk(AUTO, workspace.session.scheme),
                 prompts=[prompts[row] for row in lane],
-                params=lane_params,
                 generators=[row_generator(row_seed(seed, row)) for row in lane],
                 max_new_tokens=stopping_criteria.max_length - input_ids.shape[1],
                 eos_token_ids=frozenset(ends),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polydraft.certify.reference import greedy_text
 from polydraft.drafters.model_tree import ModelTreeSession
-from polydraft.engine.run import Run
+from polydraft.engine.workspace import Workspace
 from polydraft.models import Context
 from polydraft.sampling import Noise, SamplingParams, Warper
 from polydraft.schemes import Scheme
@@ -84,10 +84,10 @@ def output_forgotten(original: Callable, warper: Warper, emitted: Any) -> None:
     return None
 
 
-def pending_token_of_the_round_before(original: Callable, run: Run, session: Any) -> Any:
-    tail_B2 = run._tail_B2
-    result = original(run, session)
-    run._tail_B2 = torch.stack([tail_B2[:, 1], run._tail_B2[:, 1]], dim=1)
+def pending_token_of_the_round_before(original: Callable, workspace: Workspace, *arguments: Any) -> Any:
+    pending_B = workspace.tail_B2[:, 1].clone()
+    result = original(workspace, *arguments)
+    workspace.tail_B2[:, 0] = pending_B
     return result
 
 
@@ -151,7 +151,7 @@ def test_greedy_identity_catches_broken_machinery(
 # These cost speed and not exactness, since drafts are verified against the laws they were drawn from.
 COSTS_ACCEPTANCE = [
     (ModelTreeSession, "commit", draft_memory_not_moved),
-    (Run, "_round", pending_token_of_the_round_before),
+    (Workspace, "_round", pending_token_of_the_round_before),
 ]
 
 

@@ -86,7 +86,7 @@ def test_a_kept_memory_continues_a_conversation(tiny, perturbed):
     text = prompt + [event.token_id for event in first]
     question = [21, 22, 23]
     fresh = Decoder(target).generate(text + question, sampling=params, max_new_tokens=6)
-    context = decoder._kept[2].memory.context
+    context = decoder._kept[1].memory.context
     passed = []
     extend = context.extend
     context.extend = lambda tokens_BT, block: passed.append(tokens_BT.shape[1]) or extend(tokens_BT, block)

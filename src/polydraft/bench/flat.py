@@ -22,6 +22,8 @@ class FlatModel(LanguageModel):
         The tree that the drafter grows; trees of other shapes are refused.
     """
 
+    graph_obstacle = "every candidate gets a cache of its own in each round"
+
     def __init__(self, model: HFModel, topology: Topology) -> None:
         self.inner, self.topology = model, topology
         self.name, self.vocab_size = f"{model.name} (flat)", model.vocab_size

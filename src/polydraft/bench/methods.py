@@ -8,6 +8,7 @@ from polydraft.drafters import Parts, make_drafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.trees import Topology, parse_tree
+from polydraft.walks import AUTO
 
 
 @METHODS.register("ar")
@@ -51,8 +52,8 @@ def _tree(spec: MethodSpec, bench: Bench, topology: Topology) -> Method:
         draft_temperature=_draft_temperature(spec),
     )
     target = bench.target.model if attention == "tree" else FlatModel(bench.target.model, topology)
-    walk = {"walk": options["walk"]} if "walk" in options else {}
-    decoder = Decoder(target, make_drafter(parts), eos_token_ids=bench.target.eos_token_ids, **walk)
+    walk = options.get("walk", AUTO)
+    decoder = Decoder(target, make_drafter(parts), eos_token_ids=bench.target.eos_token_ids, walk=walk)
     return _method(spec, bench, decoder, topology.parents)
 
 

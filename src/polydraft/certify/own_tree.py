@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from polydraft.certify.subject import Subject
 from polydraft.drafters import ModelTree
 from polydraft.drafters.model_tree import ModelTreeSession
-from polydraft.engine.run import Run, Workspace
+from polydraft.engine.run import Run
+from polydraft.engine.workspace import Workspace
 from polydraft.models import LanguageModel
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
@@ -63,7 +64,6 @@ class OwnDecoder:
             workspace=workspace,
             walk=walk if walk.fits(scheme) else resolve_walk(AUTO, scheme),
             prompts=prompts,
-            params=params,
             generators=[row_generator(row_seed(seed, row)) for row in range(len(prompts))],
             max_new_tokens=new_tokens,
             eos_token_ids=frozenset(),

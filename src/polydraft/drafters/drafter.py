@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.registry import Registry
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import Scheme
@@ -30,6 +30,18 @@ class DraftSession(ABC):
     """Levels below the root of every proposal."""
     num_uniforms: int
     """Random numbers a row that `propose` uses."""
+
+    def contexts(self) -> Sequence[Context]:
+        """Return the memories that rounds write to."""
+        return ()
+
+    recordable: ClassVar[bool] = False
+    """Whether `propose` and `commit` work on tensors alone, which stay where they are from round to round and from one text
+    to the next, so that a round can be recorded as a CUDA graph; and whether nothing else is carried over to other texts."""
+
+    def obstacle(self) -> str | None:
+        """Say why the next round, unlike others, cannot be replayed from a recording; None if it can."""
+        return None
 
     reads_features: ClassVar[bool] = False
     """Whether the session wants to see the target's features of the texts, through `observe`."""

@@ -85,7 +85,10 @@ class Growth:
 
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of the certain texts, as penalties need them."""
-        self._warper = Warper(self._params, self._vocab_size, texts, self._device)
+        if self._warper is None:
+            self._warper = Warper(self._params, self._vocab_size, texts, self._device)
+        else:
+            self._warper.restart(texts)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.drafters.growth import Growth, check_tree
 from polydraft.errors import UsageError
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.models.memory import common_prefix
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DraftTree, Topology, causal_block
@@ -50,6 +50,7 @@ class HeadTreeSession(DraftSession):
     """
 
     reads_features = True
+    recordable = True
 
     def __init__(self, drafter: HeadTree, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
         head, topology = drafter.model, drafter.topology
@@ -62,14 +63,25 @@ class HeadTreeSession(DraftSession):
         self._head = head
         self._places = self.num_nodes + self.depth + 1
         self._context = head.start(batch_size, self._places)
+        self._context.places = self._places
         self._texts: list[Sequence[int]] = [()] * batch_size
-        self._tokens_BW = torch.zeros(batch_size, 1, dtype=torch.long, device=head.device)
+        self._tokens_BW = torch.zeros(batch_size, self.depth + 1, dtype=torch.long, device=head.device)
         self._features_BWF: Tensor | None = None
+        """The target's; known once it has shown some."""
+        self._fresh_block = causal_block(batch_size, self.depth + 1, head.device)
         self._fresh_B = torch.zeros_like(self._tokens_BW[:, 0])
         """How many of the W entries above are real."""
         self._lone_B: Tensor | None = None
         """Rows whose text is the root alone; only in a first round."""
         self._seen = False
+
+    def contexts(self) -> Sequence[Context]:
+        """Return the head's memory."""
+        return (self._context,)
+
+    def obstacle(self) -> str | None:
+        """Only a first round on a text of one token is unlike the others."""
+        return "a text has only one token" if self._lone_B is not None or self._features_BWF is None else None
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""
@@ -78,7 +90,9 @@ class HeadTreeSession(DraftSession):
             max(min(length, common_prefix(old, new) - 1, len(new) - 2), 0)
             for length, old, new in zip(self._context.lengths, self._texts, texts, strict=True)
         ]
-        self._texts, self._seen, self._features_BWF = list(texts), False, None
+        self._texts, self._seen = list(texts), False
+        if self._features_BWF is not None:
+            self._features_BWF.zero_()
         self._context.rewind(kept)
         return kept
 
@@ -89,7 +103,7 @@ class HeadTreeSession(DraftSession):
             self._seen = True
         last = [start + count == len(text) - 1 for start, count, text in zip(starts, counts, self._texts, strict=True)]
         if self._features_BWF is None:
-            self._features_BWF = features_BTF.new_zeros(len(counts), 1, features_BTF.shape[-1])
+            self._features_BWF = features_BTF.new_zeros(*self._tokens_BW.shape, features_BTF.shape[-1])
         for row, (count, ends) in enumerate(zip(counts, last, strict=True)):
             if count and ends:
                 self._features_BWF[row, 0] = features_BTF[row, count - 1]
@@ -108,8 +122,8 @@ class HeadTreeSession(DraftSession):
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Take the roots as they are."""
         device = self._head.device
-        self._tokens_BW = torch.tensor([[text[-1]] for text in texts], device=device)
-        self._fresh_B = torch.ones(len(texts), dtype=torch.long, device=device)
+        self._tokens_BW[:, 0] = torch.tensor([text[-1] for text in texts], device=device)
+        self._fresh_B.fill_(1)
         lone = [len(text) == 1 for text in texts]
         self._lone_B = torch.tensor(lone, device=device) if any(lone) else None
         self._growth.begin(texts)
@@ -117,9 +131,7 @@ class HeadTreeSession(DraftSession):
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Make the fresh entries certain, then pass each level through the head and draw the next one."""
         batch_size, rows_B = len(tail_B2), torch.arange(len(tail_B2), device=tail_B2.device)
-        outputs_BWH = self._context.read(
-            self._tokens_BW, self._fused_fresh(), causal_block(batch_size, self._tokens_BW.shape[1], tail_B2.device)
-        )
+        outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), self._fresh_block)
         before_root_B = (self._fresh_B - 1).clamp(min=0)
         self._context.advance(before_root_B)
         self._context.settle([max(len(text) - 2, 0) for text in self._texts])
@@ -151,8 +163,12 @@ class HeadTreeSession(DraftSession):
             self._lone_B = None
         self._context.advance(root_B)
         index_BDF = verdict.path_BD[:, :, None].expand(-1, -1, features_BNF.shape[-1])
-        self._features_BWF = features_BNF.gather(1, index_BDF)
-        self._tokens_BW, self._fresh_B = verdict.tokens_BD, keep_B
+        features_BWF = features_BNF.gather(1, index_BDF)
+        if self._features_BWF is None:
+            self._features_BWF = features_BWF
+        self._features_BWF.copy_(features_BWF)
+        self._tokens_BW.copy_(verdict.tokens_BD)
+        self._fresh_B.copy_(keep_B)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Take note of the new texts."""
@@ -170,7 +186,7 @@ class HeadTreeSession(DraftSession):
         held = [min(length, max(len(text) - 2, 0)) for length, text in zip(self._context.lengths, texts, strict=True)]
         fresh = [max(len(text) - 1 - length, 0) for text, length in zip(texts, held, strict=True)]
         self._context.rewind(held)
-        self._fresh_B = torch.tensor(fresh, device=self._head.device)
+        self._fresh_B.copy_(torch.tensor(fresh))
         self._texts = list(texts)
 
 

@@ -9,7 +9,7 @@ from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.drafters.growth import Growth, check_tree
 from polydraft.drafters.plan import StaticBlock
 from polydraft.errors import UsageError
-from polydraft.models import LanguageModel, Memory
+from polydraft.models import Context, LanguageModel, Memory
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Block, DraftTree, Topology
 from polydraft.walks import Verdict
@@ -51,6 +51,8 @@ class ModelTreeSession(DraftSession):
     the place before the root stays empty: nobody sees it, and it is not kept.
     """
 
+    recordable = True
+
     def __init__(self, drafter: ModelTree, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
         model, topology = drafter.model, drafter.topology
         self._growth = Growth(
@@ -63,6 +65,14 @@ class ModelTreeSession(DraftSession):
         self._memory = Memory(model, batch_size, behind=2, places=self.num_nodes + 1)
         self._lone_B1: Tensor | None = None
         """Rows whose text is the root alone; only in a first round."""
+
+    def contexts(self) -> Sequence[Context]:
+        """Return the draft's memory."""
+        return (self._memory.context,)
+
+    def obstacle(self) -> str | None:
+        """Only a first round on a text of one token is unlike the others."""
+        return None if self._lone_B1 is None else "a text has only one token"
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Read the texts."""

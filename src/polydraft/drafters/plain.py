@@ -28,6 +28,7 @@ class PlainSession(DraftSession):
 
     scheme = Naive()
     num_nodes, depth, num_uniforms = 1, 0, 0
+    recordable = True
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Remember nothing."""

@@ -1,5 +1,6 @@
 """The object users hold: a target, a drafter, and text in and out."""
 
+from collections import deque
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Unpack, overload
@@ -7,15 +8,17 @@ from typing import Any, Unpack, overload
 from polydraft.drafters import Drafter, Plain
 from polydraft.engine.request import Options, Request
 from polydraft.engine.result import Generation
-from polydraft.engine.run import Run, Workspace
+from polydraft.engine.run import Run
 from polydraft.engine.stream import Stream
 from polydraft.engine.text import TextAssembler
+from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel, check_prompts
 from polydraft.sampling import SamplingParams
 from polydraft.walks import AUTO, WALKS, resolve_walk
 
 Prompt = str | Sequence[int]
+_MOST_SPARE = 2
 
 
 class Decoder:
@@ -32,6 +35,8 @@ class Decoder:
         Tokens that end a text.
     walk : str
         How trees are verified: a registered walk, or ``"auto"`` for the best one that fits the scheme.
+    graphs : bool
+        On a GPU, replay whole rounds as CUDA graphs.
 
     Examples
     --------
@@ -47,11 +52,15 @@ class Decoder:
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] = (),
         walk: str = AUTO,
+        graphs: bool = True,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter or Plain(), tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
-        self._kept: tuple[Drafter, SamplingParams, Workspace] | None = None
+        self.graphs = graphs
+        self._kept: tuple[Drafter, Workspace] | None = None
+        self._spare: deque[tuple[Drafter, Workspace]] = deque(maxlen=_MOST_SPARE)
+        """Workspaces of a GPU, whose recorded rounds are worth keeping."""
 
     @overload
     def generate(self, prompts: str, **options: Unpack[Options]) -> Generation: ...  # type: ignore[overload-overlap]
@@ -121,10 +130,10 @@ class Decoder:
             workspace=workspace,
             walk=walk,
             prompts=texts,
-            params=request.params,
             generators=request.generators(len(texts)),
             max_new_tokens=request.max_new_tokens,
             eos_token_ids=frozenset(self.eos_token_ids),
+            keep=request.keep,
         )
         settings = {
             "seeds": request.seeds(len(texts)),
@@ -158,13 +167,21 @@ class Decoder:
 
     def workspace(self, batch_size: int, params: SamplingParams, keep: bool) -> Workspace:
         """Return memories for a batch: kept ones where they fit, else new ones."""
-        if keep and self._kept is not None:
-            drafter, kept_params, workspace = self._kept
-            if drafter is self.drafter and kept_params == params and workspace.batch_size == batch_size:
-                return workspace
-        workspace = Workspace(self.target, self.drafter, batch_size, params)
-        self._kept = (self.drafter, params, workspace) if keep else None
-        return workspace
+        if keep and self._kept is not None and self._fits(self._kept, batch_size, params):
+            return self._kept[1]
+        spare = [one for one in self._spare if self._fits(one, batch_size, params) and one[1].idle]
+        found = spare[0] if spare else (self.drafter, Workspace(self.target, self.drafter, batch_size, params, self.graphs))
+        if spare:
+            self._spare.remove(found)
+        if keep:
+            self._kept = found
+        elif found[1].records:
+            self._spare.append(found)
+        return found[1]
+
+    def _fits(self, found: tuple[Drafter, Workspace], batch_size: int, params: SamplingParams) -> bool:
+        drafter, workspace = found
+        return drafter is self.drafter and workspace.params == params and workspace.batch_size == batch_size
 
 
 def _is_single(prompts: Any) -> bool:

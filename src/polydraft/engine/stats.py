@@ -9,7 +9,8 @@ from typing import Any
 TARGET = "target"
 """Source of tokens that no draft proposed."""
 
-PHASES = ("prefill", "draft", "target", "verify", "commit")
+PHASES = ("prefill", "draft", "target", "verify", "commit", "graph")
+"""What time is spent on; `graph` is a whole round that is replayed from a recording."""
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Stats:
     drafted_tokens: int = 0
     """Those of them that came from a draft."""
     rounds: int = 0
+    replayed_rounds: int = 0
+    """Rounds that ran as one recorded CUDA graph."""
     passes: int = 0
     block_tokens: int = 0
     """Tokens that the rounds yielded before anything was cut off at an end."""
@@ -94,6 +97,7 @@ class Stats:
         return {
             "new_tokens": self.new_tokens,
             "rounds": self.rounds,
+            "replayed_rounds": self.replayed_rounds,
             "tokens_per_pass": round(self.tokens_per_pass, 4),
             "acceptance_rate": round(self.acceptance_rate, 4),
             "acceptance_by_depth": [round(rate, 4) for rate in self.acceptance_by_depth],

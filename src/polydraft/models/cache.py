@@ -42,6 +42,13 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             self._write(self.values_LBHSC[layer_idx], value_states),
         )
 
+    def storage(self, layer: int, like: Tensor, heads: int, channels: int) -> tuple[Tensor, Tensor]:
+        """Return the slots of one layer's keys and values, in the number format of `like`."""
+        if self.keys_LBHSC is None or self.values_LBHSC is None:
+            like_BHTC = like.new_empty(len(like), heads, 0, channels)
+            self.keys_LBHSC, self.values_LBHSC = self._allocate(like_BHTC), self._allocate(like_BHTC)
+        return self.keys_LBHSC[layer], self.values_LBHSC[layer]
+
     def _allocate(self, states_BHTC: Tensor) -> Tensor:
         batch_size, heads, _, channels = states_BHTC.shape
         # Zeros, not garbage: a masked slot still meets 0 * value, and NaN would come through.
@@ -84,6 +91,11 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         if self.keys_LBHSC is not None and self.values_LBHSC is not None:
             self.keys_LBHSC = torch.nn.functional.pad(self.keys_LBHSC, (0, 0, 0, more))
             self.values_LBHSC = torch.nn.functional.pad(self.values_LBHSC, (0, 0, 0, more))
+
+    @property
+    def address(self) -> int:
+        """Where the storage begins, 0 while there is none."""
+        return 0 if self.keys_LBHSC is None else self.keys_LBHSC.data_ptr()
 
     @property
     def nbytes(self) -> int:

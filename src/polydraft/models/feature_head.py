@@ -7,7 +7,7 @@ References
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from torch.nn import functional
 
 from polydraft.models.language_model import Context
 from polydraft.sampling import PartialVocabulary
-
-if TYPE_CHECKING:
-    pass
 
 _NORM_EPSILON = 1e-5
 
@@ -169,13 +166,17 @@ class HeadContext(Context):
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         assert self._fused_BTH is not None, "read() is the way in"
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]
-        aligned = len(set(self.lengths)) == 1
-        self.cache.aim(slots_BT, used - size if aligned else None, used)
+        self.cache.aim(slots_BT, used - size if self.aligned else None, used)
         near_BTS = positions_BT[:, :, None] - self._positions_BS[:, None, :used] < self._head.shape.window
         joined_BTH = self._head.entry(self._fused_BTH, tokens_BT)
         query_BHTC, key_BHTC, value_BHTC = self._head.projected(joined_BTH, positions_BT)
         key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
         return self._head.attended(joined_BTH, query_BHTC, key_BHSC, value_BHSC, (visible_BTS & near_BTS)[:, None])
+
+    @property
+    def address(self) -> int:
+        """Where keys and values begin."""
+        return self.cache.address
 
     def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         self.cache.move(source_BD, target_BD)

@@ -10,6 +10,7 @@ from torch.nn import functional
 from polydraft.errors import UsageError
 from polydraft.models.cache import SlotCache
 from polydraft.models.families import FAMILIES
+from polydraft.models.fused import MOST_TOKENS, TreeView, fused_body
 from polydraft.models.language_model import Context, LanguageModel
 from polydraft.models.lean import lean_body
 from polydraft.models.support import FULL, SLIDING, context_limit, layer_kinds, refuse_unsupported, text_config
@@ -59,6 +60,7 @@ class HFModel(LanguageModel):
         with torch.no_grad():
             self._split_head = self._head_can_be_split()
             self._lean = lean_body(model) if lean and self._split_head and not self.mixed_layers else None
+            self.fused = fused_body(self._lean, self.device, self.dtype)
             if self.config.model_type not in FAMILIES:
                 self._check_tree_attention()
         self.vocabulary = vocabulary if self._split_head else None
@@ -165,7 +167,7 @@ class HFContext(Context):
 
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]
-        aligned = len(set(self.lengths)) == 1
+        aligned = self.aligned
         self.cache.aim(slots_BT, used - size if aligned else None, used)
         # One token that sees everything needs no mask, which spares attention a slower path.
         plain = aligned and size == 1 and self._model.window is None
@@ -173,6 +175,20 @@ class HFContext(Context):
         # A draft's table may lack padding rows that the target's has; such tokens are never drawn, but may be read.
         known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)
         return self._model.forward(known_BT, positions_BT, mask, self.cache)
+
+    def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
+        fused, window = self._model.fused, self._model.window
+        if fused is None or block.size > MOST_TOKENS:
+            return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)
+        starts_BT = None if window is None else (positions_BT - window + 1).clamp(min=0)
+        view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT)
+        known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)
+        return fused(known_BT, positions_BT, view, self.cache, self._model.taps)
+
+    @property
+    def address(self) -> int:
+        """Where keys and values begin."""
+        return self.cache.address
 
     def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         self.cache.move(source_BD, target_BD)

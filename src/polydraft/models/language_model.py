@@ -11,6 +11,12 @@ from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block, causal_block
 
 _PREFILL_CHUNK = 512
+_SMALLEST_SPAN = 512
+
+
+def round_up(slots: int) -> int:
+    """Return the next power of two, so that few sizes serve for all lengths."""
+    return max(1 << (slots - 1).bit_length(), _SMALLEST_SPAN)
 
 
 class Context(ABC):
@@ -28,6 +34,10 @@ class Context(ABC):
         """Committed tokens a row, as the host last knew them; see `settle`."""
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=device)
         """Committed tokens a row."""
+        self.places = 0
+        """Most uncommitted tokens of a round, as its owner says."""
+        self.span: int | None = None
+        """Slots that every pass sees, where that must not follow the lengths; those in use otherwise."""
         self._positions_BS = torch.arange(capacity, device=device).repeat(batch_size, 1)
         self._rows_B1 = torch.arange(batch_size, device=device)[:, None]
 
@@ -37,16 +47,34 @@ class Context(ABC):
         position_BT = self.lengths_B[:, None] + block.depths_BT
         if self.max_positions is not None:
             position_BT = position_BT.clamp(max=self.max_positions - 1)
-        used = max(self.lengths) + block.stop
+        used = self.span or max(self.lengths) + block.stop
         assert used <= self.capacity, (used, self.capacity)
         slots_BT = self.lengths_B[:, None] + torch.arange(block.start, block.stop, device=self.device)
         self._positions_BS[self._rows_B1, slots_BT] = position_BT
-        visible_BTS = self._visible(block, used)
-        return self._forward(tokens_BT.clamp(min=0), position_BT, slots_BT, visible_BTS)
+        return self._pass(tokens_BT.clamp(min=0), position_BT, slots_BT, block, used)
+
+    @property
+    def address(self) -> int:
+        """Where the storage begins: it moves when it grows."""
+        return 0
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows are equally long, and a pass may make use of that."""
+        return self.span is None and len(set(self.lengths)) == 1
+
+    def fix_span(self) -> int:
+        """Let passes see a number of slots that serves for many rounds to come, and return it."""
+        self.span = round_up(max(self.lengths) + self.places)
+        return self.span
+
+    def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
+        """Store and compute a block; to be overridden where attention needs no mask over all slots."""
+        return self._forward(tokens_BT, positions_BT, slots_BT, self._visible(block, used))
 
     def _visible(self, block: Block, used: int) -> Tensor:
         """Widen the block's own mask to all used slots: committed text is visible, leftovers are not."""
-        if len(set(self.lengths)) == 1:
+        if self.aligned:
             committed_BTS = block.visible_BTU.new_ones(self.batch_size, block.size, self.lengths[0])
             return torch.cat([committed_BTS, block.visible_BTU], dim=-1)
         place_BS = torch.arange(used, device=self.device) - self.lengths_B[:, None]
@@ -60,11 +88,11 @@ class Context(ABC):
         target_BD = self.lengths_B[:, None] + torch.arange(places_BD.shape[1], device=self.device)
         self._move(source_BD, target_BD)
         self._positions_BS[self._rows_B1, target_BD] = target_BD
-        self.lengths_B = self.lengths_B + counts_B
+        self.lengths_B += counts_B
 
     def advance(self, counts_B: Tensor) -> None:
         """Keep the first `counts_B` uncommitted tokens of each row where they are."""
-        self.lengths_B = self.lengths_B + counts_B
+        self.lengths_B += counts_B
 
     def settle(self, lengths: Sequence[int]) -> None:
         """Tell the host how long the rows are after a commit, without waiting for the device."""
@@ -73,7 +101,7 @@ class Context(ABC):
     def rewind(self, lengths: Sequence[int]) -> None:
         """Cut rows to the given numbers of committed tokens."""
         self.settle(lengths)
-        self.lengths_B = torch.tensor(self.lengths, dtype=torch.long, device=self.device)
+        self.lengths_B.copy_(torch.tensor(self.lengths))
 
     def prefill(
         self, texts: Sequence[Sequence[int]], observer: Callable[[Sequence[int], Sequence[int], Tensor], None] | None = None
@@ -96,6 +124,8 @@ class Context(ABC):
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` slots a row, keeping what is committed."""
         if capacity > self.capacity:
+            if self.device.type == "cuda":  # storage that stays put keeps recorded rounds valid
+                capacity = round_up(capacity)
             fresh_BS = torch.arange(self.capacity, capacity, device=self.device).repeat(self.batch_size, 1)
             self._positions_BS = torch.cat([self._positions_BS, fresh_BS], dim=1)
             self._grow(capacity)
@@ -122,6 +152,8 @@ class LanguageModel(ABC):
     device: torch.device
     max_positions: int | None
     """Longest text the model can read; None for any length."""
+    graph_obstacle: str | None = None
+    """Why passes cannot be recorded in a CUDA graph; None if they can."""
     vocabulary: PartialVocabulary | None = None
     """Tokens that the columns of `head` stand for, where a draft does not know all of them."""
 

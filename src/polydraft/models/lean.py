@@ -21,10 +21,10 @@ class LeanBody:
     """Compute the last hidden states of a Llama-shaped `transformers` model; build one with `lean_body`."""
 
     def __init__(self, body: Any) -> None:
-        self._embedding = body.embed_tokens
-        self._rotary = body.rotary_emb
-        self._norm = body.norm
-        self._layers = [_LeanLayer(layer, index) for index, layer in enumerate(body.layers)]
+        self.embedding = body.embed_tokens
+        self.rotary = body.rotary_emb
+        self.norm = body.norm
+        self.layers = [LeanLayer(layer, index) for index, layer in enumerate(body.layers)]
 
     def __call__(
         self,
@@ -35,60 +35,62 @@ class LeanBody:
         taps: Sequence[int] = (),
     ) -> Tensor:
         """Return the last hidden states, after the final norm, and beside them the outputs of the layers `taps`."""
-        hidden_BTF: Tensor = self._embedding(tokens_BT)
-        cos_BTC, sin_BTC = self._rotary(hidden_BTF, position_ids=positions_BT)
+        hidden_BTF: Tensor = self.embedding(tokens_BT)
+        cos_BTC, sin_BTC = self.rotary(hidden_BTF, position_ids=positions_BT)
         half = sin_BTC.shape[-1] // 2
         # Rotating halves as (x1, x2) -> (-x2, x1) is a swap if the sign sits in the sine.
         signed_BTC = torch.cat([-sin_BTC[..., :half], sin_BTC[..., half:]], dim=-1)
         tapped = []
-        for number, layer in enumerate(self._layers, start=1):
+        for number, layer in enumerate(self.layers, start=1):
             hidden_BTF = layer(hidden_BTF, cos_BTC[:, :, None], signed_BTC[:, :, None], mask_B1TS, cache)
             if number in taps:
                 tapped.append(hidden_BTF)
-        normed_BTF = _rms_norm(hidden_BTF, self._norm)
+        normed_BTF = _rms_norm(hidden_BTF, self.norm)
         return torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
 
 
-class _LeanLayer:
+class LeanLayer:
+    """Weights of one layer, fused, and what they compute."""
+
     def __init__(self, layer: Any, index: int) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._index = index
-        self._input_norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self._qkv, self._qkv_bias = _side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._gate_up, self._gate_up_bias = _side_by_side([mlp.gate_proj, mlp.up_proj])
-        self._output, self._down = attention.o_proj, mlp.down_proj
-        self._channels = attention.head_dim
-        self._queries = attention.q_proj.out_features // self._channels
-        self._keys = attention.k_proj.out_features // self._channels
-        self._scale = attention.scaling
+        self.index = index
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv, self.qkv_bias = _side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up, self.gate_up_bias = _side_by_side([mlp.gate_proj, mlp.up_proj])
+        self.output, self.down = attention.o_proj, mlp.down_proj
+        self.channels = attention.head_dim
+        self.queries = attention.q_proj.out_features // self.channels
+        self.keys = attention.k_proj.out_features // self.channels
+        self.scale = attention.scaling
 
     def __call__(
         self, hidden_BTF: Tensor, cos_BT1C: Tensor, sin_BT1C: Tensor, mask_B1TS: Tensor | None, cache: SlotCache
     ) -> Tensor:
         batch_size, size, _ = hidden_BTF.shape
-        normed_BTF = _rms_norm(hidden_BTF, self._input_norm)
-        projected = functional.linear(normed_BTF, self._qkv, self._qkv_bias)
-        heads_BTHC = projected.view(batch_size, size, -1, self._channels)
-        plain_BTHC = heads_BTHC[:, :, : self._queries + self._keys]
+        normed_BTF = _rms_norm(hidden_BTF, self.input_norm)
+        projected = functional.linear(normed_BTF, self.qkv, self.qkv_bias)
+        heads_BTHC = projected.view(batch_size, size, -1, self.channels)
+        plain_BTHC = heads_BTHC[:, :, : self.queries + self.keys]
         first, second = plain_BTHC.chunk(2, dim=-1)
         turned_BTHC = plain_BTHC * cos_BT1C + torch.cat([second, first], dim=-1) * sin_BT1C
-        query_BHTC = turned_BTHC[:, :, : self._queries].transpose(1, 2)
+        query_BHTC = turned_BTHC[:, :, : self.queries].transpose(1, 2)
         key_BHSC, value_BHSC = cache.update(
-            turned_BTHC[:, :, self._queries :].transpose(1, 2),
-            heads_BTHC[:, :, self._queries + self._keys :].transpose(1, 2),
-            self._index,
+            turned_BTHC[:, :, self.queries :].transpose(1, 2),
+            heads_BTHC[:, :, self.queries + self.keys :].transpose(1, 2),
+            self.index,
         )
-        if mask_B1TS is not None and hidden_BTF.is_cuda and self._queries != self._keys:
+        if mask_B1TS is not None and hidden_BTF.is_cuda and self.queries != self.keys:
             # No fused CUDA kernel takes grouped heads together with a mask.
-            key_BHSC = key_BHSC.repeat_interleave(self._queries // self._keys, dim=1)
-            value_BHSC = value_BHSC.repeat_interleave(self._queries // self._keys, dim=1)
+            key_BHSC = key_BHSC.repeat_interleave(self.queries // self.keys, dim=1)
+            value_BHSC = value_BHSC.repeat_interleave(self.queries // self.keys, dim=1)
         attended_BHTC = functional.scaled_dot_product_attention(
-            query_BHTC, key_BHSC, value_BHSC, attn_mask=mask_B1TS, scale=self._scale, enable_gqa=True
+            query_BHTC, key_BHSC, value_BHSC, attn_mask=mask_B1TS, scale=self.scale, enable_gqa=True
         )
-        hidden_BTF = hidden_BTF + self._output(attended_BHTC.transpose(1, 2).reshape(batch_size, size, -1))
-        normed_BTF = _rms_norm(hidden_BTF, self._mlp_norm)
-        gate, up = functional.linear(normed_BTF, self._gate_up, self._gate_up_bias).chunk(2, dim=-1)
-        down_BTF: Tensor = self._down(functional.silu(gate) * up)
+        hidden_BTF = hidden_BTF + self.output(attended_BHTC.transpose(1, 2).reshape(batch_size, size, -1))
+        normed_BTF = _rms_norm(hidden_BTF, self.mlp_norm)
+        gate, up = functional.linear(normed_BTF, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        down_BTF: Tensor = self.down(functional.silu(gate) * up)
         return hidden_BTF + down_BTF
 
 

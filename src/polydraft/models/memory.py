@@ -26,6 +26,7 @@ class Memory:
     def __init__(self, model: LanguageModel, batch_size: int, behind: int, places: int) -> None:
         self.behind, self.places = behind, places
         self.context = model.start(batch_size, capacity=places)
+        self.context.places = places
         self._texts: list[Sequence[int]] = [()] * batch_size
 
     def align(

@@ -79,6 +79,11 @@ class TabularContext(Context):
             recent.append(torch.where(there_BTS.any(-1), token_BT, 0))
         return self._model.look_up(torch.stack(recent[::-1], dim=-1))
 
+    @property
+    def address(self) -> int:
+        """Where the tokens begin."""
+        return self._tokens_BS.data_ptr()
+
     def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         self._tokens_BS[self._rows_B1, target_BD] = self._tokens_BS[self._rows_B1, source_BD]
 

@@ -31,15 +31,24 @@ class Warper:
         self.params = params
         self._device = device
         self._bias_V = _bias(params, vocab_size, device)
-        self._history = [list(prompt) for prompt in prompts] if params.processors else []
+        self._history: list[list[int]] = []
         self._seen_BV: Tensor | None = None
         self._counts_BV: Tensor | None = None
         if params.repetition_penalty != 1:
             self._seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
-            for row, prompt in enumerate(prompts):
-                self._seen_BV[row, torch.as_tensor(list(prompt), device=device)] = True
         if params.presence_penalty or params.frequency_penalty:
             self._counts_BV = torch.zeros(len(prompts), vocab_size, device=device)
+        self.restart(prompts)
+
+    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Begin equally many other texts; what is on the device stays where it is."""
+        self._history = [list(prompt) for prompt in prompts] if self.params.processors else []
+        if self._seen_BV is not None:
+            self._seen_BV.zero_()
+            for row, prompt in enumerate(prompts):
+                self._seen_BV[row, torch.as_tensor(list(prompt), device=self._device)] = True
+        if self._counts_BV is not None:
+            self._counts_BV.zero_()
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain text of each row."""

@@ -1,0 +1,89 @@
+"""CUDA graphs of whole rounds."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST_RECORDINGS = 16
+_LOGGER = logging.getLogger("polydraft")
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One recorded function of a tensor."""
+
+    graph: torch.cuda.CUDAGraph
+    input: Tensor
+    output: Tensor
+
+    def replay(self, values: Tensor) -> Tensor:
+        """Run it on new values; the output is overwritten by the next replay."""
+        self.input.copy_(values)
+        self.graph.replay()
+        return self.output
+
+
+class Recorder:
+    """Record a kind of round when it comes for the second time, and replay it from then on.
+
+    The first time it runs as it is: libraries set themselves up and kernels are compiled, which no recording may contain.
+    What a function leaves behind must be in tensors that stay where they are; recordings share the memory for everything
+    in between. The longest unused recording goes when there are too many.
+    """
+
+    def __init__(self) -> None:
+        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._known: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
+        self._pool: Any = None
+        self.obstacle: str | None = None
+        """Why the last recording failed."""
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def run(self, kind: Hashable, function: Callable[[Tensor], Tensor], values: Tensor) -> tuple[Tensor, bool]:
+        """Return `function(values)`, and whether it was replayed."""
+        if kind in self._recordings:
+            self._recordings.move_to_end(kind)
+            return self._recordings[kind].replay(values), True
+        if kind not in self._known or kind in self._refused:
+            self._known.add(kind)
+            return function(values), False
+        recording = self._record(function, values)
+        if recording is None:
+            self._refused.add(kind)
+            return function(values), False
+        self._recordings[kind] = recording
+        if len(self._recordings) > _MOST_RECORDINGS:
+            self._recordings.popitem(last=False)
+        return recording.replay(values), True
+
+    def _record(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Recording | None:
+        graph, static = torch.cuda.CUDAGraph(), values.clone()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            # Other threads may go on allocating meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = function(static)
+        except torch.OutOfMemoryError:
+            self.clear()
+            self.obstacle = "too little GPU memory to record a round; use a smaller batch, a smaller tree or a shorter context"
+        except RuntimeError as error:
+            self.obstacle = f"recording a round failed: {str(error).splitlines()[0]}"
+        else:
+            return Recording(graph, static, output)
+        _LOGGER.warning("rounds run without CUDA graphs: %s", self.obstacle)
+        return None
+
+    def clear(self) -> None:
+        """Give back all memory."""
+        self._recordings.clear()
+        self._pool = None
+        torch.cuda.empty_cache()

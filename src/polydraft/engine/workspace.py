@@ -1,0 +1,189 @@
+"""Memories of a batch, and the round that works on them."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from polydraft.drafters import Drafter
+from polydraft.engine.recorder import Recorder
+from polydraft.engine.stats import Stats
+from polydraft.errors import FailureError
+from polydraft.models import Context, LanguageModel, Memory
+from polydraft.sampling import SamplingParams, Warper
+from polydraft.walks import Walk
+from polydraft.walks.walk import TargetLaw
+
+_LOGITS_BYTES = 2**28
+"""Most room for the logits of a whole tree."""
+_FEW_NODES = 16
+_LOGGER = logging.getLogger("polydraft")
+
+
+class User(Protocol):
+    """A run, as far as its workspace is concerned."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it needs the workspace no more."""
+
+
+class Workspace:
+    """All that a batch keeps on the device from round to round; kept, it lets a later run reuse the text they share.
+
+    A round (`round`) is a function of tensors that stay where they are. The host decides nothing inside it, so on a GPU
+    it is recorded once and then replayed as one CUDA graph.
+
+    Parameters
+    ----------
+    target : LanguageModel
+    drafter : Drafter
+    batch_size : int
+    params : SamplingParams
+    graphs : bool
+        Record rounds where the device can.
+    """
+
+    def __init__(
+        self, target: LanguageModel, drafter: Drafter, batch_size: int, params: SamplingParams, graphs: bool = True
+    ) -> None:
+        self.target, self.batch_size, self.params = target, batch_size, params
+        self.session = drafter.start(batch_size, params, target)
+        self.memory = Memory(target, batch_size, behind=1, places=self.session.num_nodes)
+        self.claim: Callable[[], User | None] = lambda: None
+        """Whose texts are in the memories; a later run puts itself here."""
+        self.warper: Warper | None = None
+        self.tail_B2 = torch.zeros(batch_size, 2, dtype=torch.long, device=target.device)
+        """The last two tokens of each text; the second is pending."""
+        self.active_B = torch.ones(batch_size, dtype=torch.bool, device=target.device)
+        self._rows_B = torch.arange(batch_size, device=target.device)
+        self._recorder = Recorder() if graphs and target.device.type == "cuda" else None
+        self._told: set[str] = set()
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, keep: bool) -> None:
+        """Read the texts, which may grow to `longest` tokens; with `keep` only what is not in the memories already."""
+        for context in self._contexts:
+            context.span = None
+        limits = self.session.prepare(texts, longest)
+        if not keep:
+            limits = [0] * len(texts)
+        observer = self.session.observe if self.session.reads_features else None
+        self.memory.align(texts, longest, limits, observer)
+        self.session.begin(texts, longest)
+        if self.warper is None:
+            self.warper = Warper(self.params, self.target.vocab_size, texts, self.target.device)
+        else:
+            self.warper.restart(texts)
+        self.tail_B2.copy_(torch.tensor([[0, *text][-2:] for text in texts]))
+        self.active_B.fill_(True)
+
+    def num_uniforms(self, walk: Walk) -> int:
+        """Random numbers a row that the next round uses."""
+        return self.session.num_uniforms + walk.uniforms(self.session.scheme, self.session.depth)
+
+    def round(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Tensor:
+        """Draft, score, walk and commit, without a look at the values.
+
+        Returns
+        -------
+        Tensor
+            A row each: the emitted tokens, then accepted and offered nodes and the fault, then the drafter's report.
+        """
+        if self._recorder is None or self._obstacle():
+            for context in self._contexts:
+                context.span = None
+            return self._round(walk, uniforms_BU, stats)
+        spans = tuple(context.fix_span() for context in self._contexts)
+        stored = tuple((context.capacity, context.address) for context in self._contexts)
+        shape = (self.session.depth, self.session.num_nodes, uniforms_BU.shape[1])
+        kind = (type(walk), *vars(walk).values(), shape, spans, stored)
+        with stats.clock("graph"):
+            outcome_BX, replayed = self._recorder.run(kind, lambda values: self._round(walk, values, Stats()), uniforms_BU)
+        stats.replayed_rounds += replayed
+        return outcome_BX
+
+    def _round(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Tensor:
+        session = self.session
+        with stats.clock("draft"):
+            draft = session.propose(self.tail_B2, uniforms_BU[:, : session.num_uniforms])
+        with stats.clock("target"):
+            features_BNF = self.memory.context.extend(draft.tokens_BN, draft.block())
+        with stats.clock("verify"):
+            target_law = self._target_law(features_BNF)
+            verdict = walk.run(session.scheme, draft, target_law, uniforms_BU[:, session.num_uniforms :])
+        with stats.clock("commit"):
+            keep_B = torch.where(self.active_B, verdict.accepted_B + 1, 0)
+            self.memory.context.commit(verdict.path_BD, keep_B)
+            report_BX = session.commit(verdict, keep_B, features_BNF)
+            recent_BX = torch.cat([self.tail_B2[:, 1:], verdict.tokens_BD], dim=1)
+            last_B2 = verdict.accepted_B[:, None] + torch.arange(2, device=recent_BX.device)
+            self.tail_B2.copy_(recent_BX.gather(1, last_B2))
+            numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B)
+            reports = () if report_BX is None else (report_BX,)
+            return torch.cat([verdict.tokens_BD, *(number[:, None] for number in numbers), *reports], dim=1)
+
+    def _target_law(self, features_BNF: Tensor) -> TargetLaw:
+        """Return the target's law at one node a row, as the walk asks for it."""
+        batch_size, nodes, _ = features_BNF.shape
+        # The output head is large: reading it once for all nodes is cheaper than once for each node that is visited, as long
+        # as multiplying is cheaper than reading: with matrix units (half precision), or for few nodes.
+        cheap = features_BNF.dtype in (torch.bfloat16, torch.float16) or nodes <= _FEW_NODES
+        small = 4 * batch_size * nodes * self.target.vocab_size <= _LOGITS_BYTES
+        logits_BNV = self.target.head(features_BNF) if cheap and small else None
+
+        def target_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
+            assert self.warper is not None, "begin() comes first"
+            visited = (self._rows_B, node_B)
+            logits_BV = self.target.head(features_BNF[visited]) if logits_BNV is None else logits_BNV[visited]
+            return self.warper.probs(logits_BV[:, None], path_BP[:, None])[:, 0]
+
+        return target_law
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Take note on the host of the texts after a round, and of what it added."""
+        assert self.warper is not None, "begin() comes first"
+        self.warper.advance(emitted)
+        self.memory.settle(texts)
+        self.session.settle(texts, emitted)
+
+    def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
+        """Let ended rows idle: memories drop what was cut off at the end and grow no more."""
+        self.active_B.copy_(torch.tensor(active))
+        self.memory.rewind(texts)
+        self.session.rewind(texts)
+
+    @property
+    def records(self) -> bool:
+        """Whether rounds are recorded, and worth keeping for other texts."""
+        return self._recorder is not None and self.session.recordable
+
+    @property
+    def idle(self) -> bool:
+        """Whether no run is at work here."""
+        run = self.claim()
+        return run is None or run.done
+
+    @property
+    def _contexts(self) -> tuple[Context, ...]:
+        return (self.memory.context, *self.session.contexts())
+
+    def _obstacle(self) -> str | None:
+        """Return why the next round cannot be recorded, and log what will not pass."""
+        lasting = self.target.graph_obstacle
+        if not self.session.recordable:
+            lasting = "the drafter works on the host"
+        elif self.params.processors:
+            lasting = "logits processors work on the host"
+        if lasting and lasting not in self._told:
+            self._told.add(lasting)
+            _LOGGER.warning("rounds run without CUDA graphs: %s", lasting)
+        return lasting or self.session.obstacle()
+
+
+def device_failure(error: RuntimeError) -> FailureError:
+    """Say in one line what a GPU's error means."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return FailureError("out of GPU memory; use a smaller batch, fewer new tokens, a smaller tree, or another dtype")
+    return FailureError(f"the GPU failed: {str(error).splitlines()[0]}; try again, or use --device cpu")
