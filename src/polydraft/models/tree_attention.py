@@ -1,0 +1,165 @@
+"""Attention from the tokens of a tree to their text, at the cost of the real text and of nothing masked.
+
+`scaled_dot_product_attention` with a mask reads every slot it is shown, repeats grouped heads, and needs the mask of the whole
+context. Here the committed text needs no mask, its length is read on the device, and long texts are shared out over the
+multiprocessors and put together by a second kernel [1]_. So one launch, captured in a graph for a largest context, costs
+what the context of the moment costs.
+
+References
+----------
+.. [1] Dao et al. 2023, Flash-Decoding for long-context inference (split keys). Deviation: the splits share the real length,
+   read in the kernel, evenly.
+.. [2] Dao et al. 2022, FlashAttention, arXiv:2205.14135 (algorithm 1, the running softmax).
+"""
+
+import importlib.util
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200; on others the number of splits is a little off, nothing else."""
+_MOST_SPLITS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan:
+    """How the work is cut up; a function of static sizes alone, so that a graph can keep it."""
+
+    block_lines: int
+    """Pairs of token and query head that one program works on."""
+    block_keys: int
+    splits: int
+    """Programs that share the keys of one head."""
+    warps: int
+    stages: int
+
+
+def obstacle(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Return why the kernels cannot run there, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if dtype not in _FORMATS:
+        return f"tree attention does not compute in {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return None if capability >= (8, 0) else f"the GPU's compute capability {capability[0]}.{capability[1]} is below 8.0"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton's interpreter multiplies the bits of bfloat16, not its numbers" if dtype == torch.bfloat16 else None
+    return f"the device is {device}, not a GPU"
+
+
+def available(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether the kernels can run there; `obstacle` says why not."""
+    return obstacle(device, dtype) is None
+
+
+def plan_attention(batch_size: int, key_heads: int, lines: int, channels: int, keys: int, dtype: torch.dtype) -> AttentionPlan:
+    """Choose sizes for `lines` = T · group lines over at most `keys` keys: enough programs to fill the GPU, no more splits."""
+    wide = dtype == torch.float32  # twice the shared memory
+    block_lines = min(max(_power_of_two(lines), 16), 32 if wide else 64)
+    block_keys = 32 if wide else 64
+    programs = batch_size * key_heads * math.ceil(lines / block_lines)
+    splits = min(math.ceil(2 * _MULTIPROCESSORS / programs), math.ceil(keys / block_keys), _MOST_SPLITS)
+    return AttentionPlan(block_lines=block_lines, block_keys=block_keys, splits=max(splits, 1), warps=4, stages=2)
+
+
+def tree_attention(
+    query_BHTC: Tensor,
+    key_BHSC: Tensor,
+    value_BHSC: Tensor,
+    lengths_B: Tensor,
+    visible_BTU: Tensor,
+    scale: float,
+    max_length: int,
+    plan: AttentionPlan | None = None,
+) -> Tensor:
+    """Attend to the committed text and, through the tree's mask, to uncommitted places.
+
+    Parameters
+    ----------
+    query_BHTC : Tensor
+        Queries of T tree tokens; any strides, channels side by side.
+    key_BHSC, value_BHSC : Tensor
+        One layer of a `SlotCache`, the tokens' own keys and values already in it. H divides the queries' number of heads
+        (grouped-query attention). Slots past `lengths_B + U` are not read.
+    lengths_B : Tensor
+        Committed tokens a row, on the device; read in the kernel, so that a captured launch follows it.
+    visible_BTU : Tensor
+        Which of the uncommitted places, slots `lengths_B + u`, each token sees. Rows may be expanded.
+    scale : float
+        Of the products of queries and keys.
+    max_length : int
+        Most committed tokens of any row, now and in later replays; changes the way the work is cut up, not its amount.
+    plan : AttentionPlan, optional
+        Sizes other than those of `plan_attention`.
+
+    Returns
+    -------
+    Tensor
+        `[B, H, T, C]`, laid out as `[B, T, H, C]`: the output projection's input is a view of it. A token that sees
+        nothing gets zeros.
+    """
+    from polydraft.models import tree_attention_kernels as kernels
+
+    batch_size, query_heads, size, channels = query_BHTC.shape
+    key_heads, places = key_BHSC.shape[1], visible_BTU.shape[2]
+    group = query_heads // key_heads
+    assert group * key_heads == query_heads, (query_heads, key_heads)
+    assert visible_BTU.shape == (batch_size, size, places) and visible_BTU.dtype == torch.bool, visible_BTU.shape
+    assert query_BHTC.stride(3) == key_BHSC.stride(3) == value_BHSC.stride(3) == 1, "channels must lie side by side"
+    assert lengths_B.is_contiguous() and max_length + places <= key_BHSC.shape[2], (max_length, places, key_BHSC.shape)
+    lines = size * group
+    if plan is None:
+        plan = plan_attention(batch_size, key_heads, lines, channels, max_length + places, query_BHTC.dtype)
+    output_BTHC = query_BHTC.new_empty(batch_size, size, query_heads, channels)
+    parts = batch_size * key_heads * plan.splits * lines if plan.splits > 1 else 1
+    mixed_XC = output_BTHC.new_empty(parts, channels, dtype=torch.float32)
+    peaks_X, sums_X = output_BTHC.new_empty(2, parts, dtype=torch.float32)
+    visible = visible_BTU.view(torch.uint8)
+    output_strides = output_BTHC.stride()[:3]
+    sizes: dict[str, Any] = {"GROUP": group, "CHANNELS": channels, "SPLITS": plan.splits, "BLOCK_KEYS": plan.block_keys}
+    sizes["BLOCK_CHANNELS"] = _power_of_two(channels)
+    kernels.attend[plan.splits, key_heads * math.ceil(lines / plan.block_lines), batch_size](
+        query_BHTC, key_BHSC, value_BHSC, lengths_B, visible, output_BTHC, mixed_XC, peaks_X, sums_X,
+        scale * math.log2(math.e), size, places,
+        *query_BHTC.stride()[:3], *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], *visible.stride(), *output_strides,
+        **sizes, PRECISION="ieee", BLOCK_LINES=plan.block_lines, num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    if plan.splits > 1:
+        few = 8
+        kernels.join[math.ceil(lines / few), key_heads, batch_size](
+            output_BTHC, mixed_XC, peaks_X, sums_X, lengths_B, lines, places, *output_strides,
+            **sizes, BLOCK_LINES=few, num_warps=4,
+        )  # fmt: skip
+    return output_BTHC.transpose(1, 2)
+
+
+def reference_attention(
+    query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, lengths_B: Tensor, visible_BTU: Tensor, scale: float
+) -> Tensor:
+    """Compute the same by masked `scaled_dot_product_attention` over all slots: the slow way that tests compare with."""
+    group = query_BHTC.shape[1] // key_BHSC.shape[1]
+    place_BS = torch.arange(key_BHSC.shape[2], device=lengths_B.device) - lengths_B[:, None]
+    places = visible_BTU.shape[2]
+    inside_BS = (place_BS >= 0) & (place_BS < places)
+    place_BTS = place_BS.clamp(0, places - 1)[:, None].expand(-1, visible_BTU.shape[1], -1)
+    mask_BTS = (place_BS < 0)[:, None] | (inside_BS[:, None] & visible_BTU.gather(2, place_BTS))
+    return functional.scaled_dot_product_attention(
+        query_BHTC,
+        key_BHSC.repeat_interleave(group, dim=1),
+        value_BHSC.repeat_interleave(group, dim=1),
+        attn_mask=mask_BTS[:, None],
+        scale=scale,
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
