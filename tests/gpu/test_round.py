@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polydraft.drafters import HeadTree, ModelTree
-from polydraft.engine import Decoder
+from polydraft.engine import Decoder, Stats
 from polydraft.models import FAMILIES, HeadShape, TabularModel
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
@@ -73,11 +73,12 @@ def check_without_waiting(decoder: Decoder, temperature: float) -> None:
     stream = decoder.stream(PROMPTS, sampling=params, max_new_tokens=40, seed=0)
     next(stream)  # warm-up: tables and libraries
     run = stream._run
+    uniforms_BU = run._noise.uniforms(run._workspace.num_uniforms(run.walk))
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:
             torch.cuda.set_sync_debug_mode("error")
-            run._round(run._session)
+            run._workspace._round(run.walk, uniforms_BU, Stats())
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

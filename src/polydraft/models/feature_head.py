@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.models.language_model import Context
+from polydraft.models.tree_attention import obstacle
 from polydraft.sampling import PartialVocabulary
+from polydraft.trees import Block
 
 _NORM_EPSILON = 1e-5
 
@@ -72,8 +74,9 @@ class FeatureHead(nn.Module):
         self.attention_output = nn.Linear(queries, size, bias=False)
         self.gate_up = nn.Linear(size, 2 * shape.mlp_size, bias=False)
         self.down = nn.Linear(shape.mlp_size, size, bias=False)
-        # Not buffers: the tables belong to the target, and a partial head is cut out of its table again on loading.
-        self._tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
+        # Tables of input and output. Not buffers: they belong to the target, and a partial head is cut out of its table again
+        # on loading.
+        self.tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +91,7 @@ class FeatureHead(nn.Module):
     @property
     def num_columns(self) -> int:
         """Tokens it can draft."""
-        return len(self._tables[1])
+        return len(self.tables[1])
 
     def fused(self, features_RF: Tensor) -> Tensor:
         """Bring the target's features, taps included, into the space of the head's own outputs."""
@@ -99,7 +102,7 @@ class FeatureHead(nn.Module):
 
     def entry(self, fused_BTH: Tensor, tokens_BT: Tensor) -> Tensor:
         """Join features and the tokens that follow them."""
-        embedded_BTH = functional.embedding(tokens_BT, self._tables[0]).to(fused_BTH.dtype)
+        embedded_BTH = functional.embedding(tokens_BT, self.tables[0]).to(fused_BTH.dtype)
         joined_BTH: Tensor = self.join(torch.cat([self.feature_norm(fused_BTH), self.token_norm(embedded_BTH)], dim=-1))
         return joined_BTH
 
@@ -135,7 +138,7 @@ class FeatureHead(nn.Module):
 
     def head(self, outputs_RH: Tensor) -> Tensor:
         """Apply the target's output head, or the part of it for the draft's own vocabulary."""
-        return functional.linear(outputs_RH, self._tables[1].to(outputs_RH.dtype))
+        return functional.linear(outputs_RH, self.tables[1].to(outputs_RH.dtype))
 
     def start(self, batch_size: int, capacity: int) -> "HeadContext":
         """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
@@ -143,7 +146,7 @@ class FeatureHead(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The target's tables move along, so that .to() leaves nothing behind.
-        self._tables = (fn(self._tables[0]), fn(self._tables[1]))
+        self.tables = (fn(self.tables[0]), fn(self.tables[1]))
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
@@ -151,17 +154,31 @@ class HeadContext(Context):
     """Keys and values of the entries of one batch."""
 
     def __init__(self, head: FeatureHead, batch_size: int, capacity: int) -> None:
-        from polydraft.models.cache import SlotCache  # late: it loads transformers
+        from polydraft.models.cache import SlotCache  # late: they load transformers
+        from polydraft.models.fused_head import FusedHead
 
         super().__init__(batch_size, capacity, head.device, max_positions=None)
         self._head = head
         self.cache: SlotCache = SlotCache(1, capacity)
         self._fused_BTH: Tensor | None = None
+        self._fused = FusedHead(head, _NORM_EPSILON) if obstacle(head.device, head.dtype) is None else None
 
-    def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Any) -> Tensor:
+    def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
         """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""
         self._fused_BTH = fused_BTH
         return self.extend(tokens_BT, block)
+
+    def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
+        from polydraft.models.fused import MOST_TOKENS, TreeView
+
+        window = self._head.shape.window
+        # The kernels cut off committed text only, so the window must reach over any tree.
+        if self._fused is None or block.size > MOST_TOKENS or window <= MOST_TOKENS:
+            return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)
+        assert self._fused_BTH is not None, "read() is the way in"
+        starts_BT = (positions_BT - window + 1).clamp(min=0)
+        view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT)
+        return self._fused(self._fused_BTH, tokens_BT, positions_BT, view, self.cache, self.capacity)
 
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         assert self._fused_BTH is not None, "read() is the way in"

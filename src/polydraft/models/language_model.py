@@ -65,7 +65,7 @@ class Context(ABC):
 
     def fix_span(self) -> int:
         """Let passes see a number of slots that serves for many rounds to come, and return it."""
-        self.span = round_up(max(self.lengths) + self.places)
+        self.span = min(round_up(max(self.lengths) + self.places), self.capacity)
         return self.span
 
     def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:

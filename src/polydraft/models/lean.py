@@ -67,6 +67,7 @@ class LeanLayer:
     def __call__(
         self, hidden_BTF: Tensor, cos_BT1C: Tensor, sin_BT1C: Tensor, mask_B1TS: Tensor | None, cache: SlotCache
     ) -> Tensor:
+        """Return the layer's output."""
         batch_size, size, _ = hidden_BTF.shape
         normed_BTF = _rms_norm(hidden_BTF, self.input_norm)
         projected = functional.linear(normed_BTF, self.qkv, self.qkv_bias)

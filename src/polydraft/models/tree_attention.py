@@ -63,7 +63,7 @@ def available(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool
 def plan_attention(batch_size: int, key_heads: int, lines: int, channels: int, keys: int, dtype: torch.dtype) -> AttentionPlan:
     """Choose sizes for `lines` = T · group lines over at most `keys` keys: enough programs to fill the GPU, no more splits."""
     wide = dtype == torch.float32  # twice the shared memory
-    block_lines = min(max(_power_of_two(lines), 16), 32 if wide else 64)
+    block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
     block_keys = 32 if wide else 64
     programs = batch_size * key_heads * math.ceil(lines / block_lines)
     splits = min(math.ceil(2 * _MULTIPROCESSORS / programs), math.ceil(keys / block_keys), _MOST_SPLITS)
@@ -78,6 +78,7 @@ def tree_attention(
     visible_BTU: Tensor,
     scale: float,
     max_length: int,
+    starts_BT: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
     """Attend to the committed text and, through the tree's mask, to uncommitted places.
@@ -97,6 +98,8 @@ def tree_attention(
         Of the products of queries and keys.
     max_length : int
         Most committed tokens of any row, now and in later replays; changes the way the work is cut up, not its amount.
+    starts_BT : Tensor, optional
+        First committed slot that each token sees (sliding windows); all of them if not given.
     plan : AttentionPlan, optional
         Sizes other than those of `plan_attention`.
 
@@ -114,6 +117,7 @@ def tree_attention(
     assert group * key_heads == query_heads, (query_heads, key_heads)
     assert visible_BTU.shape == (batch_size, size, places) and visible_BTU.dtype == torch.bool, visible_BTU.shape
     assert query_BHTC.stride(3) == key_BHSC.stride(3) == value_BHSC.stride(3) == 1, "channels must lie side by side"
+    assert starts_BT is None or starts_BT.is_contiguous()
     assert lengths_B.is_contiguous() and max_length + places <= key_BHSC.shape[2], (max_length, places, key_BHSC.shape)
     lines = size * group
     if plan is None:
@@ -125,12 +129,13 @@ def tree_attention(
     visible = visible_BTU.view(torch.uint8)
     output_strides = output_BTHC.stride()[:3]
     sizes: dict[str, Any] = {"GROUP": group, "CHANNELS": channels, "SPLITS": plan.splits, "BLOCK_KEYS": plan.block_keys}
-    sizes["BLOCK_CHANNELS"] = _power_of_two(channels)
+    sizes["BLOCK_CHANNELS"] = max(power_of_two(channels), 16)  # the least that matrix units take
     kernels.attend[plan.splits, key_heads * math.ceil(lines / plan.block_lines), batch_size](
-        query_BHTC, key_BHSC, value_BHSC, lengths_B, visible, output_BTHC, mixed_XC, peaks_X, sums_X,
-        scale * math.log2(math.e), size, places,
+        query_BHTC, key_BHSC, value_BHSC, lengths_B, visible, lengths_B if starts_BT is None else starts_BT,
+        output_BTHC, mixed_XC, peaks_X, sums_X, scale * math.log2(math.e), size, places,
         *query_BHTC.stride()[:3], *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], *visible.stride(), *output_strides,
-        **sizes, PRECISION="ieee", BLOCK_LINES=plan.block_lines, num_warps=plan.warps, num_stages=plan.stages,
+        **sizes, PRECISION="ieee", CUT=starts_BT is not None,
+        BLOCK_LINES=plan.block_lines, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if plan.splits > 1:
         few = 8
@@ -160,6 +165,6 @@ def reference_attention(
     )
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Return the least power of two that is not below a number."""
     return 1 << (number - 1).bit_length()

@@ -32,11 +32,11 @@ def _absorb(queries_MC, scores_mask, keys_NC, values_NC, peak_M, sum_M, mixed_MC
 
 @triton.jit
 def attend(
-    query, key, value, lengths, visible, output, mixed, peaks, sums,
+    query, key, value, lengths, visible, starts, output, mixed, peaks, sums,
     scale, size, places,
     query_row, query_head, query_token, key_row, key_head, key_slot, value_row, value_head, value_slot,
     visible_row, visible_token, visible_place, output_row, output_token, output_head,
-    GROUP: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
     BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Attend from one block of lines to one chunk of keys; grid [SPLITS, key heads x blocks of lines, B].
@@ -71,17 +71,19 @@ def attend(
     sum_M = tl.zeros([BLOCK_LINES], tl.float32)
     mixed_MC = tl.zeros([BLOCK_LINES, BLOCK_CHANNELS], tl.float32)
 
-    # Committed text: every line sees every key.
+    # Committed text: every line sees every key, from the start of its window on.
     context_stop = tl.minimum(stop, length)
+    start_M = tl.zeros([BLOCK_LINES], tl.int32)
+    if CUT:
+        start_M = tl.load(starts + row * size + token_M, mask=real_M, other=0).to(tl.int32)
     for start in range(first, context_stop, BLOCK_KEYS):
         slot_N = start + key_N
         real_N = slot_N < context_stop
         real_NC = real_N[:, None] & real_C[None, :]
         keys_NC = tl.load(key + slot_N[:, None] * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
         values_NC = tl.load(value + slot_N[:, None] * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
-        peak_M, sum_M, mixed_MC = _absorb(
-            queries_MC, real_N[None, :], keys_NC, values_NC, peak_M, sum_M, mixed_MC, scale, PRECISION
-        )
+        seen_MN = real_N[None, :] & (slot_N[None, :] >= start_M[:, None])
+        peak_M, sum_M, mixed_MC = _absorb(queries_MC, seen_MN, keys_NC, values_NC, peak_M, sum_M, mixed_MC, scale, PRECISION)
 
     # Uncommitted places: what the tree's mask lets a token see.
     for start in range(tl.maximum(first, length), stop, BLOCK_KEYS):

@@ -1,0 +1,228 @@
+"""The engine on one GPU: how near a round is to the hardware's limit, piece by piece, and what it gives end to end.
+
+python benchmarks/gpu.py                      # everything, about 6 minutes on an H200
+python benchmarks/gpu.py --only limits parts  # some of it
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from polydraft.drafters import HeadTree, Plain
+from polydraft.engine import Decoder
+from polydraft.engine.workspace import Workspace
+from polydraft.models import HeadShape
+from polydraft.models.head_folder import new_head
+from polydraft.models.hf import HFModel
+from polydraft.sampling import PartialVocabulary, SamplingParams
+from polydraft.trees import parse_tree
+from polydraft.walks import AUTO, resolve_walk
+
+SHAPE_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 32, "vocab_size": 49152, "max_position_embeddings": 65536}  # fmt: skip
+TREE_OF_64 = "[" + ",".join(
+    [f"[{i}]" for i in range(9)] + [f"[{i},{j}]" for i in range(6) for j in range(3)]
+    + [f"[{i},{j},0]" for i in range(6) for j in range(3)] + [f"[{i},{j},0,0]" for i in range(6) for j in range(3)]
+) + "]"  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    torch.cuda.init()
+    figures: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for name in options.only:
+        start = time.perf_counter()
+        figures[name] = SECTIONS[name]()
+        print(f"-- {name}: {time.perf_counter() - start:.0f} s\n", flush=True)
+        torch.cuda.empty_cache()
+        if options.json:
+            options.json.write_text(json.dumps(figures, indent=1))
+
+
+def limits() -> dict[str, float]:
+    """Copy bandwidth, and plain and tree passes of a 7B-shaped model against the reading of its weights."""
+    bandwidth = copy_bandwidth()
+    target = random_model(SHAPE_7B)
+    seconds = sum(parameter.nbytes for name, parameter in target.hf_model.named_parameters() if "embed" not in name) / bandwidth
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s; weights of the 7B shape read in {1e3 * seconds:.2f} ms")
+    rows = {"bandwidth": bandwidth, "weights_ms": 1e3 * seconds}
+    for nodes in (1, 8, 16, 32, 64, 128):
+        rows[f"pass of {nodes}"] = 1e3 * pass_seconds(target, nodes, context=512)
+    token = 1e3 * round_seconds(Decoder(target), SamplingParams(temperature=0), 512)[0]
+    rows["token"] = token
+    print(f"plain decoding {token:.2f} ms a token: {token / rows['weights_ms']:.2f} of the weights' time (aim 1.4)")
+    print("passes, ms:", {key: round(value, 2) for key, value in rows.items() if key.startswith("pass")})
+    print(f"pass of 64 nodes ÷ plain pass: {rows['pass of 64'] / rows['pass of 1']:.3f} (aim 1.15)")
+    return rows
+
+
+def context() -> dict[str, float]:
+    """Time of a tree pass at growing contexts."""
+    target = random_model(SHAPE_7B)
+    rows = {}
+    for length in (512, 4096, 16384, 32000):
+        rows[str(length)] = 1e3 * pass_seconds(target, 64, context=length)
+        rows[f"{length} plain"] = 1e3 * pass_seconds(target, 1, context=length)
+        rows[f"512 in a buffer of {length}"] = 1e3 * pass_seconds(target, 64, context=512, span=length + 64)
+    print("tree pass of 64 nodes at a context of ..., ms:", {key: round(value, 2) for key, value in rows.items()})
+    return rows
+
+
+def parts() -> dict[str, float]:
+    """Pieces of a round with a head of the shipped shape under a 7B-shaped model."""
+    target = random_model(SHAPE_7B)
+    head = random_head(target)
+    rows = {}
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature)
+        for tree in ("4x2x2x1x1", TREE_OF_64):
+            label = f"T={temperature:g} {'64 nodes' if tree is TREE_OF_64 else tree}"
+            drafter = HeadTree(head, parse_tree(tree))
+            rows |= {f"{label} {key}": value for key, value in pieces(target, drafter, params).items()}
+    for key, value in rows.items():
+        print(f"{key:45} {value:8.3f} ms")
+    return rows
+
+
+def pieces(target: HFModel, drafter: HeadTree, params: SamplingParams) -> dict[str, float]:
+    """Time what a round consists of, each as a graph of its own, and the whole of it."""
+    decoder = Decoder(target, drafter)
+    whole, device, workspace = round_seconds(decoder, params, 512)
+    walk = resolve_walk(AUTO, workspace.session.scheme)
+    uniforms_BU = torch.rand(1, workspace.num_uniforms(walk), dtype=torch.float64, device="cuda")
+    session = workspace.session
+    with torch.inference_mode():
+        lengths = [context.lengths_B.clone() for context in workspace._contexts]
+
+        def restore() -> None:
+            for context, length in zip(workspace._contexts, lengths, strict=True):
+                context.lengths_B.copy_(length)
+
+        def propose():
+            restore()
+            return session.propose(workspace.tail_B2, uniforms_BU)
+
+        drafting = graph_seconds(propose)
+        draft = propose()
+        features_BNF = workspace.memory.context.extend(draft.tokens_BN, draft.block())
+        scoring = graph_seconds(lambda: target.head(workspace.memory.context.extend(draft.tokens_BN, draft.block())))
+
+        def verify():
+            restore()
+            return walk.run(session.scheme, draft, workspace._target_law(features_BNF), uniforms_BU[:, session.num_uniforms :])
+
+        verifying = graph_seconds(verify)
+        head_pass = graph_seconds(lambda: target.head(features_BNF))
+    return {
+        "round": 1e3 * whole,
+        "round on the device": 1e3 * device,
+        "draft level": 1e3 * drafting / session.depth,
+        "target pass and head": 1e3 * scoring,
+        "walk": 1e3 * (verifying - head_pass),
+        "walk, commit, book-keeping": 1e3 * (whole - drafting - scoring),
+    }
+
+
+def random_model(shape: dict[str, int]) -> HFModel:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(LlamaConfig(**shape)).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return HFModel(model)
+
+
+def random_head(target: HFModel) -> object:
+    """A head of the shipped one's sizes, but for the target's hidden size, which a trained one would be reduced to."""
+    shape = HeadShape(hidden_size=target.hidden_size, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512)
+    known = PartialVocabulary(torch.arange(0, 49152, 4, device="cuda"), target.vocab_size)
+    return new_head(shape, target, known, "random").to("cuda", torch.bfloat16).requires_grad_(False)
+
+
+def round_seconds(decoder: Decoder, params: SamplingParams, length: int) -> tuple[float, float, Workspace]:
+    """Return the median time of a round as the user sees it, that on the device alone, and the workspace."""
+    prompt = torch.randint(10, 30000, (length - 100,), generator=torch.Generator().manual_seed(1)).tolist()
+    stream = decoder.stream(prompt, sampling=params, max_new_tokens=400, seed=0)
+    run = stream._run
+    times = []
+    for index in range(60):
+        if run.done:
+            break
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run.step()
+        torch.cuda.synchronize()
+        if index >= 6:
+            times.append(time.perf_counter() - start)
+    assert run.stats.replayed_rounds > 40, (run.stats.replayed_rounds, run._workspace._recorder.obstacle)
+    workspace = run._workspace
+    recording = next(reversed(workspace._recorder._recordings.values()))
+    return statistics.median(times), event_seconds(recording.graph.replay), workspace
+
+
+def pass_seconds(target: HFModel, nodes: int, context: int, span: int | None = None) -> float:
+    """Return the time of one pass of `nodes` tokens and the output head, as a graph."""
+    workspace = Workspace(target, Plain(), 1, SamplingParams())
+    memory = workspace.memory.context
+    with torch.inference_mode():
+        memory.places = 256
+        memory.reserve((span or context) + 256)
+        memory.rewind([context])
+        memory.span = memory.capacity if span is None else min(memory.capacity, span + 192)
+        block = parse_tree("none" if nodes == 1 else f"fork:{nodes - 1}x1").tables(torch.device("cuda"))
+        from polydraft.trees import Block
+
+        tokens_BT = torch.randint(0, 1000, (1, nodes), device="cuda")
+        shape = Block(0, block.depths_N[None], block.ancestors_NN[None])
+        return graph_seconds(lambda: target.head(memory.extend(tokens_BT, shape)))
+
+
+def graph_seconds(function: Callable[[], object]) -> float:
+    """Record a function and return the median time of its replays."""
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return event_seconds(graph.replay)
+
+
+def event_seconds(function: Callable[[], object], repeat: int = 30) -> float:
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(repeat):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Return bytes read and written a second by a large copy."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / event_seconds(lambda: target.copy_(source), 10)
+
+
+SECTIONS: dict[str, Callable[[], object]] = {"limits": limits, "parts": parts, "context": context}
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    main()

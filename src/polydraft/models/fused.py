@@ -1,0 +1,133 @@
+"""Llama-shaped models, and feature heads, on a GPU in ten launches a layer.
+
+A pass over a few tokens is as long as the reading of its weights if nothing else takes time: what stands between the four
+matrix products of a layer is therefore six kernels, and attention costs what the text of the moment costs, whatever the
+size of the buffers, so that a recorded pass serves for many lengths.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from polydraft.models.cache import SlotCache
+from polydraft.models.lean import LeanBody, LeanLayer
+from polydraft.models.tree_attention import obstacle, power_of_two, tree_attention
+
+MOST_TOKENS = 128
+"""Tokens a row up to which these kernels are meant; longer blocks are prompts, which are computed, not read."""
+
+
+@dataclass(frozen=True, eq=False)
+class TreeView:
+    """What a block of tokens sees, without a mask over all slots."""
+
+    slots_BT: Tensor
+    lengths_B: Tensor
+    visible_BTU: Tensor
+    max_length: int
+    """Most committed tokens of any row in any replay."""
+    starts_BT: Tensor | None = None
+    """First committed slot that each token sees; all where there are none."""
+
+
+class FusedBody:
+    """Compute the last hidden states of a Llama-shaped model on a GPU; build one with `fused_body`."""
+
+    def __init__(self, body: LeanBody) -> None:
+        self._body = body
+
+    def __call__(
+        self, tokens_BT: Tensor, positions_BT: Tensor, view: TreeView, cache: SlotCache, taps: Sequence[int] = ()
+    ) -> Tensor:
+        """Return the last hidden states, after the final norm, and beside them the outputs of the layers `taps`."""
+        hidden_BTF: Tensor = self._body.embedding(tokens_BT)
+        cos_BTC, sin_BTC = (part.contiguous() for part in self._body.rotary(hidden_BTF, position_ids=positions_BT))
+        delta_BTF, tapped = None, []
+        for number, layer in enumerate(self._body.layers):
+            hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, layer.input_norm.weight, layer.input_norm.variance_epsilon)
+            if number in taps:
+                tapped.append(hidden_BTF)
+            attended_BTF = _attended(layer, normed_BTF, cos_BTC, sin_BTC, view, cache)
+            hidden_BTF, normed_BTF = add_norm(hidden_BTF, attended_BTF, layer.mlp_norm.weight, layer.mlp_norm.variance_epsilon)
+            delta_BTF = layer.down(gate(functional.linear(normed_BTF, layer.gate_up, layer.gate_up_bias)))
+        norm = self._body.norm
+        hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, norm.weight, norm.variance_epsilon)
+        if len(self._body.layers) in taps:
+            tapped.append(hidden_BTF)
+        return torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
+
+
+def _attended(
+    layer: LeanLayer, normed_BTF: Tensor, cos_BTC: Tensor, sin_BTC: Tensor, view: TreeView, cache: SlotCache
+) -> Tensor:
+    projected_BTX = functional.linear(normed_BTF, layer.qkv, layer.qkv_bias)
+    key_BHSC, value_BHSC = cache.storage(layer.index, projected_BTX, layer.keys, layer.channels)
+    query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC)
+    mixed_BHTC = tree_attention(
+        query_BHTC, key_BHSC, value_BHSC, view.lengths_B, view.visible_BTU, layer.scale, view.max_length, view.starts_BT
+    )
+    output_BTF: Tensor = layer.output(mixed_BHTC.transpose(1, 2).flatten(2))
+    return output_BTF
+
+
+def fused_body(body: LeanBody | None, device: torch.device, dtype: torch.dtype) -> FusedBody | None:
+    """Return the fused form of a lean body, or None where it cannot run."""
+    return FusedBody(body) if body is not None and device.type == "cuda" and obstacle(device, dtype) is None else None
+
+
+def add_norm(
+    hidden_BTF: Tensor, delta_BTF: Tensor | None, weight_F: Tensor, epsilon: float, normed_BTF: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `hidden + delta`, and its root-mean-square norm times `weight`, in `normed_BTF` if that is given."""
+    from polydraft.models import fused_kernels as kernels
+
+    hidden_BTF = hidden_BTF.contiguous()
+    channels = hidden_BTF.shape[-1]
+    total_BTF = hidden_BTF if delta_BTF is None else torch.empty_like(hidden_BTF)
+    if normed_BTF is None:
+        normed_BTF = torch.empty_like(hidden_BTF)
+    added_BTF = hidden_BTF if delta_BTF is None else delta_BTF
+    assert added_BTF.is_contiguous() and weight_F.is_contiguous()
+    kernels.add_norm[(hidden_BTF.numel() // channels,)](
+        hidden_BTF, added_BTF, weight_F, total_BTF, normed_BTF, epsilon, channels, normed_BTF.stride(-2),
+        ADD=delta_BTF is not None, BLOCK=power_of_two(channels), num_warps=8 if channels > 1024 else 4,
+    )  # fmt: skip
+    return total_BTF, normed_BTF
+
+
+def rotate_store(
+    projected_BTX: Tensor, cos_BTC: Tensor, sin_BTC: Tensor, slots_BT: Tensor, key_BHSC: Tensor, value_BHSC: Tensor
+) -> Tensor:
+    """Turn queries and keys, store keys and values, and return the queries `[B, H, T, C]`."""
+    from polydraft.models import fused_kernels as kernels
+
+    batch_size, size, width = projected_BTX.shape
+    keys, channels = key_BHSC.shape[1], key_BHSC.shape[3]
+    queries = width // channels - 2 * keys
+    assert projected_BTX.is_contiguous() and slots_BT.is_contiguous() and cos_BTC.stride() == sin_BTC.stride()
+    assert cos_BTC.shape == (batch_size, size, channels) and cos_BTC.stride(0) == size * cos_BTC.stride(1), cos_BTC.shape
+    query_BTHC = projected_BTX.new_empty(batch_size, size, queries, channels)
+    kernels.rotate_store[(batch_size * size,)](
+        projected_BTX, cos_BTC, sin_BTC, slots_BT, query_BTHC, key_BHSC, value_BHSC, size, cos_BTC.stride(1),
+        *key_BHSC.stride()[:3], *value_BHSC.stride()[:3],
+        QUERIES=queries, KEYS=keys, CHANNELS=channels, BLOCK_HEADS=power_of_two(queries + 2 * keys),
+        HALF=power_of_two(channels // 2), num_warps=8 if queries > 16 else 4,
+    )  # fmt: skip
+    return query_BTHC.transpose(1, 2)
+
+
+def gate(gate_up_BTX: Tensor) -> Tensor:
+    """Return SiLU of the first half of the channels times the second half."""
+    from polydraft.models import fused_kernels as kernels
+
+    channels = gate_up_BTX.shape[-1] // 2
+    assert gate_up_BTX.is_contiguous()
+    output_BTX = gate_up_BTX.new_empty(*gate_up_BTX.shape[:-1], channels)
+    block = min(power_of_two(channels), 1024)
+    kernels.gate[(output_BTX.numel() // channels, -(-channels // block))](
+        gate_up_BTX, output_BTX, channels, BLOCK=block, num_warps=4
+    )
+    return output_BTX

@@ -1,0 +1,135 @@
+"""What a recorded round relies on, shown without a GPU: tensors that stay where they are, passes of a fixed span."""
+
+from collections.abc import Callable, Hashable
+
+import pytest
+import torch
+from torch import Tensor
+
+from polydraft.drafters import DRAFTERS, Parts, Plain
+from polydraft.drafters.drafter import Drafter
+from polydraft.engine import Decoder
+from polydraft.engine.recorder import Recorder
+from polydraft.engine.workspace import Workspace, device_failure
+from polydraft.models import FAMILIES
+from polydraft.models.hf import HFModel
+from polydraft.sampling import SamplingParams
+from polydraft.trees import parse_tree
+
+from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET
+
+
+class StandIn(Recorder):
+    """Calls what a recorder would replay, and watches the tensors that the recording would have named."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        super().__init__()
+        self.workspace = workspace
+        self.kinds: list[Hashable] = []
+        self.places: dict[Hashable, dict[str, int]] = {}
+
+    def run(self, kind: Hashable, function: Callable[[Tensor], Tensor], values: Tensor) -> tuple[Tensor, bool]:
+        self.kinds.append(kind)
+        before = self.addresses()
+        assert self.places.setdefault(kind, before) == before, "a tensor has moved between two replays"
+        outcome = function(values)
+        assert self.addresses() == before, "a round has put a tensor elsewhere"
+        return outcome, True
+
+    def addresses(self) -> dict[str, int]:
+        """Addresses of the tensors that live from round to round."""
+        owners = [self.workspace, self.workspace.session, self.workspace.warper, *self.workspace._contexts]
+        return {
+            f"{number} {name}": value.data_ptr()
+            for number, owner in enumerate(owners)
+            for name, value in vars(owner).items()
+            if isinstance(value, Tensor) and name not in ("_fused_BTH",)
+        }
+
+
+RECORDABLE = [name for name in DRAFTERS if name in ("none", "model", "head")]
+
+
+def drafter(name: str) -> Drafter:
+    parts = Parts(target=TARGET, draft=HEAD if name == "head" else DRAFT, topology=parse_tree("3x2x1"))
+    return DRAFTERS.get(name)(parts)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", RECORDABLE)
+def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, name: str, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, repetition_penalty=1.2)
+    expected = Decoder(TARGET, drafter(name)).generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=30, seed=3)
+    recorders = []
+    original = Workspace.__init__
+
+    def with_stand_in(workspace: Workspace, *arguments: object) -> None:
+        original(workspace, *arguments)
+        workspace._recorder = StandIn(workspace)
+        recorders.append(workspace._recorder)
+
+    monkeypatch.setattr(Workspace, "__init__", with_stand_in)
+    decoder = Decoder(TARGET, drafter(name))
+    for _ in range(2):
+        results = decoder.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=30, seed=3)
+        assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+        assert results[0].stats.replayed_rounds == results[0].stats.rounds
+    assert len(recorders) == 1, "the second request must find the first one's recordings"
+    assert len(set(recorders[0].kinds)) == 1, "one recording must serve for both"
+
+
+def test_a_hugging_face_model_sees_no_more_through_a_wide_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = HFModel(FAMILIES.get("llama").build())
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4]]
+    expected = Decoder(target).generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=12)
+    workspace = Workspace(target, Plain(), 3, SamplingParams(temperature=0))
+    workspace._recorder = StandIn(workspace)
+    decoder = Decoder(target)
+    monkeypatch.setattr(decoder, "workspace", lambda *_: workspace)
+    workspace.memory.context.reserve(1024)
+    results = decoder.generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=12)
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+
+
+def test_a_workspace_in_use_is_not_lent_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Workspace, "records", True)
+    decoder = Decoder(TARGET, drafter("model"))
+    alone = [decoder.generate(prompt, max_new_tokens=9, seed=2).token_ids for prompt in RAGGED_PROMPTS]
+    streams = [decoder.stream(prompt, max_new_tokens=9, seed=2) for prompt in RAGGED_PROMPTS]
+    texts: list[list[int]] = [[] for _ in streams]
+    for _ in range(9):
+        for text, stream in zip(texts, streams, strict=True):
+            text.extend(event.token_id for event in [next(stream, None)] if event)
+    assert texts == alone
+
+
+def test_an_ended_or_forgotten_stream_gives_its_workspace_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Workspace, "records", True)
+    decoder = Decoder(TARGET, drafter("model"))
+    first = decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9, seed=2)
+    workspace = first._run._workspace
+    next(first)
+    assert decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9)._run._workspace is not workspace
+    del first
+    assert decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9)._run._workspace is workspace
+
+
+def test_a_request_without_keep_reads_its_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lent workspace must not show, by its speed or otherwise, what an earlier request was about."""
+    monkeypatch.setattr(Workspace, "records", True)
+    decoder = Decoder(TARGET, drafter("model"))
+    decoder.generate(RAGGED_PROMPTS[1], max_new_tokens=4, seed=0)
+    context = decoder._spare[0][1].memory.context
+    passed: list[int] = []
+    extend = context.extend
+    monkeypatch.setattr(
+        context, "extend", lambda tokens_BT, block: passed.append(tokens_BT.shape[1]) or extend(tokens_BT, block)
+    )
+    decoder.stream(RAGGED_PROMPTS[1], max_new_tokens=4, seed=0)
+    assert sum(passed) == len(RAGGED_PROMPTS[1]) - 1
+
+
+def test_errors_of_the_device_are_one_line() -> None:
+    assert "smaller batch" in str(device_failure(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB")))
+    lost = str(device_failure(RuntimeError("CUDA error: device lost\nmore\nlines")))
+    assert "device lost" in lost and "\n" not in lost

@@ -1,0 +1,147 @@
+"""Rounds replayed from a CUDA graph: the same texts as without, and what happens when there can be none."""
+
+import logging
+
+import pytest
+import torch
+
+from polydraft.drafters import ModelTree, Plain
+from polydraft.drafters.drafter import Drafter
+from polydraft.engine import Decoder
+from polydraft.engine.recorder import Recorder
+from polydraft.models import FAMILIES, TabularModel
+from polydraft.models.hf import HFModel
+from polydraft.sampling import SamplingParams
+from polydraft.trees import parse_tree
+
+from .test_round import PROMPTS, head_tree, perturbed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0),
+    "sampled": SamplingParams(),
+    "truncated": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2),
+}
+
+
+def build(name: str, kind: str) -> tuple[HFModel, Drafter]:
+    target = HFModel(FAMILIES.get(name).build().to("cuda"))
+    if kind == "none":
+        return target, Plain()
+    return target, head_tree(target) if kind == "head" else ModelTree(perturbed(name, "cuda"), parse_tree("4x2x1"))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("kind", ["none", "model", "head"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_replayed_rounds_give_the_same_texts(name: str, kind: str, sampling: SamplingParams) -> None:
+    target, drafter = build(name, kind)
+    recorded, eager = Decoder(target, drafter), Decoder(target, drafter, graphs=False)
+    for prompts, seed in ((PROMPTS, 3), (PROMPTS[::-1], 4), (PROMPTS[:1], 5)):
+        results = recorded.generate(prompts, sampling=sampling, max_new_tokens=40, seed=seed)
+        expected = eager.generate(prompts, sampling=sampling, max_new_tokens=40, seed=seed)
+        assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+        assert results[0].stats.replayed_rounds > results[0].stats.rounds / 2, "rounds were not replayed"
+        assert expected[0].stats.replayed_rounds == 0
+
+
+def test_a_second_request_records_nothing_new() -> None:
+    target, drafter = build("llama", "head")
+    decoder = Decoder(target, drafter)
+    first = decoder.generate(PROMPTS, max_new_tokens=30, seed=1)
+    again = decoder.generate(PROMPTS, max_new_tokens=30, seed=1)
+    assert [one.token_ids for one in first] == [one.token_ids for one in again]
+    assert again[0].stats.replayed_rounds == again[0].stats.rounds
+
+
+def test_streams_side_by_side_do_not_meet() -> None:
+    target, drafter = build("llama", "model")
+    decoder, alone = Decoder(target, drafter), Decoder(target, drafter, graphs=False)
+    streams = [decoder.stream(prompt, max_new_tokens=25, seed=7) for prompt in PROMPTS]
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    for _ in range(25):
+        for text, stream in zip(texts, streams, strict=True):
+            text.extend(event.token_id for event in [next(stream, None)] if event)
+    assert texts == [alone.generate(prompt, max_new_tokens=25, seed=7).token_ids for prompt in PROMPTS]
+
+
+def test_growing_past_a_span_records_anew_and_stays_right() -> None:
+    target, drafter = build("gpt2", "model")
+    prompt = list(range(1, 60))
+    sampling = SamplingParams(temperature=0)
+    decoder = Decoder(target, drafter)
+    for context in decoder.workspace(1, sampling, keep=False)._contexts:
+        assert context.span is None
+    import polydraft.models.language_model as language_model
+
+    smallest, language_model._SMALLEST_SPAN = language_model._SMALLEST_SPAN, 16
+    try:
+        result = decoder.generate(prompt, sampling=sampling, max_new_tokens=64, seed=0)
+    finally:
+        language_model._SMALLEST_SPAN = smallest
+    expected = Decoder(target, drafter, graphs=False).generate(prompt, sampling=sampling, max_new_tokens=64, seed=0)
+    assert result.token_ids == expected.token_ids
+
+
+def test_the_law_of_replayed_texts_is_the_targets() -> None:
+    """First tokens of many rows of one recorded batch, against the table's own law (chi-square, false alarm 1e-4)."""
+    table = TabularModel.random(16, 2, seed=0)
+    blend = table.mixed_with(TabularModel.random(16, 2, seed=1), 0.6)
+    cube = [model._logits_XV.to("cuda").reshape(16, 16, 16) for model in (table, blend)]
+    decoder = Decoder(TabularModel(cube[0]), ModelTree(TabularModel(cube[1]), parse_tree("3x2x1")))
+    results = decoder.generate([[3, 5]] * 4000, max_new_tokens=12, seed=11)
+    assert results[0].stats.replayed_rounds > 0
+    texts = torch.tensor([[3, 5, *result.token_ids] for result in results])
+    # The seventh new token on is emitted by replayed rounds: each is drawn given the two tokens before it.
+    statistic, freedom = 0.0, 0
+    for place in range(9, texts.shape[1]):
+        for one in range(16):
+            for other in range(16):
+                chosen = texts[(texts[:, place - 2] == one) & (texts[:, place - 1] == other), place]
+                expected = torch.softmax(table._logits_XV[one * 16 + other].double().cpu(), -1) * len(chosen)
+                large = expected >= 5
+                if large.sum() < 2:
+                    continue
+                counts = torch.bincount(chosen, minlength=16).double()
+                pairs = [(counts[large], expected[large])]
+                if expected[~large].sum() >= 5:
+                    pairs.append((counts[~large].sum()[None], expected[~large].sum()[None]))
+                    freedom += int(large.sum())
+                else:
+                    scale = counts[large].sum() / expected[large].sum()
+                    pairs = [(counts[large], expected[large] * scale)]
+                    freedom += int(large.sum()) - 1
+                statistic += sum(float(((count - mean) ** 2 / mean).sum()) for count, mean in pairs)
+    from scipy.stats import chi2
+
+    assert freedom > 100
+    assert chi2.sf(statistic, freedom) > 1e-4, (statistic, freedom)
+
+
+def test_what_cannot_be_recorded_runs_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    target, drafter = build("llama", "model")
+
+    class Wish:
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores
+
+    with caplog.at_level(logging.WARNING, logger="polydraft"):
+        result = Decoder(target, drafter).generate(PROMPTS[0], sampling=SamplingParams(processors=(Wish(),)), max_new_tokens=8)
+    assert result.stats.replayed_rounds == 0
+    assert caplog.text.count("without CUDA graphs: logits processors") == 1
+
+
+def test_a_failed_recording_falls_back_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+
+    def looks_at_values(values: torch.Tensor) -> torch.Tensor:
+        return values * float(values.sum().item())
+
+    values = torch.ones(3, device="cuda")
+    with caplog.at_level(logging.WARNING, logger="polydraft"):
+        for _ in range(3):
+            output, replayed = recorder.run("kind", looks_at_values, values)
+            assert not replayed and output.tolist() == [3, 3, 3]
+    assert caplog.text.count("without CUDA graphs: recording a round failed") == 1
+    assert torch.ones(2, device="cuda").sum().item() == 2, "the device goes on"
