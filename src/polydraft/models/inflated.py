@@ -1,15 +1,14 @@
 """An inflated target in the engine: features of the small model, every product of the large one."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from polydraft.errors import UsageError
 from polydraft.models.bundled import BUNDLED
-from polydraft.models.hf import HFModel
+from polydraft.models.hf import HFContext, HFModel
 from polydraft.models.inflate import SHAPES, inflate
+from polydraft.trees import Block
 
 PREFIX = "inflated"
 
@@ -54,7 +53,6 @@ class InflatedModel(HFModel):
     """
 
     def __init__(self, small: HFModel, shape: str, name: str | None = None, lean: bool = True) -> None:
-        self._small_size = small.hidden_size
         big = inflate(small.hf_model, SHAPES.get(shape))
         super().__init__(big, name or f"{PREFIX}:{shape}:{small.name}", lean)
         self.width = self.hidden_size
@@ -75,16 +73,23 @@ class InflatedModel(HFModel):
             "acceptance are the small model's, times are the large one's"
         )
 
-    def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """Run the large model and return the features of the small one."""
-        features_BTF = super().forward(*inputs, **options)
-        if not self.taps:
-            return features_BTF[..., : self._small_size]
-        parts = features_BTF.chunk(1 + len(self.taps), dim=-1)
-        return torch.cat([part[..., : self._small_size] for part in parts], dim=-1)
+    def start(self, batch_size: int, capacity: int) -> "InflatedContext":
+        """Open an empty memory, as large as the large model's."""
+        return InflatedContext(self, batch_size, capacity)
 
     def head(self, features_RF: Tensor) -> Tensor:
         """Apply the large output head."""
-        room = self.hf_model.config.hidden_size - self._small_size
-        logits: Tensor = self.hf_model.lm_head(functional.pad(features_RF[..., : self._small_size], (0, room)))
+        hidden_RF = features_RF[..., : self.hidden_size]
+        logits: Tensor = self.hf_model.lm_head(functional.pad(hidden_RF, (0, self.width - self.hidden_size)))
         return logits
+
+
+class InflatedContext(HFContext):
+    """Keys and values of the large model."""
+
+    def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
+        """Run the large model and return the features of the small one."""
+        features_BTF = super().extend(tokens_BT, block)
+        size = self._model.hidden_size
+        parts = features_BTF.chunk(1 + len(self._model.taps), dim=-1)
+        return torch.cat([part[..., :size] for part in parts], dim=-1)
