@@ -8,6 +8,7 @@ from polydraft.drafters import Parts, make_drafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models.bundled import BUNDLED
+from polydraft.models.inflated import source_name
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.schemes import SCHEMES
@@ -19,6 +20,11 @@ DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "4x2x1")}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
 NARROW_TREE = "chain:3"
 """The tree of such a pair on a CPU in float32, where every node costs: nothing pays there, this loses least."""
+
+
+def usual_pair(target: str) -> tuple[str, str]:
+    """Return draft and tree that ``"auto"`` means for a target."""
+    return DEFAULT_PAIRS.get(source_name(target), ("none", DEFAULT_TREE))
 
 
 def load(
@@ -37,7 +43,8 @@ def load(
     Parameters
     ----------
     target : str
-        ``"smollm2"`` (bundled), a folder with a Hugging Face model, or a hub name.
+        ``"smollm2"`` (bundled), a folder with a Hugging Face model, or a hub name; ``"inflated:7b"`` (1b, 13b) for the
+        bundled model at a large one's cost.
     draft : str
         A folder or hub name of a model with the same tokens, ``"early-exit:k"`` for the target's own first k layers,
         ``"none"`` for plain decoding, or ``"auto"``.
@@ -58,7 +65,7 @@ def load(
     Decoder
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
-    usual_draft, usual_tree = DEFAULT_PAIRS.get(target, ("none", DEFAULT_TREE))
+    usual_draft, usual_tree = usual_pair(target)
     place = resolve_device(device)
     number_format = resolve_dtype(dtype, place)
     if tree == "auto":

@@ -9,6 +9,7 @@ from polydraft.bench.results import summarise
 from polydraft.bench.runner import Runner
 from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.errors import UsageError
+from polydraft.models.inflate import SHAPES, BigShape
 
 TEXTS = ["hello", "a tree", "why", "so"]
 PROMPTS = [{"id": f"p{number}", "category": "ab"[number % 2], "prompt": text} for number, text in enumerate(TEXTS)]
@@ -249,3 +250,16 @@ def test_a_paper_is_measured_again(invoke, tiny: str, prompt_file: str, tmp_path
 def test_an_unknown_paper_is_refused(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
     code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--reproduce", "mcds")
     assert code == 2 and "did you mean 'mcsd'" in err
+
+
+def test_an_inflated_target_is_measured_and_labelled(
+    invoke, tiny: str, prompt_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = BigShape(hidden_size=48, num_layers=4, num_heads=4, num_key_heads=4, head_size=16, mlp_size=64)
+    monkeypatch.setitem(SHAPES._items, "test", shape)
+    target = f"inflated:test:{tiny}"
+    code, out, err = bench(invoke, target, prompt_file, tmp_path / "out", "--methods", "ar mcsd:2x1 hf", "--limit", "2")
+    assert code == 0, err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["settings"]["target"] == target and "acceptance are the small model's" in results["settings"]["inflated"]
+    assert "inflated: the weights of" in out and "inflated: the weights of" in (tmp_path / "out" / "report.html").read_text()

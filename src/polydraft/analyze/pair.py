@@ -6,7 +6,7 @@ import torch
 
 from polydraft.analyze.fingerprint import model_fingerprint
 from polydraft.errors import UsageError
-from polydraft.loading import DEFAULT_PAIRS
+from polydraft.loading import usual_pair
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
@@ -25,7 +25,7 @@ class Pair:
 
     def __init__(self, target: str, draft: str, device: str, dtype: str) -> None:
         self.target_name = target
-        self.draft_name = DEFAULT_PAIRS.get(target, ("none", ""))[0] if draft == "auto" else draft
+        self.draft_name = usual_pair(target)[0] if draft == "auto" else draft
         if self.draft_name == "none":
             raise UsageError(f"target {target!r} has no draft to compare with; pass --draft NAME, a folder, or early-exit:k")
         self.device: torch.device = resolve_device(device)

@@ -25,8 +25,9 @@ from polydraft.bench.schema import BASELINE, SCHEMA
 from polydraft.bench.shard import Shard
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.loading import DEFAULT_PAIRS
+from polydraft.loading import usual_pair
 from polydraft.models import check_prompts
+from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.sampling import SamplingParams
@@ -77,7 +78,7 @@ class BenchSession:
             torch.set_num_threads(options.threads)
         device = resolve_device(options.device)
         self.loaded = load_model(options.target, device, resolve_dtype(options.dtype, device))
-        usual, _ = DEFAULT_PAIRS.get(options.target, ("none", ""))
+        usual, _ = usual_pair(options.target)
         draft_name = usual if options.draft == "auto" else options.draft
         encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)
         encoded = [(prompt, encoder.encode(prompt.text, chat=not options.raw)) for prompt in prompts]
@@ -131,6 +132,7 @@ class BenchSession:
             "versions": {"polydraft": polydraft.__version__, "python": platform.python_version(), **versions},
             "settings": {
                 "target": options.target,
+                **({"inflated": model.note} if isinstance(model, InflatedModel) else {}),
                 "draft": self.draft_name,
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": str(model.device),

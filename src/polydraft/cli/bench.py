@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--limit", type=int, default=None, help="Use so many prompts, spread over the categories.")
 @click.option("--shard", default=None, metavar="I/N", help="Measure only the I-th of N shares of these prompts; see merge.")
 @click.option("--methods", default="ar sd:5 mcsd:4x2x1 hf", show_default=True, help="Methods, separated by spaces.")
-@click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name.")
+@click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, a hub name, inflated:7b.")
 @click.option("--draft", default="auto", show_default=True, help="Draft model, for every method that uses one.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text.")

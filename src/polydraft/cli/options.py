@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from polydraft.sampling import SamplingParams
 
 _OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--target", default="smollm2", show_default=True, help="Target model: smollm2 (bundled), a folder, or a hub name."),
+    click.option("--target", default="smollm2", show_default=True, help="Target model: smollm2 (bundled), a folder, a hub name, or inflated:7b (bundled, at a large model's cost)."),
     click.option("--draft", default="auto", show_default=True, help="Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto."),
     click.option("--tree", default="auto", show_default=True, help="Draft tree: children a level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], none, or auto."),
     click.option("--scheme", default="auto", show_default=True, help="How candidates are drawn and verified; 'polydraft info' lists the schemes."),

@@ -91,6 +91,8 @@ def results_table(results: dict[str, Any]) -> Table:
     title = (
         f"{settings['target']}, draft {settings['draft']}, T={settings['temperature']}, {settings['prompts']['count']} prompts"
     )
+    if "inflated" in settings:
+        title += f"\n{settings['inflated']}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("method", overflow="fold")
     for heading in ("tokens/s", "speed-up (95 %)", "tokens/pass", "accepted", "same text"):

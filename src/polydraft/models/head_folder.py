@@ -28,8 +28,10 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | None, name: str) -> FeatureHead:
     """Build an untrained head on a target's tables."""
-    embedding, output = target.hf_model.get_input_embeddings(), target.hf_model.get_output_embeddings()
-    return FeatureHead(shape, embedding.weight.detach(), output.weight.detach(), vocabulary, name)
+    tables = target.hf_model.get_input_embeddings().weight, target.hf_model.get_output_embeddings().weight
+    # An inflated target's tables are wider than its features.
+    embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].contiguous() for table in tables)
+    return FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
 
 
 def save_head(head: FeatureHead, folder: Path, fingerprint: str, details: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from polydraft.models.early_exit import early_exit
 from polydraft.models.feature_head import FeatureHead
 from polydraft.models.head_folder import is_head, load_head, load_vocabulary
 from polydraft.models.hf import HFModel
+from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Loaded:
 
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
-    """Load a model by name: the bundled one, a folder, or a name on the Hugging Face hub."""
+    """Load a model by name: the bundled one, a folder, a name on the Hugging Face hub, or one of these inflated."""
+    if is_inflated(name):
+        return _load_inflated(name, device, dtype)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not name.strip():
@@ -52,6 +55,16 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     eos = tokenizer.eos_token_id if eos is None else eos
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     return Loaded(HFModel(hf_model, name), tokenizer, eos_ids)
+
+
+def _load_inflated(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
+    shape, source = parse_inflated(name)
+    small = load_model(source, device, dtype)
+    try:
+        model = InflatedModel(small.model, shape)
+    except torch.OutOfMemoryError:
+        raise FailureError(f"target {name!r} does not fit into the memory of {device}; use a smaller shape") from None
+    return Loaded(model, small.tokenizer, small.eos_token_ids)
 
 
 def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:

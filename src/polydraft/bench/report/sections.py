@@ -23,6 +23,8 @@ def header(results: Figures) -> str:
         ("machine", place),
         ("measured", str(results.get("created") or "")[:16].replace("T", " ") or None),
     ]
+    if settings.get("inflated"):
+        facts.insert(1, ("target's kind", settings["inflated"]))
     items = "".join(f"<div><dt>{name}</dt><dd>{values.plain(value)}</dd></div>" for name, value in facts)
     found = "".join(f"<li>{finding}</li>" for finding in findings(results))
     return f"""<header><p class="kicker">polydraft bench</p>
