@@ -15,14 +15,17 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import polydraft
+from polydraft.bench.prompts import load_prompts
 from polydraft.drafters import HeadTree, Plain
 from polydraft.engine import Decoder
 from polydraft.engine.workspace import Workspace
 from polydraft.models import HeadShape
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
+from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import PartialVocabulary, SamplingParams
-from polydraft.trees import parse_tree
+from polydraft.trees import Block, parse_tree
 from polydraft.walks import AUTO, resolve_walk
 
 SHAPE_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -33,11 +36,18 @@ TREE_OF_64 = "[" + ",".join(
 ) + "]"  # fmt: skip
 
 
+NAMED_TREES = {"64": TREE_OF_64}
+OPTIONS = argparse.Namespace()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
+    parser.add_argument("--prompts", type=Path, help="a file of prompts; the built-in ones otherwise")
+    parser.add_argument("--limit", type=int, default=24, help="prompts of the end-to-end run")
+    parser.add_argument("--trees", nargs="*", default=["4x2x1", "4x2x2x1x1", "64"])
+    options = parser.parse_args(namespace=OPTIONS)
     torch.cuda.init()
     figures: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name in options.only:
@@ -133,6 +143,79 @@ def pieces(target: HFModel, drafter: HeadTree, params: SamplingParams) -> dict[s
     }
 
 
+def end_to_end() -> dict[str, float]:
+    """The bundled model inside a 7B shape with the shipped head, against our plain decoding and Hugging Face."""
+    plain = polydraft.load("inflated:7b", "none", device="cuda")
+    head = load_draft("smollm2-head", Loaded(plain.target, plain.tokenizer, plain.eos_token_ids))
+    trees = OPTIONS.trees
+    decoders = {"plain": plain}
+    for tree in trees:
+        drafter = HeadTree(head, parse_tree(NAMED_TREES.get(tree, tree)))
+        decoders[tree] = Decoder(plain.target, drafter, eos_token_ids=plain.eos_token_ids)
+    prompts = [plain.encode(text, chat=True) for text in sample_prompts(OPTIONS.prompts, OPTIONS.limit)]
+    rows: dict[str, float] = {}
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature)
+        tokens, seconds, passes = (dict.fromkeys([*decoders, "hf"], 0.0) for _ in range(3))
+        for index, prompt in enumerate([prompts[0], prompts[0], *prompts]):  # the first two are warm-up
+            for name, decoder in decoders.items():
+                result = decoder.generate(prompt, sampling=sampling, max_new_tokens=128, seed=index)
+                if index >= 2:
+                    tokens[name] += result.stats.new_tokens
+                    seconds[name] += result.stats.decode_seconds
+                    passes[name] += result.stats.passes
+        for prompt in prompts[:4]:
+            count, spent = hf_generate(plain.target.hf_model, prompt, temperature)
+            tokens["hf"] += count
+            seconds["hf"] += spent
+        base = tokens["plain"] / seconds["plain"]
+        for name in [*decoders, "hf"]:
+            rate = tokens[name] / seconds[name]
+            per_pass = tokens[name] / passes[name] if passes[name] else 1.0
+            rows[f"T={temperature:g} {name}"] = rate
+            print(
+                f"T={temperature:g} {name:14} {rate:7.1f} tokens/s  {rate / base:5.2f}x plain  {per_pass:5.2f} tokens a pass  "
+                f"{1e3 * seconds[name] / max(passes[name], tokens[name] / per_pass):6.2f} ms a pass",
+                flush=True,
+            )
+    return rows
+
+
+def batches() -> dict[str, float]:
+    """Throughput of plain and speculative decoding at growing batches."""
+    plain = polydraft.load("inflated:7b", "none", device="cuda")
+    head = load_draft("smollm2-head", Loaded(plain.target, plain.tokenizer, plain.eos_token_ids))
+    texts = sample_prompts(OPTIONS.prompts, 64)
+    rows: dict[str, float] = {}
+    for batch in (1, 4, 16, 64):
+        prompts = [plain.encode(text, chat=True) for text in texts[:batch]]
+        for tree in ("none", "chain:2", "2x1", "4x2x1", "4x2x2x1x1"):
+            drafter = HeadTree(head, parse_tree(tree)) if tree != "none" else None
+            decoder = Decoder(plain.target, drafter)
+            for _ in range(2):
+                results = decoder.generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=64, seed=0)
+            stats = results[0].stats
+            rows[f"batch {batch} {tree}"] = stats.new_tokens / stats.decode_seconds
+        row = {tree: rows[f"batch {batch} {tree}"] for tree in ("none", "chain:2", "2x1", "4x2x1", "4x2x2x1x1")}
+        print(f"batch {batch:3}:", {tree: f"{rate:.0f} ({rate / row['none']:.2f}x)" for tree, rate in row.items()}, flush=True)
+    return rows
+
+
+def sample_prompts(path: Path | None, limit: int) -> list[str]:
+    """Return prompts of all categories in turn: from a file, or the built-in ones."""
+    return [prompt.text for prompt in load_prompts(str(path) if path else "builtin", limit=limit)]
+
+
+def hf_generate(model, prompt: list[int], temperature: float) -> tuple[int, float]:
+    ids = torch.tensor([prompt], device="cuda")
+    choice = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, pad_token_id=0, **choice)
+    torch.cuda.synchronize()
+    return output.shape[1] - len(prompt), time.perf_counter() - start
+
+
 def random_model(shape: dict[str, int]) -> HFModel:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -182,8 +265,6 @@ def pass_seconds(target: HFModel, nodes: int, context: int, span: int | None = N
         memory.rewind([context])
         memory.span = memory.capacity if span is None else min(memory.capacity, span + 192)
         block = parse_tree("none" if nodes == 1 else f"fork:{nodes - 1}x1").tables(torch.device("cuda"))
-        from polydraft.trees import Block
-
         tokens_BT = torch.randint(0, 1000, (1, nodes), device="cuda")
         shape = Block(0, block.depths_N[None], block.ancestors_NN[None])
         return graph_seconds(lambda: target.head(memory.extend(tokens_BT, shape)))
@@ -221,7 +302,13 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / event_seconds(lambda: target.copy_(source), 10)
 
 
-SECTIONS: dict[str, Callable[[], object]] = {"limits": limits, "parts": parts, "context": context}
+SECTIONS: dict[str, Callable[[], object]] = {
+    "limits": limits,
+    "parts": parts,
+    "context": context,
+    "end": end_to_end,
+    "batches": batches,
+}
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
