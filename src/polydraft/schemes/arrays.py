@@ -16,12 +16,17 @@ quietly = np.errstate(all="ignore")
 Array = Any
 """A numpy array or a tensor."""
 _HOSTS = ("cpu",)
-"""Devices whose memory numpy can use; tests empty it, to run on a CPU what other devices run."""
+"""Devices whose memory the host can use; tests empty it, to run on a CPU what other devices run."""
+
+
+def looks(tensor: Tensor) -> bool:
+    """Whether the host may look at values: it costs nothing on a CPU and saves idle work; elsewhere it stalls the device."""
+    return tensor.device.type in _HOSTS
 
 
 def small(tensor: Tensor) -> Array:
     """Return the tensor in the library that is quicker where it is, without a copy."""
-    return tensor.numpy() if tensor.device.type in _HOSTS else tensor
+    return tensor.numpy() if looks(tensor) else tensor
 
 
 def as_tensor(array: Array) -> Tensor:

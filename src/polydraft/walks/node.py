@@ -5,6 +5,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
+from polydraft.schemes.arrays import looks
 from polydraft.trees import DraftTree
 from polydraft.walks.walk import WALKS, Fault, TargetLaw, Verdict, Walk, fault_of
 
@@ -61,8 +62,7 @@ class NodeWalk(Walk):
             node_B = torch.where(going_B, child_B, node_B)
             if step < draft.depth:
                 path_BD[:, step + 1] = node_B
-            # On a CPU a look costs nothing and saves the idle steps; elsewhere it would stall the device.
-            if device.type == "cpu" and not going_B.any():
+            if looks(going_B) and not going_B.any():
                 path_BD[:, step + 1 :] = node_B[:, None]
                 break
         return Verdict(path_BD, accepted_B, tokens_BD, offered_B, fault_B)
