@@ -11,9 +11,9 @@ from collections import Counter
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from verification import PAIRS, prepare
 
 from polydraft.schemes import arrays
+from verification import PAIRS, prepare
 
 
 class OperationCounter(TorchDispatchMode):
@@ -28,7 +28,7 @@ class OperationCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         returns = func._schema.returns
         view = returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        if not view and "empty" not in func.__name__ and func.__name__ != "detach.default":
+        if not view and not any(name in func.__name__ for name in ("empty", "detach", "scalar_tensor")):
             self.counts[func.__name__] += 1
             outputs = result if isinstance(result, tuple | list) else [result]
             self.elements += sum(output.numel() for output in outputs if isinstance(output, torch.Tensor))

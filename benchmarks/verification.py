@@ -20,7 +20,7 @@ from polydraft.drafters.growth import Growth
 from polydraft.sampling import PartialVocabulary, SamplingParams, Warper
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, Topology, parse_tree
-from polydraft.walks import WALKS, Verdict, Walk
+from polydraft.walks import WALKS, TargetLaws, Verdict, Walk
 
 PAIRS = (
     ("top", "node", 0.0),
@@ -89,10 +89,9 @@ class Verification:
         return self._turn(self.growth.scheme, self.growth.tree(tokens_1N), logits_1NV, uniforms_1U[:, topology.num_nodes - 1 :])
 
     def _turn(self, scheme: Scheme, draft: DraftTree, logits_1NV: Tensor, uniforms_1U: Tensor) -> Callable[[], Verdict]:
-        def target_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
-            return self.warper.probs(logits_1NV[:, node_B], path_BP[:, None])[:, 0]
-
-        return lambda: self.walk.run(scheme, draft, target_law, uniforms_1U)
+        return lambda: self.walk.run(
+            scheme, draft, TargetLaws(logits_1NV, lambda logits: logits, self.warper, whole=True), uniforms_1U
+        )
 
 
 def prepare(scheme: str, walk: str, temperature: float, options: argparse.Namespace) -> Verification:

@@ -13,8 +13,7 @@ from polydraft.engine.stats import TARGET, Stats
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import LanguageModel, Memory
 from polydraft.sampling import Noise, SamplingParams, Warper
-from polydraft.walks import Fault, Walk
-from polydraft.walks.walk import TargetLaw
+from polydraft.walks import Fault, TargetLaws, Walk
 
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
@@ -142,22 +141,14 @@ class Run:
             outcome_BX = torch.cat([verdict.tokens_BD, *(number[:, None] for number in numbers), *reports], dim=1)
         return outcome_BX, depth
 
-    def _target_law(self, features_BNF: Tensor) -> TargetLaw:
-        """Return the target's law at one node a row, as the walk asks for it."""
+    def _target_law(self, features_BNF: Tensor) -> TargetLaws:
+        """Return the target's laws at the nodes, as the walk asks for them."""
         batch_size, nodes, _ = features_BNF.shape
-        rows_B = torch.arange(batch_size, device=self._device)
         # The output head is large: reading it once for all nodes is cheaper than once for each node that is visited, as long
         # as multiplying is cheaper than reading: with matrix units (half precision), or for few nodes.
         cheap = features_BNF.dtype in (torch.bfloat16, torch.float16) or nodes <= _FEW_NODES
         small = 4 * batch_size * nodes * self.target.vocab_size <= _LOGITS_BYTES
-        logits_BNV = self.target.head(features_BNF) if cheap and small else None
-
-        def target_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
-            visited = (rows_B, node_B)
-            logits_BV = self.target.head(features_BNF[visited]) if logits_BNV is None else logits_BNV[visited]
-            return self._warper.probs(logits_BV[:, None], path_BP[:, None])[:, 0]
-
-        return target_law
+        return TargetLaws(features_BNF, self.target.head, self._warper, whole=cheap and small)
 
     def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, fault: int) -> Emitted:
         """Take what one row got, up to its end."""

@@ -76,6 +76,17 @@ def running_max(table_RC: Array) -> Array:
     return np.maximum.accumulate(table_RC, -1) if isinstance(table_RC, np.ndarray) else table_RC.cummax(-1).values
 
 
+def raised(base_RC: Array, power_R1: Array) -> Array:
+    """Return whole powers, from 1 up, one a row; anything for power 0."""
+    if not isinstance(base_RC, np.ndarray):
+        return base_RC**power_R1
+    result_RC = base_RC
+    for power in range(1, int(power_R1.max(initial=0))):
+        higher_RC = result_RC * base_RC
+        result_RC = higher_RC if len(base_RC) == 1 else np.where(power_R1 > power, higher_RC, result_RC)
+    return result_RC
+
+
 def backwards(table_RC: Array) -> Array:
     """Return each row from its end."""
     return table_RC[:, ::-1] if isinstance(table_RC, np.ndarray) else table_RC.flip(-1)
