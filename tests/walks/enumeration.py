@@ -19,7 +19,7 @@ from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, Topology
 from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk
-from polydraft.walks.walk import TargetLaw
+from polydraft.walks.target_law import TargetLaw
 
 from . import doubles
 

@@ -13,8 +13,7 @@ from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.sampling import SamplingParams, Warper
-from polydraft.walks import Walk
-from polydraft.walks.walk import TargetLaw
+from polydraft.walks import TargetLaws, Walk
 
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
@@ -58,7 +57,6 @@ class Workspace:
         self.tail_B2 = torch.zeros(batch_size, 2, dtype=torch.long, device=target.device)
         """The last two tokens of each text; the second is pending."""
         self.active_B = torch.ones(batch_size, dtype=torch.bool, device=target.device)
-        self._rows_B = torch.arange(batch_size, device=target.device)
         self._recorder = Recorder() if graphs and target.device.type == "cuda" else None
         self._told: set[str] = set()
 
@@ -124,22 +122,15 @@ class Workspace:
             reports = () if report_BX is None else (report_BX,)
             return torch.cat([verdict.tokens_BD, *(number[:, None] for number in numbers), *reports], dim=1)
 
-    def _target_law(self, features_BNF: Tensor) -> TargetLaw:
-        """Return the target's law at one node a row, as the walk asks for it."""
+    def _target_law(self, features_BNF: Tensor) -> TargetLaws:
+        """Return the target's laws at the nodes, as the walk asks for them."""
+        assert self.warper is not None, "begin() comes first"
         batch_size, nodes, _ = features_BNF.shape
         # The output head is large: reading it once for all nodes is cheaper than once for each node that is visited, as long
         # as multiplying is cheaper than reading: with matrix units (half precision), or for few nodes.
         cheap = features_BNF.dtype in (torch.bfloat16, torch.float16) or nodes <= _FEW_NODES
         small = 4 * batch_size * nodes * self.target.vocab_size <= _LOGITS_BYTES
-        logits_BNV = self.target.head(features_BNF) if cheap and small else None
-
-        def target_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
-            assert self.warper is not None, "begin() comes first"
-            visited = (self._rows_B, node_B)
-            logits_BV = self.target.head(features_BNF[visited]) if logits_BNV is None else logits_BNV[visited]
-            return self.warper.probs(logits_BV[:, None], path_BP[:, None])[:, 0]
-
-        return target_law
+        return TargetLaws(features_BNF, self.target.head, self.warper, whole=cheap and small)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Take note on the host of the texts after a round, and of what it added."""

@@ -11,6 +11,8 @@ NO_TOKEN = -1
 """Marks a child that does not exist, because the tree has none there or the draft law's support is exhausted."""
 
 _BLOCK = 256
+_BELOW_ONE = 1 - 2**-53
+"""The largest number below 1; times any sum of weights it is below that sum."""
 
 
 class _BlockedWeights:
@@ -22,28 +24,32 @@ class _BlockedWeights:
     def __init__(self, weights_RV: Tensor) -> None:
         rows, vocabulary = weights_RV.shape
         self.blocks = -(-vocabulary // _BLOCK)
-        padding = self.blocks * _BLOCK - vocabulary
+        padding = self.blocks * _BLOCK - vocabulary if self.blocks > 1 else 0
         padded_RV = torch.nn.functional.pad(weights_RV, (0, padding)) if padding else weights_RV
-        self.weights_RMC = padded_RV.reshape(rows, self.blocks, _BLOCK)
+        self.weights_RMC = padded_RV.reshape(rows, self.blocks, -1)
         self.sums_RM = self.weights_RMC.sum(-1).double()
 
     def draw(self, uniforms_RK: Tensor) -> Tensor:
         """Draw one token a uniform; `NO_TOKEN` where all weights are zero."""
+        uniforms_RK = uniforms_RK.double().clamp(max=_BELOW_ONE)
+        if self.blocks == 1:
+            running_RC = self.weights_RMC[:, 0].cumsum(-1, dtype=torch.float64)
+            total_R1 = running_RC[:, -1:]
+            return torch.searchsorted(running_RC, uniforms_RK * total_R1, right=True).where(total_R1 > 0, NO_TOKEN)
         cumulative_RM = self.sums_RM.cumsum(-1)
         total_R1 = cumulative_RM[:, -1:]
         # Strictly below the total, so that a block with positive weight is always found.
-        mark_RK = torch.minimum(uniforms_RK.double() * total_R1, total_R1.nextafter(torch.zeros_like(total_R1)))
+        mark_RK = uniforms_RK * total_R1
         block_RK = torch.searchsorted(cumulative_RM, mark_RK, right=True).clamp_(max=self.blocks - 1)
         # Not cumulative minus own sum, which may round to above the block's start: a mark in between would then fall on
         # the block's first token, whatever its weight.
         before_RK = torch.nn.functional.pad(cumulative_RM[:, :-1], (1, 0)).gather(1, block_RK)
-        index_RKC = block_RK[:, :, None].expand(-1, -1, _BLOCK)
-        inside_RKC = self.weights_RMC.gather(1, index_RKC).double()
-        within_RK = (inside_RKC.cumsum(-1) <= (mark_RK - before_RK)[:, :, None]).sum(-1)
+        inside_RKC = self.weights_RMC.gather(1, block_RK[:, :, None].expand(-1, -1, _BLOCK))
+        running_RKC = inside_RKC.cumsum(-1, dtype=torch.float64)
         # Rounding may leave the mark at or past the block's end: never step onto a token without weight.
-        last_RK = _BLOCK - 1 - (inside_RKC > 0).flip(-1).to(torch.uint8).argmax(-1)
-        tokens_RK = block_RK * _BLOCK + torch.minimum(within_RK, last_RK)
-        return torch.where(total_R1 > 0, tokens_RK, NO_TOKEN)
+        mark_RK1 = torch.minimum((mark_RK - before_RK)[:, :, None], running_RKC[:, :, -1:] * _BELOW_ONE)
+        within_RK = torch.searchsorted(running_RKC, mark_RK1, right=True)[:, :, 0]
+        return torch.add(within_RK, block_RK, alpha=_BLOCK).where(total_R1 > 0, NO_TOKEN)
 
     def remove(self, tokens_R: Tensor) -> None:
         """Set the weight of one token a row to zero."""
@@ -51,7 +57,7 @@ class _BlockedWeights:
         block_R1 = token_R1 // _BLOCK
         # Scatters, because assigning a number by index would copy it from the host and wait.
         self.weights_RMC.view(len(tokens_R), -1).scatter_(1, token_R1, 0.0)
-        left_R1C = self.weights_RMC.gather(1, block_R1[:, :, None].expand(-1, -1, _BLOCK))
+        left_R1C = self.weights_RMC.gather(1, block_R1[:, :, None].expand(-1, -1, self.weights_RMC.shape[-1]))
         self.sums_RM.scatter_(1, block_R1, left_R1C.sum(-1).double())
 
 

@@ -1,7 +1,9 @@
 """A draft that knows only part of the target's tokens."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from polydraft.sampling.categorical import NO_TOKEN
@@ -12,7 +14,7 @@ class PartialVocabulary:
     """Which tokens a draft's short law speaks of; all others have no mass.
 
     Frequent tokens carry nearly all of a text, while the time of a small draft goes mostly into its output head. A law
-    stays short as long as possible: verification asks for few of them in full.
+    stays short even while it is verified: the others, which no draft proposes, count as one token there.
     """
 
     tokens_D: Tensor
@@ -29,3 +31,26 @@ class PartialVocabulary:
         """Turn columns of a short law into token ids; `NO_TOKEN` stays."""
         known = columns != NO_TOKEN
         return self.tokens_D[columns.clamp(min=0)].where(known, columns)
+
+    def columns(self, tokens: Tensor) -> Tensor:
+        """Turn token ids into columns of a short law; `NO_TOKEN` stays, and stands for tokens that the draft does not know."""
+        return self._column_X[tokens]
+
+    def lumped(self, weights_RV: Tensor) -> Tensor:
+        """Return the weights of the known tokens, and in one more column that of all others together, as float64."""
+        lumped_RX = weights_RV.new_empty(*weights_RV.shape[:-1], len(self.tokens_D) + 1, dtype=torch.float64)
+        lumped_RX[..., :-1] = weights_RV.index_select(-1, self.tokens_D)
+        # A sum of them, and not all less the known ones: it must be 0 where they are.
+        lumped_RX[..., -1] = weights_RV.double() @ self._others_V
+        return lumped_RX
+
+    @cached_property
+    def _column_X(self) -> Tensor:
+        """Column of every token; the last entry is for `NO_TOKEN`, an index from the end."""
+        column_X = torch.full((self.size + 1,), NO_TOKEN, device=self.tokens_D.device)
+        return column_X.scatter_(0, self.tokens_D, torch.arange(len(self.tokens_D), device=self.tokens_D.device))
+
+    @cached_property
+    def _others_V(self) -> Tensor:
+        """1 for tokens that are not known."""
+        return torch.ones(self.size, dtype=torch.float64, device=self.tokens_D.device).scatter_(0, self.tokens_D, 0.0)

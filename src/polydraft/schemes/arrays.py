@@ -16,12 +16,17 @@ quietly = np.errstate(all="ignore")
 Array = Any
 """A numpy array or a tensor."""
 _HOSTS = ("cpu",)
-"""Devices whose memory numpy can use; tests empty it, to run on a CPU what other devices run."""
+"""Devices whose memory the host can use; tests empty it, to run on a CPU what other devices run."""
+
+
+def looks(tensor: Tensor) -> bool:
+    """Whether the host may look at values: it costs nothing on a CPU and saves idle work; elsewhere it stalls the device."""
+    return tensor.device.type in _HOSTS
 
 
 def small(tensor: Tensor) -> Array:
     """Return the tensor in the library that is quicker where it is, without a copy."""
-    return tensor.numpy() if tensor.device.type in _HOSTS else tensor
+    return tensor.numpy() if looks(tensor) else tensor
 
 
 def as_tensor(array: Array) -> Tensor:
@@ -69,6 +74,17 @@ def top(table_RC: Array, count: int) -> tuple[Array, Array]:
 def running_max(table_RC: Array) -> Array:
     """Return the largest entry up to each place."""
     return np.maximum.accumulate(table_RC, -1) if isinstance(table_RC, np.ndarray) else table_RC.cummax(-1).values
+
+
+def raised(base_RC: Array, power_R1: Array) -> Array:
+    """Return whole powers, from 1 up, one a row; anything for power 0."""
+    if not isinstance(base_RC, np.ndarray):
+        return base_RC**power_R1
+    result_RC = base_RC
+    for power in range(1, int(power_R1.max(initial=0))):
+        higher_RC = result_RC * base_RC
+        result_RC = higher_RC if len(base_RC) == 1 else np.where(power_R1 > power, higher_RC, result_RC)
+    return result_RC
 
 
 def backwards(table_RC: Array) -> Array:

@@ -33,14 +33,15 @@ def bucketed_cells(
         acceptance.
     """
     assert 0 < buckets < 2**15
-    dtype = torch.promote_types(draft_RV.dtype, torch.float32)
-    ratio_RV = draft_RV.to(dtype) / target_RV.to(dtype)
+    if draft_RV.dtype.itemsize < 4:
+        draft_RV = draft_RV.float()
+    ratio_RV = draft_RV / target_RV
     # buckets / (1 + q/p) in as few passes as there are.
-    ratio_RV.mul_(1 / buckets if scale_R1 is None else (scale_R1 / buckets).to(dtype))
-    bucket_RV = ratio_RV.add_(1 / buckets).reciprocal_().to(torch.int16).clamp_(1, buckets)
+    ratio_RV.mul_(1 / buckets if scale_R1 is None else scale_R1 / buckets)
+    bucket_RV = ratio_RV.add_(1 / buckets).reciprocal_().long().clamp_(1, buckets)
     if bucket_RV.shape[1] < buckets:
         return _dense(-bucket_RV)  # most buckets are empty, and emptiness would cost more than a short sort
-    return bucket_RV.long(), buckets + 1
+    return bucket_RV, buckets + 1
 
 
 def _dense(key_RV: Tensor) -> tuple[Tensor, int]:

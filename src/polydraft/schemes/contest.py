@@ -87,11 +87,11 @@ class Contest:
         weight_RC = small(sums_RC[1].scatter_add_(1, cell_RV, draft_RV))
         target_mass_R1 = target_RC.sum(-1, keepdims=True)
         if apart_RK is not None:
-            target_RC[:, 0], weight_RC[:, 0] = 0.0, 0.0
+            sums_RC[:, :, 0] = 0.0
         target_RC = quotient(target_RC, target_mass_R1)
         # Not by `rest_R1`, a difference, of which something may be left where nothing is.
         draft_RC = quotient(weight_RC, weight_RC.sum(-1, keepdims=True))
-        plan = make_plan(target_RC, draft_RC, racing_RK.sum(-1, keepdims=True), width)
+        plan = make_plan(target_RC, draft_RC, racing_RK.sum(-1, keepdims=True))
         left_RC, certain_RK, keep_RC = plan.selected_RC, None, None
         if apart_RK is not None:
             certain_RK = quotient(take(small(target_RV), token_RK), target_mass_R1) * apart_RK

@@ -15,7 +15,7 @@ from torch import Tensor
 from polydraft.errors import UsageError
 from polydraft.sampling import draw_independent
 from polydraft.schemes.arithmetic import largest, normalised
-from polydraft.schemes.arrays import Array, as_tensor, quotient, ranks, small
+from polydraft.schemes.arrays import Array, as_tensor, quietly, ranks, small
 from polydraft.schemes.cells import BUCKETS
 from polydraft.schemes.contest import Contest
 from polydraft.schemes.race import Race
@@ -93,10 +93,11 @@ def certain_of_top(value_RK: Array, total_R1: Array, count: int, threshold: floa
     return _certain(value_RK + 0 * total_R1, value_RK[:, 1:] > 0, total_R1, count, threshold)
 
 
+@quietly
 def _certain(value_RK: Array, more_RJ: Array, total_R1: Array, count: Array | int, threshold: float | Tensor) -> Array:
     """Count how many of the first values pass the threshold one after the other, where something is left after them."""
     threshold = small(threshold) if isinstance(threshold, Tensor) else threshold
     left_RK = count - ranks(value_RK.shape[1], value_RK)
     rest_RK = total_R1 - value_RK.cumsum(-1) + value_RK
-    likely_RK = (quotient(value_RK * left_RK, rest_RK) >= threshold) & (left_RK > 1)
-    return ((likely_RK[..., :-1] & more_RJ) * 1).cumprod(-1).sum(-1, keepdims=True)
+    likely_RK = (value_RK * left_RK >= rest_RK * threshold) & (left_RK > 1)
+    return (likely_RK[..., :-1] & more_RJ).cumprod(-1).sum(-1, keepdims=True)

@@ -27,6 +27,7 @@ from polydraft.schemes.arrays import (
     no_less,
     no_more,
     quotient,
+    raised,
     ranks,
     running_max,
     take,
@@ -41,8 +42,8 @@ class Plan:
     """q: places of a cell's own."""
     above_RC: Array
     """X, where a cell's places end."""
-    slope_RC: Array
-    """m: chance to win with a place in the cell, times the number of children."""
+    count_R1: Array
+    """n, the number of children that race."""
     selected_RC: Array
     """r: law of the winner."""
     drift_RC: Array
@@ -53,8 +54,8 @@ class Plan:
     """Running sum of the negative part of d. The same stretch of gains and losses belongs to cells that exchange places."""
 
 
-def make_plan(target_RC: Array, draft_RC: Array, count_R1: Array, most: int) -> Plan:
-    """Plan races of `count_R1` children, at most `most`, drawn from the draft law.
+def make_plan(target_RC: Array, draft_RC: Array, count_R1: Array) -> Plan:
+    """Plan races of `count_R1` children drawn from the draft law.
 
     Parameters
     ----------
@@ -62,47 +63,47 @@ def make_plan(target_RC: Array, draft_RC: Array, count_R1: Array, most: int) -> 
         Mass of each cell, largest draft-to-target ratio first, after an empty one; the draft's sums to one, the target's to
         at most one.
     """
-    if isinstance(count_R1, np.ndarray):
-        most = max(int(count_R1.max()), 1)  # a look that costs nothing here, and would stall other devices
     above_RC = draft_RC.cumsum(-1)
-    below_RC = above_RC - draft_RC
-    # m = Σ_{j<n} X_k^j X_{k−1}^{n−1−j}: the same as the quotient of differences, without their cancellation.
-    this_RK = count_R1 == ranks(most, count_R1) + 1
-    power_RC = above_RC
-    raised_RC, slope_RC, term_RC = power_RC * this_RK[:, :1], this_RK[:, :1] * 1.0, 1.0
-    for drawn in range(1, most):
-        term_RC = term_RC * below_RC + power_RC
-        power_RC = power_RC * above_RC
-        this_R1 = this_RK[:, drawn : drawn + 1]
-        raised_RC, slope_RC = raised_RC + power_RC * this_R1, slope_RC + term_RC * this_R1
+    raised_RC = raised(above_RC, count_R1)
     excess_RC = raised_RC - target_RC.cumsum(-1)
     hull_RC = library(excess_RC).minimum(running_max(excess_RC), backwards(running_max(backwards(excess_RC))))
     selected_RC = target_RC + hull_RC
     selected_RC[:, 1:] -= hull_RC[:, :-1]
     # At most n q: rounding must leave nothing to cells without draft mass, nor to any where there are no children.
     selected_RC = library(selected_RC).minimum(no_less(selected_RC, 0), draft_RC * count_R1)
-    slope_RC = slope_RC + 0 * above_RC  # of full width, also where no node has a second child
-    drift_RC = selected_RC - draft_RC * slope_RC
-    gains_RC, losses_RC = no_less(drift_RC, 0).cumsum(-1), no_less(-drift_RC, 0).cumsum(-1)
-    return Plan(draft_RC, above_RC, slope_RC, selected_RC, drift_RC, gains_RC, losses_RC)
+    # q m is X_kⁿ − X_{k−1}ⁿ.
+    drift_RC = selected_RC - raised_RC
+    drift_RC[:, 1:] += raised_RC[:, :-1]
+    gain_RC = no_less(drift_RC, 0)
+    return Plan(draft_RC, above_RC, count_R1, selected_RC, drift_RC, gain_RC.cumsum(-1), (gain_RC - drift_RC).cumsum(-1))
 
 
 def places(plan: Plan, cell_RK: Array, partner_RK: Array, place_RK: Array) -> Array:
     """Give each child its place, by two uniform numbers: one for the partner, one for whose place and where in it."""
-    where = library(cell_RK).where
+    where, width = library(cell_RK).where, cell_RK.shape[1]
     drift_RK, draft_RK = take(plan.drift_RC, cell_RK), take(plan.draft_RC, cell_RK)
     gaining_RK, size_RK = drift_RK > 0, abs(drift_RK)
     end_RK = where(gaining_RK, take(plan.gains_RC, cell_RK), take(plan.losses_RC, cell_RK))
     mark_RK = end_RK - (1 - partner_RK) * size_RK
     other_RK = where(gaining_RK, at_most(plan.losses_RC, mark_RK), at_most(plan.gains_RC, mark_RK))
     other_RK = no_more(other_RK, plan.draft_RC.shape[1] - 1)
-    slope_RK = take(plan.slope_RC, other_RK) - take(plan.slope_RC, cell_RK)
-    away_RK = no_more(quotient(size_RK, draft_RK * abs(slope_RK)), 1)
+    both_RX = library(cell_RK).concatenate([cell_RK, other_RK], 1)
+    above_RX, own_RX = take(plan.above_RC, both_RX), take(plan.draft_RC, both_RX)
+    slope_RX = slopes(above_RX, above_RX - own_RX, plan.count_R1, width)
+    away_RK = no_more(quotient(size_RK, draft_RK * abs(slope_RX[:, width:] - slope_RX[:, :width])), 1)
     swapped_RK = place_RK < away_RK
     # How far below the end of the cell: what is left of a number that has decided whose place it is.
     below_RK = where(swapped_RK, 1 - quotient(place_RK, away_RK), quotient(1 - place_RK, 1 - away_RK))
-    taken_RK = where(swapped_RK, other_RK, cell_RK)
-    return take(plan.above_RC, taken_RK) - below_RK * take(plan.draft_RC, taken_RK)
+    above_RK, own_RK = (where(swapped_RK, table_RX[:, width:], table_RX[:, :width]) for table_RX in (above_RX, own_RX))
+    return above_RK - below_RK * own_RK
+
+
+def slopes(above_RX: Array, below_RX: Array, count_R1: Array, most: int) -> Array:
+    """Return m = Σ_{j<n} X_k^j X_{k−1}^{n−1−j}, n at most `most`: the quotient of differences without their cancellation."""
+    rank_J = ranks(most, above_RX)
+    other_RJ = count_R1 - 1 - rank_J
+    below_RXJ = below_RX[:, :, None] ** no_less(other_RJ, 0)[:, None]
+    return (above_RX[:, :, None] ** rank_J * below_RXJ * (other_RJ >= 0)[:, None]).sum(-1)
 
 
 def winning_chances(plan: Plan, cell_RK: Tensor, exists_RK: Tensor) -> Tensor:
@@ -134,7 +135,8 @@ def _chances_of_cells(plan: Plan, cell_RK: Tensor) -> Tensor:
     other_end_RKC = torch.where(gaining_RK1, plan.losses_RC[:, None], plan.gains_RC[:, None])
     other_begin_RKC = torch.nn.functional.pad(other_end_RKC[..., :-1], (1, 0))
     overlap_RKC = torch.minimum(other_end_RKC, end_RK1) - torch.maximum(other_begin_RKC, end_RK1 - size_RK1)
-    slope_RKC = plan.slope_RC[:, None] - of_children(plan.slope_RC)
+    slope_RC = slopes(plan.above_RC, plan.above_RC - plan.draft_RC, plan.count_R1, cell_RK.shape[1])
+    slope_RKC = slope_RC[:, None] - of_children(slope_RC)
     away_RKC = quotient(size_RK1, of_children(plan.draft_RC) * slope_RKC.abs()).clamp(max=1.0)
     mass_RKC = quotient(overlap_RKC.clamp(min=0), size_RK1) * away_RKC
     stay_RK1 = 1 - mass_RKC.sum(-1, keepdim=True)

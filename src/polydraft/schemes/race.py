@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
 from polydraft.schemes.arithmetic import normalised, ratio
-from polydraft.schemes.arrays import as_tensor
+from polydraft.schemes.arrays import as_tensor, looks
 from polydraft.schemes.cells import BUCKETS
 from polydraft.schemes.contest import Contest
 from polydraft.schemes.scheme import SCHEMES, Scheme, Selection
@@ -88,8 +88,7 @@ def accepted_or_residual(target_probs_RV: Tensor, selection: Selection, uniform_
     target_R1, selected_R1 = target_RV.gather(1, token_R1), selection.law_RV.gather(1, token_R1) * mass_R1
     mark_R1 = uniform_R1 * selected_R1
     accepted_R1 = (mark_R1 < target_R1) & (selection.token_R[:, None] != NO_TOKEN)
-    # On a CPU a look costs nothing and saves the residual; elsewhere it would stall the device.
-    if accepted_R1.device.type == "cpu" and accepted_R1.all():
+    if looks(accepted_R1) and accepted_R1.all():
         return selection.token_R
     residual_RV = torch.addcmul(target_RV, selection.law_RV, mass_R1, value=-1).clamp_(min=0)
     # Rejected marks are uniform from p to r.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent, draw_one
 from polydraft.schemes.arithmetic import normalised, ratio, without
-from polydraft.schemes.arrays import as_tensor, library, no_less, no_more, quietly, quotient, small, take
+from polydraft.schemes.arrays import as_tensor, library, looks, no_less, no_more, quietly, quotient, small, take
 from polydraft.schemes.scheme import SCHEMES, Scheme, Selection
 
 _LARGEST = 1 - 2.0**-53
@@ -59,8 +59,7 @@ def _rejection_token(
 
     One number decides everything: after a rejection it is uniform above the chance to accept.
     """
-    # On a CPU a look costs nothing and saves passes over the vocabulary; elsewhere it would stall the device.
-    looking = children_RK.device.type == "cpu"
+    looking = looks(children_RK)
     target_RV, draft_RV = target_probs_RV.double(), draft_probs_RV.double()
     target_mass_R1, draft_mass_R1 = small(target_RV.sum(-1, keepdim=True)), small(draft_RV.sum(-1, keepdim=True))
     all_RK, number_R1 = small(children_RK), small(uniform_R1.double())

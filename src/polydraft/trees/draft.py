@@ -1,6 +1,8 @@
 """A tree filled with tokens."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -65,12 +67,46 @@ class DraftTree:
         nodes_BK = self.child_table_BNK.gather(1, node_B[:, None, None].expand(-1, 1, width))[:, 0]
         return nodes_BK, torch.where(nodes_BK > 0, self.tokens_BN.gather(1, nodes_BK), NO_TOKEN)
 
+    def all_children(self) -> Tensor:
+        """Return the tokens of the children of every node, `[B, N, K]`; `NO_TOKEN` where there is none."""
+        table_BNK = self.child_table_BNK
+        tokens_BNK = self.tokens_BN.gather(1, table_BNK.flatten(1)).view_as(table_BNK)
+        return tokens_BNK.where(table_BNK > 0, NO_TOKEN)
+
+    def paths(self) -> Tensor:
+        """Return the tokens between the root and every node, the node's own included, `[B, N, P]`; `NO_TOKEN` where shorter."""
+        nodes = self.tokens_BN.shape[1]
+        # An ancestor's token goes to the place of its depth; the root's, and all others', to a place that is cut off. Nodes
+        # that only travel along may be deeper than the tree.
+        place_BNX = (self.depths_BN * (self.depths_BN <= self.depth))[:, None] * self.ancestors_BNN
+        tokens_BNX = self.tokens_BN[:, None].expand(-1, nodes, -1)
+        paths_BNP = torch.full_like(place_BNX[:, :, :1], NO_TOKEN).repeat(1, 1, self.depth + 1)
+        return paths_BNP.scatter_(2, place_BNX, tokens_BNX)[:, :, 1:]
+
+    def all_laws(self) -> Tensor:
+        """Return the short law that the children of every node were drawn from, `[B, N, D]`; any law where there are none."""
+        assert self.laws and self.law_rows_BN is not None
+        laws_BGD = torch.cat(self.laws, dim=1)
+        first_D = _first_rows(tuple(law.shape[1] for law in self.laws), laws_BGD.device)
+        row_BN = self.law_rows_BN + first_D[self.depths_BN.clamp(max=self.depth)]
+        return laws_BGD.gather(1, row_BN[:, :, None].expand(-1, -1, laws_BGD.shape[-1]))
+
     def draft_law(self, level: int, node_B: Tensor) -> Tensor:
         """Return the law that the children of one node a row were drawn from; `[B, 0]` where there is none."""
+        law_BD = self.short_law(level, node_B)
+        return law_BD if self.vocabulary is None or not law_BD.shape[1] else self.vocabulary.spread(law_BD)
+
+    def short_law(self, level: int, node_B: Tensor) -> Tensor:
+        """Return `draft_law` in columns of the draft's own."""
         if not self.laws or self.law_rows_BN is None:
             return torch.empty(len(node_B), 0, device=node_B.device)
         laws_BGV = self.laws[level]
         # A row whose walk ended higher up asks along with the others: its answer is not used, but must exist.
         row_B11 = self.law_rows_BN.gather(1, node_B[:, None])[:, :, None].clamp(max=laws_BGV.shape[1] - 1)
-        law_BV = laws_BGV.gather(1, row_B11.expand(-1, 1, laws_BGV.shape[-1]))[:, 0]
-        return law_BV if self.vocabulary is None else self.vocabulary.spread(law_BV)
+        return laws_BGV.gather(1, row_B11.expand(-1, 1, laws_BGV.shape[-1]))[:, 0]
+
+
+@lru_cache(maxsize=64)
+def _first_rows(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where each level's laws begin in a table of all; those of the last level, which has none, at the beginning."""
+    return torch.tensor([*accumulate(counts[:-1], initial=0), 0], device=device)

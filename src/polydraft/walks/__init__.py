@@ -3,7 +3,20 @@
 from polydraft.walks.block import BlockWalk
 from polydraft.walks.choice import AUTO, check_walk, resolve_walk
 from polydraft.walks.node import NodeWalk
+from polydraft.walks.target_law import TargetLaws
 from polydraft.walks.traversal import TraversalWalk
 from polydraft.walks.walk import WALKS, Fault, Verdict, Walk
 
-__all__ = ["AUTO", "WALKS", "BlockWalk", "Fault", "NodeWalk", "TraversalWalk", "Verdict", "Walk", "check_walk", "resolve_walk"]
+__all__ = [
+    "AUTO",
+    "WALKS",
+    "BlockWalk",
+    "Fault",
+    "NodeWalk",
+    "TargetLaws",
+    "TraversalWalk",
+    "Verdict",
+    "Walk",
+    "check_walk",
+    "resolve_walk",
+]

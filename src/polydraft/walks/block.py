@@ -13,8 +13,10 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme, Selection
 from polydraft.schemes.arithmetic import ratio
+from polydraft.schemes.arrays import looks
 from polydraft.trees import DraftTree
-from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, TargetLaw, Verdict, Walk, fault_of
+from polydraft.walks.target_law import TargetLaw
+from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, Verdict, Walk, fault_of
 
 
 @WALKS.register("block")
@@ -67,8 +69,8 @@ class BlockWalk(Walk):
         path_BD = path.nodes_BD.gather(1, torch.minimum(places_BD, accepted_B1))
         probs_BV = path.excess_BDV[rows_B, accepted_B1[:, 0].clamp(max=draft.depth - 1)]
         at_end_B1 = accepted_B1 == path.end_B1
-        # The law after a path's end is needed only here. On a CPU a look costs nothing; elsewhere it would stall the device.
-        if rows_B.device.type != "cpu" or bool(at_end_B1.any()):
+        # The law after a path's end is needed only here.
+        if not looks(at_end_B1) or bool(at_end_B1.any()):
             tokens_BP = torch.where(places_BD < accepted_B1, path.tokens_BD, NO_TOKEN)[:, :-1]
             probs_BV = torch.where(at_end_B1, target_law(path_BD[:, -1], tokens_BP), probs_BV)
         token_B1 = draw_one(probs_BV, uniforms_BU[:, -1])[:, None]
@@ -121,7 +123,7 @@ def _pick(scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: 
         arrived_B1, likely_B1 = going_B1, (weight_B1 >= least_weight) & (weight_B1 > 0)
         going_B1 = going_B1 & likely_B1 & (children_BK != NO_TOKEN).any(-1, keepdim=True)
         if level:
-            if node_B.device.type == "cpu" and not bool(going_B1.any()):
+            if looks(going_B1) and not bool(going_B1.any()):
                 break
             target_probs_BV = target_law(node_B, tokens_BD[:, :level])
         draft_probs_BV = draft.draft_law(level, node_B)

@@ -5,8 +5,11 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
+from polydraft.schemes.arrays import looks
 from polydraft.trees import DraftTree
-from polydraft.walks.walk import WALKS, Fault, TargetLaw, Verdict, Walk, fault_of
+from polydraft.walks.greedy import greedy_verdict
+from polydraft.walks.target_law import TargetLaw, TreeLaws
+from polydraft.walks.walk import WALKS, Fault, Verdict, Walk, fault_of
 
 
 @WALKS.register("node")
@@ -30,6 +33,8 @@ class NodeWalk(Walk):
 
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
         """Walk all rows in step; rows that stopped idle along."""
+        if isinstance(target_law, TreeLaws) and target_law.greedy:
+            return greedy_verdict(draft, target_law)
         batch_size, device = len(draft.tokens_BN), draft.tokens_BN.device
         node_B = torch.zeros(batch_size, dtype=torch.long, device=device)
         accepted_B, offered_B = torch.zeros_like(node_B), torch.zeros_like(node_B)
@@ -61,8 +66,7 @@ class NodeWalk(Walk):
             node_B = torch.where(going_B, child_B, node_B)
             if step < draft.depth:
                 path_BD[:, step + 1] = node_B
-            # On a CPU a look costs nothing and saves the idle steps; elsewhere it would stall the device.
-            if device.type == "cpu" and not going_B.any():
+            if looks(going_B) and not going_B.any():
                 path_BD[:, step + 1 :] = node_B[:, None]
                 break
         return Verdict(path_BD, accepted_B, tokens_BD, offered_B, fault_B)

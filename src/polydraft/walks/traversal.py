@@ -11,8 +11,10 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme
 from polydraft.schemes.arithmetic import ratio
+from polydraft.schemes.arrays import looks
 from polydraft.trees import DraftTree
-from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, TargetLaw, Verdict, Walk, fault_of
+from polydraft.walks.target_law import TargetLaw
+from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, Verdict, Walk, fault_of
 
 _BELOW_ONE = 1 - 2**-53
 
@@ -75,8 +77,7 @@ class _Descent:
         self.draft, self.target_law, self.replacement = draft, target_law, replacement
         self.least_weight, self.uniform_B1 = least_weight, uniform_B[:, None]
         self.rows_B = torch.arange(len(uniform_B), device=uniform_B.device)
-        # On a CPU a look at values costs nothing and saves idle work; elsewhere it would stall the device.
-        self.looks = uniform_B.device.type == "cpu"
+        self.looks = looks(uniform_B)
         table_BNK = draft.child_table_BNK
         tokens_BNK = draft.tokens_BN.gather(1, table_BNK.flatten(1)).view_as(table_BNK)
         self.children_BNK = torch.where(table_BNK > 0, tokens_BNK, NO_TOKEN)

@@ -1,7 +1,6 @@
 """What verifying a tree takes and gives."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
@@ -12,10 +11,7 @@ from torch import Tensor
 from polydraft.registry import Registry
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree
-
-TargetLaw = Callable[[Tensor, Tensor], Tensor]
-"""`(node_B, path_BP) -> probs_BV`: the target's law at one node a row, given the tokens of the path below the root."""
-
+from polydraft.walks.target_law import TargetLaw
 
 LEAST_WEIGHT = 2**-6
 """Chance that a node is kept below which walks over whole paths do not look at its children.
