@@ -23,6 +23,7 @@ from polydraft.engine.workspace import Workspace
 from polydraft.models import HeadShape
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
+from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.trees import Block, parse_tree
@@ -30,6 +31,8 @@ from polydraft.walks import AUTO, resolve_walk
 
 SHAPE_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 32, "vocab_size": 49152, "max_position_embeddings": 65536}  # fmt: skip
+SHAPE_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+              "num_key_value_heads": 3, "vocab_size": 49152}  # fmt: skip
 TREE_OF_64 = "[" + ",".join(
     [f"[{i}]" for i in range(9)] + [f"[{i},{j}]" for i in range(6) for j in range(3)]
     + [f"[{i},{j},0]" for i in range(6) for j in range(3)] + [f"[{i},{j},0,0]" for i in range(6) for j in range(3)]
@@ -90,7 +93,7 @@ def context() -> dict[str, float]:
 
 def parts() -> dict[str, float]:
     """Pieces of a round with a head of the shipped shape under a 7B-shaped model."""
-    target = random_model(SHAPE_7B)
+    target = InflatedModel(random_model(SHAPE_135M), "7b")
     head = random_head(target)
     rows = {}
     for temperature in (0.0, 1.0):
@@ -228,8 +231,10 @@ def random_model(shape: dict[str, int]) -> HFModel:
 
 
 def random_head(target: HFModel) -> object:
-    """A head of the shipped one's sizes, but for the target's hidden size, which a trained one would be reduced to."""
-    shape = HeadShape(hidden_size=target.hidden_size, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512)
+    """A head of the shipped one's sizes; its laws are not real, its cost is."""
+    sizes = {"num_heads": 9, "num_key_heads": 3, "head_size": 64, "mlp_size": 1536, "window": 384}
+    shape = HeadShape(hidden_size=target.hidden_size, taps=(10, 20), **sizes)
+    target.tap(shape.taps)
     known = PartialVocabulary(torch.arange(0, 49152, 4, device="cuda"), target.vocab_size)
     return new_head(shape, target, known, "random").to("cuda", torch.bfloat16).requires_grad_(False)
 
