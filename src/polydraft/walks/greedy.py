@@ -21,7 +21,9 @@ def greedy_verdict(draft: DraftTree, laws: TreeLaws) -> Verdict:
 
 def _step_by_step(draft: DraftTree, laws: TreeLaws) -> Verdict:
     node_B = torch.zeros_like(draft.tokens_BN[:, 0])
-    nodes, tokens, offered, going_B = [node_B], [], [], torch.ones_like(node_B, dtype=torch.bool)
+    nodes, going_B = [node_B], torch.ones_like(node_B, dtype=torch.bool)
+    tokens: list[Tensor] = []
+    offered: list[Tensor] = []
     accepted_B = torch.zeros_like(node_B)
     for step in range(draft.depth + 1):
         path_BP = torch.stack(tokens, dim=1) if tokens else draft.tokens_BN[:, :0]
