@@ -106,7 +106,7 @@ class Growth:
         """Draw the children of one level's nodes into `tokens_BN`."""
         assert self._warper is not None, "begin() comes first"
         # At temperature 0 the law is one token; the children are the next ones in order as well.
-        weigh = self._warper.probs if self._params.temperature > 0 else self._warper.ranking
+        weigh = self._warper.ranking if self.scheme.needs_order_only else self._warper.probs
         probs_BGV = weigh(self._aligned(logits_BGV), tokens_BN[:, level.paths_GP])
         for group in level.groups:
             law_RV = probs_BGV[:, group.rows].flatten(0, 1)
@@ -115,7 +115,8 @@ class Growth:
             if self._vocabulary is not None:
                 children_RK = self._vocabulary.tokens(children_RK)
             tokens_BN[:, group.children_GK] = children_RK.view(len(tokens_BN), *group.children_GK.shape)
-        self._laws.append(probs_BGV)
+        if not self.scheme.follows_target:
+            self._laws.append(probs_BGV)
 
     def tree(self, tokens_BN: Tensor) -> DraftTree:
         """Return the grown tree."""

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_distinct
-from polydraft.schemes.arithmetic import normalised, without
+from polydraft.schemes.arithmetic import largest, normalised, without
+from polydraft.schemes.arrays import as_tensor
 from polydraft.schemes.scheme import SCHEMES, Scheme
 
 
@@ -16,6 +17,7 @@ class Naive(Scheme):
     """Multi-candidate naive sampling (MCNS in MCSD §4.5), with distinct candidates from the draft law."""
 
     name = "naive"
+    follows_target = True
 
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         """Draw without replacement: a repeated candidate could not be accepted twice."""
@@ -38,6 +40,7 @@ class Top(Naive):
     """
 
     name = "top"
+    needs_order_only = True
 
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         """Put all mass on the next likeliest token."""
@@ -49,6 +52,6 @@ class Top(Naive):
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Take the likeliest tokens; the random numbers are not used."""
         count = uniforms_RK.shape[1]
-        probs_RK, tokens_RK = draft_probs_RV.topk(min(count, draft_probs_RV.shape[1]), dim=1)
+        probs_RK, tokens_RK = map(as_tensor, largest(draft_probs_RV, count))
         children_RK = torch.where(probs_RK > 0, tokens_RK, NO_TOKEN)
         return torch.nn.functional.pad(children_RK, (0, count - children_RK.shape[1]), value=NO_TOKEN)

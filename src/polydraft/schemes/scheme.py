@@ -43,6 +43,10 @@ class Scheme(ABC):
     """Random numbers that `verify` uses a node."""
     select_uniforms: ClassVar[int | None] = None
     """Random numbers that `select` uses a node; None for schemes that cannot pick a child before accepting it."""
+    follows_target: ClassVar[bool] = False
+    """Whether the emitted token is one draw from the target's law, whatever the children and whatever their law."""
+    needs_order_only: ClassVar[bool] = False
+    """Whether drawing the children takes the order of the draft's tokens and not their law."""
     replacement: ClassVar[bool | None] = None
     """Whether children are drawn from the draft law with or without replacement; None where they are drawn otherwise."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from polydraft.sampling import Warper
+from polydraft.sampling import Warper, draw_one
 from polydraft.trees import DraftTree
 
 TargetLaw = Callable[[Tensor, Tensor], Tensor]
@@ -26,6 +26,17 @@ class TreeLaws(ABC):
     @abstractmethod
     def everywhere(self, draft: DraftTree) -> Tensor | None:
         """Return the laws at all nodes, `[B, N, V]`; None where that is too much to ask."""
+
+    def drawn_everywhere(self, draft: DraftTree, uniforms_BD: Tensor) -> Tensor | None:
+        """Return one draw from the law at all nodes, `[B, N]`, by the random number of each node's depth.
+
+        Nodes of one path have independent draws, and no more than one path is ever followed. None as for `everywhere`.
+        """
+        laws_BNV = self.everywhere(draft)
+        if laws_BNV is None:
+            return None
+        uniforms_BN = uniforms_BD.gather(1, draft.depths_BN.clamp(max=draft.depth))
+        return draw_one(laws_BNV.flatten(0, 1), uniforms_BN.flatten()).view_as(draft.tokens_BN)
 
     @abstractmethod
     def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
