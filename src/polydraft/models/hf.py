@@ -46,6 +46,7 @@ class HFModel(LanguageModel):
         self.device = home_device(model)
         self.spread = self.graph_obstacle = spread_obstacle(model)
         """How the model is not all in one place; None if it is."""
+        lean = lean and self.spread is None
         self.dtype = model.dtype
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.hidden_size = int(self.config.hidden_size)
@@ -61,8 +62,7 @@ class HFModel(LanguageModel):
         self._additive_mask = self.config._attn_implementation == "eager"
         with torch.no_grad():
             self._split_head = self._head_can_be_split()
-            whole = self._split_head and not self.mixed_layers and self.spread is None
-            self._lean = lean_body(model) if lean and whole else None
+            self._lean = lean_body(model) if lean and self._split_head and not self.mixed_layers else None
             if self.config.model_type not in FAMILIES:
                 self._check_tree_attention()
         self.vocabulary = vocabulary if self._split_head else None
