@@ -34,7 +34,7 @@ def main() -> None:
             scale = channels**-0.5
 
             def ours(layer, bucket, plan=None, query=query, cache=cache, lengths=lengths, visible=visible, scale=scale):
-                return tree_attention(query, cache[0, layer], cache[1, layer], lengths, visible, scale, bucket, plan)
+                return tree_attention(query, cache[0, layer], cache[1, layer], lengths, visible, scale, bucket, plan=plan)
 
             before = clock(masked(query, cache, visible, context, scale))
             after = clock(lambda layer, call=ours, bucket=context: call(layer, bucket))

@@ -11,6 +11,7 @@ from polydraft.models.bundled import BUNDLED
 from polydraft.models.inflated import source_name
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
+from polydraft.models.spread import check_device_map
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
 from polydraft.walks import check_walk
@@ -37,6 +38,7 @@ def load(
     draft_temperature: float | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    device_map: str | None = None,
 ) -> Decoder:
     """Load a target and a draft and return the decoder.
 
@@ -59,6 +61,9 @@ def load(
         Temperature of the draft; the target's if not given. Changes speed, never the law of the text.
     device, dtype : str
         ``"auto"`` picks a GPU if there is one, and bfloat16 where the hardware computes in it.
+    device_map : str, optional
+        For a target larger than one device: ``"auto"`` and other maps of accelerate, or ``"tp"`` (tensor parallelism) in
+        processes started by torchrun.
 
     Returns
     -------
@@ -66,6 +71,7 @@ def load(
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     usual_draft, usual_tree = usual_pair(target)
+    check_device_map(device_map, device)
     place = resolve_device(device)
     number_format = resolve_dtype(dtype, place)
     if tree == "auto":
@@ -77,7 +83,7 @@ def load(
     check_walk(walk, scheme)
     if draft_temperature is not None and not 0 <= draft_temperature < math.inf:
         raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
-    loaded = load_model(target, place, number_format)
+    loaded = load_model(target, place, number_format, device_map)
     draft_model = load_draft(usual_draft if draft == "auto" else draft, loaded)
     parts = Parts(target=loaded.model, draft=draft_model, topology=topology, scheme=scheme, draft_temperature=draft_temperature)
     return Decoder(loaded.model, make_drafter(parts), tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids, walk=walk)

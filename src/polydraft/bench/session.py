@@ -30,6 +30,7 @@ from polydraft.models import check_prompts
 from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
+from polydraft.models.spread import check_device_map
 from polydraft.sampling import SamplingParams
 
 
@@ -48,6 +49,7 @@ class BenchOptions:
     seed: int = 0
     raw: bool = False
     device: str = "auto"
+    device_map: str | None = None
     dtype: str = "auto"
     threads: int | None = None
     shard: str | None = None
@@ -76,8 +78,9 @@ class BenchSession:
             prompts = Shard.parse(options.shard).select(prompts)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
+        check_device_map(options.device_map, options.device)
         device = resolve_device(options.device)
-        self.loaded = load_model(options.target, device, resolve_dtype(options.dtype, device))
+        self.loaded = load_model(options.target, device, resolve_dtype(options.dtype, device), options.device_map)
         usual, _ = usual_pair(options.target)
         draft_name = usual if options.draft == "auto" else options.draft
         encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)

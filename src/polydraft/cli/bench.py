@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first repeat; later ones count up.")
 @click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--device-map", default=None, help="For targets larger than one device: auto, balanced, sequential.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16.")
 @click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
 @click.option(

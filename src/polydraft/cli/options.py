@@ -29,6 +29,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
     click.option("--stop", multiple=True, help="String that ends the text; may be given several times."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
+    click.option("--device-map", default=None, help="For targets larger than one device: auto, balanced, sequential, or tp under torchrun."),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
     click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice]."),
 ]  # fmt: skip
@@ -76,6 +77,7 @@ class Choices:
     seed: int
     stop: tuple[str, ...]
     device: str
+    device_map: str | None
     dtype: str
     threads: int | None
 
@@ -112,5 +114,6 @@ class Choices:
             walk=self.walk,
             draft_temperature=self.draft_temperature,
             device=self.device,
+            device_map=self.device_map,
             dtype=self.dtype,
         )

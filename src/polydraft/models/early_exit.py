@@ -14,6 +14,8 @@ def early_exit(target: HFModel, layers: int) -> HFModel:
     total = target.num_layers
     if not 1 <= layers < total:
         raise UsageError(f"early-exit:{layers} is out of range; allowed: 1 to {total - 1} for a target of {total} layers")
+    if target.spread is not None:  # hooks of the whole model would go along
+        raise UsageError(f"early-exit:{layers} needs a target in one place, but {target.spread}; use a draft model")
     model = _shallow_copy(target.hf_model)
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)

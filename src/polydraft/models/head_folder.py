@@ -30,7 +30,9 @@ def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | 
     """Build an untrained head on a target's tables."""
     tables = target.hf_model.get_input_embeddings().weight, target.hf_model.get_output_embeddings().weight
     # An inflated target's tables are wider than its features.
-    embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].contiguous() for table in tables)
+    if any(table.is_meta or type(table).__name__ == "DTensor" for table in tables):
+        raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")
+    embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].to(target.device).contiguous() for table in tables)
     return FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
 
 

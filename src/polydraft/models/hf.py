@@ -13,6 +13,7 @@ from polydraft.models.families import FAMILIES
 from polydraft.models.fused import MOST_TOKENS, TreeView, fused_body
 from polydraft.models.language_model import Context, LanguageModel
 from polydraft.models.lean import lean_body
+from polydraft.models.spread import SpreadCache, home_device, spread_obstacle
 from polydraft.models.support import FULL, SLIDING, context_limit, layer_kinds, refuse_unsupported, text_config
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
@@ -43,7 +44,10 @@ class HFModel(LanguageModel):
         self.hf_model = model.eval()
         self.config = text_config(model)
         self.name = name or self.config.name_or_path or self.config.model_type
-        self.device = model.device
+        self.device = home_device(model)
+        self.spread = self.graph_obstacle = spread_obstacle(model)
+        """How the model is not all in one place; None if it is."""
+        lean = lean and self.spread is None
         self.dtype = model.dtype
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.hidden_size = int(self.config.hidden_size)
@@ -86,7 +90,7 @@ class HFModel(LanguageModel):
         if self._output is not None:
             return functional.linear(hidden_RF, *self._output)
         logits: Tensor = self.hf_model.get_output_embeddings()(hidden_RF)
-        return logits
+        return logits.to(self.device)
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache) -> Tensor:
         """Run the model and return features: the last hidden states, or logits where the head cannot be split off."""
@@ -101,8 +105,9 @@ class HFModel(LanguageModel):
         }
         if self._split_head:
             outputs = self.hf_model.base_model(**inputs, output_hidden_states=bool(self.taps))
-            tapped = [outputs.hidden_states[layer] for layer in self.taps]
-            return torch.cat([outputs.last_hidden_state, *tapped], dim=-1) if tapped else outputs.last_hidden_state
+            last_BTF = outputs.last_hidden_state.to(self.device)
+            tapped = [outputs.hidden_states[layer].to(self.device) for layer in self.taps]
+            return torch.cat([last_BTF, *tapped], dim=-1) if tapped else last_BTF
         logits_BTV: Tensor = self.hf_model(**inputs).logits
         return logits_BTV
 
@@ -129,7 +134,7 @@ class HFModel(LanguageModel):
         tokens_BT = torch.tensor([[0, 1]], device=self.device)
         logits_BTV = self.hf_model(input_ids=tokens_BT, use_cache=False).logits
         hidden_BTF = self.hf_model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        head_BTV = self.hf_model.get_output_embeddings()(hidden_BTF)
+        head_BTV = self.hf_model.get_output_embeddings()(hidden_BTF).to(logits_BTV.device)
         return logits_BTV.shape == head_BTV.shape and torch.equal(logits_BTV, head_BTV.to(logits_BTV.dtype))
 
     def _check_tree_attention(self) -> None:
@@ -163,7 +168,7 @@ class HFContext(Context):
     def __init__(self, model: HFModel, batch_size: int, capacity: int) -> None:
         super().__init__(batch_size, capacity, model.device, model.max_positions)
         self._model = model
-        self.cache = SlotCache(model.num_layers, capacity)
+        self.cache = (SlotCache if model.spread is None else SpreadCache)(model.num_layers, capacity)
 
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]

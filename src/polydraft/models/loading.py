@@ -14,6 +14,7 @@ from polydraft.models.feature_head import FeatureHead
 from polydraft.models.head_folder import is_head, load_head, load_vocabulary
 from polydraft.models.hf import HFModel
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
+from polydraft.models.spread import layout_options
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,14 @@ class Loaded:
     eos_token_ids: tuple[int, ...]
 
 
-def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
-    """Load a model by name: the bundled one, a folder, a name on the Hugging Face hub, or one of these inflated."""
+def load_model(name: str, device: torch.device, dtype: torch.dtype, device_map: str | None = None) -> Loaded:
+    """Load a model by name: the bundled one, a folder, a name on the Hugging Face hub, or one of these inflated.
+
+    With a device map (`polydraft.models.spread`) the model goes over several devices instead of to `device`.
+    """
     if is_inflated(name):
+        if device_map is not None:
+            raise UsageError(f"target {name!r} is built on one device; leave out --device-map {device_map}")
         return _load_inflated(name, device, dtype)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,7 +43,10 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
         raise UsageError(f"cannot load model {name!r}: there is no such folder")
     folder = str(bundled_folder()) if name == BUNDLED else name
     try:
-        hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        if device_map is None:
+            hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        else:
+            hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **layout_options(device_map))
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except torch.OutOfMemoryError:
         raise FailureError(
