@@ -49,7 +49,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--prompts", type=Path, help="a file of prompts; the built-in ones otherwise")
     parser.add_argument("--limit", type=int, default=24, help="prompts of the end-to-end run")
-    parser.add_argument("--trees", nargs="*", default=["4x2x1", "4x2x2x1x1", "64"])
+    parser.add_argument(
+        "--trees",
+        nargs="*",
+        default=["4x2x1", "4x2x2x1x1", "64", "64,top"],
+        help="trees, each with a scheme if wished: 4x2x1,top",
+    )
     options = parser.parse_args(namespace=OPTIONS)
     torch.cuda.init()
     figures: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
@@ -152,18 +157,25 @@ def end_to_end() -> dict[str, float]:
     head = load_draft("smollm2-head", Loaded(plain.target, plain.tokenizer, plain.eos_token_ids))
     trees = OPTIONS.trees
     decoders = {"plain": plain}
-    for tree in trees:
-        drafter = HeadTree(head, parse_tree(NAMED_TREES.get(tree, tree)))
-        decoders[tree] = Decoder(plain.target, drafter, eos_token_ids=plain.eos_token_ids)
+    for spec in trees:
+        tree, _, scheme = spec.partition(",")
+        drafter = HeadTree(head, parse_tree(NAMED_TREES.get(tree, tree)), scheme or "auto")
+        decoders[spec] = Decoder(plain.target, drafter, eos_token_ids=plain.eos_token_ids)
     prompts = [plain.encode(text, chat=True) for text in sample_prompts(OPTIONS.prompts, OPTIONS.limit)]
     rows: dict[str, float] = {}
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(temperature=temperature)
         tokens, seconds, passes = (dict.fromkeys([*decoders, "hf"], 0.0) for _ in range(3))
-        for index, prompt in enumerate([prompts[0], prompts[0], *prompts]):  # the first two are warm-up
+        start = time.perf_counter()
+        for decoder in decoders.values():
+            decoder.generate(prompts[0], sampling=sampling, max_new_tokens=8, seed=0)
+        print(f"T={temperature:g}: first generations of all arms took {time.perf_counter() - start:.1f} s", flush=True)
+        for index, prompt in enumerate([*prompts, *prompts]):  # the first time is warm-up
             for name, decoder in decoders.items():
-                result = decoder.generate(prompt, sampling=sampling, max_new_tokens=128, seed=index)
-                if index >= 2:
+                if temperature == 0 and name.endswith(("hybrid", "rrs-wor", "top")):
+                    continue
+                result = decoder.generate(prompt, sampling=sampling, max_new_tokens=128, seed=index % len(prompts))
+                if index >= len(prompts):
                     tokens[name] += result.stats.new_tokens
                     seconds[name] += result.stats.decode_seconds
                     passes[name] += result.stats.passes
@@ -172,7 +184,7 @@ def end_to_end() -> dict[str, float]:
             tokens["hf"] += count
             seconds["hf"] += spent
         base = tokens["plain"] / seconds["plain"]
-        for name in [*decoders, "hf"]:
+        for name in [name for name in [*decoders, "hf"] if tokens[name]]:
             rate = tokens[name] / seconds[name]
             per_pass = tokens[name] / passes[name] if passes[name] else 1.0
             rows[f"T={temperature:g} {name}"] = rate

@@ -38,6 +38,7 @@ def load(
     draft_temperature: float | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    graphs: bool = True,
     device_map: str | None = None,
 ) -> Decoder:
     """Load a target and a draft and return the decoder.
@@ -64,6 +65,8 @@ def load(
     device_map : str, optional
         For a target larger than one device: ``"auto"`` and other maps of accelerate, or ``"tp"`` (tensor parallelism) in
         processes started by torchrun.
+    graphs : bool
+        On a GPU, replay whole rounds as CUDA graphs.
 
     Returns
     -------
@@ -86,4 +89,11 @@ def load(
     loaded = load_model(target, place, number_format, device_map)
     draft_model = load_draft(usual_draft if draft == "auto" else draft, loaded)
     parts = Parts(target=loaded.model, draft=draft_model, topology=topology, scheme=scheme, draft_temperature=draft_temperature)
-    return Decoder(loaded.model, make_drafter(parts), tokenizer=loaded.tokenizer, eos_token_ids=loaded.eos_token_ids, walk=walk)
+    return Decoder(
+        loaded.model,
+        make_drafter(parts),
+        tokenizer=loaded.tokenizer,
+        eos_token_ids=loaded.eos_token_ids,
+        walk=walk,
+        graphs=graphs,
+    )

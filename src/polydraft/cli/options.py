@@ -31,6 +31,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
     click.option("--device-map", default=None, help="For targets larger than one device: auto, balanced, sequential, or tp under torchrun."),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
+    click.option("--graphs/--no-graphs", default=True, show_default=True, help="On a GPU, replay whole rounds as CUDA graphs."),
     click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice]."),
 ]  # fmt: skip
 
@@ -79,6 +80,7 @@ class Choices:
     device: str
     device_map: str | None
     dtype: str
+    graphs: bool
     threads: int | None
 
     def check(self) -> "SamplingParams":
@@ -114,6 +116,7 @@ class Choices:
             walk=self.walk,
             draft_temperature=self.draft_temperature,
             device=self.device,
+            graphs=self.graphs,
             device_map=self.device_map,
             dtype=self.dtype,
         )

@@ -161,7 +161,8 @@ class HeadContext(Context):
         self._head = head
         self.cache: SlotCache = SlotCache(1, capacity)
         self._fused_BTH: Tensor | None = None
-        self._fused = FusedHead(head, _NORM_EPSILON) if obstacle(head.device, head.dtype) is None else None
+        runs = head.device.type == "cuda" and obstacle(head.device, head.dtype) is None
+        self._fused = FusedHead(head, _NORM_EPSILON) if runs else None
 
     def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
         """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""

@@ -1,0 +1,39 @@
+"""The kernels between a layer's matrix products, on a GPU; and whole models by them against the plain way."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from polydraft.engine import Decoder
+from polydraft.models import FAMILIES
+from polydraft.models.hf import HFModel
+from polydraft.sampling import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from fused_cases import check_add_norm, check_gate, check_rotate_store
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+FORMATS = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_kernels(dtype: torch.dtype) -> None:
+    for channels in (48, 576, 4096):
+        check_add_norm("cuda", dtype, channels, added=channels != 576)
+        check_gate("cuda", dtype, channels)
+    for queries, keys, channels in ((9, 3, 64), (32, 32, 128), (5, 1, 80)):
+        check_rotate_store("cuda", dtype, queries, keys, channels)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+def test_a_fused_body_computes_what_the_lean_one_does(name: str) -> None:
+    target = HFModel(FAMILIES.get(name).build().to("cuda"))
+    sampling = SamplingParams(temperature=0)
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4]]
+    assert target.fused is not None
+    fused = Decoder(target).generate(prompts, sampling=sampling, max_new_tokens=20)
+    target.fused = None
+    lean = Decoder(target).generate(prompts, sampling=sampling, max_new_tokens=20)
+    assert [one.token_ids for one in fused] == [one.token_ids for one in lean]

@@ -1,0 +1,33 @@
+"""The kernels between a layer's matrix products, in Triton's interpreter; on a GPU they run in tests/gpu."""
+
+import importlib.util
+import os
+import sys
+
+import pytest
+import torch
+from fused_cases import check_add_norm, check_gate, check_rotate_store
+
+if importlib.util.find_spec("triton") is not None and "triton" not in sys.modules and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+from polydraft.models.tree_attention import obstacle
+
+WHY_NOT = obstacle(torch.device("cpu"), torch.float32)
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"{WHY_NOT}; pip install triton, and no GPU, for this test")
+
+
+@pytest.mark.parametrize("channels", [8, 48, 96])
+@pytest.mark.parametrize("added", [False, True])
+def test_add_norm(channels: int, added: bool) -> None:
+    check_add_norm("cpu", torch.float32, channels, added)
+
+
+@pytest.mark.parametrize(("queries", "keys", "channels"), [(3, 1, 8), (4, 4, 6), (8, 2, 16)])
+def test_rotate_store(queries: int, keys: int, channels: int) -> None:
+    check_rotate_store("cpu", torch.float32, queries, keys, channels)
+
+
+@pytest.mark.parametrize("channels", [5, 64, 1500])
+def test_gate(channels: int) -> None:
+    check_gate("cpu", torch.float32, channels)
