@@ -30,11 +30,21 @@ class Noise:
     def __init__(self, generators: Sequence[torch.Generator], device: torch.device) -> None:
         self.generators = list(generators)
         self.device = device
+        self._pinned_BU = torch.empty(0, 0, dtype=torch.float64)
+        self._copied: torch.cuda.Event | None = None
 
     def uniforms(self, count: int) -> Tensor:
         """Return fresh numbers in [0, 1) as float64, `count` a row."""
-        rows = [torch.rand(count, generator=generator, dtype=torch.float64) for generator in self.generators]
-        uniforms_BU = torch.stack(rows)
-        if self.device.type == "cuda":
-            return uniforms_BU.pin_memory().to(self.device, non_blocking=True)
-        return uniforms_BU.to(self.device)
+        if self.device.type != "cuda":
+            rows = [torch.rand(count, generator=generator, dtype=torch.float64) for generator in self.generators]
+            return torch.stack(rows).to(self.device)
+        if self._pinned_BU.shape[1] != count:
+            self._pinned_BU = torch.empty(len(self.generators), count, dtype=torch.float64).pin_memory()
+        elif self._copied is not None:
+            self._copied.synchronize()  # by now it is done, unless nobody looked at the last round's outcome
+        for row_U, generator in zip(self._pinned_BU, self.generators, strict=True):
+            torch.rand(count, generator=generator, dtype=torch.float64, out=row_U)
+        uniforms_BU = self._pinned_BU.to(self.device, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+        return uniforms_BU
