@@ -4,19 +4,34 @@ Work on cells and children is dozens of operations on little data, of which the 
 written with these few functions, and with what both libraries spell alike, runs on either.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-quietly = np.errstate(all="ignore")
-"""Decorator for functions in which rows of no account may divide 0 by 0, of which numpy would warn and torch does not."""
 Array = Any
 """A numpy array or a tensor."""
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _HOSTS = ("cpu",)
 """Devices whose memory the host can use; tests empty it, to run on a CPU what other devices run."""
+
+
+def quietly(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate functions in which rows of no account may divide 0 by 0, of which numpy would warn and torch does not."""
+
+    @wraps(function)
+    def quiet(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if torch.compiler.is_compiling():  # then nothing is numpy's, and its settings cannot be part of a graph
+            return function(*args, **kwargs)
+        with np.errstate(all="ignore"):
+            return function(*args, **kwargs)
+
+    return quiet
 
 
 def looks(tensor: Tensor) -> bool:

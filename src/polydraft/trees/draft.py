@@ -1,8 +1,6 @@
 """A tree filled with tokens."""
 
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -87,8 +85,10 @@ class DraftTree:
         """Return the short law that the children of every node were drawn from, `[B, N, D]`; any law where there are none."""
         assert self.laws and self.law_rows_BN is not None
         laws_BGD = torch.cat(self.laws, dim=1)
-        first_D = _first_rows(tuple(law.shape[1] for law in self.laws), laws_BGD.device)
-        row_BN = self.law_rows_BN + first_D[self.depths_BN.clamp(max=self.depth)]
+        row_BN = self.law_rows_BN
+        for level, laws_of_level in enumerate(self.laws[:-1]):
+            row_BN = torch.add(row_BN, self.depths_BN > level, alpha=laws_of_level.shape[1])
+        row_BN = row_BN.clamp(max=laws_BGD.shape[1] - 1)  # of nodes without children, any
         return laws_BGD.gather(1, row_BN[:, :, None].expand(-1, -1, laws_BGD.shape[-1]))
 
     def draft_law(self, level: int, node_B: Tensor) -> Tensor:
@@ -104,9 +104,3 @@ class DraftTree:
         # A row whose walk ended higher up asks along with the others: its answer is not used, but must exist.
         row_B11 = self.law_rows_BN.gather(1, node_B[:, None])[:, :, None].clamp(max=laws_BGV.shape[1] - 1)
         return laws_BGV.gather(1, row_B11.expand(-1, 1, laws_BGV.shape[-1]))[:, 0]
-
-
-@lru_cache(maxsize=64)
-def _first_rows(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where each level's laws begin in a table of all; those of the last level, which has none, at the beginning."""
-    return torch.tensor([*accumulate(counts[:-1], initial=0), 0], device=device)

@@ -71,7 +71,7 @@ class BlockWalk(Walk):
         path_BD = path.nodes_BD.gather(1, torch.minimum(places_D, accepted_B1))
         # Without a fault so far there is something to draw, unless it is that last law which is not a number.
         fault_B1 = _first_fault(path.fault_BL, going_BL)
-        unknown_B1 = (fault_B1 == Fault.NONE) & ((stop_B1 == NO_TOKEN) | (token_B1 == NO_TOKEN))
+        unknown_B1 = (fault_B1 == Fault.NONE.value) & ((stop_B1 == NO_TOKEN) | (token_B1 == NO_TOKEN))
         tokens_BD = draft.tokens_BN.gather(1, torch.nn.functional.pad(path.nodes_BD[:, 1:], (0, 1)))
         return Verdict(
             path_BD=path_BD,

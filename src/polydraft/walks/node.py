@@ -59,8 +59,8 @@ class NodeWalk(Walk):
                 token_B = draw_one(target_probs_BV, uniforms_BU[:, used])
             tokens_BD[:, step] = token_B
             broken_B = fault_of(target_probs_BV, draft_probs_BV)[:, 0]
-            broken_B = torch.where((broken_B == Fault.NONE) & (token_B == NO_TOKEN), Fault.SCHEME, broken_B)
-            fault_B = torch.where(going_B & (fault_B == Fault.NONE), broken_B, fault_B)
+            broken_B = torch.where((broken_B == Fault.NONE.value) & (token_B == NO_TOKEN), Fault.SCHEME, broken_B)
+            fault_B = torch.where(going_B & (fault_B == Fault.NONE.value), broken_B, fault_B)
             match_BK = (children_BK == token_B[:, None]) & (children_BK != NO_TOKEN)
             offered_B += going_B & (children_BK != NO_TOKEN).any(-1)
             going_B = going_B & match_BK.any(-1)

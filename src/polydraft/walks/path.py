@@ -207,7 +207,7 @@ class PathFinder:
             target_RX, draft_RX = vocabulary.lumped(target_RV), torch.nn.functional.pad(draft_RD, (0, 1))
         picked = self.scheme.select(target_RX, draft_RX, column_RK, uniforms_RU)
         column_R1 = picked.token_R[:, None]
-        token_R1, open_R1 = column_R1.clamp(min=0), (column_R1 != NO_TOKEN) & (fault_R1 == Fault.NONE)
+        token_R1, open_R1 = column_R1.clamp(min=0), (column_R1 != NO_TOKEN) & (fault_R1 == Fault.NONE.value)
         mass_R1 = target_RX.sum(-1, keepdim=True, dtype=torch.float64)
         ratio_R1 = ratio(target_RX.gather(1, token_R1), mass_R1 * picked.law_RV.gather(1, token_R1))
         # The first match: a token drawn twice has equal subtrees in law.

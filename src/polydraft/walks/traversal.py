@@ -134,7 +134,7 @@ class _Descent:
             rest_BV = torch.where(open_B1, rest_BV, self.target_law(node_B1[:, 0], path_BP))
         token_B1 = draw_one(rest_BV, uniform_B)[:, None]
         # The law after a leaf is seen here for the first time.
-        fault_B1 = torch.where((self.fault_B1 == Fault.NONE) & (token_B1 == NO_TOKEN), Fault.TARGET, self.fault_B1)
+        fault_B1 = torch.where((self.fault_B1 == Fault.NONE.value) & (token_B1 == NO_TOKEN), Fault.TARGET, self.fault_B1)
         places_BD = torch.arange(self.nowhere, device=node_B1.device).expand(len(node_B1), -1)
         return Verdict(
             path_BD=self.nodes_BD.gather(1, torch.minimum(places_BD, self.accepted_B1)),
@@ -159,7 +159,7 @@ class _Descent:
         self.rank_BD.scatter_(1, slot_B1, 0)
         self.level_B1 = torch.where(mask_B1, level_B1, self.level_B1)
         self.fault_B1 = torch.where(mask_B1, fault_of(target_probs_BV, draft_probs_BV), self.fault_B1)
-        self.going_B1 = self.going_B1 & (self.fault_B1 == Fault.NONE)
+        self.going_B1 = self.going_B1 & (self.fault_B1 == Fault.NONE.value)
 
     def _child_weight(self, token_B1: Tensor) -> Tensor:
         """Return min(1, w(x)/q(x)) for the next child of the deepest open node."""
