@@ -32,6 +32,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--device-map", default=None, help="For targets larger than one device: auto, balanced, sequential, or tp under torchrun."),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
     click.option("--graphs/--no-graphs", default=True, show_default=True, help="On a GPU, replay whole rounds as CUDA graphs."),
+    click.option("--compiled", is_flag=True, help="On a GPU, compile verification too: 20 seconds once, then faster above temperature 0."),
     click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice]."),
 ]  # fmt: skip
 
@@ -81,6 +82,7 @@ class Choices:
     device_map: str | None
     dtype: str
     graphs: bool
+    compiled: bool
     threads: int | None
 
     def check(self) -> "SamplingParams":
@@ -117,6 +119,7 @@ class Choices:
             draft_temperature=self.draft_temperature,
             device=self.device,
             graphs=self.graphs,
+            compiled=self.compiled,
             device_map=self.device_map,
             dtype=self.dtype,
         )

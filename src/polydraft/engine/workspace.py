@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -13,11 +14,13 @@ from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.sampling import SamplingParams, Warper
-from polydraft.walks import TargetLaws, Walk
+from polydraft.walks import TargetLaws, Verdict, Walk
 
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
 _FEW_NODES = 16
+_MOST_SHAPES = 64
+"""Of trees and batches that compiled verification is kept for; further ones run as they are."""
 _LOGGER = logging.getLogger("polydraft")
 
 
@@ -43,10 +46,18 @@ class Workspace:
     params : SamplingParams
     graphs : bool
         Record rounds where the device can.
+    compiled : bool
+        Compile verification before it is recorded: a third of its launches, for some seconds once.
     """
 
     def __init__(
-        self, target: LanguageModel, drafter: Drafter, batch_size: int, params: SamplingParams, graphs: bool = True
+        self,
+        target: LanguageModel,
+        drafter: Drafter,
+        batch_size: int,
+        params: SamplingParams,
+        graphs: bool = True,
+        compiled: bool = False,
     ) -> None:
         self.target, self.batch_size, self.params = target, batch_size, params
         self.session = drafter.start(batch_size, params, target)
@@ -58,6 +69,7 @@ class Workspace:
         """The last two tokens of each text; the second is pending."""
         self.active_B = torch.ones(batch_size, dtype=torch.bool, device=target.device)
         self._recorder = Recorder() if graphs and target.device.type == "cuda" else None
+        self._compiled = compiled and self._recorder is not None
         self._told: set[str] = set()
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, keep: bool) -> None:
@@ -110,7 +122,8 @@ class Workspace:
             features_BNF = self.memory.context.extend(draft.tokens_BN, draft.block())
         with stats.clock("verify"):
             target_law = self._target_law(features_BNF)
-            verdict = walk.run(session.scheme, draft, target_law, uniforms_BU[:, session.num_uniforms :])
+            run = compiled_walk(type(walk)) if self._compiled else type(walk).run
+            verdict = run(walk, session.scheme, draft, target_law, uniforms_BU[:, session.num_uniforms :])
         with stats.clock("commit"):
             keep_B = torch.where(self.active_B, verdict.accepted_B + 1, 0)
             self.memory.context.commit(verdict.path_BD, keep_B)
@@ -171,6 +184,14 @@ class Workspace:
             self._told.add(lasting)
             _LOGGER.warning("rounds run without CUDA graphs: %s", lasting)
         return lasting or self.session.obstacle()
+
+
+@cache
+def compiled_walk(kind: type[Walk]) -> Callable[..., Verdict]:
+    """Return a walk's `run`, compiled anew for every shape of tree that it meets."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_SHAPES)
+    run: Callable[..., Verdict] = torch.compile(kind.run, dynamic=False)
+    return run
 
 
 def device_failure(error: RuntimeError) -> FailureError:
