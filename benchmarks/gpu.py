@@ -8,6 +8,8 @@ import argparse
 import json
 import logging
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import polydraft
+from polydraft.bench.identity import IdentityCheck
 from polydraft.bench.prompts import load_prompts
 from polydraft.drafters import HeadTree, Plain
 from polydraft.engine import Decoder
@@ -216,6 +219,32 @@ def batches() -> dict[str, float]:
     return rows
 
 
+def identity() -> dict[str, int]:
+    """Greedy texts of the bundled model on the GPU, drafted and recorded, against Hugging Face's."""
+    decoder = polydraft.load("smollm2", device="cuda", tree="4x2x2x1x1")
+    check = IdentityCheck(decoder.target)
+    found: dict[str, int] = {}
+    for text in sample_prompts(OPTIONS.prompts, 20):
+        prompt = decoder.encode(text, chat=True)
+        ids = torch.tensor([prompt], device="cuda")
+        model = decoder.target.hf_model
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, pad_token_id=0)
+        expected = output[0, len(prompt) :].tolist()
+        got = decoder.generate(prompt, sampling=SamplingParams(temperature=0), max_new_tokens=64).token_ids
+        likeness = str(check.compare(prompt, expected, got))
+        found[likeness] = found.get(likeness, 0) + 1
+    print("greedy texts against Hugging Face's:", found)
+    return found
+
+
+def gpu_tests() -> dict[str, str]:
+    """The tests that need a GPU."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"], capture_output=True, text=True)
+    last = done.stdout.strip().splitlines()[-1]
+    print(last)
+    return {"exit": str(done.returncode), "last": last}
+
+
 def sample_prompts(path: Path | None, limit: int) -> list[str]:
     """Return prompts of all categories in turn: from a file, or the built-in ones."""
     return [prompt.text for prompt in load_prompts(str(path) if path else "builtin", limit=limit)]
@@ -320,9 +349,11 @@ def copy_bandwidth() -> float:
 
 
 SECTIONS: dict[str, Callable[[], object]] = {
+    "tests": gpu_tests,
     "limits": limits,
     "parts": parts,
     "context": context,
+    "identity": identity,
     "end": end_to_end,
     "batches": batches,
 }
