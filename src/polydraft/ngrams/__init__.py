@@ -1,0 +1,18 @@
+"""What text has been seen before, and what came next: memories of n-grams, on the host."""
+
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.ngrams.context import ContextCache
+from polydraft.ngrams.fingerprint import tokenizer_fingerprint
+from polydraft.ngrams.lookup import LookupCache
+from polydraft.ngrams.options import GramOptions
+
+__all__ = [
+    "GRAM_CACHES",
+    "ContextCache",
+    "GramCache",
+    "GramMemory",
+    "GramOptions",
+    "LookupCache",
+    "Match",
+    "tokenizer_fingerprint",
+]
