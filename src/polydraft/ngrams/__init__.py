@@ -5,6 +5,7 @@ from polydraft.ngrams.context import ContextCache
 from polydraft.ngrams.fingerprint import tokenizer_fingerprint
 from polydraft.ngrams.lookup import LookupCache
 from polydraft.ngrams.options import GramOptions
+from polydraft.ngrams.suffix import SuffixCache
 
 __all__ = [
     "GRAM_CACHES",
@@ -14,5 +15,6 @@ __all__ = [
     "GramOptions",
     "LookupCache",
     "Match",
+    "SuffixCache",
     "tokenizer_fingerprint",
 ]
