@@ -20,7 +20,7 @@ from polydraft.sampling import SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
-from polydraft.walks import AUTO, resolve_walk
+from polydraft.walks import AUTO
 
 _OFF = (None, False)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -131,7 +131,7 @@ class Speculate:
                 target=target,
                 drafter=self._drafter,
                 workspace=workspace,
-                walk=resolve_walk(AUTO, workspace.session.scheme),
+                walk=self._drafter.resolve_walk(AUTO, workspace.session.scheme),
                 prompts=[prompts[row] for row in lane],
                 params=lane_params,
                 generators=[row_generator(row_seed(seed, row)) for row in lane],

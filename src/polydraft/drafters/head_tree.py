@@ -50,6 +50,7 @@ class HeadTreeSession(DraftSession):
     """
 
     reads_features = True
+    follows_any_path = True
 
     def __init__(self, drafter: HeadTree, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
         head, topology = drafter.model, drafter.topology
@@ -70,6 +71,10 @@ class HeadTreeSession(DraftSession):
         self._lone_B: Tensor | None = None
         """Rows whose text is the root alone; only in a first round."""
         self._seen = False
+
+    def expect(self, depth: int) -> None:
+        """Make room for as many fresh entries."""
+        self._places = self.num_nodes + max(depth, self.depth) + 1
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""

@@ -128,7 +128,7 @@ class Run:
         with stats.clock("target"):
             features_BNF = self._memory.context.extend(draft.tokens_BN, draft.block())
         with stats.clock("verify"):
-            target_law = self._target_law(features_BNF)
+            target_law = self._target_law(features_BNF[:, : features_BNF.shape[1] - draft.riders])
             verdict = self.walk.run(session.scheme, draft, target_law, uniforms_BU[:, session.num_uniforms :])
         with stats.clock("commit"):
             keep_B = torch.where(self._active_B, verdict.accepted_B + 1, 0)

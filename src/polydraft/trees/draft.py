@@ -1,6 +1,6 @@
 """A tree filled with tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class DraftTree:
     """Which of its level's G laws each node's children were drawn from."""
     vocabulary: PartialVocabulary | None = None
     """What the columns of the laws mean, where they are not all tokens."""
+    riders: int = 0
+    """How many nodes, the last ones, only ride along in the pass: no walk gets there."""
+    extra_table_BNK: Tensor | None = None
+    """Further children that no scheme has drawn, by node id, 0 for none: a walk may go on there, see `union`."""
 
     @classmethod
     def from_topology(
@@ -64,6 +68,19 @@ class DraftTree:
         width = self.child_table_BNK.shape[-1]
         nodes_BK = self.child_table_BNK.gather(1, node_B[:, None, None].expand(-1, 1, width))[:, 0]
         return nodes_BK, torch.where(nodes_BK > 0, self.tokens_BN.gather(1, nodes_BK), NO_TOKEN)
+
+    @property
+    def drawn_depth(self) -> int:
+        """Levels whose nodes may have drawn children; below them there are further children at most."""
+        return len(self.laws) if self.laws else self.depth
+
+    def followers(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return node ids and tokens of all children of one node a row, drawn ones first."""
+        nodes_BK, tokens_BK = self.children(node_B)
+        if self.extra_table_BNK is None:
+            return nodes_BK, tokens_BK
+        further = replace(self, child_table_BNK=self.extra_table_BNK).children(node_B)
+        return torch.cat([nodes_BK, further[0]], dim=1), torch.cat([tokens_BK, further[1]], dim=1)
 
     def draft_law(self, level: int, node_B: Tensor) -> Tensor:
         """Return the law that the children of one node a row were drawn from; `[B, 0]` where there is none."""

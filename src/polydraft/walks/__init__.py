@@ -2,8 +2,21 @@
 
 from polydraft.walks.block import BlockWalk
 from polydraft.walks.choice import AUTO, check_walk, resolve_walk
+from polydraft.walks.flat_blocks import FlatBlocksWalk
 from polydraft.walks.node import NodeWalk
 from polydraft.walks.traversal import TraversalWalk
 from polydraft.walks.walk import WALKS, Fault, Verdict, Walk
 
-__all__ = ["AUTO", "WALKS", "BlockWalk", "Fault", "NodeWalk", "TraversalWalk", "Verdict", "Walk", "check_walk", "resolve_walk"]
+__all__ = [
+    "AUTO",
+    "WALKS",
+    "BlockWalk",
+    "Fault",
+    "FlatBlocksWalk",
+    "NodeWalk",
+    "TraversalWalk",
+    "Verdict",
+    "Walk",
+    "check_walk",
+    "resolve_walk",
+]
