@@ -14,8 +14,8 @@ every_cache = pytest.mark.parametrize("name", GRAM_CACHES.names())
 
 @every_cache
 @pytest.mark.parametrize("seed", range(20))
-def test_continuations_keep_their_bounds_and_differ(name, seed):
-    memory = GRAM_CACHES.get(name)(GramOptions()).open()
+def test_continuations_keep_their_bounds_and_differ(name, options, seed):
+    memory = GRAM_CACHES.get(name)(options).open()
     text = random_text(seed, 120, vocabulary=6)
     memory.read(text)
     for count, length in ((1, 1), (3, 5), (6, 12), (50, 2)):
@@ -28,8 +28,8 @@ def test_continuations_keep_their_bounds_and_differ(name, seed):
 
 @every_cache
 @pytest.mark.parametrize("seed", range(10))
-def test_reading_in_parts_is_reading_at_once(name, seed):
-    cache = GRAM_CACHES.get(name)(GramOptions())
+def test_reading_in_parts_is_reading_at_once(name, options, seed):
+    cache = GRAM_CACHES.get(name)(options)
     text = random_text(seed, 150, vocabulary=5)
     parts, whole = cache.open(), cache.open()
     place = 0
@@ -42,34 +42,34 @@ def test_reading_in_parts_is_reading_at_once(name, seed):
 
 
 @every_cache
-def test_rows_know_nothing_of_each_other_and_forget_when_told(name):
-    cache = GRAM_CACHES.get(name)(GramOptions())
+def test_rows_know_nothing_of_each_other_and_forget_when_told(name, options):
+    cache = GRAM_CACHES.get(name)(options)
     one, other = cache.open(), cache.open()
-    one.read([5, 6, 7, 8, 9, 10, 5, 6])
+    one.read([25, 26, 27, 28, 29, 30, 25, 26])
     before = one.matches(4, 4)
-    other.read([5, 6])
-    other.learn([5, 6, 1, 1, 1])
+    other.read([25, 26])
+    other.learn([25, 26, 1, 1, 1])
     assert one.matches(4, 4) == before
-    assert all(7 not in match.tokens for match in other.matches(4, 4))
+    assert all(27 not in match.tokens for match in other.matches(4, 4))
     one.reset()
     assert one.matches(4, 4) == []
-    one.read([5, 6])
+    one.read([25, 26])
     assert one.matches(4, 4) == []
 
 
 @every_cache
-def test_nothing_is_known_of_nothing(name):
-    memory = GRAM_CACHES.get(name)(GramOptions()).open()
-    for tokens in ([], [1], [], [2], [3]):
+def test_nothing_is_known_of_nothing(name, options):
+    memory = GRAM_CACHES.get(name)(options).open()
+    for tokens in ([], [21], [], [22], [23]):
         memory.read(tokens)
         assert memory.propose(4, 4) == []
 
 
 @every_cache
-def test_degenerate_text_takes_no_longer(name):
-    memory = GRAM_CACHES.get(name)(GramOptions()).open()
+def test_degenerate_text_takes_no_longer(name, options):
+    memory = GRAM_CACHES.get(name)(options).open()
     memory.read([3] * 3000)
-    assert list(memory.propose(4, 6)[0]) == [3] * 6 or GRAM_CACHES.get(name)(GramOptions()).is_empty
+    assert name == "corpus" or list(memory.propose(4, 6)[0]) == [3] * 6
 
 
 def test_options_out_of_range_are_refused():

@@ -2,6 +2,7 @@
 
 from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match
 from polydraft.ngrams.context import ContextCache
+from polydraft.ngrams.corpus import SHIPPED_CORPORA, CorpusCache, load_corpus
 from polydraft.ngrams.fingerprint import tokenizer_fingerprint
 from polydraft.ngrams.lookup import LookupCache
 from polydraft.ngrams.options import GramOptions
@@ -9,12 +10,15 @@ from polydraft.ngrams.suffix import SuffixCache
 
 __all__ = [
     "GRAM_CACHES",
+    "SHIPPED_CORPORA",
     "ContextCache",
+    "CorpusCache",
     "GramCache",
     "GramMemory",
     "GramOptions",
     "LookupCache",
     "Match",
     "SuffixCache",
+    "load_corpus",
     "tokenizer_fingerprint",
 ]
