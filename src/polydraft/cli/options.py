@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft.cli.ngram_options import NGRAM_OPTIONS, NgramChoices
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,13 +53,13 @@ def arrange_messages() -> None:
 
 def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of model, tree and sampling to a command."""
-    for option in reversed(_OPTIONS):
+    for option in reversed([*_OPTIONS, *NGRAM_OPTIONS]):
         command = option(command)
     return command
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class Choices(NgramChoices):
     """What the shared options were set to."""
 
     target: str
@@ -113,4 +114,7 @@ class Choices:
             draft_temperature=self.draft_temperature,
             device=self.device,
             dtype=self.dtype,
+            drafter=self.drafter,
+            grams=self.grams(),
+            lossless=self.lossy is None,
         )

@@ -1,6 +1,6 @@
 """How tokens and figures look on a terminal and in a pipe."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -49,7 +49,17 @@ def summary_line(stats: Stats) -> str:
         f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_pass:.2f} tokens a target pass"
         + (f", acceptance {stats.acceptance_rate:.2f}" if stats.offers_by_depth else "")
+        + (f"; from {sources}" if (sources := sources_text(stats.tokens_by_source)) else "")
     )
+
+
+def sources_text(tokens_by_source: Mapping[str, int]) -> str:
+    """Say how many tokens each source proposed, if there is more to say than that a draft did."""
+    counts = {source: count for source, count in tokens_by_source.items() if count}
+    if counts.keys() <= {"model", "head"}:
+        return ""
+    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{source} {count}" for source, count in ordered)
 
 
 def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:

@@ -2,7 +2,7 @@
 
 from polydraft.drafters.combination import Combination
 from polydraft.drafters.drafter import DRAFTERS, Drafter, Parts
-from polydraft.drafters.gram_tree import GRAM_DRAFTERS, gram_tree
+from polydraft.drafters.gram_tree import GRAM_DRAFTERS, check_node_walk, gram_tree
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead
 
@@ -34,6 +34,12 @@ def split_drafter(name: str) -> tuple[list[str], str | None]:
     return grams, trees[0] if trees else None
 
 
+def check_drafter(name: str, walk: str) -> None:
+    """Refuse an unknown drafter, or a walk that cannot verify what it proposes."""
+    if name != AUTO and split_drafter(name)[0]:
+        check_node_walk(name, walk)
+
+
 def needs_draft(name: str) -> bool:
     """Whether a drafter of that name proposes from a draft's law; refuses unknown names."""
     if name == AUTO:
@@ -51,10 +57,10 @@ def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
         return DRAFTERS.get(NONE)(parts) if missing else _tree("model", parts)
     grams, tree = split_drafter(name)
     if tree is None:
-        return gram_tree(grams, parts)
+        return gram_tree(grams, parts.grams)
     if grams and parts.grams.flat_blocks:
         raise UsageError(f"flat-blocks cannot verify drafter {name!r}; allowed: n-gram drafters alone, such as self-draft")
-    return Combination(_tree(tree, parts), gram_tree(grams, parts)) if grams else _tree(tree, parts)
+    return Combination(_tree(tree, parts), gram_tree(grams, parts.grams)) if grams else _tree(tree, parts)
 
 
 def _tree(name: str, parts: Parts) -> Drafter:

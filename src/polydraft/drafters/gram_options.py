@@ -1,10 +1,11 @@
 """What can be set about drafting from n-grams."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from polydraft.drafters.riders import RiderOptions
 from polydraft.errors import UsageError
-from polydraft.ngrams import GramOptions
+from polydraft.ngrams import GramOptions, tokenizer_fingerprint
 from polydraft.trees import MAX_NODES
 
 
@@ -14,7 +15,7 @@ class GramTreeOptions:
 
     nodes: int = 20
     """Most candidates a round, in nodes of the merged trie."""
-    depth: int = 8
+    depth: int = 12
     """Most tokens of a continuation."""
     candidates: int = 8
     """Most continuations that each cache is asked for."""
@@ -38,6 +39,12 @@ class GramTreeOptions:
                 f"{self.nodes} candidates and {self.riders.most} branch tokens are too many for one pass; "
                 f"allowed: below {MAX_NODES} in all"
             )
+
+    def for_tokenizer(self, tokenizer: Any) -> "GramTreeOptions":
+        """Tie corpus caches to a tokenizer, so that a foreign one is refused."""
+        if tokenizer is None:
+            return self
+        return replace(self, caches=replace(self.caches, fingerprint=tokenizer_fingerprint(tokenizer)))
 
     @property
     def most_depth(self) -> int:

@@ -32,6 +32,13 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
 """Drafters that need no draft model, with the caches they ask; `self-draft` also has riders."""
 
 
+_REACH = 3
+"""Tokens of a continuation that are believed, beside its first, for each token of the prefix that it was found by.
+
+More cost more in the pass than they yield; measured with SmolLM2 on six kinds of prompts, where 2 to 4 are alike.
+"""
+
+
 class GramTree(Drafter):
     """Propose what n-gram caches know.
 
@@ -126,14 +133,18 @@ class GramTreeSession(DraftSession):
         return self._riders.attach(tree, uniforms_BU)
 
     def _trie(self, memories: Sequence[GramMemory], root: int, shared: bool) -> TokenTrie:
-        """Merge continuations: those of the longest prefixes first, at most so many nodes."""
+        """Merge continuations: those of the longest prefixes first, and in so far as the prefix is a reason to believe them."""
         options, trie = self._options, TokenTrie(root, shared)
         found: list[tuple[Match, str]] = []
         for name, memory in zip(self._names, memories, strict=True):
             found += [(match, name) for match in memory.matches(options.candidates, self.depth)]
         found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
         for match, name in found:
-            trie.add(match.tokens, name, 1 + options.nodes)
+            trie.add(match.tokens[: 1 + _REACH * match.prefix], name, 1 + options.nodes)
+        # The pass has room for some more, which cost nothing.
+        room = rounded(len(trie) - 1, options.nodes)
+        for match, name in found if shared else ():
+            trie.add(match.tokens, name, 1 + room)
         return trie
 
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
@@ -162,9 +173,9 @@ class GramTreeSession(DraftSession):
         """Take note of texts that were cut off: what was read of them is no beginning of what may come."""
 
 
-def gram_tree(names: Sequence[str], parts: Parts) -> GramTree:
+def gram_tree(names: Sequence[str], options: GramTreeOptions) -> GramTree:
     """Make the drafter that asks the caches of all the named ones."""
-    options, label = parts.grams, "+".join(names)
+    label = "+".join(names)
     branches = options.riders if "self-draft" in names and options.context else RiderOptions(branches=0)
     options = dataclasses.replace(options, riders=branches)
     dropped = {name for name, kept in (("context", options.context), ("corpus", options.corpus)) if not kept}
@@ -184,7 +195,7 @@ def gram_tree(names: Sequence[str], parts: Parts) -> GramTree:
 def _register(name: str) -> None:
     @DRAFTERS.register(name)
     def build(parts: Parts) -> GramTree:
-        return gram_tree([name], parts)
+        return gram_tree([name], parts.grams)
 
 
 for _name in GRAM_DRAFTERS:
