@@ -132,5 +132,5 @@ def test_proposals_are_likeliest_first(corpus_file):
         memory.reset()
         memory.read([first])
         tokens = [match.tokens[0] for match in memory.matches(3, 1)]
-        assert tokens == [step.token for step in trie.steps(trie.find([first]), 3)]
+        assert tokens == [token for _, token, _ in trie.steps(trie.find([first]), 3)]
         assert np.all(np.diff([int(trie.weights_N[trie.find([first, token])]) for token in tokens]) <= 0)

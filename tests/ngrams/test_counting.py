@@ -101,9 +101,9 @@ def brute_order(corpus, counts):
 def test_siblings_come_by_falling_count():
     trie = trie_of([[1, 2, 1, 3, 1, 3, 1, 4, 1, 4, 1, 4]])
     steps = trie.steps(trie.find([1]), 5)
-    assert [step.token for step in steps] == [4, 3, 2]
-    assert [step.cost for step in steps] == sorted(step.cost for step in steps)
-    assert [step.token for step in trie.steps(trie.find([1]), 2)] == [4, 3]
+    assert [token for _, token, _ in steps] == [4, 3, 2]
+    assert [cost for cost, _, _ in steps] == sorted(cost for cost, _, _ in steps)
+    assert [token for _, token, _ in trie.steps(trie.find([1]), 2)] == [4, 3]
 
 
 def test_no_gram_crosses_the_end_of_a_text():
@@ -111,12 +111,10 @@ def test_no_gram_crosses_the_end_of_a_text():
     assert trie.find([2, 3]) == ABSENT and trie.find([1, 2]) != ABSENT
 
 
-def test_a_leaf_goes_on_with_its_longest_known_end():
+def test_a_leaf_is_an_end():
     trie = trie_of([[0, 1, 2, 3, 4, 5, 6, 7, 8]])
-    leaf = trie.find([0, 1, 2, 3, 4])
-    assert [step.token for step in trie.steps(leaf, 3)] == [5]
-    assert trie.gram_of(trie.steps(leaf, 3)[0].node) == [3, 4, 5]
-    assert trie.steps(trie.find([8]), 3) == []
+    assert [token for _, token, _ in trie.steps(trie.find([0, 1, 2, 3]), 3)] == [4]
+    assert trie.steps(trie.find([0, 1, 2, 3, 4]), 3) == trie.steps(trie.find([8]), 3) == []
 
 
 def test_unknown_tokens_are_absent_and_foreign_ones_refused():

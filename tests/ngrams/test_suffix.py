@@ -2,7 +2,7 @@ import pytest
 
 from polydraft.ngrams import GramOptions, SuffixCache
 from polydraft.ngrams.automaton import ROOT, SuffixAutomaton
-from polydraft.ngrams.paths import Step, best_paths
+from polydraft.ngrams.paths import best_paths
 
 from .brute import longest_match, places_after, random_text
 
@@ -85,7 +85,8 @@ def test_repetitive_text_is_read_in_linear_time():
 
 def test_best_paths_come_in_order_of_their_cost():
     costs = {0: [(0.1, 1, 1), (2.0, 2, 2)], 1: [(0.1, 3, 3), (0.5, 4, 3)], 2: [(0.0, 5, 3)], 3: []}
-    steps = {node: [Step(*way) for way in ways] for node, ways in costs.items()}
-    assert list(best_paths(0, steps.__getitem__, 4)) == [(1, 3), (1, 4), (2, 5)]
-    assert list(best_paths(0, steps.__getitem__, 1)) == [(1,), (2,)]
-    assert list(best_paths(3, steps.__getitem__, 4)) == []
+    assert list(best_paths(0, costs.__getitem__, 4)) == [(1, 3), (1, 4), (2, 5)]
+    assert list(best_paths(0, costs.__getitem__, 1)) == [(1,), (2,)]
+    assert list(best_paths(3, costs.__getitem__, 4)) == []
+    known = {1: [1, 8, 8]}
+    assert list(best_paths(0, costs.__getitem__, 3, lambda node, depth: known.get(node))) == [[1, 8, 8], (2, 5)]

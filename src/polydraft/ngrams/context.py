@@ -21,12 +21,15 @@ _LEAST_CHAIN = 2
 """Shortest prefix by which a continuation is continued: one token alone says too little about the next ones."""
 
 
+_NOTHING: list[Gram] = [()]
+
+
 class GramTable:
     """Prefixes of one length, each with its continuations; both forget what was seen least recently."""
 
     def __init__(self, max_keys: int, entries_per_key: int) -> None:
         self._max_keys, self._entries_per_key = max_keys, entries_per_key
-        self._entries: OrderedDict[Gram, dict[Gram, None]] = OrderedDict()
+        self._entries: OrderedDict[Gram, list[Gram]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -37,23 +40,24 @@ class GramTable:
         for key, continuation in grams:
             known = entries.get(key)
             if known is None:
-                entries[key] = {continuation: None}
+                entries[key] = [continuation]
                 if len(entries) > limit:
                     entries.popitem(last=False)
                 continue
             entries.move_to_end(key)
-            known.pop(continuation, None)  # a dict keeps its order: what is put back comes last
-            known[continuation] = None
-            if len(known) > most:
-                del known[next(iter(known))]
+            if continuation in known:
+                known.remove(continuation)
+            elif len(known) == most:
+                del known[0]
+            known.append(continuation)
 
     def get(self, key: Gram) -> Iterable[Gram]:
         """Return the continuations of a prefix, the most recent first."""
-        return reversed(self._entries.get(key, {}))
+        return reversed(self._entries.get(key, ()))
 
     def latest(self, key: Gram) -> Gram:
         """Return the most recent continuation of a prefix; empty if it has none."""
-        return next(iter(self.get(key)), ())
+        return self._entries.get(key, _NOTHING)[-1]
 
 
 class GramTables:

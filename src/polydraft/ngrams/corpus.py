@@ -1,7 +1,7 @@
 """The corpus cache of Self-Draft: what usually follows a few tokens in a large text, counted beforehand.
 
-"Longer prefixes and higher frequencies receive higher priority" [1]_. Deviation: a continuation that reaches the end of the
-longest counted n-gram is continued by its own last tokens.
+"Longer prefixes and higher frequencies receive higher priority" [1]_. The shorter the prefix, the longer its continuations may
+be: together they are an n-gram that was counted.
 
 References
 ----------
@@ -66,11 +66,10 @@ class CorpusMemory(GramMemory):
 
         for prefix in range(len(self._tail), 0, -1):
             node = trie.find(self._tail[-prefix:])
-            if node != ABSENT and trie.has_children(node):
-                for tokens in islice(best_paths(node, steps, length), count):
-                    found.add(prefix, tokens)
-            if found.full:
-                break
+            for tokens in islice(best_paths(node, steps, length), count) if node != ABSENT else ():
+                found.add(prefix, tokens)
+                if found.full:
+                    return found.matches
         return found.matches
 
 

@@ -13,9 +13,6 @@ ABSENT = -1
 _UNIT = 8
 """Steps of a weight per doubling of the count."""
 _COST_UNIT = float(np.log(2)) / _UNIT
-_LEAST_CHAIN = 2
-"""Shortest prefix by which a continuation is continued beyond the trie's leaves."""
-_MOST_REMEMBERED = 65_536
 
 
 def weights_of(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -46,7 +43,6 @@ class GramTrie:
     firsts_I: NDArray[np.uint32]
     """First child of each node above the last level, and at the end the number of nodes."""
     _tops_V: NDArray[np.int64] = field(init=False, repr=False)
-    _ends: dict[int, int] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         tops_V = np.full(self.vocab_size, ABSENT, dtype=np.int64)
@@ -68,52 +64,22 @@ class GramTrie:
         """Return the n-gram of a node."""
         tokens = [int(self.tokens_N[node])]
         while node >= self.level_sizes[0]:
-            node = int(np.searchsorted(self.firsts_I, node, side="right")) - 1
+            # The number in the array's own type, lest all of the array be converted to the number's.
+            node = int(self.firsts_I.searchsorted(np.uint32(node), side="right")) - 1
             tokens.append(int(self.tokens_N[node]))
         return tokens[::-1]
 
     def steps(self, node: int, width: int) -> list[Step]:
-        """Return the `width` most frequent ways on; from an n-gram that has none, those of its longest known end."""
+        """Return the `width` most frequent ways on."""
         first, end = self._children(node)
         if first == end:
-            node = self._longest_end(node)
-            if node == ABSENT:
-                return []
-            first, end = self._children(node)
+            return []
         end = min(end, first + width)
-        tokens, weights, weight = (
-            self.tokens_N[first:end].tolist(),
-            self.weights_N[first:end].tolist(),
-            int(self.weights_N[node]),
-        )
-        return [
-            Step((weight - own) * _COST_UNIT, token, child)
-            for child, (token, own) in enumerate(zip(tokens, weights, strict=True), start=first)
-        ]
-
-    def has_children(self, node: int) -> bool:
-        """Whether it is known how an n-gram goes on."""
-        first, end = self._children(node)
-        return first < end
+        weight = int(self.weights_N[node])
+        costs = [(weight - own) * _COST_UNIT for own in self.weights_N[first:end].tolist()]
+        return list(zip(costs, self.tokens_N[first:end].tolist(), range(first, end), strict=True))
 
     def _children(self, node: int) -> tuple[int, int]:
         if node + 1 >= len(self.firsts_I):
             return 0, 0
         return int(self.firsts_I[node]), int(self.firsts_I[node + 1])
-
-    def _longest_end(self, node: int) -> int:
-        """Return the node of the longest proper end of a node's n-gram that is known to go on."""
-        known = self._ends.get(node)
-        if known is not None:
-            return known
-        tokens = self.gram_of(node)
-        found = ABSENT
-        for size in range(min(self.max_prefix, len(tokens) - 1), min(_LEAST_CHAIN, self.max_prefix) - 1, -1):
-            end = self.find(tokens[-size:])
-            if end != ABSENT and self.has_children(end):
-                found = end
-                break
-        if len(self._ends) >= _MOST_REMEMBERED:
-            self._ends.clear()
-        self._ends[node] = found
-        return found
