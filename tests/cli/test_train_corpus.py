@@ -30,8 +30,8 @@ def test_files_are_counted_and_found_again(invoke, tiny: str, text: Path, tmp_pa
     packed.write_bytes(gzip.compress(b"zebra stripes, zebra stripes"))
     code, said, _ = invoke("train", "corpus-cache", "--tokenizer", tiny, "--text", str(text), str(packed), "--out", str(out))
     assert code == 0 and str(out) in said and f"{len(TEXT) + 28:,} tokens" in said
-    assert proposals(tiny, out, "the c")[0] == "at sat"
-    assert proposals(tiny, out, "zeb")[0] == "ra str"
+    assert proposals(tiny, out, "the c")[0] == "at s"
+    assert proposals(tiny, out, "zeb")[0] == "ra s"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["cache.grams", "more.txt.gz", "text.txt"]
 
 
@@ -49,7 +49,7 @@ def test_the_model_writes_its_own_text(invoke, tiny: str, tmp_path: Path) -> Non
     options = ["--generate", "400", "--length", "40", "--sampling-rows", "5", "--device", "cpu"]
     code, _, errors = invoke("train", "corpus-cache", "--tokenizer", tiny, *options, "--out", str(out))
     assert code == 0, errors
-    assert load_corpus(out, None).corpus_tokens == 400
+    assert 300 < load_corpus(out, None).corpus_tokens <= 400  # what a text repeats is left out
     again = tmp_path / "again.grams"
     assert invoke("train", "corpus-cache", "--tokenizer", tiny, *options, "--out", str(again))[0] == 0
     assert again.read_bytes() == out.read_bytes()

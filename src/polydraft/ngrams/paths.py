@@ -5,7 +5,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 Step = tuple[float, int, int]
-"""One way on from a node: how unlikely it is, at least 0 (minus the logarithm of its share, or its rank); its token; where to."""
+"""One way on from a node: how unlikely it is, at least 0 (minus the logarithm of its share, or its rank); token; node."""
 Steps = Callable[[int], Sequence[Step]]
 """Ways on from a node, cheapest first; none at an end."""
 Rest = Callable[[int, int], Sequence[int] | None]

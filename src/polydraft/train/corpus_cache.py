@@ -17,6 +17,7 @@ from polydraft.ngrams.gram_file import save_trie
 from polydraft.ngrams.gram_trie import GramTrie
 from polydraft.ngrams.options import check_order
 from polydraft.ngrams.reading import blocks_of, check_text_file
+from polydraft.ngrams.repeats import fresh_stretches
 from polydraft.train.corpus import make_corpus
 from polydraft.train.settings import HeadSize, TrainSettings
 
@@ -163,6 +164,7 @@ def _count_written(settings: CorpusCacheSettings, target: Any, counter: GramCoun
     corpus = make_corpus(settings.written(), target, advance)
     observer("writing", settings.generate, settings.generate)
     logger.info("counting %s", corpus.source)
-    for tokens in corpus.texts.tokens_NL.numpy():
-        counter.add(tokens)
-        counter.end_text()
+    for tokens in corpus.texts.tokens_NL.tolist():
+        for stretch in fresh_stretches(tokens, settings.max_prefix + settings.gram):
+            counter.add(stretch)
+            counter.end_text()
