@@ -19,6 +19,7 @@ ROOMS = [
     "walks",
     "theory",
     "models",
+    "ngrams",
     "drafters",
     "engine",
     "loading",

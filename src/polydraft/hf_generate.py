@@ -10,7 +10,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from polydraft.drafters import Drafter, HeadTree, ModelTree, Plain
+from polydraft.drafters import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, HeadTree, ModelTree, Plain
+from polydraft.drafters.choice import split_drafter
+from polydraft.drafters.gram_tree import gram_tree
 from polydraft.engine import Run, Stats, StopReason
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
@@ -20,7 +22,7 @@ from polydraft.sampling import SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
-from polydraft.walks import AUTO, resolve_walk
+from polydraft.walks import AUTO
 
 _OFF = (None, False)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -65,6 +67,11 @@ class Speculate:
     draft_temperature : float, optional
         Temperature of the draft, the target's otherwise. It changes speed, never the text's law.
 
+    ngrams : str, optional
+        Propose from n-grams too: ``"self-draft"``, ``"ngram"``, ``"lookup"``, ``"suffix"``, ``"corpus"``; several with ``+``.
+    grams : GramTreeOptions, optional
+        Their sizes and caches. A corpus cache must be named, and its tokenizer cannot be checked here.
+
     Notes
     -----
     Rows are decoded together unless logits processors beyond temperature, top-k, top-p, min-p and repetition penalty
@@ -79,7 +86,14 @@ class Speculate:
     """
 
     def __init__(
-        self, draft: Any = None, tree: str = "4x2x2x1x1", scheme: str = "auto", draft_temperature: float | None = None
+        self,
+        draft: Any = None,
+        tree: str = "4x2x2x1x1",
+        scheme: str = "auto",
+        draft_temperature: float | None = None,
+        *,
+        ngrams: str | None = None,
+        grams: GramTreeOptions | None = None,
     ) -> None:
         topology = parse_tree(tree)
         if scheme != "auto":
@@ -98,6 +112,8 @@ class Speculate:
         elif draft is not None and topology.depth:
             self._draft = draft if isinstance(draft, LanguageModel) else HFModel(draft)
             self._drafter = ModelTree(self._draft, topology, scheme, draft_temperature)
+        if ngrams is not None:
+            self._drafter = _with_ngrams(self._drafter, ngrams, grams or GramTreeOptions())
 
     def __call__(
         self,
@@ -131,7 +147,7 @@ class Speculate:
                 target=target,
                 drafter=self._drafter,
                 workspace=workspace,
-                walk=resolve_walk(AUTO, workspace.session.scheme),
+                walk=self._drafter.resolve_walk(AUTO, workspace.session.scheme),
                 prompts=[prompts[row] for row in lane],
                 generators=[row_generator(row_seed(seed, row)) for row in lane],
                 max_new_tokens=stopping_criteria.max_length - input_ids.shape[1],
@@ -157,6 +173,18 @@ class Speculate:
         if self._draft is not None and self._draft.device != target.device:
             raise UsageError(f"the draft is on {self._draft.device} but the target on {target.device}; move one of them")
         return target
+
+
+def _with_ngrams(tree: Drafter, ngrams: str, options: GramTreeOptions) -> Drafter:
+    names, other = split_drafter(ngrams)
+    if other is not None:
+        raise UsageError(f"ngrams={ngrams!r} names {other!r}, which proposes no n-grams; allowed: {', '.join(GRAM_DRAFTERS)}")
+    if options.flat_blocks:
+        raise UsageError(
+            "flat_blocks changes the law of the text, which custom_generate=Speculate(...) never does; leave it out"
+        )
+    proposer = gram_tree(names, options)
+    return proposer if isinstance(tree, Plain) else Combination(tree, proposer)
 
 
 def _decode(

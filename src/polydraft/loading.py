@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from polydraft.drafters import Parts, make_drafter
+from polydraft.drafters import GramTreeOptions, Parts, make_drafter
+from polydraft.drafters.choice import check_drafter, needs_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models.bundled import BUNDLED
@@ -32,6 +33,7 @@ def load(
     target: str = BUNDLED,
     draft: str = "auto",
     *,
+    drafter: str = "auto",
     tree: str = "auto",
     scheme: str = "auto",
     walk: str = "auto",
@@ -41,6 +43,8 @@ def load(
     graphs: bool = True,
     compiled: bool = False,
     device_map: str | None = None,
+    grams: GramTreeOptions | None = None,
+    lossless: bool = True,
 ) -> Decoder:
     """Load a target and a draft and return the decoder.
 
@@ -52,6 +56,9 @@ def load(
     draft : str
         A folder or hub name of a model with the same tokens, ``"early-exit:k"`` for the target's own first k layers,
         ``"none"`` for plain decoding, or ``"auto"``.
+    drafter : str
+        Who proposes: ``"auto"`` (the draft), ``"model"`` (the same, as a part of a combination), or n-grams, which need no
+        draft: ``"self-draft"``, ``"ngram"``, ``"lookup"``, ``"suffix"``, ``"corpus"``; any of them joined by ``+``.
     tree : str
         Shape of the draft tree, see `polydraft.trees.parse_tree`; ``"auto"`` is ``"4x2x2x1x1"``, or what suits the
         draft that ``draft="auto"`` picked.
@@ -70,6 +77,10 @@ def load(
         On a GPU, replay whole rounds as CUDA graphs.
     compiled : bool
         On a GPU, compile verification too: some 20 seconds at first, half a millisecond less a round above temperature 0.
+    grams : GramTreeOptions, optional
+        Sizes and caches of n-gram drafters.
+    lossless : bool
+        False allows settings that change the law of the text, such as ``GramTreeOptions(flat_blocks=True)``.
 
     Returns
     -------
@@ -87,14 +98,31 @@ def load(
     if scheme != "auto":
         SCHEMES.get(scheme)
     check_walk(walk, scheme)
+    grams = grams or GramTreeOptions()
+    check_drafter(drafter, walk)
+    if grams.flat_blocks and lossless:
+        raise UsageError("flat_blocks changes the law of the text above temperature 0; pass lossless=False to have it anyway")
+    if not needs_draft(drafter):
+        if draft not in ("auto", "none"):
+            raise UsageError(
+                f"drafter {drafter!r} uses no draft, but draft={draft!r} is given; use {drafter}+model, or leave it out"
+            )
+        draft = "none"
     if draft_temperature is not None and not 0 <= draft_temperature < math.inf:
         raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
     loaded = load_model(target, place, number_format, device_map)
     draft_model = load_draft(usual_draft if draft == "auto" else draft, loaded)
-    parts = Parts(target=loaded.model, draft=draft_model, topology=topology, scheme=scheme, draft_temperature=draft_temperature)
+    parts = Parts(
+        target=loaded.model,
+        draft=draft_model,
+        topology=topology,
+        scheme=scheme,
+        draft_temperature=draft_temperature,
+        grams=grams.for_tokenizer(loaded.tokenizer),
+    )
     return Decoder(
         loaded.model,
-        make_drafter(parts),
+        make_drafter(parts, drafter),
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
         walk=walk,

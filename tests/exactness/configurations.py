@@ -7,14 +7,26 @@ from typing import Any
 import numpy as np
 
 from polydraft.certify.reference import next_laws
-from polydraft.drafters import DRAFTERS
+from polydraft.drafters import DRAFTERS, GRAM_DRAFTERS
 from polydraft.engine import Decoder, Generation
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import SCHEMES
 from polydraft.walks import WALKS
 
 from .checks import FALSE_ALARM, text_p_values
-from .setups import DRAFT, FIXTURE_DRAFT, FIXTURE_TARGET, PENALTIES, PROMPT, TARGET, TREES, make_decoder, tree_for
+from .setups import (
+    COMBINATIONS,
+    DRAFT,
+    FIXTURE_DRAFT,
+    FIXTURE_TARGET,
+    GRAM_PROMPT,
+    PENALTIES,
+    PROMPT,
+    TARGET,
+    TREES,
+    make_decoder,
+    tree_for,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +78,8 @@ class Configuration:
 
 SCHEMES_AND_WALKS = [(scheme, walk) for scheme in SCHEMES for walk in WALKS if WALKS.get(walk).fits(SCHEMES.get(scheme))]
 
+_TREES = [name for name in DRAFTERS if name not in GRAM_DRAFTERS]
+
 CONFIGURATIONS = [
     *(
         Configuration(label=f"{scheme} {walk}", scheme=scheme, walk=walk, tree=tree_for(scheme))
@@ -84,7 +98,7 @@ CONFIGURATIONS = [
     Configuration(label="flat draft", draft_temperature=1.5),
     Configuration(label="greedy draft", draft_temperature=0.0),
     Configuration(label="one-token prompt", prompt=(21,)),
-    *(Configuration(label=f"drafter {name}", drafter=name, scheme="auto") for name in DRAFTERS),
+    *(Configuration(label=f"drafter {name}", drafter=name, scheme="auto") for name in _TREES),
     *(
         Configuration(
             label=f"drafter {name}, truncated",
@@ -93,7 +107,20 @@ CONFIGURATIONS = [
             tree="fork:2x4",
             sampling=SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3),
         )
-        for name in DRAFTERS
+        for name in _TREES
+    ),
+    # One trie and one walk for all of these: fewer texts each, as their memories are Python's.
+    *(
+        Configuration(label=f"drafter {name}", drafter=name, scheme="auto", prompt=GRAM_PROMPT, samples=800)
+        for name in [*GRAM_DRAFTERS, *COMBINATIONS]
+    ),
+    Configuration(
+        label="drafter self-draft+model, truncated",
+        drafter="self-draft+model",
+        tree="fork:2x4",
+        prompt=GRAM_PROMPT,
+        samples=800,
+        sampling=SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3),
     ),
 ]
 

@@ -1,14 +1,21 @@
 """Models, prompts and decoders of the end-to-end tests."""
 
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import torch
 
 from polydraft.certify.own_tree import tree_for as narrowed
 from polydraft.certify.pairs import ECHO_VOCABULARY, echo_pair, fixture_pair
-from polydraft.drafters import DRAFTERS, Parts
+from polydraft.drafters import DRAFTERS, GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
 from polydraft.engine import Decoder
 from polydraft.models import FeatureHead, HeadShape, TabularModel
+from polydraft.ngrams import GramOptions
+from polydraft.ngrams.counting import GramCounter
+from polydraft.ngrams.gram_file import save_trie
 from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
@@ -28,7 +35,46 @@ def _random_head() -> FeatureHead:
 
 
 HEAD = _random_head()
+
+COMBINATIONS = ["lookup+model", "self-draft+head", "corpus+suffix"]
+EVERY_DRAFTER = [*DRAFTERS, *COMBINATIONS]
+
+
+@cache
+def gram_options(corpus: bool = True) -> GramTreeOptions:
+    """Return n-gram settings: small branches, and a corpus of greedy texts."""
+    options = GramTreeOptions(nodes=10, depth=5, candidates=4, riders=RiderOptions(branches=3, length=3, seeds="prompt"))
+    if not corpus:
+        return options
+    folder = tempfile.TemporaryDirectory(prefix="polydraft-tests-")
+    _FOLDERS.append(folder)
+    file = Path(folder.name) / "corpus"
+    with GramCounter(VOCABULARY) as counter:
+        for first in range(VOCABULARY):
+            counter.add(_greedy([first, *_LAST], 20))
+            counter.end_text()
+        save_trie(counter.count("0" * 16, max_bytes=1 << 18, min_count=1), file)
+    return replace(options, caches=GramOptions(corpus=file))
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+_LAST = [14, 9, 3]
+
+
+def _greedy(text: list[int], count: int) -> list[int]:
+    for _ in range(count):
+        text = [*text, int(TARGET.logits_after(text).argmax())]
+    return text
+
+
+def _repetitive_prompt() -> tuple[int, ...]:
+    """Make a text whose end stood in it before, each time with another likely continuation."""
+    branches = TARGET.logits_after(_LAST).topk(3).indices.tolist()
+    return (*(token for branch in branches for token in _greedy([*_LAST, branch], 3)), *_LAST)
+
+
 PROMPT = list(echo_pair().prompt)
+GRAM_PROMPT = _repetitive_prompt()
 RAGGED_PROMPTS = [[4, 17], PROMPT, [30, 2, 2, 8, 11, 25, 6, 19]]
 
 FIXTURE_TARGET, FIXTURE_DRAFT = fixture_pair().target, fixture_pair().draft
@@ -54,6 +100,13 @@ def make_decoder(
     eos_token_ids: Sequence[int] = (),
 ) -> Decoder:
     """Build a decoder from names alone, as a newly registered name would be."""
-    proposer = HEAD if drafter == "head" else draft
-    parts = Parts(target=target, draft=proposer, topology=parse_tree(tree), scheme=scheme, draft_temperature=draft_temperature)
-    return Decoder(target, DRAFTERS.get(drafter)(parts), walk=walk, eos_token_ids=eos_token_ids)
+    names = drafter.split("+")
+    parts = Parts(
+        target=target,
+        draft=HEAD if "head" in names else draft,
+        topology=parse_tree(tree),
+        scheme=scheme,
+        draft_temperature=draft_temperature,
+        grams=gram_options(corpus=not GRAM_DRAFTERS.keys().isdisjoint(names)),
+    )
+    return Decoder(target, make_drafter(parts, drafter), walk=walk, eos_token_ids=eos_token_ids)

@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from polydraft.drafters import DRAFTERS
+from polydraft.drafters import GRAM_DRAFTERS
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import SCHEMES
 
 from .checks import FIXTURE_DRAFT_V, FIXTURE_TARGET_V, enumerated_acceptance, largest_count
 from .configurations import CONFIGURATIONS, FIXTURE_CONFIGURATIONS, SCHEMES_AND_WALKS, THRESHOLD, Configuration
-from .setups import PENALTIES, RAGGED_PROMPTS, make_decoder, tree_for
+from .setups import EVERY_DRAFTER, PENALTIES, RAGGED_PROMPTS, make_decoder, tree_for
 
 pytestmark = pytest.mark.usefixtures("short_blocks")
 
@@ -24,6 +24,10 @@ def test_texts_follow_the_target_law(configuration: Configuration) -> None:
         # Where nothing or everything is accepted, the test would prove nothing.
         assert 0.3 < stats.acceptance_rate < 0.95
         assert stats.tokens_per_pass > 1.2
+    if not GRAM_DRAFTERS.keys().isdisjoint(configuration.drafter.split("+")):
+        assert 0.15 < stats.acceptance_rate < 0.95
+        assert stats.tokens_per_pass > 1.2
+        assert {source for source in stats.tokens_by_source} - {"model", "head"}
 
 
 @pytest.mark.parametrize("configuration", FIXTURE_CONFIGURATIONS, ids=lambda configuration: configuration.label)
@@ -60,7 +64,7 @@ def test_a_row_does_not_depend_on_its_neighbours(scheme: str, walk: str, samplin
         assert [row.stop_reason for row in together] == [row.stop_reason for row in alone]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS.names())
+@pytest.mark.parametrize("drafter", EVERY_DRAFTER)
 def test_a_row_does_not_depend_on_its_neighbours_with_any_drafter(drafter: str) -> None:
     decoder = make_decoder(drafter=drafter, scheme="auto")
     together = decoder.generate(RAGGED_PROMPTS, max_new_tokens=20, seed=[1, 2, 3])

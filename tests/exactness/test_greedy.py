@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from polydraft.certify.reference import greedy_text
-from polydraft.drafters import DRAFTERS
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
@@ -14,7 +13,7 @@ from polydraft.schemes import SCHEMES
 
 from .checks import unequal_texts
 from .configurations import SCHEMES_AND_WALKS
-from .setups import DRAFT, PENALTIES, RAGGED_PROMPTS, TARGET, TREES, VOCABULARY, make_decoder, tree_for
+from .setups import DRAFT, EVERY_DRAFTER, PENALTIES, RAGGED_PROMPTS, TARGET, TREES, VOCABULARY, make_decoder, tree_for
 
 GREEDY = SamplingParams(temperature=0)
 GREEDY_PENALTIES = SamplingParams(
@@ -56,7 +55,7 @@ def test_every_scheme_tree_and_walk_gives_the_argmax_text(
     assert 0.1 < results[0].stats.acceptance_rate < 0.99
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS.names())
+@pytest.mark.parametrize("drafter", EVERY_DRAFTER)
 @pytest.mark.parametrize("penalties", [False, True], ids=["plain", "penalties"])
 def test_every_drafter_gives_the_argmax_text(drafter: str, penalties: bool) -> None:
     decoder = make_decoder(drafter=drafter, scheme="auto")

@@ -38,6 +38,8 @@ class Bench:
     max_new_tokens: int
     longest_prompt: int
     """Tokens of the longest prompt, for engines that allocate or compile once for all texts."""
+    corpus: str = "auto"
+    """Corpus cache, for methods that have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +105,20 @@ METHODS: Registry[Callable[[MethodSpec, Bench], Method]] = Registry("method")
 """Ways to make a method, by name. Registering is all it takes to be benchmarked."""
 
 
+COMBINED = "A+B"
+"""Who makes methods whose names are joined by ``+``."""
+
+
+def _maker(name: str) -> Callable[[MethodSpec, Bench], Method]:
+    return METHODS.get(COMBINED if "+" in name else name)
+
+
 def build_methods(texts: list[str], bench: Bench) -> list[Method]:
     """Make the methods that the user asked for, in that order, each once."""
-    return [METHODS.get(spec.name)(spec, bench) for spec in map(MethodSpec.parse, dict.fromkeys(texts))]
+    return [_maker(spec.name)(spec, bench) for spec in map(MethodSpec.parse, dict.fromkeys(texts))]
 
 
 def check_method_names(texts: list[str]) -> None:
     """Refuse unknown methods before any model is loaded."""
     for text in texts:
-        METHODS.get(MethodSpec.parse(text).name)
+        _maker(MethodSpec.parse(text).name)

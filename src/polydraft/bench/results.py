@@ -85,6 +85,7 @@ def _method(
         **_acceptance(good),
         "acceptance_by_depth": _by_depth(good),
         "block_lengths": _block_lengths(good),
+        "tokens_by_source": dict(Counter(source for one in good for source in one.sources).most_common()),
         "seconds": _phases(good),
         "first_token_seconds": statistics.median(firsts) if firsts else None,
         "peak_memory_bytes": max(peaks) if peaks else None,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import polydraft
-from polydraft.bench import compiled_peer, llama_cpp_peer, methods, peers  # noqa: F401  (register the methods)
+from polydraft.bench import compiled_peer, llama_cpp_peer, methods, ngram_methods, peers  # noqa: F401  (register the methods)
 from polydraft.bench.identity import IdentityCheck, Likeness
 from polydraft.bench.measurement import Journal, Measurement
 from polydraft.bench.meters import git_revision, machine
@@ -54,6 +54,8 @@ class BenchOptions:
     threads: int | None = None
     shard: str | None = None
     """Measure this part of the prompts only, ``I/N``."""
+    corpus: str = "auto"
+    """Corpus cache of methods that have one: a file, ``"none"``, or ``"auto"``."""
 
     def __post_init__(self) -> None:
         for name in ("repeat", "max_new_tokens", "threads"):
@@ -95,6 +97,7 @@ class BenchSession:
             params=params,
             max_new_tokens=options.max_new_tokens,
             longest_prompt=longest,
+            corpus=options.corpus,
         )
         self.methods = build_methods(list(options.methods), self.bench)
         self.runner = Runner(

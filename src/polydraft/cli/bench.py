@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.option("--methods", default="ar sd:5 mcsd:4x2x1 hf", show_default=True, help="Methods, separated by spaces.")
 @click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, a hub name, inflated:7b.")
 @click.option("--draft", default="auto", show_default=True, help="Draft model, for every method that uses one.")
+@click.option("--corpus", default="auto", show_default=True, help="Corpus cache: a file, none, or auto.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text.")
 @click.option("--repeat", type=int, default=1, show_default=True, help="Measure everything so many times.")
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16.")
 @click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
 @click.option(
-    "--reproduce", default=None, help="Measure a paper's tables again: mcsd, optimal. It chooses methods and temperatures."
+    "--reproduce",
+    default=None,
+    help="Measure a paper's tables again: mcsd, optimal, self-draft. It chooses methods and temperatures.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
@@ -39,8 +42,9 @@ def command(context: click.Context, /, **options: Any) -> None:
     """Measure methods on the same prompts, arms interleaved in one process, against plain decoding (ar).
 
     Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, the last three with ,scheme=NAME ,walk=NAME ,draft_temperature=T
-    ,attention=flat behind them; peers: hf, hf-assisted, hf-lookup, hf-compiled, llama.cpp. At temperature 0 all texts are
-    checked against ar's while measuring.
+    ,attention=flat behind them; without a draft: self-draft:NUMBERxLENGTH, ngram, lookup, suffix, corpus, with ,nodes=N
+    ,depth=N ,gram=N ,prefix=N ,context=no ,corpus=no behind them; combinations such as lookup+mcsd:4x2x1; peers: hf,
+    hf-assisted, hf-lookup, hf-compiled, llama.cpp. At temperature 0 all texts are checked against ar's while measuring.
 
     A long run can be shared: N processes, each with --shard I/N, its own --out and its own cores (taskset), all other options
     alike; then `polydraft bench merge OUT DIR...`.

@@ -119,6 +119,7 @@ def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> di
         "stats": result.stats.as_dict(),
         "settings": {
             "target": choices.target,
+            "drafter": decoder.drafter.name,
             "draft": decoder_draft(decoder),
             "tree": decoder_tree(decoder),
             "scheme": result.settings["scheme"],
@@ -132,6 +133,7 @@ def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> di
             "max_new_tokens": choices.max_new_tokens,
             "seed": choices.seed,
             "stop": list(choices.stop),
+            **({"lossy": choices.lossy} if choices.lossy else {}),
             "device": str(decoder.target.device),
             "dtype": str(getattr(decoder.target, "dtype", "")).removeprefix("torch."),
         },

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft.cli.ngram_options import NGRAM_OPTIONS, NgramChoices
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,13 +56,13 @@ def arrange_messages() -> None:
 
 def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of model, tree and sampling to a command."""
-    for option in reversed(_OPTIONS):
+    for option in reversed([*_OPTIONS, *NGRAM_OPTIONS]):
         command = option(command)
     return command
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class Choices(NgramChoices):
     """What the shared options were set to."""
 
     target: str
@@ -122,4 +123,7 @@ class Choices:
             compiled=self.compiled,
             device_map=self.device_map,
             dtype=self.dtype,
+            drafter=self.drafter,
+            grams=self.grams(),
+            lossless=self.lossy is None,
         )

@@ -1,6 +1,6 @@
 """How tokens and figures look on a terminal and in a pipe."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -49,7 +49,17 @@ def summary_line(stats: Stats) -> str:
         f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_pass:.2f} tokens a target pass"
         + (f", acceptance {stats.acceptance_rate:.2f}" if stats.offers_by_depth else "")
+        + (f"; from {sources}" if (sources := sources_text(stats.tokens_by_source)) else "")
     )
+
+
+def sources_text(tokens_by_source: Mapping[str, int], unit: str = "") -> str:
+    """Say how many tokens each source proposed, if there is more to say than that a draft did."""
+    counts = {source: count for source, count in tokens_by_source.items() if count}
+    if counts.keys() <= {"model", "head"}:
+        return ""
+    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{source} {count}{unit}" for source, count in ordered)
 
 
 def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
@@ -97,13 +107,24 @@ def results_table(results: dict[str, Any]) -> Table:
     table.add_column("method", overflow="fold")
     for heading in ("tokens/s", "speed-up (95 %)", "tokens/pass", "accepted", "same text"):
         table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
+    sources = {name: _shares(figures) for name, figures in results["methods"].items()}
+    if any(sources.values()):
+        table.add_column("drafted by", overflow="fold")
     for name, figures in results["methods"].items():
         low, high = figures["speedup_low"], figures["speedup_high"]
         speed_up = "-" if low is None else f"{figures['speedup']:.2f} ({low:.2f}-{high:.2f})"
         cells = [_number(figures[key]) for key in ("tokens_per_second", "tokens_per_pass", "acceptance_rate")]
         status = _identity(figures) if figures["status"] == "ok" else "failed"
-        table.add_row(name, cells[0], speed_up, *cells[1:], status)
+        told = [sources[name]] if any(sources.values()) else []
+        table.add_row(name, cells[0], speed_up, *cells[1:], status, *told)
     return table
+
+
+def _shares(figures: dict[str, Any]) -> str:
+    """Say what share of the tokens each n-gram cache and draft proposed."""
+    counts, own = figures.get("tokens_by_source", {}), ("target", "unknown")
+    drafted = {source: count for source, count in counts.items() if source not in own}
+    return sources_text({source: round(100 * count / sum(counts.values())) for source, count in drafted.items()}, unit=" %")
 
 
 def _number(value: float | None) -> str:

@@ -1,17 +1,28 @@
 """Where candidates come from."""
 
+from polydraft.drafters.choice import make_drafter, needs_draft
+from polydraft.drafters.combination import Combination
 from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
+from polydraft.drafters.gram_options import GramTreeOptions
+from polydraft.drafters.gram_tree import GRAM_DRAFTERS, GramTree
 from polydraft.drafters.head_tree import HeadTree
 from polydraft.drafters.model_tree import ModelTree
 from polydraft.drafters.plain import Plain
-from polydraft.models import FeatureHead
+from polydraft.drafters.riders import RiderOptions
 
-
-def make_drafter(parts: Parts) -> Drafter:
-    """Make the drafter that a draft calls for: a head, a model, or none."""
-    if parts.draft is None or parts.topology.depth == 0:
-        return DRAFTERS.get("none")(parts)
-    return DRAFTERS.get("head" if isinstance(parts.draft, FeatureHead) else "model")(parts)
-
-
-__all__ = ["DRAFTERS", "DraftSession", "Drafter", "HeadTree", "ModelTree", "Parts", "Plain", "make_drafter"]
+__all__ = [
+    "DRAFTERS",
+    "GRAM_DRAFTERS",
+    "Combination",
+    "DraftSession",
+    "Drafter",
+    "GramTree",
+    "GramTreeOptions",
+    "HeadTree",
+    "ModelTree",
+    "Parts",
+    "Plain",
+    "RiderOptions",
+    "make_drafter",
+    "needs_draft",
+]

@@ -2,17 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
+from polydraft.drafters.gram_options import GramTreeOptions
 from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.registry import Registry
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, Topology
-from polydraft.walks import Verdict
+from polydraft.walks import Verdict, Walk, resolve_walk
 
 
 class DraftSession(ABC):
@@ -45,6 +46,11 @@ class DraftSession(ABC):
 
     reads_features: ClassVar[bool] = False
     """Whether the session wants to see the target's features of the texts, through `observe`."""
+    follows_any_path: ClassVar[bool] = False
+    """Whether `commit` takes paths over nodes that were not proposed here; if not, `begin` reads such text."""
+
+    def expect(self, depth: int) -> None:  # noqa: B027 (most need not know)
+        """Be ready for verdicts on paths of up to `depth` tokens, some proposed by others."""
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
         """Say how many tokens of each text, read in an earlier run, need no second look; None for all of them."""
@@ -99,6 +105,11 @@ class Drafter(ABC):
     def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> DraftSession:
         """Go to work on a batch that is sampled with `params`."""
 
+    def resolve_walk(self, wish: str, scheme: Scheme) -> Walk:
+        """Return the walk that verifies its trees, drawn by `scheme`, where the user wishes for ``"auto"`` or a certain one."""
+        # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
+        return resolve_walk(wish, scheme, insist=getattr(self, "scheme", None) == scheme.name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
@@ -109,6 +120,7 @@ class Parts:
     topology: Topology
     scheme: str = "auto"
     draft_temperature: float | None = None
+    grams: GramTreeOptions = field(default_factory=GramTreeOptions)
 
 
 DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")

@@ -51,6 +51,7 @@ class HeadTreeSession(DraftSession):
 
     reads_features = True
     recordable = True
+    follows_any_path = True
 
     def __init__(self, drafter: HeadTree, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
         head, topology = drafter.model, drafter.topology
@@ -82,6 +83,13 @@ class HeadTreeSession(DraftSession):
     def obstacle(self) -> str | None:
         """Only a first round on a text of one token is unlike the others."""
         return "a text has only one token" if self._lone_B is not None or self._features_BWF is None else None
+
+    def expect(self, depth: int) -> None:
+        """Make room for as many fresh entries."""
+        width = max(depth, self.depth) + 1
+        self._places = self._context.places = self.num_nodes + width
+        self._tokens_BW = self._tokens_BW.new_zeros(len(self._tokens_BW), width)
+        self._fresh_block = causal_block(len(self._tokens_BW), width, self._head.device)
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""

@@ -15,7 +15,7 @@ from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel, check_prompts
 from polydraft.sampling import SamplingParams
-from polydraft.walks import AUTO, WALKS, resolve_walk
+from polydraft.walks import AUTO, WALKS
 
 Prompt = str | Sequence[int]
 _MOST_SPARE = 2
@@ -125,8 +125,7 @@ class Decoder:
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
         workspace = self.workspace(len(texts), request.params, request.keep)
         scheme = workspace.session.scheme
-        # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
-        walk = resolve_walk(self.walk, scheme, insist=getattr(self.drafter, "scheme", None) == scheme.name)
+        walk = self.drafter.resolve_walk(self.walk, scheme)
         run = Run(
             target=self.target,
             drafter=self.drafter,

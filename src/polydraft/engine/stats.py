@@ -1,6 +1,7 @@
 """What happened, in numbers."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ class Stats:
     """Tokens in the results, as the user sees them."""
     drafted_tokens: int = 0
     """Those of them that came from a draft."""
+    tokens_by_source: Counter[str] = field(default_factory=Counter)
+    """The same by who proposed them: a draft, or one of the n-gram caches."""
     rounds: int = 0
     replayed_rounds: int = 0
     """Rounds that ran as one recorded CUDA graph."""
@@ -38,7 +41,7 @@ class Stats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Block efficiency τ of MCSD §4.1."""
+        """Block efficiency τ of MCSD §4.1, decoding efficiency DE of Self-Draft."""
         return self.block_tokens / self.passes if self.passes else 0.0
 
     @property
@@ -67,12 +70,16 @@ class Stats:
     def keep(self, sources: Sequence[str]) -> None:
         """Add new tokens of a text, given where each came from."""
         self.new_tokens += len(sources)
-        self.drafted_tokens += sum(source != TARGET for source in sources)
+        drafted = [source for source in sources if source != TARGET]
+        self.drafted_tokens += len(drafted)
+        self.tokens_by_source.update(drafted)
 
     def drop(self, sources: Sequence[str]) -> None:
         """Take back new tokens that were cut off again."""
         self.new_tokens -= len(sources)
-        self.drafted_tokens -= sum(source != TARGET for source in sources)
+        drafted = [source for source in sources if source != TARGET]
+        self.drafted_tokens -= len(drafted)
+        self.tokens_by_source.subtract(drafted)
 
     def count(self, accepted: int, offered: int) -> None:
         """Add one row's round: `accepted` nodes of `offered` that had candidates."""
@@ -102,6 +109,7 @@ class Stats:
             "acceptance_rate": round(self.acceptance_rate, 4),
             "acceptance_by_depth": [round(rate, 4) for rate in self.acceptance_by_depth],
             "drafted_tokens": self.drafted_tokens,
+            "tokens_by_source": {source: count for source, count in self.tokens_by_source.most_common() if count},
             "tokens_per_second": round(self.tokens_per_second, 3),
             "seconds": {
                 **{phase: round(value, 5) for phase, value in self.seconds.items()},

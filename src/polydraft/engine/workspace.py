@@ -121,9 +121,9 @@ class Workspace:
         with stats.clock("target"):
             features_BNF = self.memory.context.extend(draft.tokens_BN, draft.block())
         with stats.clock("verify"):
-            target_law = self._target_law(features_BNF)
+            target_law = self._target_law(features_BNF[:, : features_BNF.shape[1] - draft.riders])
             run = compiled_walk(type(walk)) if self._compiled else type(walk).run
-            verdict = run(walk, session.scheme, draft, target_law, uniforms_BU[:, session.num_uniforms :])
+            verdict = run(walk, session.scheme, draft.without_riders(), target_law, uniforms_BU[:, session.num_uniforms :])
         with stats.clock("commit"):
             keep_B = torch.where(self.active_B, verdict.accepted_B + 1, 0)
             self.memory.context.commit(verdict.path_BD, keep_B)

@@ -1,6 +1,6 @@
 """A tree filled with tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class DraftTree:
     """Which of its level's G laws each node's children were drawn from."""
     vocabulary: PartialVocabulary | None = None
     """What the columns of the laws mean, where they are not all tokens."""
+    riders: int = 0
+    """How many nodes, the last ones, only ride along in the pass: no walk gets there."""
+    extra_table_BNK: Tensor | None = None
+    """Further children that no scheme has drawn, by node id, 0 for none: a walk may go on there, see `union`."""
 
     @classmethod
     def from_topology(
@@ -90,6 +94,42 @@ class DraftTree:
             row_BN = torch.add(row_BN, self.depths_BN > level, alpha=laws_of_level.shape[1])
         row_BN = row_BN.clamp(max=laws_BGD.shape[1] - 1)  # of nodes without children, any
         return laws_BGD.gather(1, row_BN[:, :, None].expand(-1, -1, laws_BGD.shape[-1]))
+
+    @property
+    def drawn_depth(self) -> int:
+        """Levels whose nodes may have drawn children; below them there are further children at most."""
+        return len(self.laws) if self.laws else self.depth
+
+    def followers(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return node ids and tokens of all children of one node a row, drawn ones first."""
+        nodes_BK, tokens_BK = self.children(node_B)
+        if self.extra_table_BNK is None:
+            return nodes_BK, tokens_BK
+        further = replace(self, child_table_BNK=self.extra_table_BNK).children(node_B)
+        return torch.cat([nodes_BK, further[0]], dim=1), torch.cat([tokens_BK, further[1]], dim=1)
+
+    def all_followers(self) -> tuple[Tensor, Tensor]:
+        """Return node ids and tokens of all children of every node, `[B, N, K]`, drawn ones first."""
+        if self.extra_table_BNK is None:
+            return self.child_table_BNK, self.all_children()
+        table_BNK = torch.cat([self.child_table_BNK, self.extra_table_BNK], dim=2)
+        return table_BNK, replace(self, child_table_BNK=table_BNK).all_children()
+
+    def without_riders(self) -> "DraftTree":
+        """Return the part of the tree that walks may get to."""
+        if not self.riders:
+            return self
+        nodes = self.tokens_BN.shape[1] - self.riders
+        return replace(
+            self,
+            tokens_BN=self.tokens_BN[:, :nodes],
+            depths_BN=self.depths_BN[:, :nodes],
+            ancestors_BNN=self.ancestors_BNN[:, :nodes, :nodes],
+            child_table_BNK=self.child_table_BNK[:, :nodes],
+            law_rows_BN=None if self.law_rows_BN is None else self.law_rows_BN[:, :nodes],
+            extra_table_BNK=None if self.extra_table_BNK is None else self.extra_table_BNK[:, :nodes],
+            riders=0,
+        )
 
     def draft_law(self, level: int, node_B: Tensor) -> Tensor:
         """Return the law that the children of one node a row were drawn from; `[B, 0]` where there is none."""

@@ -2,6 +2,7 @@
 
 from polydraft.walks.block import BlockWalk
 from polydraft.walks.choice import AUTO, check_walk, resolve_walk
+from polydraft.walks.flat_blocks import FlatBlocksWalk
 from polydraft.walks.node import NodeWalk
 from polydraft.walks.target_law import TargetLaws
 from polydraft.walks.traversal import TraversalWalk
@@ -12,6 +13,7 @@ __all__ = [
     "WALKS",
     "BlockWalk",
     "Fault",
+    "FlatBlocksWalk",
     "NodeWalk",
     "TargetLaws",
     "TraversalWalk",

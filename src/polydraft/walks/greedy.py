@@ -30,7 +30,7 @@ def _step_by_step(draft: DraftTree, laws: TreeLaws) -> Verdict:
         path_BP = torch.stack(tokens, dim=1) if tokens else draft.tokens_BN[:, :0]
         token_B = laws.likeliest(node_B, path_BP).where(going_B, NO_TOKEN)
         tokens.append(token_B)
-        nodes_BK, children_BK = draft.children(node_B)
+        nodes_BK, children_BK = draft.followers(node_B)
         offered.append((children_BK != NO_TOKEN).any(-1))
         match_BK = (children_BK == token_B[:, None]) & (children_BK != NO_TOKEN)
         going_B = match_BK.any(-1)
@@ -50,11 +50,11 @@ def _step_by_step(draft: DraftTree, laws: TreeLaws) -> Verdict:
 
 def verdict_at_once(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
     """Find every node's way on at once; then only whole numbers are left to follow."""
-    children_BNK = draft.all_children()
+    table_BNK, children_BNK = draft.all_followers()
     match_BNK = (children_BNK == tokens_BN[..., None]) & (children_BNK != NO_TOKEN)
     # The first match, as everywhere: a token drawn twice has equal subtrees in law.
     first_BN1 = match_BNK.to(torch.uint8).argmax(-1, keepdim=True)
-    child_BN = draft.child_table_BNK.gather(2, first_BN1)[..., 0]
+    child_BN = table_BNK.gather(2, first_BN1)[..., 0]
     goes_BN = match_BNK.any(-1)
     nodes_N = torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
     path_BD = followed(child_BN.where(goes_BN, nodes_N), draft.depth)

@@ -48,10 +48,10 @@ class NodeWalk(Walk):
         path_BD = torch.zeros_like(tokens_BD)
         for step in range(draft.depth + 1):
             target_probs_BV = target_law(node_B, tokens_BD[:, :step])
-            nodes_BK, children_BK = draft.children(node_B)
+            _, children_BK = draft.children(node_B)
             used = scheme.verify_uniforms * step
             draft_probs_BV = target_probs_BV
-            if step < draft.depth:
+            if step < draft.drawn_depth:
                 uniforms = uniforms_BU[:, used : used + scheme.verify_uniforms]
                 draft_probs_BV = draft.draft_law(step, node_B)
                 token_B = scheme.verify(target_probs_BV, draft_probs_BV, children_BK, uniforms)
@@ -61,6 +61,8 @@ class NodeWalk(Walk):
             broken_B = fault_of(target_probs_BV, draft_probs_BV)[:, 0]
             broken_B = torch.where((broken_B == Fault.NONE.value) & (token_B == NO_TOKEN), Fault.SCHEME, broken_B)
             fault_B = torch.where(going_B & (fault_B == Fault.NONE.value), broken_B, fault_B)
+            # Whatever the scheme drew, the token has the target's law: if somebody else proposed it, the walk goes on as well.
+            nodes_BK, children_BK = draft.followers(node_B)
             match_BK = (children_BK == token_B[:, None]) & (children_BK != NO_TOKEN)
             offered_B += going_B & (children_BK != NO_TOKEN).any(-1)
             going_B = going_B & match_BK.any(-1)

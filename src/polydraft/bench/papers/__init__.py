@@ -3,5 +3,6 @@
 from polydraft.bench.papers.mcsd import MCSD
 from polydraft.bench.papers.optimal import OPTIMAL
 from polydraft.bench.papers.paper import PAPERS, Comparison, Paper
+from polydraft.bench.papers.self_draft import SELF_DRAFT
 
-__all__ = ["MCSD", "OPTIMAL", "PAPERS", "Comparison", "Paper"]
+__all__ = ["MCSD", "OPTIMAL", "PAPERS", "SELF_DRAFT", "Comparison", "Paper"]

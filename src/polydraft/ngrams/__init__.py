@@ -1,0 +1,24 @@
+"""What text has been seen before, and what came next: memories of n-grams, on the host."""
+
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.ngrams.context import ContextCache
+from polydraft.ngrams.corpus import SHIPPED_CORPORA, CorpusCache, load_corpus
+from polydraft.ngrams.fingerprint import tokenizer_fingerprint
+from polydraft.ngrams.lookup import LookupCache
+from polydraft.ngrams.options import GramOptions
+from polydraft.ngrams.suffix import SuffixCache
+
+__all__ = [
+    "GRAM_CACHES",
+    "SHIPPED_CORPORA",
+    "ContextCache",
+    "CorpusCache",
+    "GramCache",
+    "GramMemory",
+    "GramOptions",
+    "LookupCache",
+    "Match",
+    "SuffixCache",
+    "load_corpus",
+    "tokenizer_fingerprint",
+]

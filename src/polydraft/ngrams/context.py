@@ -1,0 +1,159 @@
+"""The context cache of Self-Draft: what followed a few tokens lately, in the text and in draft branches.
+
+Deviations from the paper, which keys by one token and stops after G tokens: prefixes of several lengths are kept, the longest
+is asked first, and a continuation is itself continued as long as the cache knows how.
+
+References
+----------
+.. [1] Gao et al., "Multi-Branch Self-Drafting for LLM Inference Acceleration", 2025; section "Branch updating".
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.ngrams.distinct import Distinct
+from polydraft.ngrams.options import GramOptions
+
+Gram = tuple[int, ...]
+
+_LEAST_CHAIN = 2
+"""Shortest prefix by which a continuation is continued: one token alone says too little about the next ones."""
+
+
+_NOTHING: list[Gram] = [()]
+
+
+class GramTable:
+    """Prefixes of one length, each with its continuations; both forget what was seen least recently."""
+
+    def __init__(self, max_keys: int, entries_per_key: int) -> None:
+        self._max_keys, self._entries_per_key = max_keys, entries_per_key
+        self._entries: OrderedDict[Gram, list[Gram]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, grams: Iterable[tuple[Gram, Gram]]) -> None:
+        """Take in prefixes with their continuations, the most recent last."""
+        entries, most, limit = self._entries, self._entries_per_key, self._max_keys
+        for key, continuation in grams:
+            known = entries.get(key)
+            if known is None:
+                entries[key] = [continuation]
+                if len(entries) > limit:
+                    entries.popitem(last=False)
+                continue
+            entries.move_to_end(key)
+            if continuation in known:
+                known.remove(continuation)
+            elif len(known) == most:
+                del known[0]
+            known.append(continuation)
+
+    def get(self, key: Gram) -> Iterable[Gram]:
+        """Return the continuations of a prefix, the most recent first."""
+        return reversed(self._entries.get(key, ()))
+
+    def latest(self, key: Gram) -> Gram:
+        """Return the most recent continuation of a prefix; empty if it has none."""
+        return self._entries.get(key, _NOTHING)[-1]
+
+
+class GramTables:
+    """Tables for prefixes of 1 to `max_prefix` tokens."""
+
+    def __init__(self, options: GramOptions) -> None:
+        self._gram = options.gram
+        keys = max(options.max_keys // options.max_prefix, 1)
+        self._tables = [GramTable(keys, options.entries_per_key) for _ in range(options.max_prefix)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tables))
+
+    def add(self, tokens: Sequence[int], new: int) -> None:
+        """Take in every whole n-gram that ends in one of the last `new` tokens."""
+        for prefix, table in enumerate(self._tables, start=1):
+            # The first n-gram of prefix + gram tokens to end in a new one.
+            window = tokens[max(len(tokens) - new - prefix - self._gram + 1, 0) :]
+            if len(window) >= prefix + self._gram:
+                keys = zip(*(window[start:] for start in range(prefix)), strict=False)
+                continuations = zip(*(window[prefix + start :] for start in range(self._gram)), strict=False)
+                table.add(zip(keys, continuations, strict=False))
+
+    def add_short(self, tokens: Gram) -> None:
+        """Take in the beginning of an n-gram as a prefix of what is left of it, if that is less than a continuation."""
+        for prefix, table in enumerate(self._tables, start=1):
+            if 0 < len(tokens) - prefix < self._gram:
+                table.add([(tokens[:prefix], tokens[prefix:])])
+
+    def matches(self, tail: Gram, count: int, length: int) -> list[Match]:
+        """Continue a text that ends in `tail`: longest prefix first, then most recent first."""
+        found = Distinct(count)
+        for prefix in range(min(len(self._tables), len(tail)), 0, -1):
+            for continuation in self._tables[prefix - 1].get(tail[-prefix:]):
+                found.add(prefix, self._chained(tail, continuation, length))
+            if found.full:
+                break
+        return found.matches
+
+    def _chained(self, tail: Gram, continuation: Gram, length: int) -> Gram:
+        """Continue a continuation with what followed its own end."""
+        longest = len(self._tables)
+        while len(continuation) < length:
+            end = (tail + continuation)[-longest:]
+            for prefix in range(len(end), min(_LEAST_CHAIN, longest) - 1, -1):
+                if further := self._tables[prefix - 1].latest(end[-prefix:]):
+                    continuation += further
+                    break
+            else:
+                break
+        return continuation[:length]
+
+
+class ContextMemory(GramMemory):
+    """The text's last tokens, and the tables that they are looked up in."""
+
+    def __init__(self, options: GramOptions, shared: GramTables | None) -> None:
+        self._options, self._shared = options, shared
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the text; what was learnt too, unless it is shared."""
+        self._tables = self._shared if self._shared is not None else GramTables(self._options)
+        self._tail: list[int] = []
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append certain text."""
+        text = [*self._tail, *tokens]
+        self._tables.add(text, len(tokens))
+        self._tail = text[-(self._options.max_prefix + self._options.gram - 1) :]
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Take note of a draft branch's n-gram: its first tokens are the prefix of the others."""
+        gram = tuple(tokens)
+        self._tables.add_short(gram)
+        self._tables.add(gram, len(gram))
+
+    def matches(self, count: int, length: int) -> list[Match]:
+        """Return what followed the text's last tokens: longest prefix first, then most recent first."""
+        return self._tables.matches(tuple(self._tail), count, length)
+
+
+class ContextCache(GramCache):
+    """What followed the last few tokens lately, in this text and its draft branches."""
+
+    name = "context"
+
+    def __init__(self, options: GramOptions) -> None:
+        self._options = options
+        self._shared = GramTables(options) if options.shared else None
+
+    def open(self) -> ContextMemory:
+        """Return the memory of a new text."""
+        return ContextMemory(self._options, self._shared)
+
+
+@GRAM_CACHES.register("context")
+def _build(options: GramOptions) -> ContextCache:
+    return ContextCache(options)

@@ -1,0 +1,169 @@
+"""Count the n-grams of a corpus that need not fit into memory.
+
+Tokens are spilled to a temporary file and gone through once for each length of n-gram (and more often where the distinct ones
+would not fit into a table). N-grams of n + 1 tokens are counted only where the first n were kept, so that counts are exact.
+
+Memory: a table of at most `max_table` distinct n-grams (or as many as there are tokens in the vocabulary, if that is more)
+with some copies of it while it is sorted, plus the n-grams that are kept, of which there are never more than fit into the
+bytes asked for, at each length. Disk: 6 to 8 bytes a token.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polydraft.errors import UsageError
+from polydraft.ngrams.gram_file import HEADER_SIZE, node_bytes, token_type
+from polydraft.ngrams.gram_level import GramLevel, assemble, fitted, floor_count
+from polydraft.ngrams.gram_trie import ABSENT, GramTrie
+from polydraft.ngrams.options import check_order
+
+Advance = Callable[[int, int], None]
+"""Told how many steps of how many are done."""
+
+
+class GramCounter:
+    """Take in texts, then make a trie of their n-grams.
+
+    Parameters
+    ----------
+    vocab_size : int
+        Token ids are below this.
+    max_prefix, gram : int
+        Longest prefix and longest continuation: n-grams of up to their sum are counted.
+    max_table : int
+        Distinct n-grams that are counted in memory at a time.
+    chunk : int
+        Tokens that are looked at in one go.
+    """
+
+    def __init__(
+        self, vocab_size: int, *, max_prefix: int = 3, gram: int = 4, max_table: int = 1 << 21, chunk: int = 1 << 20
+    ) -> None:
+        check_order(max_prefix, gram)
+        self._vocab_size, self._max_prefix, self._gram = vocab_size, max_prefix, gram
+        self._max_table, self._chunk = max_table, chunk
+        self._folder = tempfile.TemporaryDirectory(prefix="polydraft-grams-")
+        self._spilled = open(Path(self._folder.name) / "tokens", "w+b")  # noqa: SIM115 (closed by `close`)
+        self._type = token_type(vocab_size + 1)
+        self.size = 0
+        """Tokens taken in so far."""
+        self._places = 0  # tokens and ends of texts
+
+    def __enter__(self) -> "GramCounter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the temporary files."""
+        self._spilled.close()
+        self._folder.cleanup()
+
+    def add(self, tokens: Sequence[int] | NDArray[Any]) -> None:
+        """Take in the next tokens of a text."""
+        fresh = np.asarray(tokens, dtype=np.int64)
+        if len(fresh) and not 0 <= fresh.min() <= fresh.max() < self._vocab_size:
+            raise UsageError(f"token {int(fresh.max())} is not in the vocabulary; allowed: 0 to {self._vocab_size - 1}")
+        self._spill(fresh)
+        self.size += len(fresh)
+
+    def end_text(self) -> None:
+        """End a text: no n-gram reaches into the next one."""
+        self._spill(np.array([self._vocab_size]))
+
+    def _spill(self, tokens: NDArray[np.int64]) -> None:
+        self._spilled.write(tokens.astype(self._type).tobytes())
+        self._places += len(tokens)
+
+    def count(self, fingerprint: str, *, max_bytes: int, min_count: int = 2, advance: Advance | None = None) -> GramTrie:
+        """Return the most frequent n-grams that fit into a file of `max_bytes`, of those seen `min_count` times.
+
+        Equal counts: shorter n-grams first, then lower token ids. The result does not depend on how the texts were chopped.
+        """
+        order = self._max_prefix + self._gram
+        self.end_text()
+        self._spilled.flush()
+        tokens_X = np.memmap(self._spilled.name, dtype=self._type, mode="r")
+        nodes_X = np.memmap(Path(self._folder.name) / "nodes", dtype=np.int32, mode="w+", shape=len(tokens_X))
+        sizes = node_bytes(self._vocab_size, order)
+        room = max_bytes - HEADER_SIZE - 4
+        most = max(room // int(sizes.min()), 0)
+        levels: list[GramLevel] = []
+        for number in range(order):
+            if number == 0:
+                level = self._count_tokens(tokens_X, min_count)
+            else:
+                level = self._count_level(tokens_X, nodes_X, levels[-1], number, min_count, most)
+            level = level.most_frequent(most)
+            levels.append(level)
+            self._place(tokens_X, nodes_X, level, number)
+            min_count = max(min_count, floor_count(levels, sizes, room))
+            if advance:
+                advance(number + 1, order)
+        kept = fitted(levels, sizes, room)
+        if not kept[0].any():
+            raise UsageError(
+                f"no n-gram of the corpus ({self.size} tokens) is kept; give more text, a lower --min-count or more --max-bytes"
+            )
+        nodes = assemble(levels, kept, self._vocab_size)
+        return GramTrie(fingerprint, self._vocab_size, self._max_prefix, self._gram, self.size, *nodes)
+
+    def _chunks(self, total: int) -> Iterator[slice]:
+        for first in range(0, total, self._chunk):
+            yield slice(first, min(first + self._chunk, total))
+
+    def _count_tokens(self, tokens_X: NDArray[Any], min_count: int) -> GramLevel:
+        counts_V = np.zeros(self._vocab_size + 1, dtype=np.int64)
+        for chunk in self._chunks(len(tokens_X)):
+            counts_V += np.bincount(tokens_X[chunk], minlength=self._vocab_size + 1)
+        kept = np.flatnonzero(counts_V[:-1] >= min_count)
+        return GramLevel(kept, counts_V[kept])
+
+    def _count_level(
+        self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], parents: GramLevel, number: int, min_count: int, most: int
+    ) -> GramLevel:
+        """Count n-grams, as the number of their beginning's node × vocabulary size + last token, a range of nodes at a time."""
+        kept = GramLevel.empty()
+        for low, high in _ranges(parents.counts, self._max_table):
+            table = GramLevel.empty()
+            waiting: list[GramLevel] = []
+            for chunk in self._chunks(len(tokens_X) - number):
+                keys = self._keys(tokens_X, nodes_X, chunk, number)
+                keys = keys[(keys >= low * self._vocab_size) & (keys < high * self._vocab_size)]
+                waiting.append(GramLevel.counted(keys))
+                if sum(level.size for level in waiting) > self._max_table:
+                    table, waiting = GramLevel.merged([table, *waiting]), []
+            table = GramLevel.merged([table, *waiting])
+            kept = GramLevel.joined(kept, table.at_least(min_count)).most_frequent(most)
+        return kept
+
+    def _keys(self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], chunk: slice, number: int) -> NDArray[np.int64]:
+        """Return the keys of n-grams that begin in a chunk, -1 where the beginning was not kept or the text ends."""
+        nodes = nodes_X[chunk].astype(np.int64)
+        last = tokens_X[chunk.start + number : chunk.stop + number].astype(np.int64)
+        return np.where((nodes != ABSENT) & (last < self._vocab_size), nodes * self._vocab_size + last, ABSENT)
+
+    def _place(self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], level: GramLevel, number: int) -> None:
+        """Write down, for every place of the corpus, the node of the n-gram that begins there."""
+        total = len(tokens_X) - number
+        for chunk in self._chunks(total):
+            keys = self._keys(tokens_X, nodes_X, chunk, number) if number else tokens_X[chunk].astype(np.int64)
+            nodes_X[chunk] = level.find(keys)
+        nodes_X[max(total, 0) :] = ABSENT
+
+
+def _ranges(counts_N: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
+    """Cut nodes into ranges seen at most `most` times altogether, or of a single node."""
+    seen_N = np.cumsum(counts_N)
+    low = 0
+    while low < len(seen_N):
+        before = int(seen_N[low - 1]) if low else 0
+        high = max(int(np.searchsorted(seen_N, before + most, side="right")), low + 1)
+        yield low, high
+        low = high

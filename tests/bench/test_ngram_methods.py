@@ -1,0 +1,120 @@
+"""Methods that propose from n-grams, and Self-Draft's paper measured again."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from sample_results import sample_results
+from transformers import AutoTokenizer
+
+from polydraft.bench.papers import PAPERS
+from polydraft.bench.session import BenchOptions, BenchSession
+from polydraft.cli.render import results_table
+from polydraft.errors import UsageError
+from polydraft.ngrams import tokenizer_fingerprint
+from polydraft.ngrams.counting import GramCounter
+from polydraft.ngrams.gram_file import save_trie
+
+METHODS = [
+    "ar",
+    "self-draft:2x3,nodes=6",
+    "ngram",
+    "lookup,nodes=8,depth=4",
+    "suffix+ngram",
+    "lookup+mcsd:2x1",
+    "self-draft+sd:2",
+]
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    prompts = [{"id": name, "category": name, "prompt": "a b a b a b a b "} for name in "xy"]
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def test_methods_give_the_same_text_and_say_who_proposed(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    options = ("--target", tiny, "--draft", "early-exit:1", "--prompts", prompt_file, "--max-new-tokens", "12", "--raw")
+    code, out, err = invoke("bench", *options, "--methods", " ".join(METHODS), "--out", str(tmp_path / "out"))
+    assert code == 0, err
+    methods = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
+    assert list(methods) == METHODS
+    assert all(figures["identical"] == 2 for figures in methods.values())
+    assert all(sum(figures["tokens_by_source"].values()) == figures["tokens"] for figures in methods.values())
+    assert methods["lookup+mcsd:2x1"]["tokens_by_source"]["model"] > 0
+    # A model of random weights repeats nothing, but the prompt repeats itself, so something was offered.
+    assert all(figures["acceptance_rate"] is not None for name, figures in methods.items() if name != "ar")
+    assert "self-draft+sd:2" in out
+
+
+def test_the_table_says_who_proposed() -> None:
+    results = sample_results()
+    names = list(results["methods"])
+    assert "drafted by" not in printed(results)
+    results["methods"][names[1]]["tokens_by_source"] = {"target": 50, "lookup": 30, "model": 20}
+    assert "drafted by" in printed(results) and "lookup 30 %, model 20 %" in printed(results)
+
+
+def printed(results: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(results_table(results))
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def corpus_file(roomy: str, tmp_path: Path) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(roomy)
+    with GramCounter(len(tokenizer)) as counter:
+        counter.add(tokenizer("a b c a b d a b c")["input_ids"])
+        save_trie(counter.count(tokenizer_fingerprint(tokenizer), max_bytes=1 << 16), tmp_path / "corpus")
+    return str(tmp_path / "corpus")
+
+
+def test_the_paper_is_measured_again(
+    invoke, roomy: str, prompt_file: str, corpus_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paper = PAPERS.get("self-draft")
+    large = [name for name in paper.runs[0.0] if "10x" in name or "x10" in name]
+    runs = {0.0: tuple(name for name in paper.runs[0.0] if name not in large), 1.0: paper.runs[1.0]}
+    monkeypatch.setitem(PAPERS._items, "self-draft", replace(paper, runs=runs))
+    options = ("--target", roomy, "--corpus", corpus_file, "--prompts", prompt_file, "--max-new-tokens", "3", "--raw")
+    code, out, err = invoke("bench", "--reproduce", "self-draft", *options, "--out", str(tmp_path / "out"))
+    assert code == 0, err
+    text = (tmp_path / "out" / "reproduction.md").read_text()
+    assert text in out
+    for words in ("Table 2", "code-llama-7b", "Figure 4", "Figures 5 to 7", "Figure 8", "2 categories", "figure-7.svg"):
+        assert words in text
+    assert "| T=1 | all |" in text
+    drawn = sorted(path.name for path in (tmp_path / "out").glob("*.svg"))
+    assert drawn == ["figure-5.svg", "figure-6.svg", "figure-7-de.svg", "figure-7.svg", "figure-8.svg"]
+
+
+def test_a_paper_that_needs_a_corpus_says_so(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    options = ("--target", tiny, "--prompts", prompt_file, "--max-new-tokens", "3", "--out", str(tmp_path / "out"))
+    code, _, err = invoke("bench", "--reproduce", "self-draft", *options)
+    assert (code, err.count("\n")) == (2, 1) and "no cache left" in err
+
+
+@pytest.mark.parametrize(("method", "message"), [
+    ("lookup:5", "takes no argument"),
+    ("self-draft:6", "no size of branches"),
+    ("self-draft:0x0", "branch_length=0"),
+    ("lookup,nodes=many", "whole numbers"),
+    ("lookup,nodes=0", "nodes=0"),
+    ("lookup,size=3", "no option 'size'"),
+    ("self-draft,corpus=maybe", "allowed: yes, no"),
+    ("lookup+sd:2+mcsd:2", "has no option"),
+    ("lookup+sd+fork:2x2", "has 2 trees"),
+    ("lookup+hf:2", "unknown method in 'lookup+hf:2': 'hf'"),
+    ("lookup,lossy=all", "allowed: flat-blocks"),
+])  # fmt: skip
+def test_wrong_methods_are_refused_in_one_line(tiny: str, prompt_file: str, method: str, message: str) -> None:
+    options = BenchOptions(methods=("ar", method), target=tiny, draft="early-exit:1", source=prompt_file, raw=True)
+    with pytest.raises(UsageError) as caught:
+        BenchSession(options)
+    assert "\n" not in str(caught.value)

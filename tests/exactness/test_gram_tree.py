@@ -1,0 +1,212 @@
+"""Drafting from n-grams in the engine: ends of text, kept memories, privacy, branches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from polydraft.drafters import GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
+from polydraft.drafters.gram_tree import GramTreeSession
+from polydraft.engine import Decoder, StopReason
+from polydraft.errors import UsageError
+from polydraft.models import TabularModel
+from polydraft.ngrams import GramOptions
+from polydraft.sampling import SamplingParams
+from polydraft.trees import parse_tree
+
+from .setups import GRAM_PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, gram_options, make_decoder
+
+GREEDY = SamplingParams(temperature=0)
+PROMPTS = [[*prompt, *GRAM_PROMPT] for prompt in RAGGED_PROMPTS]
+SEEDS = [7, 8, 9]
+FED_BY_TEXT = [name for name in GRAM_DRAFTERS if name != "self-draft"]
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "self-draft+model"])
+def test_an_end_token_ends_the_text_wherever_it_falls(drafter: str) -> None:
+    whole = make_decoder(drafter=drafter, scheme="auto").generate(PROMPTS, max_new_tokens=24, seed=SEEDS)
+    inside = 0
+    for end in range(0, VOCABULARY, 3):
+        decoder = make_decoder(drafter=drafter, scheme="auto", eos_token_ids=[end])
+        for full, short in zip(whole, decoder.generate(PROMPTS, max_new_tokens=24, seed=SEEDS), strict=True):
+            ended = end in full.token_ids
+            length = full.token_ids.index(end) + 1 if ended else 24
+            assert (short.token_ids, short.sources) == (full.token_ids[:length], full.sources[:length])
+            assert short.stop_reason == (StopReason.EOS if ended else StopReason.LENGTH)
+            inside += ended and full.sources[length - 1] != "target"
+    assert inside > 1, "too few ends fell inside a block to prove anything"
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "self-draft", "lookup+head"])
+@pytest.mark.parametrize("room", [1, 2, 5])
+def test_the_context_limit_is_reached_exactly(drafter: str, room: int) -> None:
+    table = TARGET._logits_XV.reshape([VOCABULARY] * 4)
+    limited = TabularModel(table, max_positions=max(map(len, PROMPTS)) + room)
+    whole = make_decoder(drafter=drafter, scheme="auto").generate(PROMPTS, max_new_tokens=30, seed=SEEDS)
+    results = make_decoder(drafter=drafter, scheme="auto", target=limited).generate(PROMPTS, max_new_tokens=30, seed=SEEDS)
+    for prompt, full, short in zip(PROMPTS, whole, results, strict=True):
+        assert short.token_ids == full.token_ids[: limited.max_positions - len(prompt)]
+
+
+@pytest.mark.parametrize("drafter", FED_BY_TEXT)
+def test_a_kept_memory_gives_the_text_of_a_fresh_one(drafter: str) -> None:
+    decoder, texts = make_decoder(drafter=drafter, eos_token_ids=[13]), PROMPTS
+    for turn in range(4):
+        fresh = make_decoder(drafter=drafter, eos_token_ids=[13]).generate(texts, max_new_tokens=9, seed=[turn] * 3)
+        stream = decoder.stream(texts, max_new_tokens=9, seed=[turn] * 3, keep=True)
+        list(stream)
+        assert [row.token_ids for row in stream.results()] == [row.token_ids for row in fresh]
+        # The next turn adds tokens, and every other time takes some back first.
+        texts = [text + row.token_ids[: -1 - turn % 2] + [5, turn] for text, row in zip(texts, fresh, strict=True)]
+
+
+def test_branches_of_a_conversation_are_forgotten_with_it() -> None:
+    decoder = make_decoder(drafter="self-draft")
+    decoder.generate(PROMPTS, max_new_tokens=30, seed=1, keep=True)
+    others = [[30, 29, 28], [1, 2, 3, 1, 2], [9, 9, 8]]
+    kept = decoder.generate(others, max_new_tokens=30, seed=2, keep=True)
+    fresh = make_decoder(drafter="self-draft").generate(others, max_new_tokens=30, seed=2)
+    assert [(row.token_ids, row.sources) for row in kept] == [(row.token_ids, row.sources) for row in fresh]
+
+
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """Note the tokens that each row of each round was offered."""
+    seen: list[list[list[int]]] = []
+    original = GramTreeSession.propose
+
+    def noting(session: GramTreeSession, *arguments: Any) -> Any:
+        tree = original(session, *arguments)
+        seen.append([trie.tokens[1:] for trie in session._tries])
+        return tree
+
+    monkeypatch.setattr(GramTreeSession, "propose", noting)
+    return seen
+
+
+@pytest.mark.parametrize("drafter", FED_BY_TEXT)
+def test_texts_are_never_offered_to_other_rows_or_requests(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
+    # Two models' worth of tokens in one: each half never leads to the other, so a token of the other half has leaked.
+    if drafter == "corpus":
+        pytest.skip("a corpus is meant for all")
+    table_VV = TabularModel.random(VOCABULARY, 1, seed=3)._logits_XV.clone()
+    half = VOCABULARY // 2
+    table_VV[:half, half:] = table_VV[half:, :half] = -1e9
+    seen = proposals(monkeypatch)
+    decoder = Decoder(TabularModel(table_VV), make_drafter(_parts(drafter), drafter))
+    decoder.generate([[1, 2, 1, 2], [17, 18, 17, 18]], max_new_tokens=40, seed=1, keep=True)
+    first = len(seen)
+    decoder.generate([[17, 18, 17], [1, 2, 1, 2]], max_new_tokens=40, seed=1, keep=True)
+    for row in seen[:first]:
+        assert max(row[0], default=0) < half <= min(row[1], default=half)
+    for row in seen[first:]:
+        assert max(row[1], default=0) < half <= min(row[0], default=half)
+    assert first > 10 and any(tokens for row in seen for tokens in row)
+
+
+def _parts(drafter: str, **options: Any) -> Parts:
+    grams = GramTreeOptions(**options) if options else gram_options()
+    return Parts(target=TARGET, topology=parse_tree("none"), grams=grams)
+
+
+@pytest.mark.parametrize("seeds", ["vocabulary", "prompt"])
+def test_branches_are_what_the_paper_says(monkeypatch: pytest.MonkeyPatch, seeds: str) -> None:
+    notes: list[tuple[list[list[int]], Sequence[Sequence[int]]]] = []
+    original = GramTreeSession.receive
+
+    def noting(session: GramTreeSession, reports: Sequence[Sequence[int]]) -> None:
+        notes.append(([list(text) for text in session._read], reports))
+        original(session, reports)
+
+    monkeypatch.setattr(GramTreeSession, "receive", noting)
+    riders = RiderOptions(branches=4, length=3, seeds=seeds)
+    parts = _parts("self-draft", riders=riders, caches=GramOptions(corpus="none"))
+    decoder = Decoder(TARGET, make_drafter(parts, "self-draft"))
+    decoder.generate(PROMPTS, max_new_tokens=25, seed=5)
+    branches: list[list[list[int]]] = []
+    for number, (texts, reports) in enumerate(notes):
+        length = min(number + 1, 3)
+        for row, (text, report) in enumerate(zip(texts, reports, strict=True)):
+            lines = [report[start : start + length] for start in range(0, len(report), length)]
+            tokens, drafts = lines[::2], lines[1::2]
+            assert len(tokens) == len(drafts) == 4
+            for branch, drafted in zip(tokens, drafts, strict=True):
+                # A branch token sees the text and its own branch, nothing of the trie and of other branches.
+                assert drafted == [int(TARGET.logits_after([*text, *branch[: stop + 1]]).argmax()) for stop in range(length)]
+            if number == 0:
+                assert seeds == "vocabulary" or all(branch[0] in PROMPTS[row] for branch in tokens)
+                branches.append([])
+            else:
+                assert tokens == branches[row]
+            grown = [[*branch, drafted[-1]] for branch, drafted in zip(tokens, drafts, strict=True)]
+            branches[row] = [branch[-3:] for branch in grown]
+    assert len(notes) > 4
+
+
+def test_branches_feed_the_context_cache() -> None:
+    decoder = make_decoder(drafter="self-draft")
+    session = decoder.drafter.start(1, GREEDY, TARGET)
+    session.begin([[30, 21]], 50)
+    assert isinstance(session, GramTreeSession)
+    assert session._memories[0][0].matches(4, 4) == []
+    session.receive([[21, 5, 6, 7, 5, 6, 7, 8, *[1] * 16]])  # two tokens of a branch and their drafts, three times
+    session.receive([[21, 5, 6, 5, 6, 7] * 3])
+    assert [5, 6, 7] in [list(match.tokens[:3]) for match in session._memories[0][0].matches(4, 4)]
+
+
+def test_first_tokens_come_from_the_rows_own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    firsts: list[list[int]] = []
+    original = GramTreeSession.receive
+
+    def noting(session: GramTreeSession, reports: Sequence[Sequence[int]]) -> None:
+        if len(reports[0]) == 8:
+            firsts.extend(list(report[::2]) for report in reports)
+        original(session, reports)
+
+    monkeypatch.setattr(GramTreeSession, "receive", noting)
+    parts = _parts("self-draft", riders=RiderOptions(branches=4, length=2), caches=GramOptions(corpus="none"))
+    decoder = Decoder(TARGET, make_drafter(parts, "self-draft"))
+    decoder.generate(PROMPTS, max_new_tokens=1, seed=SEEDS)
+    for prompt, seed in zip(PROMPTS, SEEDS, strict=True):
+        decoder.generate(prompt, max_new_tokens=1, seed=seed)
+    assert firsts[:3] == firsts[3:]
+    assert firsts[0] != firsts[1]
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "self-draft"])
+def test_rounds_without_candidates_are_plain_passes(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
+    sizes = []
+    original = GramTreeSession.propose
+
+    def noting(session: GramTreeSession, *arguments: Any) -> Any:
+        tree = original(session, *arguments)
+        sizes.append(tree.tokens_BN.shape[1])
+        return tree
+
+    monkeypatch.setattr(GramTreeSession, "propose", noting)
+    parts = _parts(drafter, riders=RiderOptions(branches=2, length=3), caches=GramOptions(corpus="none"))
+    Decoder(TARGET, make_drafter(parts, drafter)).generate([1, 2, 3], max_new_tokens=1, seed=1)
+    assert sizes == [1 if drafter == "lookup" else 3]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"nodes": 0}, "nodes=0"),
+    ({"depth": 0}, "depth=0"),
+    ({"nodes": 2000}, "too many for one pass"),
+    ({"context": False, "corpus": False}, "no cache left"),
+])  # fmt: skip
+def test_wrong_sizes_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_drafter(_parts("self-draft", **options), "self-draft")
+
+
+def test_branches_that_overflow_the_context_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"branches=-1"):
+        RiderOptions(branches=-1)
+    with pytest.raises(UsageError, match=r"branch_length=0"):
+        RiderOptions(length=0)
+    with pytest.raises(UsageError, match="too many for one pass"):
+        RiderOptions(branches=64, length=16)
+    small = TabularModel(TARGET._logits_XV.reshape([VOCABULARY] * 4), max_positions=8)
+    parts = _parts("self-draft", riders=RiderOptions(branches=2, length=8), caches=GramOptions(corpus="none"))
+    with pytest.raises(UsageError, match="does not fit the model's context of 8"):
+        Decoder(small, make_drafter(parts, "self-draft")).generate([1, 2], max_new_tokens=2)

@@ -1,0 +1,85 @@
+"""What every registered cache promises."""
+
+import dataclasses
+
+import pytest
+
+from polydraft.errors import UsageError
+from polydraft.ngrams import GRAM_CACHES, GramOptions
+
+from .brute import random_text
+
+every_cache = pytest.mark.parametrize("name", GRAM_CACHES.names())
+
+
+@every_cache
+@pytest.mark.parametrize("seed", range(20))
+def test_continuations_keep_their_bounds_and_differ(name, options, seed):
+    memory = GRAM_CACHES.get(name)(options).open()
+    text = random_text(seed, 120, vocabulary=6)
+    memory.read(text)
+    for count, length in ((1, 1), (3, 5), (6, 12), (50, 2)):
+        matches = memory.matches(count, length)
+        assert len(matches) <= count
+        assert len({tuple(match.tokens) for match in matches}) == len(matches)
+        assert all(1 <= len(match.tokens) <= length and match.prefix >= 1 for match in matches)
+        assert [match.tokens for match in matches] == memory.propose(count, length)
+
+
+@every_cache
+@pytest.mark.parametrize("seed", range(10))
+def test_reading_in_parts_is_reading_at_once(name, options, seed):
+    cache = GRAM_CACHES.get(name)(options)
+    text = random_text(seed, 150, vocabulary=5)
+    parts, whole = cache.open(), cache.open()
+    place = 0
+    for step in range(150):
+        size = (seed + step) % 4
+        parts.read(text[place : place + size])
+        place += size
+    whole.read(text[:place])
+    assert parts.matches(8, 8) == whole.matches(8, 8)
+
+
+@every_cache
+def test_rows_know_nothing_of_each_other_and_forget_when_told(name, options):
+    cache = GRAM_CACHES.get(name)(options)
+    one, other = cache.open(), cache.open()
+    one.read([25, 26, 27, 28, 29, 30, 25, 26])
+    before = one.matches(4, 4)
+    other.read([25, 26])
+    other.learn([25, 26, 1, 1, 1])
+    assert one.matches(4, 4) == before
+    assert all(27 not in match.tokens for match in other.matches(4, 4))
+    one.reset()
+    assert one.matches(4, 4) == []
+    one.read([25, 26])
+    assert one.matches(4, 4) == []
+
+
+@every_cache
+def test_nothing_is_known_of_nothing(name, options):
+    memory = GRAM_CACHES.get(name)(options).open()
+    for tokens in ([], [21], [], [22], [23]):
+        memory.read(tokens)
+        assert memory.propose(4, 4) == []
+
+
+@every_cache
+def test_degenerate_text_takes_no_longer(name, options):
+    memory = GRAM_CACHES.get(name)(options).open()
+    memory.read([3] * 3000)
+    assert name == "corpus" or list(memory.propose(4, 6)[0]) == [3] * 6
+
+
+def test_options_out_of_range_are_refused():
+    for name, value in (
+        ("gram", 0),
+        ("max_prefix", -1),
+        ("entries_per_key", 0),
+        ("max_match", 0),
+        ("prefer", "x"),
+        ("gram", 99),
+    ):
+        with pytest.raises(UsageError, match=r"out of range|unknown"):
+            dataclasses.replace(GramOptions(), **{name: value})

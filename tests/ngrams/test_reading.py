@@ -1,0 +1,46 @@
+import gzip
+
+import pytest
+
+from polydraft.errors import UsageError
+from polydraft.ngrams.reading import blocks_of
+
+TEXT = "".join(f"line {number}: früh übt sich\r\n" if number % 3 else "\n" for number in range(200)) + "x" * 500 + " end"
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 10_000])
+def test_blocks_hold_the_whole_text_and_end_with_lines(tmp_path, block):
+    plain, packed = tmp_path / "a.txt", tmp_path / "a.txt.gz"
+    plain.write_bytes(TEXT.encode())
+    packed.write_bytes(gzip.compress(TEXT.encode()))
+    for file in (plain, packed):
+        seen = []
+        blocks = list(blocks_of(file, block, seen.append))
+        assert "".join(blocks) == TEXT
+        assert max(map(len, blocks)) <= 2 * block
+        assert seen == sorted(seen) and seen[-1] == file.stat().st_size
+    if block == 64:
+        assert all(text.endswith("\n") for text in blocks if "x" not in text)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("cut.txt.gz", gzip.compress(TEXT.encode())[:-20], "as gzipped text"),
+        ("plain.txt.gz", TEXT.encode(), "as gzipped text"),
+        ("damaged.txt.gz", gzip.compress(TEXT.encode())[:20] + b"\xff" * 40, "as gzipped text"),
+        ("latin.txt", "früh".encode("latin-1"), "no UTF-8"),
+        ("latin.txt.gz", gzip.compress("früh".encode("latin-1")), "no UTF-8"),
+    ],
+)
+def test_what_is_no_text_is_refused_in_one_line(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UsageError, match=message) as caught:
+        list(blocks_of(tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_and_folders_are_refused(tmp_path):
+    for file in (tmp_path / "absent.txt", tmp_path):
+        with pytest.raises(UsageError, match="no such file"):
+            list(blocks_of(file))
