@@ -40,6 +40,9 @@ class DraftSession(ABC):
     """Whether `propose` and `commit` work on tensors alone, which stay where they are from round to round and from one text
     to the next, so that a round can be recorded as a CUDA graph; and whether nothing else is carried over to other texts."""
 
+    drafts_on_host: ClassVar[bool] = False
+    """Whether `propose` works on the host while `commit` does not: then the rest of the round can be recorded."""
+
     def obstacle(self) -> str | None:
         """Say why the next round, unlike others, cannot be replayed from a recording; None if it can."""
         return None

@@ -94,6 +94,7 @@ class GramTreeSession(DraftSession):
         self._idle = [False] * batch_size
         self._tries: list[TokenTrie] = []
         self.depth = drafter.options.most_depth
+        self.drafts_on_host = not drafter.options.riders.branches  # type: ignore[misc]  # branches are tensors that grow
         self.num_nodes = 1 + drafter.options.nodes + drafter.options.riders.most
 
     @property

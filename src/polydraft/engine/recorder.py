@@ -15,15 +15,16 @@ _LOGGER = logging.getLogger("polydraft")
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """One recorded function of a tensor."""
+    """One recorded function of some tensors."""
 
     graph: torch.cuda.CUDAGraph
-    input: Tensor
+    inputs: tuple[Tensor, ...]
     output: Tensor
 
-    def replay(self, values: Tensor) -> Tensor:
+    def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """Run it on new values; the output is overwritten by the next replay."""
-        self.input.copy_(values)
+        for own, new in zip(self.inputs, inputs, strict=True):
+            own.copy_(new)
         self.graph.replay()
         return self.output
 
@@ -47,31 +48,31 @@ class Recorder:
     def __len__(self) -> int:
         return len(self._recordings)
 
-    def run(self, kind: Hashable, function: Callable[[Tensor], Tensor], values: Tensor) -> tuple[Tensor, bool]:
-        """Return `function(values)`, and whether it was replayed."""
+    def run(self, kind: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
+        """Return `function(*inputs)`, and whether it was replayed."""
         if kind in self._recordings:
             self._recordings.move_to_end(kind)
-            return self._recordings[kind].replay(values), True
+            return self._recordings[kind].replay(inputs), True
         if kind not in self._known or kind in self._refused:
             self._known.add(kind)
-            return function(values), False
-        recording = self._record(function, values)
+            return function(*inputs), False
+        recording = self._record(function, inputs)
         if recording is None:
             self._refused.add(kind)
-            return function(values), False
+            return function(*inputs), False
         self._recordings[kind] = recording
         if len(self._recordings) > _MOST_RECORDINGS:
             self._recordings.popitem(last=False)
-        return recording.replay(values), True
+        return recording.replay(inputs), True
 
-    def _record(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Recording | None:
-        graph, static = torch.cuda.CUDAGraph(), values.clone()
+    def _record(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Recording | None:
+        graph, static = torch.cuda.CUDAGraph(), tuple(tensor.clone() for tensor in inputs)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
             # Other threads may go on allocating meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                output = function(static)
+                output = function(*static)
         except torch.OutOfMemoryError:
             self.clear()
             self.obstacle = "too little GPU memory to record a round; use a smaller batch, a smaller tree or a shorter context"

@@ -1,7 +1,8 @@
 """Memories of a batch, and the round that works on them."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.sampling import SamplingParams, Warper
+from polydraft.trees import DraftTree
 from polydraft.walks import TargetLaws, Verdict, Walk
 
 _LOGITS_BYTES = 2**28
@@ -108,16 +110,35 @@ class Workspace:
         spans = tuple(context.fix_span() for context in self._contexts)
         stored = tuple((context.capacity, context.address) for context in self._contexts)
         shape = (self.session.depth, self.session.num_nodes, uniforms_BU.shape[1])
-        kind = (type(walk), *vars(walk).values(), shape, spans, stored)
+        kind: tuple[Hashable, ...] = (type(walk), *vars(walk).values(), shape, spans, stored)
+        inputs: tuple[Tensor, ...] = (uniforms_BU,)
+        if self.session.drafts_on_host:
+            with stats.clock("draft"):
+                draft = self.session.propose(self.tail_B2, uniforms_BU[:, : self.session.num_uniforms])
+            inputs += (draft.tokens_BN, draft.depths_BN, draft.ancestors_BNN, draft.child_table_BNK)
+            kind += (draft.depth, *draft.child_table_BNK.shape)
+
+        def function(values_BU: Tensor, *tables: Tensor) -> Tensor:
+            if not tables:
+                return self._round(walk, values_BU, Stats())
+            tokens_BN, depths_BN, ancestors_BNN, child_table_BNK = tables
+            static = replace(
+                draft, tokens_BN=tokens_BN, depths_BN=depths_BN, ancestors_BNN=ancestors_BNN, child_table_BNK=child_table_BNK
+            )
+            return self._score(walk, static, values_BU, Stats())
+
         with stats.clock("graph"):
-            outcome_BX, replayed = self._recorder.run(kind, lambda values: self._round(walk, values, Stats()), uniforms_BU)
+            outcome_BX, replayed = self._recorder.run(kind, function, *inputs)
         stats.replayed_rounds += replayed
         return outcome_BX
 
     def _round(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Tensor:
-        session = self.session
         with stats.clock("draft"):
-            draft = session.propose(self.tail_B2, uniforms_BU[:, : session.num_uniforms])
+            draft = self.session.propose(self.tail_B2, uniforms_BU[:, : self.session.num_uniforms])
+        return self._score(walk, draft, uniforms_BU, stats)
+
+    def _score(self, walk: Walk, draft: DraftTree, uniforms_BU: Tensor, stats: Stats) -> Tensor:
+        session = self.session
         with stats.clock("target"):
             features_BNF = self.memory.context.extend(draft.tokens_BN, draft.block())
         with stats.clock("verify"):
@@ -176,7 +197,7 @@ class Workspace:
     def _obstacle(self) -> str | None:
         """Return why the next round cannot be recorded, and log what will not pass."""
         lasting = self.target.graph_obstacle
-        if not self.session.recordable:
+        if not (self.session.recordable or self.session.drafts_on_host):
             lasting = "the drafter works on the host"
         elif self.params.processors:
             lasting = "logits processors work on the host"
