@@ -104,3 +104,20 @@ def test_obstacles_are_named(monkeypatch):
     assert obstacle(CPU) == "the device is cpu, not a GPU"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert obstacle(CPU, torch.float32) is None and "bfloat16" in (obstacle(CPU) or "")
+
+
+@interpreted
+def test_windows_cut_committed_text_only():
+    case = Case(lengths=(100, 13), size=5, group=3, channels=16)
+    query, key, value, lengths, visible = case.build("cpu")
+    key, value = key.nan_to_num(0.5), value.nan_to_num(0.5)
+    starts = torch.tensor([[80, 81, 81, 82, 90], [0, 3, 4, 13, 12]])
+    mask = torch.zeros(2, 5, key.shape[2], dtype=torch.bool)
+    for row, length in enumerate(case.lengths):
+        for token in range(5):
+            mask[row, token, starts[row, token] : length] = True
+            mask[row, token, length : length + 5] = visible[row, token]
+    grouped = [states.repeat_interleave(3, dim=1) for states in (key, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *grouped, attn_mask=mask[:, None], scale=0.25)
+    got = tree_attention(query, key, value, lengths, visible, 0.25, 100, starts)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -128,19 +128,19 @@ def tree_attention(
     peaks_X, sums_X = output_BTHC.new_empty(2, parts, dtype=torch.float32)
     visible = visible_BTU.view(torch.uint8)
     output_strides = output_BTHC.stride()[:3]
-    sizes: dict[str, Any] = {"GROUP": group, "CHANNELS": channels, "SPLITS": plan.splits, "BLOCK_KEYS": plan.block_keys}
+    sizes: dict[str, Any] = {"GROUP": group, "CHANNELS": channels, "BLOCK_KEYS": plan.block_keys}
     sizes["BLOCK_CHANNELS"] = max(power_of_two(channels), 16)  # the least that matrix units take
     kernels.attend[plan.splits, key_heads * math.ceil(lines / plan.block_lines), batch_size](
         query_BHTC, key_BHSC, value_BHSC, lengths_B, visible, lengths_B if starts_BT is None else starts_BT,
-        output_BTHC, mixed_XC, peaks_X, sums_X, scale * math.log2(math.e), size, places,
+        output_BTHC, mixed_XC, peaks_X, sums_X, scale * math.log2(math.e), size, places, plan.splits,
         *query_BHTC.stride()[:3], *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], *visible.stride(), *output_strides,
-        **sizes, PRECISION="ieee", CUT=starts_BT is not None,
+        **sizes, ALONE=plan.splits == 1, PRECISION="ieee", CUT=starts_BT is not None,
         BLOCK_LINES=plan.block_lines, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if plan.splits > 1:
         few = 8
         kernels.join[math.ceil(lines / few), key_heads, batch_size](
-            output_BTHC, mixed_XC, peaks_X, sums_X, lengths_B, lines, places, *output_strides,
+            output_BTHC, mixed_XC, peaks_X, sums_X, lengths_B, lines, places, plan.splits, *output_strides,
             **sizes, BLOCK_LINES=few, num_warps=4,
         )  # fmt: skip
     return output_BTHC.transpose(1, 2)

@@ -9,9 +9,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _chunk(total, SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+def _chunk(total, splits, BLOCK_KEYS: tl.constexpr):
     """Keys of one split: the real context shared out evenly, whatever the largest context of the launch is."""
-    return tl.cdiv(tl.cdiv(total, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    return tl.cdiv(tl.cdiv(total, splits), BLOCK_KEYS) * BLOCK_KEYS
 
 
 @triton.jit
@@ -33,13 +33,13 @@ def _absorb(queries_MC, scores_mask, keys_NC, values_NC, peak_M, sum_M, mixed_MC
 @triton.jit
 def attend(
     query, key, value, lengths, visible, starts, output, mixed, peaks, sums,
-    scale, size, places,
+    scale, size, places, splits,
     query_row, query_head, query_token, key_row, key_head, key_slot, value_row, value_head, value_slot,
     visible_row, visible_token, visible_place, output_row, output_token, output_head,
-    GROUP: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    GROUP: tl.constexpr, CHANNELS: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
     BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one block of lines to one chunk of keys; grid [SPLITS, key heads x blocks of lines, B].
+    """Attend from one block of lines to one chunk of keys; grid [splits, key heads x blocks of lines, B].
 
     Writes the result itself with one split, else what `join` needs: weighted values, the peak and the sum of weights.
     """
@@ -49,7 +49,7 @@ def attend(
     head = tl.program_id(1) // blocks
     length = tl.load(lengths + row).to(tl.int32)
     total = length + places
-    chunk = _chunk(total, SPLITS, BLOCK_KEYS)
+    chunk = _chunk(total, splits, BLOCK_KEYS)
     first = split * chunk
     stop = tl.minimum(first + chunk, total)
     if first >= stop:
@@ -96,14 +96,14 @@ def attend(
         visible_MN = tl.load(visible + visible_offsets_MN, mask=real_M[:, None] & real_N[None, :], other=0) != 0
         peak_M, sum_M, mixed_MC = _absorb(queries_MC, visible_MN, keys_NC, values_NC, peak_M, sum_M, mixed_MC, scale, PRECISION)
 
-    if SPLITS == 1:
+    if ALONE:
         result_MC = mixed_MC / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
         output += row * output_row
         output_offsets_MC = token_M[:, None] * output_token + query_head_M[:, None] * output_head + channel_C[None, :]
         tl.store(output + output_offsets_MC, result_MC.to(output.dtype.element_ty), mask=real_M[:, None] & real_C[None, :])
     else:
         heads = tl.num_programs(1) // blocks
-        part_M = ((row * heads + head) * SPLITS + split) * lines + line_M
+        part_M = ((row * heads + head) * splits + split) * lines + line_M
         tl.store(peaks + part_M, peak_M, mask=real_M)
         tl.store(sums + part_M, sum_M, mask=real_M)
         mixed_offsets_MC = part_M[:, None] * CHANNELS + channel_C[None, :]
@@ -112,14 +112,14 @@ def attend(
 
 @triton.jit
 def join(
-    output, mixed, peaks, sums, lengths, lines, places, output_row, output_token, output_head,
-    GROUP: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
+    output, mixed, peaks, sums, lengths, lines, places, splits, output_row, output_token, output_head,
+    GROUP: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Put the splits of `attend` together; grid [blocks of lines, key heads, B]."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     total = tl.load(lengths + row).to(tl.int32) + places
-    used = tl.cdiv(total, _chunk(total, SPLITS, BLOCK_KEYS))
+    used = tl.cdiv(total, _chunk(total, splits, BLOCK_KEYS))
     line_M = tl.program_id(0) * BLOCK_LINES + tl.arange(0, BLOCK_LINES)
     channel_C = tl.arange(0, BLOCK_CHANNELS)
     real_M = line_M < lines
@@ -127,7 +127,7 @@ def join(
     peak_M = tl.full([BLOCK_LINES], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_LINES], tl.float32)
     mixed_MC = tl.zeros([BLOCK_LINES, BLOCK_CHANNELS], tl.float32)
-    first_part = (row * tl.num_programs(1) + head) * SPLITS
+    first_part = (row * tl.num_programs(1) + head) * splits
     for split in range(used):
         part_M = (first_part + split) * lines + line_M
         part_peak_M = tl.load(peaks + part_M, mask=real_M, other=float("-inf"))
