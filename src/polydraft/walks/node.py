@@ -7,6 +7,7 @@ from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
 from polydraft.schemes.arrays import looks
 from polydraft.trees import DraftTree
+from polydraft.walks.everywhere import verify_everywhere
 from polydraft.walks.greedy import greedy_verdict
 from polydraft.walks.target_law import TargetLaw, TreeLaws
 from polydraft.walks.walk import WALKS, Fault, Verdict, Walk, fault_of
@@ -35,6 +36,9 @@ class NodeWalk(Walk):
         """Walk all rows in step; rows that stopped idle along."""
         if isinstance(target_law, TreeLaws) and target_law.greedy:
             return greedy_verdict(draft, target_law)
+        verdict = verify_everywhere(scheme, draft, target_law, uniforms_BU)
+        if verdict is not None:
+            return verdict
         batch_size, device = len(draft.tokens_BN), draft.tokens_BN.device
         node_B = torch.zeros(batch_size, dtype=torch.long, device=device)
         accepted_B, offered_B = torch.zeros_like(node_B), torch.zeros_like(node_B)

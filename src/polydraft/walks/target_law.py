@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import Warper
+from polydraft.schemes.arrays import looks
 from polydraft.trees import DraftTree
+
+_MOST_BYTES = 2**28
+"""Most room for one table of all nodes' laws."""
 
 TargetLaw = Callable[[Tensor, Tensor], Tensor]
 """`(node_B, path_BP) -> probs_BV`: the target's law at one node a row, given the tokens of the path below the root."""
@@ -80,6 +84,14 @@ class TargetLaws(TreeLaws):
     def _paths(self, draft: DraftTree) -> Tensor:
         """Return paths to all nodes, as far as anybody reads them."""
         return draft.paths() if self._warper.params.needs_history else draft.tokens_BN[..., None][..., :0]
+
+
+def laws_everywhere(draft: DraftTree, target_law: TargetLaw, columns: int) -> Tensor | None:
+    """Return the target's laws at all nodes, where the host may not look and float64 tables of so many columns fit."""
+    small = 8 * draft.tokens_BN.numel() * columns <= _MOST_BYTES
+    if looks(draft.tokens_BN) or not small or not isinstance(target_law, TreeLaws):
+        return None
+    return target_law.everywhere(draft)
 
 
 def _rows(table_BNX: Tensor, node_B: Tensor) -> Tensor:
