@@ -5,6 +5,8 @@ import warnings
 import pytest
 import torch
 
+from exactness.configurations import SCHEMES_AND_WALKS
+from exactness.setups import tree_for
 from polydraft.drafters import HeadTree, ModelTree
 from polydraft.engine import Decoder, Stats
 from polydraft.models import FAMILIES, HeadShape, TabularModel
@@ -12,9 +14,11 @@ from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.trees import parse_tree
+from walks.test_at_once import check_same, round_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
+PAIRS = SCHEMES_AND_WALKS
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4]]
 
 
@@ -59,12 +63,33 @@ def test_a_round_never_waits_for_the_device(name: str, temperature: float, kind:
     check_without_waiting(Decoder(target, drafter), temperature)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "walk"), [("rrs-wor", "traversal"), ("rrs-wr", "traversal"), ("hybrid", "block"), ("race", "block")]
-)
+@pytest.mark.parametrize(("scheme", "walk"), PAIRS)
 def test_no_walk_waits_for_the_device(scheme: str, walk: str) -> None:
-    drafter = ModelTree(perturbed("llama", "cuda"), parse_tree("4x2x1"), scheme)
+    drafter = ModelTree(perturbed("llama", "cuda"), parse_tree(tree_for(scheme, "4x2x1")), scheme)
     check_without_waiting(Decoder(HFModel(FAMILIES.get("llama").build().to("cuda")), drafter, walk=walk), 1.0)
+
+
+@pytest.mark.parametrize(("scheme", "walk"), PAIRS)
+@pytest.mark.parametrize("known", [True, False], ids=["part of the tokens", "all tokens"])
+def test_a_round_is_verified_as_on_the_cpu(scheme: str, walk: str, known: bool) -> None:
+    check_same(*(round_of(scheme, walk, SamplingParams(), known, device=device)() for device in ("cpu", "cuda")))
+
+
+@pytest.mark.parametrize(("scheme", "walk", "temperature"), [*((*pair, 1.0) for pair in PAIRS), ("top", "node", 0.0)])
+def test_verification_fits_into_a_cuda_graph(scheme: str, walk: str, temperature: float) -> None:
+    verify = round_of(scheme, walk, SamplingParams(temperature=temperature), rows=2, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.inference_mode():
+        with torch.cuda.stream(stream):
+            expected = verify()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            verdict = verify()
+        graph.replay()
+        torch.cuda.synchronize()
+    check_same(verdict, expected)
 
 
 def check_without_waiting(decoder: Decoder, temperature: float) -> None:
@@ -83,7 +108,8 @@ def check_without_waiting(decoder: Decoder, temperature: float) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_same_seed_gives_the_same_text_on_both_devices() -> None:
+@pytest.mark.parametrize(("scheme", "walk"), PAIRS)
+def test_same_seed_gives_the_same_text_on_both_devices(scheme: str, walk: str) -> None:
     texts = []
     for device in ("cpu", "cuda"):
         table = TabularModel.random(32, 2, seed=0)
@@ -91,6 +117,6 @@ def test_same_seed_gives_the_same_text_on_both_devices() -> None:
         target = TabularModel(table._logits_XV.to(device).reshape(32, 32, 32))
         blend = table.mixed_with(other, 0.7)
         draft = TabularModel(blend._logits_XV.to(device).reshape(32, 32, 32))
-        decoder = Decoder(target, ModelTree(draft, parse_tree("3x2x1")))
+        decoder = Decoder(target, ModelTree(draft, parse_tree(tree_for(scheme)), scheme), walk=walk)
         texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=60, seed=7)])
     assert texts[0] == texts[1]

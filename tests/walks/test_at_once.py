@@ -1,5 +1,6 @@
 """What devices run that the host may not look at, run on a CPU: the same verdicts, and no break where a graph is traced."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -17,8 +18,10 @@ SIZE, ROWS = 700, 40
 CPU = torch.device("cpu")
 
 
-def round_of(name: str, walk: str, params: SamplingParams, known: bool = True, rows: int = ROWS) -> Callable[[], Verdict]:
-    """Grow trees from made-up laws and return what verifies them."""
+def round_of(
+    name: str, walk: str, params: SamplingParams, known: bool = True, rows: int = ROWS, device: str = "cpu"
+) -> Callable[[], Verdict]:
+    """Grow trees from made-up laws on the CPU and return what verifies them, on any device."""
     scheme = SCHEMES.get("top" if params.temperature == 0 else name)()
     width = largest_count(scheme, 3)
     topology = parse_tree("x".join(map(str, (width, min(width, 2), 1))))
@@ -38,8 +41,13 @@ def round_of(name: str, walk: str, params: SamplingParams, known: bool = True, r
     tokens_BN = growth.plant(torch.zeros(rows, dtype=torch.long))
     for level in growth.levels:
         growth.draw(level, draft_BND[:, torch.arange(level.first, level.stop)[level.drawing]], tokens_BN, uniforms_BU)
-    draft = growth.tree(tokens_BN)
-    warper = Warper(params, SIZE, texts, CPU)
+    draft, place = growth.tree(tokens_BN), torch.device(device)
+    if device != "cpu":
+        there = PartialVocabulary(vocabulary.tokens_D.to(place), SIZE) if vocabulary else None
+        moved = {key: value.to(place) for key, value in vars(draft).items() if isinstance(value, torch.Tensor)}
+        draft = dataclasses.replace(draft, **moved, laws=tuple(law.to(place) for law in draft.laws), vocabulary=there)
+        logits_BNV, uniforms_BU = logits_BNV.to(place), uniforms_BU.to(place)
+    warper = Warper(params, SIZE, texts, place)
 
     def verify() -> Verdict:
         laws = TargetLaws(logits_BNV, lambda logits: logits, warper, whole=True)
@@ -55,6 +63,7 @@ def without_looking(verify: Callable[[], Verdict], patch: pytest.MonkeyPatch) ->
 
 
 def check_same(one: Verdict, other: Verdict) -> None:
+    one, other = (Verdict(*(value.cpu() for value in vars(verdict).values())) for verdict in (one, other))
     assert torch.equal(one.accepted_B, other.accepted_B)
     assert torch.equal(one.path_BD, other.path_BD)
     assert torch.equal(one.offered_B, other.offered_B)

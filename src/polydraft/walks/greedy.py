@@ -16,7 +16,7 @@ def greedy_verdict(draft: DraftTree, laws: TreeLaws) -> Verdict:
     Every exact scheme emits the one token that has mass, whatever it drew, so this is what each of them comes to.
     """
     tokens_BN = None if looks(draft.tokens_BN) else laws.likeliest_everywhere(draft)
-    return _step_by_step(draft, laws) if tokens_BN is None else verdict_at_once(draft, tokens_BN)
+    return _step_by_step(draft, laws) if tokens_BN is None else follow_tokens(draft, tokens_BN)
 
 
 def _step_by_step(draft: DraftTree, laws: TreeLaws) -> Verdict:
@@ -48,8 +48,8 @@ def _step_by_step(draft: DraftTree, laws: TreeLaws) -> Verdict:
     return Verdict(path_BD, accepted_B, tokens_BD, accepted_B + offered_BD.gather(1, last_B1)[:, 0], fault_B)
 
 
-def verdict_at_once(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
-    """Find every node's way on at once; then only whole numbers are left to follow."""
+def follow_tokens(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
+    """Return where the tokens that all nodes emit lead: find every node's way on at once, then follow whole numbers."""
     table_BNK, children_BNK = draft.all_followers()
     match_BNK = (children_BNK == tokens_BN[..., None]) & (children_BNK != NO_TOKEN)
     # The first match, as everywhere: a token drawn twice has equal subtrees in law.

@@ -12,11 +12,8 @@ from polydraft.schemes.arithmetic import ratio
 from polydraft.schemes.arrays import looks
 from polydraft.trees import DraftTree
 from polydraft.walks.greedy import followed
-from polydraft.walks.target_law import TargetLaw, TreeLaws
+from polydraft.walks.target_law import TargetLaw, laws_everywhere
 from polydraft.walks.walk import Fault, fault_of
-
-_MOST_BYTES = 2**28
-"""Most room for one table of all nodes' laws."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +97,7 @@ class PathFinder:
 
     def _laws_everywhere(self) -> Tensor | None:
         """Return the target's laws at all nodes, where it is worth having them."""
-        tokens_BN, law_BGD = self.draft.tokens_BN, self.draft.laws[0]
-        small = 8 * tokens_BN.numel() * law_BGD.shape[-1] <= _MOST_BYTES
-        if looks(tokens_BN) or not small or not isinstance(self.target_law, TreeLaws):
-            return None
-        return self.target_law.everywhere(self.draft)
+        return laws_everywhere(self.draft, self.target_law, self.draft.laws[0].shape[-1])
 
     def _at_once(self, target_BNV: Tensor) -> Path:
         """Pick at every node, as if it were on the path, then see which ones are."""

@@ -22,7 +22,10 @@ exact, because that chance depends on nothing below the node.
 
 
 class Fault(IntEnum):
-    """What makes a round worthless, found on the device and reported by the host."""
+    """What makes a round worthless, found on the device and reported by the host.
+
+    Tensors are compared with `.value`: where a graph is traced, no tensor equals an enum.
+    """
 
     NONE = 0
     TARGET = 1
