@@ -36,6 +36,8 @@ def test_greedy_text_does_not_depend_on_tree_scheme_or_draft(invoke, tiny: str) 
         ["--draft", "early-exit:2", "--tree", "4x2x1"],
         ["--draft", "early-exit:1", "--tree", "chain:3", "--scheme", "speculative"],
         ["--draft", tiny, "--tree", "[[0],[1],[0,0]]", "--scheme", "naive", "--draft-temperature", "1"],
+        ["--draft", "none", "--drafter", "self-draft+suffix", "--branches", "2"],
+        ["--draft", "early-exit:1", "--drafter", "lookup+model", "--ngram-nodes", "8"],
     ):
         code, out, _ = invoke(*base, *options)
         assert code == 0
@@ -76,3 +78,14 @@ def test_stop_string_ends_the_text_before_it(invoke, tiny: str) -> None:
 def test_raw_leaves_the_chat_template_out(invoke, tiny: str) -> None:
     chatty = invoke("generate", "hello", "--target", tiny, *SMALL)[1]
     assert invoke("generate", "hello", "--target", tiny, *SMALL, "--raw")[1] != chatty
+
+
+def test_ngrams_are_counted_by_source(invoke, tiny: str) -> None:
+    arguments = ("generate", "ab ab ab ab ab", "--target", tiny, "--raw", "--drafter", "lookup", "--max-new-tokens", "8")
+    # A logit bias is not at hand here, so penalties below 1 make the random model repeat its prompt.
+    code, out, err = invoke(*arguments, "--repetition-penalty", "0.05")
+    assert code == 0 and "; from lookup " in err
+    code, out, _ = invoke(*arguments, "--repetition-penalty", "0.05", "--json")
+    result = json.loads(out)
+    assert result["stats"]["tokens_by_source"] == {"lookup": result["sources"].count("lookup")}
+    assert result["settings"]["drafter"] == "lookup" and result["settings"]["walk"] == "node"

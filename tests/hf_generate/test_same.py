@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from polydraft.errors import UsageError
 from polydraft.hf_generate import Speculate, _sampling_params
 from polydraft.models.hf import HFModel
 
@@ -280,3 +281,19 @@ def test_samples_follow_the_exact_law(extra):
     if expected[-1] < 5:
         observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
     assert chisquare(observed, expected).pvalue > 1e-6
+
+
+@pytest.mark.parametrize(
+    "options", [{"ngrams": "lookup"}, {"ngrams": "self-draft+suffix"}, {"ngrams": "lookup", "tree": "2x1"}]
+)
+def test_ngrams_change_nothing(options):
+    custom = Speculate(draft() if "tree" in options else None, **options)
+    settings = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    assert torch.equal(target().generate(**batch, **settings, custom_generate=custom), target().generate(**batch, **settings))
+    assert custom.stats[0].new_tokens == 16 * len(PROMPTS)
+
+
+@pytest.mark.parametrize(("ngrams", "message"), [("lookpu", "did you mean 'lookup'"), ("lookup+model", "proposes no n-grams")])
+def test_wrong_ngrams_are_refused(ngrams, message):
+    with pytest.raises(UsageError, match=message):
+        Speculate(ngrams=ngrams)

@@ -1,11 +1,12 @@
 """Counts are exact whatever the sizes of chunks and tables, and the file never outgrows its bytes."""
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from polydraft.errors import UsageError
+from polydraft.errors import FailureError, UsageError
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_file import HEADER_SIZE, node_bytes, save_trie
 from polydraft.ngrams.gram_trie import ABSENT, weights_of
@@ -122,6 +123,15 @@ def test_unknown_tokens_are_absent_and_foreign_ones_refused():
     assert trie.find([7]) == trie.find([100]) == trie.find([-1]) == trie.find([1, 7, 3]) == ABSENT
     with GramCounter(VOCABULARY) as counter, pytest.raises(UsageError, match="not in the vocabulary"):
         counter.add([VOCABULARY])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_one_line():
+    with GramCounter(VOCABULARY) as counter:
+        counter._spilled.close()
+        counter._spilled = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed by the counter)
+        with pytest.raises(FailureError, match="set TMPDIR"):
+            counter.add([1, 2, 3])
 
 
 @pytest.mark.parametrize(("text", "options"), [([], {}), ([1, 2, 3], {"min_count": 5}), ([1, 2, 3], {"max_bytes": 10})])

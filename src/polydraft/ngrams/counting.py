@@ -10,13 +10,14 @@ bytes asked for, at each length. Disk: 6 to 8 bytes a token.
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polydraft.errors import UsageError
+from polydraft.errors import FailureError, UsageError
 from polydraft.ngrams.gram_file import HEADER_SIZE, node_bytes, token_type
 from polydraft.ngrams.gram_level import GramLevel, assemble, fitted, floor_count
 from polydraft.ngrams.gram_trie import ABSENT, GramTrie
@@ -52,7 +53,6 @@ class GramCounter:
         self._type = token_type(vocab_size + 1)
         self.size = 0
         """Tokens taken in so far."""
-        self._places = 0  # tokens and ends of texts
 
     def __enter__(self) -> "GramCounter":
         return self
@@ -78,8 +78,16 @@ class GramCounter:
         self._spill(np.array([self._vocab_size]))
 
     def _spill(self, tokens: NDArray[np.int64]) -> None:
-        self._spilled.write(tokens.astype(self._type).tobytes())
-        self._places += len(tokens)
+        with _room_needed():
+            self._spilled.write(tokens.astype(self._type).tobytes())
+
+    def _node_file(self, places: int) -> NDArray[np.int32]:
+        """Map a file of a number for each place; written out first, as a full disk would kill the process later."""
+        file = Path(self._folder.name) / "nodes"
+        with _room_needed(), file.open("wb") as opened:
+            for chunk in self._chunks(places):
+                opened.write(bytes(4 * (chunk.stop - chunk.start)))
+        return np.memmap(file, dtype=np.int32, mode="r+")
 
     def count(self, fingerprint: str, *, max_bytes: int, min_count: int = 2, advance: Advance | None = None) -> GramTrie:
         """Return the most frequent n-grams that fit into a file of `max_bytes`, of those seen `min_count` times.
@@ -88,9 +96,10 @@ class GramCounter:
         """
         order = self._max_prefix + self._gram
         self.end_text()
-        self._spilled.flush()
+        with _room_needed():
+            self._spilled.flush()
         tokens_X = np.memmap(self._spilled.name, dtype=self._type, mode="r")
-        nodes_X = np.memmap(Path(self._folder.name) / "nodes", dtype=np.int32, mode="w+", shape=len(tokens_X))
+        nodes_X = self._node_file(len(tokens_X))
         sizes = node_bytes(self._vocab_size, order)
         room = max_bytes - HEADER_SIZE - 4
         most = max(room // int(sizes.min()), 0)
@@ -156,6 +165,17 @@ class GramCounter:
             keys = self._keys(tokens_X, nodes_X, chunk, number) if number else tokens_X[chunk].astype(np.int64)
             nodes_X[chunk] = level.find(keys)
         nodes_X[max(total, 0) :] = ABSENT
+
+
+@contextmanager
+def _room_needed() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        folder = tempfile.gettempdir()
+        raise FailureError(
+            f"cannot write to {folder} ({error.strerror}); free some space, or set TMPDIR to another folder"
+        ) from None
 
 
 def _ranges(counts_N: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
