@@ -6,7 +6,7 @@ Exact whatever the children are, as long as they do not depend on the verificati
 import torch
 from torch import Tensor
 
-from polydraft.sampling import NO_TOKEN, draw_distinct
+from polydraft.sampling import NO_TOKEN, draw_distinct, draw_one
 from polydraft.schemes.arithmetic import largest, normalised, without
 from polydraft.schemes.arrays import as_tensor
 from polydraft.schemes.scheme import SCHEMES, Scheme
@@ -30,6 +30,10 @@ class Naive(Scheme):
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
         """Return the target's law, whatever was drawn."""
         return normalised(target_probs_RV)
+
+    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        """Draw from the target's law as it came, which need not sum to one."""
+        return draw_one(target_probs_RV, uniforms_RU[:, 0])
 
 
 @SCHEMES.register("top")
