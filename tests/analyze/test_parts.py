@@ -13,7 +13,7 @@ from polydraft.analyze.drawing import GREEDY, TOP, WITH_REPLACEMENT, WITHOUT_REP
 from polydraft.analyze.reading import read
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.schemes import SCHEMES, Hybrid, Naive
-from polydraft.theory import hybrid_optimum, with_replacement_optimum
+from polydraft.theory import acceptance, hybrid_optimum, with_replacement_optimum
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -101,3 +101,16 @@ def test_a_chart_rises_with_its_figures() -> None:
     words = {text.text for text in picture.iter(f"{SVG}text")}
     assert {"α* kind & co", "a", "b", "kind", "other", "T", "α", "0.5", "1", "2"} <= words
     assert ElementTree.fromstring(chart([], across="T", up="α")).tag == f"{SVG}svg"
+
+
+def test_of_equally_likely_tokens_the_optimum_keeps_those_that_the_scheme_does() -> None:
+    generator = torch.Generator().manual_seed(2)
+    target_RV = torch.softmax(2 * torch.randn(80, 9, generator=generator), -1)
+    draft_RV = torch.softmax(torch.randn(80, 9, generator=generator), -1)
+    draft_RV[torch.arange(80), torch.randint(9, (80,), generator=generator)] = draft_RV.amax(-1)
+    draft_RV = draft_RV / draft_RV.sum(-1, keepdim=True)
+    scheme = Hybrid(threshold=0.2, buckets=None)
+    drawing = drawing_of(scheme)
+    assert drawing is not None
+    reached_R = acceptance(scheme, target_RV, draft_RV, 2, samples=4)
+    torch.testing.assert_close(reached_R.value_R, drawing.optimum(target_RV, draft_RV, 2), rtol=0, atol=1e-6)

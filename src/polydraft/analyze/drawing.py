@@ -57,12 +57,15 @@ def _own_optimum(scheme: Hybrid) -> Optimum:
     def optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
         rows = len(draft_probs_RV)
         certain_R = torch.zeros(rows, dtype=torch.long, device=draft_probs_RV.device)
+        raised_RV = draft_probs_RV.double()
         for rank in range(count):
             law_RV = scheme.child_law(draft_probs_RV.double(), certain_R.new_zeros(rows, rank), count)
             sure_R = (certain_R == rank) & (law_RV.amax(-1) == 1)
             if not sure_R.any():
                 break
             certain_R += sure_R
-        return hybrid_optimum(target_probs_RV, draft_probs_RV, count, certain_R)
+            # Of equally likely tokens it is the scheme's that are certain: put above the others, whose law that leaves alone.
+            raised_RV = raised_RV.scatter_add(1, law_RV.argmax(-1, keepdim=True), sure_R[:, None].double())
+        return hybrid_optimum(target_probs_RV, raised_RV / raised_RV.sum(-1, keepdim=True), count, certain_R)
 
     return optimum
