@@ -78,9 +78,13 @@ def limits() -> dict[str, float]:
     rows = {"bandwidth": bandwidth, "weights_ms": 1e3 * seconds}
     for nodes in (1, 8, 16, 32, 64, 128):
         rows[f"pass of {nodes}"] = 1e3 * pass_seconds(target, nodes, context=512)
-    token = 1e3 * round_seconds(Decoder(target), SamplingParams(temperature=0), 512)[0]
-    rows["token"] = token
-    print(f"plain decoding {token:.2f} ms a token: {token / rows['weights_ms']:.2f} of the weights' time (aim 1.4)")
+    whole, device, _ = round_seconds(Decoder(target), SamplingParams(temperature=0), 512)
+    rows |= {"token": 1e3 * whole, "token on the device": 1e3 * device}
+    ratios = whole / seconds, device / seconds
+    print(
+        f"plain decoding {1e3 * whole:.2f} ms a token, {1e3 * device:.2f} on the device: {ratios[0]:.2f} and {ratios[1]:.2f} of "
+        "the weights' time (aim 1.4)"
+    )
     print("passes, ms:", {key: round(value, 2) for key, value in rows.items() if key.startswith("pass")})
     print(f"pass of 64 nodes ÷ plain pass: {rows['pass of 64'] / rows['pass of 1']:.3f} (aim 1.15)")
     return rows
@@ -159,7 +163,7 @@ def end_to_end() -> dict[str, float]:
     plain = polydraft.load("inflated:7b", "none", device="cuda")
     head = load_draft("smollm2-head", Loaded(plain.target, plain.tokenizer, plain.eos_token_ids))
     trees = OPTIONS.trees
-    decoders = {"plain": plain}
+    decoders = {"plain": Decoder(plain.target, eos_token_ids=plain.eos_token_ids)}  # like the others without detokenizing
     for spec in trees:
         tree, _, scheme = spec.partition(",")
         drafter = HeadTree(head, NAMED_TREES.get(tree) or parse_tree(tree), scheme or "auto")
