@@ -82,7 +82,7 @@ def limits() -> dict[str, float]:
     rows |= {"token": 1e3 * whole, "token on the device": 1e3 * device}
     ratios = whole / seconds, device / seconds
     print(
-        f"plain decoding {1e3 * whole:.2f} ms a token, {1e3 * device:.2f} on the device: {ratios[0]:.2f} and {ratios[1]:.2f} of "
+        f"plain decoding {1e3 * whole:.2f} ms a token, {1e3 * device:.2f} on the device: {ratios[0]:.2f}, {ratios[1]:.2f} of "
         "the weights' time (aim 1.4)"
     )
     print("passes, ms:", {key: round(value, 2) for key, value in rows.items() if key.startswith("pass")})
