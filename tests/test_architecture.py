@@ -19,6 +19,7 @@ ROOMS = [
     "walks",
     "theory",
     "models",
+    "decision",
     "drafters",
     "engine",
     "loading",

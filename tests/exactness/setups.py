@@ -54,6 +54,6 @@ def make_decoder(
     eos_token_ids: Sequence[int] = (),
 ) -> Decoder:
     """Build a decoder from names alone, as a newly registered name would be."""
-    proposer = HEAD if drafter == "head" else draft
+    proposer = HEAD if drafter.endswith("head") else draft
     parts = Parts(target=target, draft=proposer, topology=parse_tree(tree), scheme=scheme, draft_temperature=draft_temperature)
     return Decoder(target, DRAFTERS.get(drafter)(parts), walk=walk, eos_token_ids=eos_token_ids)

@@ -1,6 +1,7 @@
 """Where candidates come from."""
 
 from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
+from polydraft.drafters.dynamic import Dynamic
 from polydraft.drafters.head_tree import HeadTree
 from polydraft.drafters.model_tree import ModelTree
 from polydraft.drafters.plain import Plain
@@ -9,9 +10,11 @@ from polydraft.models import FeatureHead
 
 def make_drafter(parts: Parts) -> Drafter:
     """Make the drafter that a draft calls for: a head, a model, or none."""
-    if parts.draft is None or parts.topology.depth == 0:
+    if parts.draft is None or (parts.topology.depth == 0 and parts.dynamic is None):
         return DRAFTERS.get("none")(parts)
+    if parts.dynamic is not None:
+        return DRAFTERS.get("dynamic-head" if isinstance(parts.draft, FeatureHead) else "dynamic")(parts)
     return DRAFTERS.get("head" if isinstance(parts.draft, FeatureHead) else "model")(parts)
 
 
-__all__ = ["DRAFTERS", "DraftSession", "Drafter", "HeadTree", "ModelTree", "Parts", "Plain", "make_drafter"]
+__all__ = ["DRAFTERS", "DraftSession", "Drafter", "Dynamic", "HeadTree", "ModelTree", "Parts", "Plain", "make_drafter"]

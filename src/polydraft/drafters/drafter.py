@@ -7,11 +7,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from polydraft.decision import Decision
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.registry import Registry
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import Scheme
-from polydraft.trees import DraftTree, Topology
+from polydraft.trees import DraftTree, DynamicShape, Topology
 from polydraft.walks import Verdict
 
 
@@ -97,6 +98,10 @@ class Parts:
     topology: Topology
     scheme: str = "auto"
     draft_temperature: float | None = None
+    dynamic: DynamicShape | None = None
+    """Limits of a dynamic tree, which then takes the place of `topology`."""
+    decision: Decision | None = None
+    """Looks between levels whether to go on."""
 
 
 DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")

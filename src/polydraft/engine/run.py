@@ -19,7 +19,7 @@ from polydraft.walks.walk import TargetLaw
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
 _FEW_NODES = 16
-_NUMBERS = 3
+_NUMBERS = 5
 """Of a verdict that the host wants beside its tokens."""
 
 
@@ -137,7 +137,8 @@ class Run:
             recent_BX = torch.cat([self._tail_B2[:, 1:], verdict.tokens_BD], dim=1)
             last_B1 = verdict.accepted_B[:, None]
             self._tail_B2 = torch.cat([recent_BX.gather(1, last_B1), recent_BX.gather(1, last_B1 + 1)], dim=1)
-            numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B)
+            branch_B = draft.branch(verdict.path_BD[:, min(1, depth)])
+            numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B, draft.longest(), branch_B)
             reports = () if report_BX is None else (report_BX,)
             outcome_BX = torch.cat([verdict.tokens_BD, *(number[:, None] for number in numbers), *reports], dim=1)
         return outcome_BX, depth
@@ -159,7 +160,7 @@ class Run:
 
         return target_law
 
-    def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, fault: int) -> Emitted:
+    def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, fault: int, *shape: int) -> Emitted:
         """Take what one row got, up to its end."""
         if fault == Fault.SCHEME:
             raise FailureError(
@@ -187,7 +188,7 @@ class Run:
         sources = [*(self._session.sources(row, drafted) or [self.drafter.name] * len(drafted))]
         sources += [TARGET] * (len(kept) - len(drafted))
         self.sources[row].extend(sources)
-        self.stats.count(accepted, offered)
+        self.stats.count(accepted, offered, *shape)
         self.stats.keep(sources)
         self.stop_reasons[row] = reason
         return Emitted(row, kept, sources, reason)

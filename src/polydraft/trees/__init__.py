@@ -2,7 +2,20 @@
 
 from polydraft.trees.block import Block, causal_block
 from polydraft.trees.draft import DraftTree
+from polydraft.trees.dynamic import DynamicShape, parse_dynamic
+from polydraft.trees.sliced import SlicedMask, StaticBlock
 from polydraft.trees.spec import parse_tree
 from polydraft.trees.topology import MAX_NODES, Topology
 
-__all__ = ["MAX_NODES", "Block", "DraftTree", "Topology", "causal_block", "parse_tree"]
+__all__ = [
+    "MAX_NODES",
+    "Block",
+    "DraftTree",
+    "DynamicShape",
+    "SlicedMask",
+    "StaticBlock",
+    "Topology",
+    "causal_block",
+    "parse_dynamic",
+    "parse_tree",
+]
