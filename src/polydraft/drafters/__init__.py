@@ -1,10 +1,11 @@
 """Where candidates come from."""
 
-from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
+from polydraft.drafters.drafter import DRAFTERS, LOSSY_DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.drafters.dynamic import Dynamic
 from polydraft.drafters.head_tree import HeadTree
 from polydraft.drafters.model_tree import ModelTree
 from polydraft.drafters.plain import Plain
+from polydraft.drafters.target_init import TargetInit, check_lossy
 from polydraft.models import FeatureHead
 
 
@@ -17,4 +18,17 @@ def make_drafter(parts: Parts) -> Drafter:
     return DRAFTERS.get("head" if isinstance(parts.draft, FeatureHead) else "model")(parts)
 
 
-__all__ = ["DRAFTERS", "DraftSession", "Drafter", "Dynamic", "HeadTree", "ModelTree", "Parts", "Plain", "make_drafter"]
+__all__ = [
+    "DRAFTERS",
+    "LOSSY_DRAFTERS",
+    "DraftSession",
+    "Drafter",
+    "Dynamic",
+    "HeadTree",
+    "ModelTree",
+    "Parts",
+    "Plain",
+    "TargetInit",
+    "check_lossy",
+    "make_drafter",
+]

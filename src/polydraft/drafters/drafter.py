@@ -13,7 +13,7 @@ from polydraft.registry import Registry
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, DynamicShape, Topology
-from polydraft.walks import Verdict
+from polydraft.walks import Verdict, Walk
 
 
 class DraftSession(ABC):
@@ -31,6 +31,9 @@ class DraftSession(ABC):
     """Levels below the root of every proposal."""
     num_uniforms: int
     """Random numbers a row that `propose` uses."""
+
+    own_walk: Walk | None = None
+    """How the proposals must be verified, where no registered walk will do; only lossy drafters have one."""
 
     reads_features: ClassVar[bool] = False
     """Whether the session wants to see the target's features of the texts, through `observe`."""
@@ -83,6 +86,8 @@ class Drafter(ABC):
     """A source of candidates, free of any one text."""
 
     name: ClassVar[str]
+    lossless: ClassVar[bool] = True
+    """Whether texts follow the target's law; False needs the user's word for it."""
 
     @abstractmethod
     def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> DraftSession:
@@ -106,3 +111,6 @@ class Parts:
 
 DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")
 """Ways to make a drafter from parts, by name; all of them are proven lossless by the test suite."""
+
+LOSSY_DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("lossy drafter")
+"""Drafters that change the law of the text; nothing chooses them but their name behind `--lossy`."""

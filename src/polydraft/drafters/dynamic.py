@@ -93,7 +93,7 @@ class DynamicHeadSession(HeadTreeSession):
         assert isinstance(head, FeatureHead)
         self._growth = drafter.growth(batch_size, params, vocab_size, lead=0)
         self.scheme = self._growth.scheme
-        self.num_nodes, self.depth, self.num_uniforms = shape.nodes, shape.depth, 0
+        self.num_nodes, self.depth, self.num_uniforms = shape.nodes, shape.depth, self._growth.num_uniforms
         self._head = head
         self._places = self._growth.places + shape.depth + 1 + LONGEST_REST
         self._context = head.start(batch_size, self._places)
@@ -134,7 +134,7 @@ class DynamicHeadSession(HeadTreeSession):
 
         visible_B1 = torch.ones(batch_size, 1, dtype=torch.bool, device=device)
         logits_B1V, root_depth_B = self._head.head(outputs), torch.zeros_like(before_root_B)
-        return self._growth.grow(tail_B2[:, 1], outputs, logits_B1V, visible_B1, root_depth_B, expand)
+        return self._growth.grow(tail_B2[:, 1], outputs, logits_B1V, visible_B1, root_depth_B, expand, uniforms_BU)
 
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:  # type: ignore[override]
         """Keep the root's entry; what follows it is read again, with the target's features, in the next round that drafts."""
@@ -181,7 +181,7 @@ class DynamicModelSession(ModelTreeSession):
         assert isinstance(model, LanguageModel)
         self._growth = drafter.growth(batch_size, params, vocab_size, lead=1)
         self.scheme = self._growth.scheme
-        self.num_nodes, self.depth, self.num_uniforms = shape.nodes, shape.depth, 0
+        self.num_nodes, self.depth, self.num_uniforms = shape.nodes, shape.depth, self._growth.num_uniforms
         self._model = model
         self._memory = Memory(model, batch_size, behind=2, places=self._growth.places)
         self._lone_B1: Tensor | None = None
@@ -221,6 +221,7 @@ class DynamicModelSession(ModelTreeSession):
             root_block.visible_BTU[:, 1],
             root_block.depths_BT[:, 1],
             expand,
+            uniforms_BU,
         )
 
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:  # type: ignore[override]

@@ -32,6 +32,8 @@ class Decoder:
         Tokens that end a text.
     walk : str
         How trees are verified: a registered walk, or ``"auto"`` for the best one that fits the scheme.
+    lossless : bool
+        Whether to refuse drafters that change the law of the text.
 
     Examples
     --------
@@ -47,8 +49,15 @@ class Decoder:
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] = (),
         walk: str = AUTO,
+        lossless: bool = True,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter or Plain(), tokenizer
+        self.lossless = self.drafter.lossless
+        if lossless and not self.drafter.lossless:
+            raise UsageError(
+                f"drafter {self.drafter.name!r} changes the law of the text; pass lossless=False (--lossy {self.drafter.name}) "
+                "if that is what you want"
+            )
         self.eos_token_ids = tuple(eos_token_ids)
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
         self._kept: tuple[Drafter, SamplingParams, Workspace] | None = None
@@ -114,7 +123,8 @@ class Decoder:
         workspace = self.workspace(len(texts), request.params, request.keep)
         scheme = workspace.session.scheme
         # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
-        walk = resolve_walk(self.walk, scheme, insist=getattr(self.drafter, "scheme", None) == scheme.name)
+        insist = getattr(self.drafter, "scheme", None) == scheme.name
+        walk = workspace.session.own_walk or resolve_walk(self.walk, scheme, insist=insist)
         run = Run(
             target=self.target,
             drafter=self.drafter,
