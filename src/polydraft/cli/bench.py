@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16.")
 @click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
 @click.option(
-    "--reproduce", default=None, help="Measure a paper's tables again: mcsd, optimal. It chooses methods and temperatures."
+    "--reproduce",
+    default=None,
+    help="Measure a paper's tables again: mcsd, optimal, improved. It chooses methods and temperatures.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
@@ -38,8 +40,9 @@ def command(context: click.Context, /, **options: Any) -> None:
     """Measure methods on the same prompts, arms interleaved in one process, against plain decoding (ar).
 
     Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, the last three with ,scheme=NAME ,walk=NAME ,draft_temperature=T
-    ,attention=flat behind them; peers: hf, hf-assisted, hf-lookup, hf-compiled, llama.cpp. At temperature 0 all texts are
-    checked against ar's while measuring.
+    ,attention=flat ,decision=FOLDER ,stop_below=P behind them; dynamic:NODES[:DEPTH], with ,decision=FOLDER ,stop_below=P
+    ,draft_temperature=T ,walk=NAME; target-init:WIDTHxDEPTH, which is lossy; peers: hf, hf-assisted, hf-lookup, hf-compiled,
+    llama.cpp. At temperature 0 all texts but those of lossy methods are checked against ar's while measuring.
 
     A long run can be shared: N processes, each with --shard I/N, its own --out and its own cores (taskset), all other options
     alike; then `polydraft bench merge OUT DIR...`.

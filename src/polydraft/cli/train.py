@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft.cli.train_decision import command as _decision
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,8 +48,12 @@ def command() -> None:
     """Train a draft for a target, from text that the target writes itself.
 
     'draft' distils a small language model; 'head' trains one layer on the target's hidden states, which learns faster and
-    accepts more, but serves that one target only. Both are loaded with --draft FOLDER.
+    accepts more, but serves that one target only. Both are loaded with --draft FOLDER. 'decision' trains a small model that ends
+    drafting early, for --decision FOLDER.
     """
+
+
+command.add_command(_decision)
 
 
 @command.command("draft")

@@ -15,7 +15,10 @@ from polydraft.models import FeatureHead, LanguageModel
 
 MODEL_TYPE = "polydraft_decision"
 AUTO = "auto"
-SHIPPED_DECISIONS = {"smollm2-head": Path(__file__).parent.parent / "drafts" / "smollm2-decision"}
+_DRAFTS = Path(__file__).parent.parent / "drafts"
+SHIPPED_DECISIONS = {
+    name: folder for name, folder in {"smollm2-head": _DRAFTS / "smollm2-decision"}.items() if (folder / "config.json").exists()
+}
 """Decision models that come with this package, by the name of their draft."""
 
 
@@ -48,7 +51,7 @@ def load_decision(name: str, draft: LanguageModel | FeatureHead, threshold: floa
     folder = Path(name)
     if name == AUTO:
         shipped = SHIPPED_DECISIONS.get(draft.name)
-        if shipped is None or not (shipped / "config.json").exists():
+        if shipped is None:
             raise UsageError(f"no decision model ships for draft {draft.name!r}; make one with: polydraft train decision")
         folder = shipped
     try:

@@ -114,15 +114,11 @@ class PathGrowth:
     def bare(self, root_B: Tensor) -> DraftTree:
         """Return a tree of the root alone, for a round in which all rows rest; it verifies as deep trees do."""
         self._plan = None
-        tables = Topology().tables(root_B.device)
-        size = len(root_B)
-        return DraftTree(
-            root_B[:, None],
-            tables.depths_N.expand(size, -1),
-            tables.ancestors_NN.expand(size, -1, -1),
-            tables.child_table_NK.expand(size, -1, -1),
-            self.shape.depth,
-        )
+        # No child was drawn, so any law will do.
+        law_1 = torch.full((1,), 1 / self._vocab_size, device=root_B.device)
+        laws = (law_1.expand(len(root_B), 1, self._vocab_size),) * self.shape.depth if self._drawn else ()
+        tree = DraftTree.from_topology(Topology(), root_B[:, None], laws, torch.zeros_like(root_B[:1]))
+        return dataclasses.replace(tree, depth=self.shape.depth)
 
     def grow(
         self,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from polydraft.theory import Costs
 
-_MEMORY = 0.9
-"""How much of what a round taught is left after the next one."""
-_PRIOR = 4.0
+_MEMORY, _RATE_MEMORY = 0.95, 0.97
+"""How much of what a round taught of promises, and of tokens over time, is left after the next one."""
+_PRIOR = 8.0
 """Rounds that the first beliefs weigh."""
 _FIRST_RATE, _FIRST_GROWTH = 1.3, 0.6
 _LOSING, _WINNING = 0.97, 1.03
@@ -111,8 +111,8 @@ class RowPolicy:
         cost_B = self._pass_N[plan.nodes_B] + self._level_cost * plan.levels_B + self._overhead
         self._promised_B = torch.where(drafted_B, _MEMORY * self._promised_B + plan.expected_B, self._promised_B)
         self._accepted_B = torch.where(drafted_B, _MEMORY * self._accepted_B + accepted_B, self._accepted_B)
-        self._tokens_B = torch.where(drafted_B, _MEMORY * self._tokens_B + accepted_B + 1, self._tokens_B)
-        self._spent_B = torch.where(drafted_B, _MEMORY * self._spent_B + cost_B, self._spent_B)
+        self._tokens_B = torch.where(drafted_B, _RATE_MEMORY * self._tokens_B + accepted_B + 1, self._tokens_B)
+        self._spent_B = torch.where(drafted_B, _RATE_MEMORY * self._spent_B + cost_B, self._spent_B)
         if self.adaptive:
             self._rest(drafted_B, active_B)
 

@@ -76,7 +76,8 @@ class TargetInitSession(DraftSession):
         self.scheme, self.num_nodes, self.depth = inner.scheme, inner.num_nodes, inner.depth
         self.num_uniforms = inner.num_uniforms + width
         self.reads_features = inner.reads_features  # type: ignore[misc]
-        self.own_walk = LongestWalk(self._greedy)
+        self._walk = LongestWalk(self._greedy)
+        self.own_walk = self._walk
         self._next: tuple[Tensor, Tensor] | None = None
         draw = inner._growth.draw
 
@@ -110,14 +111,14 @@ class TargetInitSession(DraftSession):
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Take W tokens from the target's law, at temperature 0 the likeliest, and draft behind each."""
-        self._roots_BW, self.own_walk.given_B = None, None
+        self._roots_BW, self._walk.given_B = None, None
         if self._next is not None:
             law_BV, known_B = self._next
             if self._greedy:
                 self._roots_BW = law_BV.topk(self._width, dim=-1).indices
             else:
                 self._roots_BW = draw_distinct(law_BV, uniforms_BU[:, -self._width :])
-            self.own_walk.given_B = known_B
+            self._walk.given_B = known_B
         tree: DraftTree = self._inner.propose(tail_B2, uniforms_BU[:, : self._inner.num_uniforms])
         return tree
 
