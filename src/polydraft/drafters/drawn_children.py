@@ -38,7 +38,7 @@ def schedule(costs: Costs, most: int, depth: int, widest: int) -> tuple[Widths, 
     sizes = [size for size in _SIZES if size <= most] or [most]
     size = max(sizes, key=lambda nodes: (1.2 + 0.33 * torch.tensor(float(nodes)).log2().item()) / costs.of_round(3, nodes))
     room = size - 1
-    first = max(min(round(0.3 * room), widest, 8), 1)
+    first = max(min(round(0.4 * room), widest, 8), 1)
     children = 3 if room >= 40 else 2 if room >= 6 else 1
     second = Widths(max(min(round(0.35 * room / children), first), 1), min(children, widest))
     twice = 2 if room >= 16 and widest > 1 else 1

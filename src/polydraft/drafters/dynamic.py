@@ -11,6 +11,7 @@ from torch import Tensor
 from polydraft.decision import Decision
 from polydraft.drafters.drafter import DRAFTERS, Drafter, Parts
 from polydraft.drafters.dynamic_costs import measured_costs
+from polydraft.drafters.growth import DEFAULT_SCHEME
 from polydraft.drafters.head_tree import HeadTreeSession
 from polydraft.drafters.model_tree import ModelTreeSession
 from polydraft.drafters.path_growth import PathGrowth
@@ -60,18 +61,20 @@ class Dynamic(Drafter):
         self, batch_size: int, params: SamplingParams, target: LanguageModel
     ) -> "DynamicHeadSession | DynamicModelSession":
         """Go to work on a batch."""
-        if self.costs is None:
-            self.costs = measured_costs(target, self.model, self.topology.nodes) if self.topology.adaptive else _NOMINAL
+        drawn = params.temperature > 0 and self.draft_temperature != 0
+        costs = self.costs
+        if costs is None:
+            scheme = DEFAULT_SCHEME if drawn else "top"
+            costs = measured_costs(target, self.model, self.topology.nodes, scheme) if self.topology.adaptive else _NOMINAL
         kind: Any = DynamicHeadSession if isinstance(self.model, FeatureHead) else DynamicModelSession
-        session: DynamicHeadSession | DynamicModelSession = kind(self, batch_size, params, target.vocab_size)
+        session: DynamicHeadSession | DynamicModelSession = kind(self, costs, batch_size, params, target.vocab_size)
         return session
 
-    def growth(self, batch_size: int, params: SamplingParams, vocab_size: int, lead: int) -> PathGrowth:
+    def growth(self, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int, lead: int) -> PathGrowth:
         """Return what grows the trees of a batch."""
-        assert self.costs is not None, "start() comes first"
         return PathGrowth(
             self.topology,
-            self.costs,
+            costs,
             params,
             self.draft_temperature,
             batch_size,
@@ -88,10 +91,10 @@ class DynamicHeadSession(HeadTreeSession):
 
     _growth: PathGrowth  # type: ignore[assignment]
 
-    def __init__(self, drafter: Dynamic, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, drafter: Dynamic, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
         head, shape = drafter.model, drafter.topology
         assert isinstance(head, FeatureHead)
-        self._growth = drafter.growth(batch_size, params, vocab_size, lead=0)
+        self._growth = drafter.growth(costs, batch_size, params, vocab_size, lead=0)
         self.scheme = self._growth.scheme
         self.num_nodes, self.depth, self.num_uniforms = shape.nodes, shape.depth, self._growth.num_uniforms
         self._head = head
@@ -176,10 +179,10 @@ class DynamicModelSession(ModelTreeSession):
 
     _growth: PathGrowth  # type: ignore[assignment]
 
-    def __init__(self, drafter: Dynamic, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, drafter: Dynamic, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
         model, shape = drafter.model, drafter.topology
         assert isinstance(model, LanguageModel)
-        self._growth = drafter.growth(batch_size, params, vocab_size, lead=1)
+        self._growth = drafter.growth(costs, batch_size, params, vocab_size, lead=1)
         self.scheme = self._growth.scheme
         self.num_nodes, self.depth, self.num_uniforms = shape.nodes, shape.depth, self._growth.num_uniforms
         self._model = model

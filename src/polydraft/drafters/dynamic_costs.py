@@ -18,6 +18,7 @@ import torch
 
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.bundled import cache_root
+from polydraft.schemes import SCHEMES
 from polydraft.theory import Costs, cost_curve
 from polydraft.trees import Block, causal_block
 
@@ -25,18 +26,30 @@ logger = logging.getLogger(__name__)
 
 _SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _CONTEXT, _REPEATS, _BEAM = 128, 5, 8
+SCHEMES_MEASURED = ("top", "hybrid")
+"""What dynamic trees verify by, at temperature 0 and above."""
 
 
-def measured_costs(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int) -> Costs:
-    """Return costs of this pair on this machine, measuring them the first time (a second or two)."""
+def measured_costs(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int, scheme: str) -> Costs:
+    """Return costs of this pair on this machine, measuring them the first time (a second or two).
+
+    Parameters
+    ----------
+    target, draft : the pair
+    nodes : int
+        Largest tree.
+    scheme : str
+        By which children are drawn and verified: what that costs a level counts.
+    """
     file = cache_root() / "costs" / f"{_key(target, draft, nodes)}.json"
     table = _read(file)
     if table is None:
         logger.info("measuring what passes of the target and the draft cost here, once ...")
         table = measure(target, draft, nodes)
         _write(file, table)
-    curve = cost_curve({int(size): seconds for size, seconds in table["target"].items()})
-    return Costs(draft_level=table["level"] / min(table["target"].values()), tree_pass=curve)
+    passes = {int(size): seconds for size, seconds in table["target"].items()}
+    level = table["level"] + table["verification"].get(scheme, 0.0)
+    return Costs(draft_level=level / passes[min(passes)], tree_pass=cost_curve(passes))
 
 
 @torch.inference_mode()
@@ -55,7 +68,23 @@ def measure(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: in
     return {
         "target": {str(size): _median(target_pass(size), target.device) for size in sizes},
         "level": _median(_draft_level(draft), target.device),
+        "verification": {name: _median(_verification(name, target), target.device) for name in SCHEMES_MEASURED},
     }
+
+
+def _verification(name: str, target: LanguageModel) -> Callable[[], Any]:
+    """Return a level's other work: drawing for the beam, and one node's law and verification."""
+    scheme, generator = SCHEMES.get(name)(), torch.Generator().manual_seed(0)
+    logits_WV = 4 * torch.randn(_BEAM // 2, target.vocab_size, generator=generator).to(target.device)
+    uniforms_WU = torch.rand(_BEAM // 2, max(scheme.verify_uniforms, 4), generator=generator, dtype=torch.float64)
+    uniforms_WU = uniforms_WU.to(target.device)
+
+    def work() -> None:
+        probs_WV = torch.softmax(logits_WV, dim=-1)
+        children_WK = scheme.draw(probs_WV, uniforms_WU[:, :2])
+        scheme.verify(probs_WV[:1], probs_WV[1:2], children_WK[1:2], uniforms_WU[:1, : scheme.verify_uniforms])
+
+    return work
 
 
 def _draft_level(draft: LanguageModel | FeatureHead) -> Callable[[], Any]:
@@ -107,7 +136,8 @@ def _key(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int) 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
         table = json.loads(file.read_text())
-        good = table["level"] > 0 and all(int(size) > 0 and seconds > 0 for size, seconds in table["target"].items())
+        good = table["level"] > 0 and set(table["verification"]) >= set(SCHEMES_MEASURED)
+        good = good and all(int(size) > 0 and seconds > 0 for size, seconds in table["target"].items())
         return dict(table) if good and table["target"] else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

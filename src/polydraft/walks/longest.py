@@ -125,11 +125,7 @@ class LongestWalk(Walk):
         """Emit the path, its last token pending; where nothing was accepted one token from the target's law."""
         known_B = best_B > 0
         next_BV = target_law(end_B, kept_BD[:, : draft.depth])
-        drawn_B = draw_one(next_BV, uniforms_BU[:, -1])
         fault_B = torch.where(next_BV[:, :1].isnan(), Fault.TARGET, Fault.NONE)[:, 0]
-        tokens_BD = kept_BD.clone()
-        tokens_BD[:, 0] = torch.where(known_B, kept_BD[:, 0], drawn_B)
-        accepted_B = (best_B - 1).clamp(min=0)
         if not self.greedy:
             level_B = best_B.clamp(max=draft.depth - 1)
             draft_BV = torch.stack([draft.draft_law(step, end_B) for step in range(draft.depth)], dim=1)
@@ -137,6 +133,9 @@ class LongestWalk(Walk):
             left_BV = (next_BV - draft_BV).clamp(min=0)
             rejected_B1 = ((best_B < draft.depth) & (left_BV.sum(-1) > 0))[:, None]
             next_BV = torch.where(rejected_B1, left_BV, next_BV)
+        tokens_BD = kept_BD.clone()
+        tokens_BD[:, 0] = torch.where(known_B, kept_BD[:, 0], draw_one(next_BV, uniforms_BU[:, -1]))
+        accepted_B = (best_B - 1).clamp(min=0)
         # Entries beyond the accepted ones repeat the last of them.
         places_D = torch.arange(path_BD.shape[1], device=path_BD.device)
         path_BD = path_BD.gather(1, torch.minimum(places_D, accepted_B[:, None]))

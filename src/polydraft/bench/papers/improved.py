@@ -18,6 +18,10 @@ def _fork(width: int, decision: str = "") -> str:
     return f"fork:{width}x{_DEPTH}{decision}"
 
 
+def _fork_decided(width: int) -> str:
+    return _fork(width, _SHIPPED)
+
+
 _SD, _MCSD = "sd:5,scheme=speculative,walk=node", "mcsd:4x2x2x1x1,scheme=rrs-wor,walk=node"
 _BEST_STATIC, _DYNAMIC = "mcsd:4x2x1", "dynamic:64"
 _TABLE = {
@@ -125,7 +129,7 @@ def _paths(results: Results) -> Comparison:
 
 def _by_width(results: Results) -> Comparison:
     """Figures 5 and 6: width against acceptance and speed, with and without decision model."""
-    kinds = {"target-init, lossy": _lossy, "fork": _fork, "fork, decision model": lambda width: _fork(width, _SHIPPED)}
+    kinds = {"target-init, lossy": _lossy, "fork": _fork, "fork, decision model": _fork_decided}
     rows, drawings = [], []
     columns = [str(width) for width in _WIDTHS]
     for temperature, methods in results.items():
