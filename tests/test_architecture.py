@@ -20,6 +20,7 @@ ROOMS = [
     "theory",
     "models",
     "ngrams",
+    "decision",
     "drafters",
     "engine",
     "loading",

@@ -1,25 +1,28 @@
 """From names to a working decoder."""
 
+import dataclasses
 import math
 
 import torch
 
-from polydraft.drafters import GramTreeOptions, Parts, make_drafter
+from polydraft.decision import DEFAULT_THRESHOLD, check_threshold, load_decision
+from polydraft.drafters import LOSSY_DRAFTERS, GramTreeOptions, Parts, check_lossy, make_drafter
 from polydraft.drafters.choice import check_drafter, needs_draft
 from polydraft.engine import Decoder
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, unknown_name
 from polydraft.models.bundled import BUNDLED
 from polydraft.models.inflated import source_name
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.models.spread import check_device_map
 from polydraft.schemes import SCHEMES
-from polydraft.trees import parse_tree
+from polydraft.trees import Topology, parse_dynamic, parse_tree
 from polydraft.walks import check_walk
 
 DEFAULT_TREE = "4x2x2x1x1"
 DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "4x2x1")}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
+FLAT_BLOCKS = "flat-blocks"
 NARROW_TREE = "chain:3"
 """The tree of such a pair on a CPU in float32, where every node costs: nothing pays there, this loses least."""
 
@@ -38,6 +41,9 @@ def load(
     scheme: str = "auto",
     walk: str = "auto",
     draft_temperature: float | None = None,
+    decision: str | None = None,
+    stop_below: float = DEFAULT_THRESHOLD,
+    lossy: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     graphs: bool = True,
@@ -60,7 +66,8 @@ def load(
         Who proposes: ``"auto"`` (the draft), ``"model"`` (the same, as a part of a combination), or n-grams, which need no
         draft: ``"self-draft"``, ``"ngram"``, ``"lookup"``, ``"suffix"``, ``"corpus"``; any of them joined by ``+``.
     tree : str
-        Shape of the draft tree, see `polydraft.trees.parse_tree`; ``"auto"`` is ``"4x2x2x1x1"``, or what suits the
+        Shape of the draft tree, see `polydraft.trees.parse_tree`, or ``"dynamic:NODES:DEPTH"`` for one that is chosen anew in
+        every round, see `polydraft.trees.parse_dynamic`; ``"auto"`` is ``"4x2x2x1x1"``, or what suits the
         draft that ``draft="auto"`` picked.
     scheme : str
         How candidates are drawn and verified, or ``"auto"``. Every scheme is exact; they differ in speed.
@@ -68,6 +75,12 @@ def load(
         In which order a tree is verified, or ``"auto"``. Every walk is exact; they differ in speed.
     draft_temperature : float, optional
         Temperature of the draft; the target's if not given. Changes speed, never the law of the text.
+    decision : str, optional
+        Folder of a decision model for the draft, which ends drafting early, or ``"auto"`` for the one that ships with it.
+    stop_below : float
+        Threshold β of the decision model.
+    lossy : str, optional
+        A rule that changes the law of the text, by name: ``"target-init"`` or ``"flat-blocks"``. Never chosen otherwise.
     device, dtype : str
         ``"auto"`` picks a GPU if there is one, and bfloat16 where the hardware computes in it.
     device_map : str, optional
@@ -94,11 +107,23 @@ def load(
     if tree == "auto":
         narrow = place.type == "cpu" and number_format is torch.float32 and target in DEFAULT_PAIRS
         tree = DEFAULT_TREE if draft != "auto" else NARROW_TREE if narrow else usual_tree
-    topology = parse_tree(tree)
+    dynamic = parse_dynamic(tree)
+    topology = Topology() if dynamic is not None else parse_tree(tree)
+    if dynamic is not None and scheme != "auto":
+        raise UsageError(
+            f"scheme {scheme!r} with tree {tree!r}; allowed: auto, because dynamic trees take the likeliest tokens"
+        )
+    check_threshold(stop_below)
+    grams = grams or GramTreeOptions()
+    if lossy == FLAT_BLOCKS:
+        grams, lossless, lossy = dataclasses.replace(grams, flat_blocks=True), False, None
+    elif lossy is not None:
+        if lossy not in LOSSY_DRAFTERS:
+            raise unknown_name("lossy rule", lossy, [*LOSSY_DRAFTERS, FLAT_BLOCKS])
+        check_lossy(lossy, topology)
     if scheme != "auto":
         SCHEMES.get(scheme)
     check_walk(walk, scheme)
-    grams = grams or GramTreeOptions()
     check_drafter(drafter, walk)
     if grams.flat_blocks and lossless:
         raise UsageError("flat_blocks changes the law of the text above temperature 0; pass lossless=False to have it anyway")
@@ -112,6 +137,8 @@ def load(
         raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
     loaded = load_model(target, place, number_format, device_map)
     draft_model = load_draft(usual_draft if draft == "auto" else draft, loaded)
+    if decision is not None and draft_model is None:
+        raise UsageError("a decision model needs a draft; pass draft=NAME, a folder, or early-exit:k")
     parts = Parts(
         target=loaded.model,
         draft=draft_model,
@@ -119,13 +146,16 @@ def load(
         scheme=scheme,
         draft_temperature=draft_temperature,
         grams=grams.for_tokenizer(loaded.tokenizer),
+        dynamic=dynamic,
+        decision=load_decision(decision, draft_model, stop_below) if decision is not None and draft_model is not None else None,
     )
     return Decoder(
         loaded.model,
-        make_drafter(parts, drafter),
+        make_drafter(parts, drafter) if lossy is None else LOSSY_DRAFTERS.get(lossy)(parts),
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
         walk=walk,
+        lossless=lossless and lossy is None,
         graphs=graphs,
         compiled=compiled,
     )

@@ -103,7 +103,7 @@ def make_decoder(
     names = drafter.split("+")
     parts = Parts(
         target=target,
-        draft=HEAD if "head" in names else draft,
+        draft=HEAD if any(name.endswith("head") for name in names) else draft,
         topology=parse_tree(tree),
         scheme=scheme,
         draft_temperature=draft_temperature,

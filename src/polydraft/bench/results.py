@@ -84,6 +84,7 @@ def _method(
         **_speed(prompts, baseline),
         **_acceptance(good),
         "acceptance_by_depth": _by_depth(good),
+        "winning_branches": _winners(good),
         "block_lengths": _block_lengths(good),
         "tokens_by_source": dict(Counter(source for one in good for source in one.sources).most_common()),
         "seconds": _phases(good),
@@ -134,7 +135,29 @@ def _acceptance(good: list[Measurement]) -> dict[str, float | None]:
     return {
         "tokens_per_pass": sum(len(one.token_ids) for one in known) / passes if passes else None,
         "acceptance_rate": sum(accepts) / sum(offers) if sum(offers) else None,
+        "accepted_share": _accepted_share(good),
     }
+
+
+def _accepted_share(good: list[Measurement]) -> float | None:
+    """Return accepted tokens over lengths of the longest drafted paths; runs of older versions do not tell."""
+    told = [one.stats for one in good if one.stats and one.stats.get("path_tokens")]
+    return sum(one["accepted_tokens"] for one in told) / sum(one["path_tokens"] for one in told) if told else None
+
+
+def _winners(good: list[Measurement]) -> list[dict[str, float]]:
+    """Return for each child of the root how often its path was accepted, and the mean accepted length then."""
+    wins, tokens = Counter[int](), Counter[int]()
+    for one in good:
+        if one.stats:
+            wins.update(dict(enumerate(one.stats.get("wins", ()))))
+            tokens.update(dict(enumerate(one.stats.get("win_tokens", ()))))
+    total = wins.total()
+    return [
+        {"share": wins[branch] / total, "accepted": tokens[branch] / wins[branch] if wins[branch] else 0.0}
+        for branch in sorted(wins)
+        if total
+    ]
 
 
 def _offers(good: list[Measurement]) -> tuple[list[int], list[int]]:

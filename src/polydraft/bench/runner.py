@@ -1,6 +1,7 @@
 """Measure methods against each other: arms interleaved, prompt by prompt, in one process."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -111,7 +112,7 @@ class Runner:
             token_ids=[token.token_id for token in tokens],
             sources=[token.source for token in tokens],
             passes=[token.target_pass for token in tokens if token.target_pass is not None] if known else None,
-            stats=stats.as_dict() | {"offers": stats.offers_by_depth, "accepts": stats.accepts_by_depth} if stats else None,
+            stats=_figures(stats) if stats else None,
             peak_bytes=self._memory.peak(),
             joules=spent - joules if spent is not None and joules is not None else None,
             error=error,
@@ -119,6 +120,18 @@ class Runner:
 
     def _joules(self) -> float | None:
         return self._energy.joules() if self._energy is not None else None
+
+
+def _figures(stats: Stats) -> dict[str, Any]:
+    """Return the engine's figures, with the counts that summaries over many texts add up."""
+    return stats.as_dict() | {
+        "offers": stats.offers_by_depth,
+        "accepts": stats.accepts_by_depth,
+        "path_tokens": stats.path_tokens,
+        "accepted_tokens": stats.block_tokens - stats.passes,
+        "wins": stats.wins_by_branch,
+        "win_tokens": stats.accepts_by_branch,
+    }
 
 
 def _one_line(problem: Exception) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--reproduce",
     default=None,
-    help="Measure a paper's tables again: mcsd, optimal, self-draft. It chooses methods and temperatures.",
+    help="Measure a paper's tables again: mcsd, optimal, self-draft, improved. It chooses methods and temperatures.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
@@ -42,9 +42,11 @@ def command(context: click.Context, /, **options: Any) -> None:
     """Measure methods on the same prompts, arms interleaved in one process, against plain decoding (ar).
 
     Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, the last three with ,scheme=NAME ,walk=NAME ,draft_temperature=T
-    ,attention=flat behind them; without a draft: self-draft:NUMBERxLENGTH, ngram, lookup, suffix, corpus, with ,nodes=N
-    ,depth=N ,gram=N ,prefix=N ,context=no ,corpus=no behind them; combinations such as lookup+mcsd:4x2x1; peers: hf,
-    hf-assisted, hf-lookup, hf-compiled, llama.cpp. At temperature 0 all texts are checked against ar's while measuring.
+    ,attention=flat ,decision=FOLDER ,stop_below=P behind them; dynamic:NODES[:DEPTH], with ,decision=FOLDER ,stop_below=P
+    ,draft_temperature=T ,walk=NAME; without a draft: self-draft:NUMBERxLENGTH, ngram, lookup, suffix, corpus, with ,nodes=N
+    ,depth=N ,gram=N ,prefix=N ,context=no ,corpus=no behind them; combinations such as lookup+mcsd:4x2x1;
+    target-init:WIDTHxDEPTH, which is lossy; peers: hf, hf-assisted, hf-lookup, hf-compiled, llama.cpp. At temperature 0 all
+    texts but those of lossy methods are checked against ar's while measuring.
 
     A long run can be shared: N processes, each with --shard I/N, its own --out and its own cores (taskset), all other options
     alike; then `polydraft bench merge OUT DIR...`.

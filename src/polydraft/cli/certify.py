@@ -39,6 +39,7 @@ def _prompted(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--scheme", default="auto", show_default=True, help="How candidates are drawn and verified.")
 @click.option("--walk", default="auto", show_default=True, help="In which order a tree is verified.")
 @click.option("--draft-temperature", type=float, default=None, help="Above 0, drafts are drawn by --scheme  [default: 0].")
+@click.option("--lossy", default=None, help="Certify a drafter that is known to be lossy, target-init: it must fail.")
 @click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
 @_prompted
 def _decoder(raw: bool, as_json: bool, **options: Any) -> None:
@@ -51,13 +52,15 @@ def _decoder(raw: bool, as_json: bool, **options: Any) -> None:
     from polydraft.certify.greedy_identity import certify_decoder
 
     prompts = load_prompts(options["source"], options["limit"])
-    parts = {name: options[name] for name in ("draft", "tree", "scheme", "walk", "draft_temperature")}
+    parts = {name: options[name] for name in ("draft", "tree", "scheme", "walk", "draft_temperature", "lossy")}
     with _progress() as progress:
         decoder = _loaded(parts, options)
         certificate = certify_decoder(
             decoder, prompts, max_new_tokens=options["max_new_tokens"], chat=not raw, observer=progress
         )
     _show(certificate, as_json)
+    if not decoder.lossless:  # so few differing texts that none was seen prove nothing
+        raise FailureError(f"{decoder.drafter.name} is not certified: it is lossy by its own word; use more prompts to see it")
 
 
 @click.command("endpoint")

@@ -55,7 +55,9 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     console.print()
     console.print(comparison_table([("plain", baseline.stats), (name, result.stats)]))
     console.print(break_even_line(baseline.stats, result.stats))
-    if params.temperature == 0:
+    if not decoder.lossless:
+        console.print(f"{decoder.drafter.name} is lossy: its text does not follow the target's law")
+    elif params.temperature == 0:
         _check_identity(baseline, result, console, exact=getattr(decoder.target, "dtype", None) is torch.float32)
 
 
@@ -125,6 +127,8 @@ def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> di
             "scheme": result.settings["scheme"],
             "walk": result.settings["walk"],
             "draft_temperature": choices.draft_temperature,
+            "decision": choices.decision,
+            "lossless": decoder.lossless,
             "temperature": choices.temperature,
             "top_k": choices.top_k,
             "top_p": choices.top_p,

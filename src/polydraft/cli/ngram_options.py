@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.errors import UsageError, unknown_name
+from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
     from polydraft.drafters import GramTreeOptions
-
-LOSSY = ("flat-blocks",)
 
 NGRAM_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
@@ -29,7 +27,6 @@ NGRAM_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--corpus", default=None, help="Corpus cache, made with: polydraft train corpus-cache."),
     click.option("--no-corpus", is_flag=True, help="self-draft without its corpus cache."),
     click.option("--no-context", is_flag=True, help="self-draft without its context cache and branches."),
-    click.option("--lossy", default=None, help="Change the law of the text: flat-blocks, as the Self-Draft paper verifies."),
 ]
 
 
@@ -47,15 +44,12 @@ class NgramChoices:
     corpus: str | None
     no_corpus: bool
     no_context: bool
-    lossy: str | None
 
     def grams(self) -> "GramTreeOptions":
         """Return them as options of the drafters."""
         from polydraft.drafters import GramTreeOptions, RiderOptions
         from polydraft.ngrams import GramOptions
 
-        if self.lossy is not None and self.lossy not in LOSSY:
-            raise unknown_name("lossy rule", self.lossy, LOSSY)
         if self.corpus is not None and self.no_corpus:
             raise UsageError(f"--corpus {self.corpus} and --no-corpus do not go together; leave one out")
         riders = {"branches": self.branches, "length": self.branch_length, "seeds": self.branch_seeds}
@@ -67,7 +61,6 @@ class NgramChoices:
             caches=GramOptions(**_given(caches)),
             context=not self.no_context,
             corpus=not self.no_corpus,
-            flat_blocks=self.lossy is not None,
         )
 
 

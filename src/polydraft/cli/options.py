@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--target", default="smollm2", show_default=True, help="Target model: smollm2 (bundled), a folder, a hub name, or inflated:7b (bundled, at a large model's cost)."),
     click.option("--draft", default="auto", show_default=True, help="Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto."),
-    click.option("--tree", default="auto", show_default=True, help="Draft tree: children a level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], none, or auto."),
+    click.option("--tree", default="auto", show_default=True, help="Draft tree: children a level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], dynamic:64 (at most 64 nodes, chosen each round), none, or auto."),
     click.option("--scheme", default="auto", show_default=True, help="How candidates are drawn and verified; 'polydraft info' lists the schemes."),
     click.option("--walk", default="auto", show_default=True, help="In which order a tree is verified: node, block, traversal or auto."),
     click.option("--draft-temperature", type=float, default=None, help="Temperature of the draft  [default: the target's]."),
+    click.option("--decision", default=None, help="Decision model that ends drafting early: a folder, or auto for the shipped one."),
+    click.option("--stop-below", type=float, default=0.4, show_default=True, help="Threshold of the decision model, 0 to 1."),
+    click.option("--lossy", default=None, help="Change the law of the text: target-init (improved MCSD's trees) or flat-blocks (n-grams as Self-Draft verifies them)."),
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
     click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all."),
     click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens up to this mass."),
@@ -71,6 +74,9 @@ class Choices(NgramChoices):
     scheme: str
     walk: str
     draft_temperature: float | None
+    decision: str | None
+    stop_below: float
+    lossy: str | None
     temperature: float
     top_k: int
     top_p: float
@@ -118,6 +124,9 @@ class Choices(NgramChoices):
             scheme=self.scheme,
             walk=self.walk,
             draft_temperature=self.draft_temperature,
+            decision=self.decision,
+            stop_below=self.stop_below,
+            lossy=self.lossy,
             device=self.device,
             graphs=self.graphs,
             compiled=self.compiled,
@@ -125,5 +134,4 @@ class Choices(NgramChoices):
             dtype=self.dtype,
             drafter=self.drafter,
             grams=self.grams(),
-            lossless=self.lossy is None,
         )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.train_corpus import command as corpus_cache
+from polydraft.cli.train_corpus import command as _corpus_cache
+from polydraft.cli.train_decision import command as _decision
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,12 +49,13 @@ def command() -> None:
     """Train a draft for a target, from text that the target writes itself.
 
     'draft' distils a small language model; 'head' trains one layer on the target's hidden states, which learns faster and
-    accepts more, but serves that one target only. Both are loaded with --draft FOLDER. 'corpus-cache' counts n-grams for
-    drafting without a model.
+    accepts more, but serves that one target only. Both are loaded with --draft FOLDER. 'decision' trains a small model that ends
+    drafting early, for --decision FOLDER. 'corpus-cache' counts n-grams for drafting without a model.
     """
 
 
-command.add_command(corpus_cache)
+command.add_command(_corpus_cache)
+command.add_command(_decision)
 
 
 @command.command("draft")

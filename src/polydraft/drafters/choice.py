@@ -53,7 +53,7 @@ def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
     ``"model"`` stands for the draft's tree, whatever kind of draft there is.
     """
     if name == AUTO:
-        missing = parts.draft is None or parts.topology.depth == 0
+        missing = parts.draft is None or (parts.topology.depth == 0 and parts.dynamic is None)
         return DRAFTERS.get(NONE)(parts) if missing else _tree("model", parts)
     grams, tree = split_drafter(name)
     if tree is None:
@@ -64,4 +64,8 @@ def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
 
 
 def _tree(name: str, parts: Parts) -> Drafter:
-    return DRAFTERS.get("head" if name == "model" and isinstance(parts.draft, FeatureHead) else name)(parts)
+    if name != "model":
+        return DRAFTERS.get(name)(parts)
+    kind = "head" if isinstance(parts.draft, FeatureHead) else "model"
+    dynamic = {"head": "dynamic-head", "model": "dynamic"}
+    return DRAFTERS.get(dynamic[kind] if parts.dynamic is not None else kind)(parts)

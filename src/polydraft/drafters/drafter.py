@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from polydraft.decision import Decision
 from polydraft.drafters.gram_options import GramTreeOptions
 from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.registry import Registry
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import Scheme
-from polydraft.trees import DraftTree, Topology
+from polydraft.trees import DraftTree, DynamicShape, Topology
 from polydraft.walks import Verdict, Walk, resolve_walk
 
 
@@ -46,6 +47,9 @@ class DraftSession(ABC):
     def obstacle(self) -> str | None:
         """Say why the next round, unlike others, cannot be replayed from a recording; None if it can."""
         return None
+
+    own_walk: Walk | None = None
+    """How the proposals must be verified, where no registered walk will do; only lossy drafters have one."""
 
     reads_features: ClassVar[bool] = False
     """Whether the session wants to see the target's features of the texts, through `observe`."""
@@ -103,6 +107,8 @@ class Drafter(ABC):
     """A source of candidates, free of any one text."""
 
     name: ClassVar[str]
+    lossless: ClassVar[bool] = True
+    """Whether texts follow the target's law; False needs the user's word for it."""
 
     @abstractmethod
     def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> DraftSession:
@@ -124,7 +130,14 @@ class Parts:
     scheme: str = "auto"
     draft_temperature: float | None = None
     grams: GramTreeOptions = field(default_factory=GramTreeOptions)
+    dynamic: DynamicShape | None = None
+    """Limits of a dynamic tree, which then takes the place of `topology`."""
+    decision: Decision | None = None
+    """Looks between levels whether to go on."""
 
 
 DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")
 """Ways to make a drafter from parts, by name; all of them are proven lossless by the test suite."""
+
+LOSSY_DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("lossy drafter")
+"""Drafters that change the law of the text; nothing chooses them but their name behind `--lossy`."""

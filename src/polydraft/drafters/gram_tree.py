@@ -55,7 +55,7 @@ class GramTree(Drafter):
     def __init__(self, name: str, caches: Sequence[GramCache], options: GramTreeOptions) -> None:
         self.name = name  # type: ignore[misc]  # of this drafter alone: it may be a combination
         self.caches, self.options = tuple(caches), options
-        self.lossless = not options.flat_blocks
+        self.lossless = not options.flat_blocks  # type: ignore[misc]
 
     def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> "GramTreeSession":
         """Go to work on a batch."""

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from polydraft.decision import Decision
 from polydraft.drafters.plan import LevelPlan, plan_passes
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
 from polydraft.schemes import SCHEMES
-from polydraft.trees import DraftTree, Topology
+from polydraft.trees import DraftTree, SlicedMask, Topology
 
 DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
 """What ``"auto"`` means, and what it means for nodes of more children than that takes."""
@@ -56,6 +57,8 @@ class Growth:
     device : torch.device
     lead : int
         Places before the root in the drafter's passes.
+    decision : Decision, optional
+        Lets rows stop before the last level.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Growth:
         vocabulary: PartialVocabulary | None,
         device: torch.device,
         lead: int,
+        decision: Decision | None = None,
     ) -> None:
         temperature = params.temperature if draft_temperature is None else draft_temperature
         name = "top" if temperature == 0 else _automatic(topology) if scheme == "auto" else scheme
@@ -82,6 +86,9 @@ class Growth:
         self.levels = self._plan.levels
         self._warper: Warper | None = None
         self._laws: list[Tensor] = []
+        self.decision, self._mask = decision, SlicedMask.of(topology, device)
+        self._going_B: Tensor | None = None
+        """Rows that have not stopped; None where no decision model looks."""
 
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of the certain texts, as penalties need them."""
@@ -98,6 +105,7 @@ class Growth:
     def plant(self, root_B: Tensor) -> Tensor:
         """Return the tokens of a new tree, all but the root still missing; `draw` fills them in."""
         self._laws = []
+        self._going_B = None if self.decision is None else torch.ones_like(root_B, dtype=torch.bool)
         tokens_BN = torch.full((len(root_B), self.topology.num_nodes), NO_TOKEN, device=root_B.device)
         tokens_BN[:, 0] = root_B
         return tokens_BN
@@ -114,13 +122,41 @@ class Growth:
             children_RK = self.scheme.draw(law_RV, uniforms_RK)
             if self._vocabulary is not None:
                 children_RK = self._vocabulary.tokens(children_RK)
-            tokens_BN[:, group.children_GK] = children_RK.view(len(tokens_BN), *group.children_GK.shape)
+            children_BGK = children_RK.view(len(tokens_BN), *group.children_GK.shape)
+            if self._going_B is not None:
+                children_BGK = torch.where(self._going_B[:, None, None], children_BGK, NO_TOKEN)
+            tokens_BN[:, group.children_GK] = children_BGK
         if not self.scheme.follows_target:
             self._laws.append(probs_BGV)
 
+    def stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
+        """Let the decision model look at the nodes that drew last; say whether all rows stop there.
+
+        It sees laws and tokens down to this level only, so that whatever is drawn below has the law verification assumes.
+        """
+        if self.decision is None or self._going_B is None:
+            return False
+        self._going_B = self._going_B & self.decision.goes_on(features_BGF, logits_BGV)
+        return not bool(self._going_B.any())  # the one look between levels; rows that stopped alone draw nothing
+
     def tree(self, tokens_BN: Tensor) -> DraftTree:
         """Return the grown tree."""
-        return DraftTree.from_topology(self.topology, tokens_BN, tuple(self._laws), self._plan.law_rows_N, self._vocabulary)
+        laws, depth = tuple(self._laws), len(self._laws)
+        if depth == self.topology.depth:
+            return DraftTree.from_topology(self.topology, tokens_BN, laws, self._plan.law_rows_N, self._vocabulary)
+        # An early stop is a slice. The tree says to be as deep as ever, so that a round's outcome keeps its form.
+        tables, size = self._mask.stopped(depth), len(tokens_BN)
+        nodes = len(tables.depths_N)
+        return DraftTree(
+            tokens_BN[:, :nodes],
+            tables.depths_N.expand(size, -1),
+            tables.ancestors_NN.expand(size, -1, -1),
+            tables.child_table_NK.expand(size, -1, -1),
+            self.topology.depth,
+            laws + laws[-1:] * (self.topology.depth - depth),
+            self._plan.law_rows_N[:nodes].expand(size, -1),
+            self._vocabulary,
+        )
 
     def _aligned(self, logits_BGV: Tensor) -> Tensor:
         """Return logits whose columns are the target's tokens, or the draft's own few."""

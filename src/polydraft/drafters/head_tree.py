@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from polydraft.decision import Decision
 from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.drafters.growth import Growth, check_tree
 from polydraft.errors import UsageError
@@ -22,17 +23,22 @@ class HeadTree(Drafter):
     ----------
     model : FeatureHead
         Trained for the target.
-    topology, scheme, draft_temperature
+    topology, scheme, draft_temperature, decision
         As for `ModelTree`.
     """
 
     name = "head"
 
     def __init__(
-        self, model: FeatureHead, topology: Topology, scheme: str = "auto", draft_temperature: float | None = None
+        self,
+        model: FeatureHead,
+        topology: Topology,
+        scheme: str = "auto",
+        draft_temperature: float | None = None,
+        decision: Decision | None = None,
     ) -> None:
         self.model, self.topology = model, topology
-        self.scheme, self.draft_temperature = scheme, draft_temperature
+        self.scheme, self.draft_temperature, self.decision = scheme, draft_temperature, decision
         check_tree(topology, scheme, model.num_columns)
 
     def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> "HeadTreeSession":
@@ -56,7 +62,15 @@ class HeadTreeSession(DraftSession):
     def __init__(self, drafter: HeadTree, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
         head, topology = drafter.model, drafter.topology
         self._growth = Growth(
-            topology, drafter.scheme, params, drafter.draft_temperature, vocab_size, head.vocabulary, head.device, lead=0
+            topology,
+            drafter.scheme,
+            params,
+            drafter.draft_temperature,
+            vocab_size,
+            head.vocabulary,
+            head.device,
+            0,
+            drafter.decision,
         )
         self.scheme = self._growth.scheme
         self.num_nodes, self.depth = topology.num_nodes, topology.depth
@@ -153,7 +167,10 @@ class HeadTreeSession(DraftSession):
                 outputs_BTH = self._context.read(level_tokens_BT, fused_BTH, level.block.expand(batch_size))
                 outputs_BNH[:, level.first : level.stop] = outputs_BTH
             drawing_BGH = outputs_BNH[:, level.first : level.stop][:, level.drawing]
-            self._growth.draw(level, self._head.head(drawing_BGH), tokens_BN, uniforms_BU)
+            logits_BGV = self._head.head(drawing_BGH)
+            self._growth.draw(level, logits_BGV, tokens_BN, uniforms_BU)
+            if self._growth.stops(drawing_BGH, logits_BGV):
+                break
         return self._growth.tree(tokens_BN)
 
     def _fused_fresh(self) -> Tensor:
@@ -202,4 +219,4 @@ class HeadTreeSession(DraftSession):
 def _build(parts: Parts) -> HeadTree:
     if not isinstance(parts.draft, FeatureHead):
         raise UsageError("drafter 'head' needs a feature head; make one with: polydraft train head")
-    return HeadTree(parts.draft, parts.topology, parts.scheme, parts.draft_temperature)
+    return HeadTree(parts.draft, parts.topology, parts.scheme, parts.draft_temperature, parts.decision)

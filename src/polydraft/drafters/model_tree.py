@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from polydraft.decision import Decision
 from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.drafters.growth import Growth, check_tree
 from polydraft.drafters.plan import StaticBlock
@@ -27,15 +28,22 @@ class ModelTree(Drafter):
         A registered scheme, or ``"auto"``; `top` where the draft temperature is 0.
     draft_temperature : float, optional
         Temperature of the draft's law, the target's otherwise. It changes speed, never the text's law.
+    decision : Decision, optional
+        Lets rows stop before the last level.
     """
 
     name = "model"
 
     def __init__(
-        self, model: LanguageModel, topology: Topology, scheme: str = "auto", draft_temperature: float | None = None
+        self,
+        model: LanguageModel,
+        topology: Topology,
+        scheme: str = "auto",
+        draft_temperature: float | None = None,
+        decision: Decision | None = None,
     ) -> None:
         self.model, self.topology = model, topology
-        self.scheme, self.draft_temperature = scheme, draft_temperature
+        self.scheme, self.draft_temperature, self.decision = scheme, draft_temperature, decision
         check_tree(topology, scheme, model.num_columns)
 
     def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> "ModelTreeSession":
@@ -56,7 +64,15 @@ class ModelTreeSession(DraftSession):
     def __init__(self, drafter: ModelTree, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
         model, topology = drafter.model, drafter.topology
         self._growth = Growth(
-            topology, drafter.scheme, params, drafter.draft_temperature, vocab_size, model.vocabulary, model.device, lead=1
+            topology,
+            drafter.scheme,
+            params,
+            drafter.draft_temperature,
+            vocab_size,
+            model.vocabulary,
+            model.device,
+            1,
+            drafter.decision,
         )
         self.scheme = self._growth.scheme
         self.num_nodes, self.depth = topology.num_nodes, topology.depth
@@ -87,7 +103,11 @@ class ModelTreeSession(DraftSession):
         for level in self._growth.levels:
             level_tokens_BT = tail_B2 if level.block.start == 0 else tokens_BN[:, level.first : level.stop]
             features_BTF = self._memory.context.extend(level_tokens_BT, self._block(level.block, len(tail_B2)))
-            self._growth.draw(level, self._model.head(features_BTF[:, level.drawing]), tokens_BN, uniforms_BU)
+            drawing_BGF = features_BTF[:, level.drawing]
+            logits_BGV = self._model.head(drawing_BGF)
+            self._growth.draw(level, logits_BGV, tokens_BN, uniforms_BU)
+            if self._growth.stops(drawing_BGF, logits_BGV):
+                break
         return self._growth.tree(tokens_BN)
 
     def _block(self, static: StaticBlock, batch_size: int) -> Block:
@@ -123,4 +143,4 @@ class ModelTreeSession(DraftSession):
 def _build(parts: Parts) -> ModelTree:
     if not isinstance(parts.draft, LanguageModel):
         raise UsageError("drafter 'model' needs a draft model; pass draft=NAME, a folder, or early-exit:k")
-    return ModelTree(parts.draft, parts.topology, parts.scheme, parts.draft_temperature)
+    return ModelTree(parts.draft, parts.topology, parts.scheme, parts.draft_temperature, parts.decision)

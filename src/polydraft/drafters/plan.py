@@ -6,20 +6,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from polydraft.trees import Block, Topology
+from polydraft.trees import SlicedMask, StaticBlock, Topology
 
-
-@dataclass(frozen=True, eq=False)
-class StaticBlock:
-    """A `Block` that is the same for all rows."""
-
-    start: int
-    depths_T: Tensor
-    visible_TU: Tensor
-
-    def expand(self, batch_size: int) -> Block:
-        """Return the block of a batch."""
-        return Block(self.start, self.depths_T.expand(batch_size, -1), self.visible_TU.expand(batch_size, -1, -1))
+__all__ = ["GroupPlan", "LevelPlan", "Plan", "StaticBlock", "plan_passes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +48,7 @@ class Plan:
 def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
     """Lay out the draft's passes: `lead` places before the root, then node n has place `lead + n`."""
     tables = topology.tables(torch.device("cpu"))
-    places = topology.num_nodes + lead
-    visible_PP = torch.ones(places, places, dtype=torch.bool).tril()
-    visible_PP[lead:, lead:] = tables.ancestors_NN
-    depths_P = torch.cat([torch.arange(lead), tables.depths_N + lead])
+    mask = SlicedMask.of(topology, device, lead)
     law_rows_N = torch.zeros(topology.num_nodes, dtype=torch.long)
     levels = []
     for nodes, draws in zip(topology.levels, topology.draws, strict=True):
@@ -71,8 +57,7 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
             continue
         law_rows_N[drawing] = torch.arange(len(drawing))
         first, stop = nodes.start, drawing[-1] + 1  # leaves at the level's end need no pass
-        start, end = 0 if first == 0 else first + lead, stop + lead
-        block = StaticBlock(start, depths_P[start:end].to(device), visible_PP[start:end, :end].to(device))
+        block = mask.level(first, stop)
         ancestors = [tables.ancestors_NN[node].nonzero()[1:, 0].tolist() for node in drawing]
         groups = tuple(
             GroupPlan(law_rows_N[list(group.nodes)].to(device), torch.tensor(group.children, device=device)) for group in draws
@@ -83,7 +68,7 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
                 stop,
                 torch.tensor(topology.parents[first:stop], device=device),
                 block,
-                torch.tensor([node + lead - start for node in drawing], device=device),
+                torch.tensor([node + lead - block.start for node in drawing], device=device),
                 torch.tensor(ancestors, dtype=torch.long, device=device).reshape(len(drawing), -1),
                 groups,
             )

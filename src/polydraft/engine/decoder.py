@@ -39,6 +39,8 @@ class Decoder:
         On a GPU, replay whole rounds as CUDA graphs.
     compiled : bool
         On a GPU, compile verification too: some 20 seconds at first, half a millisecond less a round above temperature 0.
+    lossless : bool
+        Whether to refuse drafters that change the law of the text.
 
     Examples
     --------
@@ -56,8 +58,15 @@ class Decoder:
         walk: str = AUTO,
         graphs: bool = True,
         compiled: bool = False,
+        lossless: bool = True,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter or Plain(), tokenizer
+        self.lossless = self.drafter.lossless
+        if lossless and not self.drafter.lossless:
+            raise UsageError(
+                f"drafter {self.drafter.name!r} changes the law of the text; pass lossless=False (--lossy {self.drafter.name}) "
+                "if that is what you want"
+            )
         self.eos_token_ids = tuple(eos_token_ids)
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
         self.graphs, self.compiled = graphs, compiled
@@ -125,7 +134,7 @@ class Decoder:
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
         workspace = self.workspace(len(texts), request.params, request.keep)
         scheme = workspace.session.scheme
-        walk = self.drafter.resolve_walk(self.walk, scheme)
+        walk = workspace.session.own_walk or self.drafter.resolve_walk(self.walk, scheme)
         run = Run(
             target=self.target,
             drafter=self.drafter,

@@ -18,7 +18,7 @@ from polydraft.sampling import Noise
 from polydraft.walks import Fault, Walk
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
-_NUMBERS = 3
+_NUMBERS = 5
 """Of a verdict that the host wants beside its tokens."""
 
 
@@ -105,7 +105,7 @@ class Run:
         self._settle(emitted)
         return emitted
 
-    def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, fault: int) -> Emitted:
+    def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, fault: int, *shape: int) -> Emitted:
         """Take what one row got, up to its end."""
         if fault == Fault.SCHEME:
             raise FailureError(
@@ -133,7 +133,7 @@ class Run:
         sources = [*(self._session.sources(row, drafted) or [self.drafter.name] * len(drafted))]
         sources += [TARGET] * (len(kept) - len(drafted))
         self.sources[row].extend(sources)
-        self.stats.count(accepted, offered)
+        self.stats.count(accepted, offered, *shape)
         self.stats.keep(sources)
         self.stop_reasons[row] = reason
         return Emitted(row, kept, sources, reason)

@@ -36,6 +36,12 @@ class Stats:
     offers_by_depth: list[int] = field(default_factory=list)
     """How often a node at each depth was reached that had candidates."""
     accepts_by_depth: list[int] = field(default_factory=list)
+    path_tokens: int = 0
+    """Length of the longest drafted path, over all passes."""
+    wins_by_branch: list[int] = field(default_factory=list)
+    """How often a path through each child of the root was accepted (Fig. 3 of improved-MCSD)."""
+    accepts_by_branch: list[int] = field(default_factory=list)
+    """Accepted tokens of those paths."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     total_seconds: float = 0.0
 
@@ -49,6 +55,11 @@ class Stats:
         """Share α of positions with candidates at which one was accepted (MCSD §4.1)."""
         offers = sum(self.offers_by_depth)
         return sum(self.accepts_by_depth) / offers if offers else 0.0
+
+    @property
+    def accepted_share(self) -> float:
+        """The α of improved-MCSD: accepted length over the longest drafted path, another number than `acceptance_rate`."""
+        return (self.block_tokens - self.passes) / self.path_tokens if self.path_tokens else 0.0
 
     @property
     def acceptance_by_depth(self) -> list[float]:
@@ -81,9 +92,26 @@ class Stats:
         self.drafted_tokens -= len(drafted)
         self.tokens_by_source.subtract(drafted)
 
-    def count(self, accepted: int, offered: int) -> None:
-        """Add one row's round: `accepted` nodes of `offered` that had candidates."""
+    def count(self, accepted: int, offered: int, longest: int = 0, branch: int = -1) -> None:
+        """Add one row's round.
+
+        Parameters
+        ----------
+        accepted, offered : int
+            Nodes that were accepted, and nodes on their way that had candidates.
+        longest : int
+            Length of the longest drafted path.
+        branch : int
+            Which child of the root the accepted path goes through; -1 where nothing was accepted.
+        """
         self.passes += 1
+        self.path_tokens += longest
+        if branch >= 0:
+            more = branch + 1 - len(self.wins_by_branch)
+            self.wins_by_branch.extend([0] * more)
+            self.accepts_by_branch.extend([0] * more)
+            self.wins_by_branch[branch] += 1
+            self.accepts_by_branch[branch] += accepted
         self.block_tokens += accepted + 1
         missing = offered - len(self.offers_by_depth)
         self.offers_by_depth.extend([0] * missing)
@@ -107,6 +135,7 @@ class Stats:
             "replayed_rounds": self.replayed_rounds,
             "tokens_per_pass": round(self.tokens_per_pass, 4),
             "acceptance_rate": round(self.acceptance_rate, 4),
+            "accepted_share": round(self.accepted_share, 4),
             "acceptance_by_depth": [round(rate, 4) for rate in self.acceptance_by_depth],
             "drafted_tokens": self.drafted_tokens,
             "tokens_by_source": {source: count for source, count in self.tokens_by_source.most_common() if count},

@@ -152,7 +152,8 @@ class Workspace:
             recent_BX = torch.cat([self.tail_B2[:, 1:], verdict.tokens_BD], dim=1)
             last_B2 = verdict.accepted_B[:, None] + torch.arange(2, device=recent_BX.device)
             self.tail_B2.copy_(recent_BX.gather(1, last_B2))
-            numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B)
+            branch_B = draft.branch(verdict.path_BD[:, min(1, session.depth)])
+            numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B, draft.longest(), branch_B)
             reports = () if report_BX is None else (report_BX,)
             return torch.cat([verdict.tokens_BD, *(number[:, None] for number in numbers), *reports], dim=1)
 

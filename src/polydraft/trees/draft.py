@@ -131,6 +131,17 @@ class DraftTree:
             riders=0,
         )
 
+    def longest(self) -> Tensor:
+        """Return the length of each row's longest path of candidates."""
+        listed_BX = self.child_table_BNK.flatten(1)
+        real_BX = self.tokens_BN.gather(1, listed_BX) != NO_TOKEN
+        return torch.where(real_BX, self.depths_BN.gather(1, listed_BX), 0).amax(-1)
+
+    def branch(self, node_B: Tensor) -> Tensor:
+        """Return which of the root's children a node is, counted from 0; -1 for the root itself."""
+        match_BK = self.child_table_BNK[:, 0] == node_B[:, None]
+        return torch.where(node_B > 0, match_BK.to(torch.uint8).argmax(-1), -1)
+
     def draft_law(self, level: int, node_B: Tensor) -> Tensor:
         """Return the law that the children of one node a row were drawn from; `[B, 0]` where there is none."""
         law_BD = self.short_law(level, node_B)

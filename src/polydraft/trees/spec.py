@@ -15,7 +15,8 @@ def parse_tree(text: str) -> Topology:
     Parameters
     ----------
     text : str
-        ``"4x2x2x1x1"`` (children a level), ``"chain:5"``, ``"fork:WIDTHxDEPTH"``, a JSON list of index paths, or
+        ``"4x2x2x1x1"`` (children a level), ``"chain:5"``, ``"fork:WIDTHxDEPTH"`` (also ``"target-root:..."``:
+        the root, the pending token, comes from the target's law), a JSON list of index paths, or
         ``"none"`` for plain decoding.
     """
     spec = text.strip().lower()
@@ -26,7 +27,7 @@ def parse_tree(text: str) -> Topology:
         return Topology.from_widths([int(width) for width in spec.split("x")])
     if match := re.fullmatch(r"chain:(\d{1,18})", spec):
         return Topology.fork(1, int(match[1]))
-    if match := re.fullmatch(r"fork:(\d{1,18})x(\d{1,18})", spec):
+    if match := re.fullmatch(r"(?:fork|target-root):(\d{1,18})x(\d{1,18})", spec):
         return Topology.fork(int(match[1]), int(match[2]))
     if spec.startswith("["):
         try:

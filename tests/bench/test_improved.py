@@ -1,0 +1,44 @@
+"""The paper on improved multi-candidate decoding, measured again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from polydraft.bench.method import MethodSpec
+from polydraft.bench.papers import PAPERS
+from polydraft.trees import parse_tree
+
+
+def test_it_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paper = PAPERS.get("improved")
+    monkeypatch.setitem(PAPERS._items, "improved", replace(paper, runs={0.0: paper.runs[0.0]}))
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": "p", "category": "a", "prompt": "hello"}) + "\n")
+    options = ("--target", tiny, "--draft", "early-exit:2", "--prompts", str(prompts), "--max-new-tokens", "6")
+    code, _, err = invoke("bench", "--reproduce", "improved", *options, "--out", str(tmp_path / "out"))
+    assert code == 0, err
+    text = (tmp_path / "out" / "reproduction.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| 0 | ")]
+    dynamic = next(row for row in rows if row[1].startswith("dynamic tree"))
+    assert "–" not in dynamic
+    assert any("**lossy**" in row[1] for row in rows)
+    for drawing in ("figure-3-t0.svg", "figure-5a-t0.svg", "figure-5b-t0.svg", "figure-6-t0.svg"):
+        assert (tmp_path / "out" / drawing).read_text().startswith("<svg") and drawing in text
+    results = json.loads(next((tmp_path / "out").rglob("results.json")).read_text())
+    fork = results["methods"]["fork:6x5"]
+    assert 0 <= fork["accepted_share"] <= 1
+    assert sum(one["share"] for one in fork["winning_branches"]) == pytest.approx(1) or not fork["winning_branches"]
+    assert results["methods"]["target-init:6x5"]["identical"] is None, "lossy texts are not compared"
+    costs = list((tmp_path / "cache" / "costs").glob("*.json"))
+    assert len(costs) == 1 and json.loads(costs[0].read_text())["level"] > 0
+
+
+def test_every_tree_of_the_paper_can_be_written() -> None:
+    for names in PAPERS.get("improved").runs.values():
+        for spec in map(MethodSpec.parse, names):
+            if spec.name in ("fork", "target-init"):
+                width, depth = map(int, spec.argument.split("x"))
+                assert parse_tree(f"fork:{spec.argument}").num_nodes == 1 + width * depth
