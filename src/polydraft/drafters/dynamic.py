@@ -89,6 +89,7 @@ class Dynamic(Drafter):
 class DynamicHeadSession(HeadTreeSession):
     """A feature head's memory of one batch, as for static trees; entries of rounds without drafts wait to be read."""
 
+    recordable = False
     _growth: PathGrowth  # type: ignore[assignment]
 
     def __init__(self, drafter: Dynamic, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
@@ -177,6 +178,7 @@ class DynamicHeadSession(HeadTreeSession):
 class DynamicModelSession(ModelTreeSession):
     """A draft model's memory of one batch, as for static trees; after rounds without drafts it catches up."""
 
+    recordable = False
     _growth: PathGrowth  # type: ignore[assignment]
 
     def __init__(self, drafter: Dynamic, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
