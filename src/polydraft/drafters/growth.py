@@ -86,6 +86,8 @@ class Growth:
         self.levels = self._plan.levels
         self._warper: Warper | None = None
         self._laws: list[Tensor] = []
+        self._drawn = 0
+        """Levels that have drawn their children."""
         self.decision, self._mask = decision, SlicedMask.of(topology, device)
         self._going_B: Tensor | None = None
         """Rows that have not stopped; None where no decision model looks."""
@@ -104,7 +106,7 @@ class Growth:
 
     def plant(self, root_B: Tensor) -> Tensor:
         """Return the tokens of a new tree, all but the root still missing; `draw` fills them in."""
-        self._laws = []
+        self._laws, self._drawn = [], 0
         self._going_B = None if self.decision is None else torch.ones_like(root_B, dtype=torch.bool)
         tokens_BN = torch.full((len(root_B), self.topology.num_nodes), NO_TOKEN, device=root_B.device)
         tokens_BN[:, 0] = root_B
@@ -126,6 +128,7 @@ class Growth:
             if self._going_B is not None:
                 children_BGK = torch.where(self._going_B[:, None, None], children_BGK, NO_TOKEN)
             tokens_BN[:, group.children_GK] = children_BGK
+        self._drawn += 1
         if not self.scheme.follows_target:
             self._laws.append(probs_BGV)
 
@@ -141,7 +144,7 @@ class Growth:
 
     def tree(self, tokens_BN: Tensor) -> DraftTree:
         """Return the grown tree."""
-        laws, depth = tuple(self._laws), len(self._laws)
+        laws, depth = tuple(self._laws), self._drawn
         if depth == self.topology.depth:
             return DraftTree.from_topology(self.topology, tokens_BN, laws, self._plan.law_rows_N, self._vocabulary)
         # An early stop is a slice. The tree says to be as deep as ever, so that a round's outcome keeps its form.

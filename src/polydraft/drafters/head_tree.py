@@ -73,6 +73,7 @@ class HeadTreeSession(DraftSession):
             drafter.decision,
         )
         self.scheme = self._growth.scheme
+        self.recordable = self._growth.decision is None  # type: ignore[misc]  # a decision model is looked at between levels
         self.num_nodes, self.depth = topology.num_nodes, topology.depth
         self.num_uniforms = self.num_nodes - 1
         self._head = head
