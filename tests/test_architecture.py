@@ -21,6 +21,7 @@ ROOMS = [
     "models",
     "drafters",
     "engine",
+    "beam",
     "loading",
     "hf_generate",
     "bench",
