@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from polydraft.beam.chance import RandomChance
+from polydraft.beam.coupled import CoupledRun
 from polydraft.beam.options import BeamMode, BeamOptions
 from polydraft.beam.result import BeamGeneration
 from polydraft.beam.run import BeamRun
@@ -121,6 +122,8 @@ class BeamDecoder:
         }
         if options.mode == BeamMode.SEARCH:
             return SearchRun(**parts)
+        if options.is_coupled:
+            return CoupledRun(generator=generator, **parts)
         return SampleRun(chance=RandomChance(generator), **parts)
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from polydraft.beam.law import Continuations, Floats, LawMaker, normalised
+from polydraft.beam.law import Continuations, LawMaker
 from polydraft.beam.node import Beam
 from polydraft.beam.reader import TreeReader
 
-Choose = Callable[[Floats, Floats], list[int]]
-"""`(totals_X, probs_X) -> entries`: which continuations become draft beams, in order."""
+Choose = Callable[[Continuations, list[Beam]], list[int]]
+"""`(continuations, parents) -> entries`: which continuations become draft beams, in order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,8 +18,6 @@ class ForestLayer:
     parents: list[Beam]
     """The unfinished draft beams of the layer before, or the input beams: rows of the law."""
     continuations: Continuations
-    probs_X: Floats
-    """The draft's beam law over all of them."""
     drawn: list[int]
     """Entries of it, in draw order."""
     beams: list[Beam]
@@ -45,12 +43,11 @@ def grow_forest(
         nodes = [beam.node for beam in parents]
         continuations = law(reader.logits(nodes), nodes)
         totals_X = continuations.totals([beam.score for beam in parents])
-        probs_X = normalised(totals_X)
-        drawn = choose(totals_X, probs_X)
+        drawn = choose(continuations, parents)
         drafts = []
         for entry in drawn:
             parent = parents[int(continuations.rows_X[entry])].node
             drafts.append(Beam(parent.child(int(continuations.tokens_X[entry])), float(totals_X[entry])))
-        layers.append(ForestLayer(parents, continuations, probs_X, drawn, drafts))
+        layers.append(ForestLayer(parents, continuations, drawn, drafts))
         parents = [beam for beam in drafts if beam.node.token not in ends]
     return layers

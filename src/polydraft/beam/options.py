@@ -29,6 +29,17 @@ class Draws(StrEnum):
     """Twice as many different ones, of which the W best go on."""
 
 
+class Verification(StrEnum):
+    """How drafted beams are held against the target's law; each is exact."""
+
+    AUTO = "auto"
+    """Coupled where that can be, layers elsewhere."""
+    LAYERS = "layers"
+    """Accept or reject beam by beam, layer by layer: the paper's, for every way to draw and every width."""
+    COUPLED = "coupled"
+    """Draw target and draft with the same noise; for distinct beams of fixed width."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BeamOptions:
     """How to decode with beams; every choice of a draft and its width leaves the law of fixed-width beams as it is."""
@@ -38,6 +49,8 @@ class BeamOptions:
     mode: BeamMode | str = BeamMode.SEARCH
     draws: Draws | str = Draws.DISTINCT
     """Sampling: how beams are drawn."""
+    verification: Verification | str = Verification.AUTO
+    """Sampling: how drafts are verified."""
     draft_width: int | None = None
     """Width W_S of the draft's own beams; twice the beams if not given."""
     draft_depth: int = 3
@@ -56,6 +69,7 @@ class BeamOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _named(BeamMode, "beam mode", self.mode))
         object.__setattr__(self, "draws", _named(Draws, "way to draw beams", self.draws))
+        object.__setattr__(self, "verification", _named(Verification, "verification", self.verification))
         self._check_counts()
         if self.width_threshold is not None:
             _number("width_threshold", self.width_threshold)
@@ -65,23 +79,24 @@ class BeamOptions:
                 raise UsageError("width_threshold does not go with draws 'hf', of fixed width; use 'distinct' or 'iid'")
         elif self.min_width is not None:
             raise UsageError("min_width is for widths that a threshold chooses; pass width_threshold too, such as 0.7")
+        if self.verification == Verification.COUPLED and not self._can_be_coupled:
+            raise UsageError("verification 'coupled' is for distinct beams of fixed width; leave it out, or use 'layers'")
         _number("length_penalty", self.length_penalty)
         early: Any = self.early_stopping
         if early not in (True, False, "never"):
             raise UsageError(f"early_stopping={early!r}; allowed: True, False, 'never'")
         if self.mode == BeamMode.SEARCH:
-            for name, default in (("width_threshold", None), ("one_cache", False), ("draws", Draws.DISTINCT)):
+            for name, default in (
+                ("width_threshold", None),
+                ("one_cache", False),
+                ("draws", Draws.DISTINCT),
+                ("verification", Verification.AUTO),
+            ):
                 if getattr(self, name) != default:
                     raise UsageError(f"{name} is for beam sampling; deterministic beam search draws nothing: use mode 'sample'")
 
     def _check_counts(self) -> None:
-        for name, least in (
-            ("beams", 1),
-            ("draft_depth", 1),
-            ("num_return_sequences", 1),
-            ("draft_width", 1),
-            ("min_width", 1),
-        ):
+        for name in ("beams", "draft_depth", "num_return_sequences", "draft_width", "min_width"):
             value = getattr(self, name)
             if value is None and name in ("draft_width", "min_width"):
                 continue
@@ -91,11 +106,10 @@ class BeamOptions:
             raise UsageError(
                 f"num_return_sequences={self.num_return_sequences} is more than the {self.beams} beams; allowed: up to beams"
             )
-        if self.draft_width is not None and self.draft_width <= self.candidates:
-            each = f"beams={self.beams}" if self.candidates == self.beams else f"the {self.candidates} draws a step of 'hf'"
+        if self.draft_width is not None and self.draft_width <= self.beams:
             raise UsageError(
-                f"draft_width={self.draft_width} must be above {each}, because some drafts are rejected; use "
-                f"{2 * self.candidates}, or fewer beams"
+                f"draft_width={self.draft_width} must be above beams={self.beams}, because some drafts are rejected; use "
+                f"{2 * self.beams}, or fewer beams"
             )
         if self.min_width is not None and self.min_width > self.width_of_drafts:
             raise UsageError(
@@ -104,14 +118,18 @@ class BeamOptions:
             )
 
     @property
-    def candidates(self) -> int:
-        """Draws at each step of sampling with a fixed width."""
-        return 2 * self.beams if self.draws == Draws.HUGGING_FACE else self.beams
-
-    @property
     def width_of_drafts(self) -> int:
         """W_S, also where it was not given."""
-        return self.draft_width if self.draft_width is not None else 2 * self.candidates
+        return self.draft_width if self.draft_width is not None else 2 * self.beams
+
+    @property
+    def _can_be_coupled(self) -> bool:
+        return self.draws != Draws.INDEPENDENT and self.width_threshold is None and not self.one_cache
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether sampling shares its noise with the draft."""
+        return self._can_be_coupled and self.verification != Verification.LAYERS
 
 
 def _named(kind: Any, what: str, value: Any) -> Any:

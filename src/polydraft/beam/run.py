@@ -132,7 +132,7 @@ class BeamRun(ABC):
                 self.tree.keep(leaves)
                 if self.reader is not None:
                     self.reader.keep(leaves)
-        stats.count(steps - 1, len(layers))
+        stats.count(steps - 1, min(steps, len(layers)))
         stats.rounds += 1
         stats.total_seconds = time.perf_counter() - self._started
 

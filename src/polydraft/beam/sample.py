@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.beam.chance import Chance
+from polydraft.beam.drawing import close_draws
 from polydraft.beam.forest import ForestLayer, grow_forest
 from polydraft.beam.law import Continuations, Floats, Indices, normalised
 from polydraft.beam.layer import LayerVerdict, verify_layer
@@ -50,7 +51,8 @@ class SampleRun(BeamRun):
         assert self.reader is not None
         return grow_forest(self.beams, depth, self.reader, self.draft_law, self._eos, self._choose_drafts)
 
-    def _choose_drafts(self, totals_X: Floats, probs_X: Floats) -> list[int]:
+    def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
+        probs_X = normalised(continuations.totals([beam.score for beam in parents]))
         return self._chance.draw(probs_X, self.options.draft_width or 2 * self._width, distinct=self._distinct)
 
     def _verify(self, layers: list[ForestLayer]) -> int:
@@ -81,7 +83,8 @@ class SampleRun(BeamRun):
         surviving, entries_X = layer.continuations.restricted(sources)
         universe = _Universe(continuations, surviving)
         target_probs_U = universe.spread_target(normalised(totals_X))
-        draft_probs_U = universe.spread_draft(layer.probs_X[entries_X])
+        drafted_X = normalised(surviving.totals([layer.parents[source].score for source in sources]))
+        draft_probs_U = universe.spread_draft(drafted_X)
         drafts, numbers = [], []
         for number, entry in enumerate(layer.drawn):
             index = _position(entries_X, entry)
@@ -129,13 +132,7 @@ class SampleRun(BeamRun):
 
     def _close(self, drawn: Sequence[Beam]) -> None:
         """End a step with these draws."""
-        running = [beam for beam in drawn if not self._ends(beam.node)]
-        ended = [beam for beam in drawn if self._ends(beam.node)]
-        if self.options.draws == Draws.HUGGING_FACE:
-            # Only the first W draws may end; of what goes on, the W best do.
-            ended = [beam for beam in drawn[: self.options.beams] if self._ends(beam.node)]
-            running = sorted(running, key=lambda beam: -beam.score)[: self.options.beams]
-        self._finish_step(running, ended)
+        self._finish_step(*close_draws(drawn, self.options, self._ends))
 
     def _narrow(self) -> None:
         """With one cache, go on with the beam of lowest perplexity alone; all are equally long."""
@@ -166,9 +163,8 @@ class _Universe:
         return self._spread(self._target_U, probs_X)
 
     def spread_draft(self, probs_X: Floats) -> Floats:
-        """Return the draft's law over the universe, normed over what survives."""
-        total = probs_X.sum()
-        return self._spread(self.draft_U, probs_X / total if total > 0 else probs_X)
+        """Return the draft's law over the universe."""
+        return self._spread(self.draft_U, probs_X)
 
     def target_entry(self, output: int) -> int:
         """Return the target's number of an entry that it gives mass."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from polydraft.beam.forest import ForestLayer, grow_forest
-from polydraft.beam.law import Floats
+from polydraft.beam.law import Continuations, Floats
 from polydraft.beam.node import Beam, Node
 from polydraft.beam.reader import TreeReader
 from polydraft.beam.run import BeamRun
@@ -35,8 +35,8 @@ class SearchRun(BeamRun):
         assert self.reader is not None
         return grow_forest(self.beams, depth, self.reader, self.draft_law, self._eos, self._choose_drafts)
 
-    def _choose_drafts(self, totals_X: Floats, probs_X: Floats) -> list[int]:
-        return _largest(totals_X, self._draft_width)
+    def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
+        return largest(continuations.totals([beam.score for beam in parents]), self._draft_width)
 
     def _verify(self, layers: list[ForestLayer]) -> int:
         drafted = {beam.node for layer in layers for beam in layer.beams}
@@ -51,7 +51,7 @@ class SearchRun(BeamRun):
         totals_X = continuations.totals([beam.score for beam in self.beams])
         candidates = [
             self._child(self.beams, continuations, entry, float(totals_X[entry]))
-            for entry in _largest(totals_X, self._candidates)
+            for entry in largest(totals_X, self._candidates)
         ]
         for beam in candidates:
             beam.node.drafted = beam.node in drafted
@@ -61,6 +61,6 @@ class SearchRun(BeamRun):
         self._finish_step(running[: self.options.beams], ended)
 
 
-def _largest(totals_X: Floats, count: int) -> list[int]:
+def largest(totals_X: Floats, count: int) -> list[int]:
     """Return the entries of the largest totals, largest first; of equals the earlier first."""
     return [int(entry) for entry in np.argsort(-totals_X, kind="stable")[:count]]
