@@ -4,11 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
-from tests.beam.enumeration import enumerate_outcomes, total_variation
 
 from polydraft.beam import layer as layer_module
 from polydraft.beam.layer import verify_layer
 from polydraft.beam.width import acceptance_chances, count_law, dynamic_width
+
+from .enumeration import enumerate_outcomes, total_variation
 
 PAIRS = 4
 TOLERANCE = 1e-9
