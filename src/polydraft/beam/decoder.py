@@ -98,9 +98,11 @@ class BeamDecoder:
         if request.stop_strings or request.keep:
             what = "stop strings" if request.stop_strings else "keep=True"
             raise UsageError(f"{what} do not go with beams, whose texts end by themselves or by length; leave them out")
-        params = _law(beam, request.sampling, self.decoder.target.vocab_size)
+        params, target = check_law(beam, request.sampling), self.decoder.target
+        if params.top_k > target.vocab_size:
+            allowed = f"0 (keep all) to {target.vocab_size}"
+            raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
         token_ids = self.decoder.encode(prompt, request.chat)
-        target = self.decoder.target
         check_prompts([token_ids], target.max_positions, target.vocab_size)
         seed = request.seeds(row + 1)[row]
         settings = {"seed": seed, "max_new_tokens": request.max_new_tokens, "draft": getattr(self.draft, "name", None)}
@@ -127,19 +129,16 @@ class BeamDecoder:
         return SampleRun(chance=RandomChance(generator), **parts)
 
 
-def _law(options: BeamOptions, sampling: SamplingParams | None, vocab_size: int) -> SamplingParams:
+def check_law(options: BeamOptions, sampling: SamplingParams | None) -> SamplingParams:
     """Return the sampling parameters that count, refusing those that would be passed over in silence."""
     if options.mode == BeamMode.SAMPLE:
         params = sampling or _PLAIN
         if params.temperature == 0:
             raise UsageError("temperature=0.0 leaves beam sampling nothing to draw; use mode 'search', or more than 0")
-        if params.top_k > vocab_size:
-            raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: 0 (keep all) to {vocab_size}")
         return params
     params = sampling or _GREEDY
     for name in _LAW:
-        if getattr(params, name) not in (getattr(_GREEDY, name), getattr(_PLAIN, name)):
-            raise UsageError(
-                f"{name}={getattr(params, name)!r} has no meaning in beam search; leave it out, or use mode 'sample'"
-            )
+        value = getattr(params, name)
+        if value not in (getattr(_GREEDY, name), getattr(_PLAIN, name)):
+            raise UsageError(f"{name}={value!r} has no meaning in beam search; leave it out, or use mode 'sample'")
     return params
