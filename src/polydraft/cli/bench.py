@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 @click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name.")
 @click.option("--draft", default="auto", show_default=True, help="Draft model, for every method that uses one.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens up to this mass.")
+@click.option("--log-likelihood", is_flag=True, help="Also score every text with the target, outside the measured time.")
 @click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text.")
 @click.option("--repeat", type=int, default=1, show_default=True, help="Measure everything so many times.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first repeat; later ones count up.")
@@ -29,7 +32,9 @@ if TYPE_CHECKING:
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16.")
 @click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
 @click.option(
-    "--reproduce", default=None, help="Measure a paper's tables again: mcsd, optimal. It chooses methods and temperatures."
+    "--reproduce",
+    default=None,
+    help="Measure a paper's tables again: mcsd, optimal, dsbd. It chooses the methods and their law.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
@@ -37,7 +42,8 @@ if TYPE_CHECKING:
 def command(context: click.Context, /, **options: Any) -> None:
     """Measure methods on the same prompts, arms interleaved in one process, against plain decoding (ar).
 
-    Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, the last three with ,scheme=NAME ,walk=NAME ,draft_temperature=T
+    Methods: beam:W, beam-search:W (both with beams), dsbd:W,width=..,depth=..,threshold=.. (see docs/beams.md), hf-beam:W;
+    ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, the last three with ,scheme=NAME ,walk=NAME ,draft_temperature=T
     ,attention=flat behind them; peers: hf, hf-assisted, hf-lookup, hf-compiled, llama.cpp. At temperature 0 all texts are
     checked against ar's while measuring.
 
@@ -105,6 +111,7 @@ def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> N
     from polydraft.bench.session import BenchOptions
 
     runs, results = PAPERS.get(name).runs, {}
+    options |= PAPERS.get(name).settings
     for temperature in runs:
         check_folder(out / folder_name(temperature), resume=resume)
     for temperature, methods in runs.items():
