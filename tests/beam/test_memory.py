@@ -121,8 +121,8 @@ def test_every_kind_of_draft_gives_the_same_search(draft):
 
         drafter = ModelTree(early_exit(target, 2), parse_tree("1"))
     for prompt in ([4, 8, 15], [7]):
-        plain = BeamDecoder(Decoder(target)).search(prompt, beams=3, max_new_tokens=40, num_return_sequences=3)
-        options = dict(beams=3, max_new_tokens=40, num_return_sequences=3, draft_width=6)
+        plain = BeamDecoder(Decoder(target)).search(prompt, beams=3, max_new_tokens=24, num_return_sequences=3)
+        options = dict(beams=3, max_new_tokens=24, num_return_sequences=3, draft_width=6)
         drafted = BeamDecoder(Decoder(target, drafter)).search(prompt, **options)
         assert [text.token_ids for text in drafted.texts] == [text.token_ids for text in plain.texts]
 

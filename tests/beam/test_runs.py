@@ -65,8 +65,15 @@ def enumerated(case, draws):
     return got, beam_sampling_law(rows, width=options["beams"], steps=steps, draws=draws, ends=ends)
 
 
-@pytest.mark.parametrize("draws", ["iid", "distinct"])
-@pytest.mark.parametrize("case", EXACT)
+LONG = [("one beam, two layers", "iid"), ("two beams", "iid")]
+RUNS = [
+    pytest.param(case, draws, marks=[pytest.mark.slow] if (case, draws) in LONG else [])
+    for case in EXACT
+    for draws in ("iid", "distinct")
+]
+
+
+@pytest.mark.parametrize(("case", "draws"), RUNS)
 def test_the_law_of_whole_runs_by_enumeration(case, draws):
     got, expected = enumerated(case, draws)
     assert sum(got.values()) == pytest.approx(1, abs=1e-9)
@@ -106,7 +113,7 @@ def test_many_coupled_runs(draws):
     assert sampled_p_value(lambda generator: CoupledRun(generator=generator, **kept), expected, 6000) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("draws", ["iid", "distinct"])
+@pytest.mark.parametrize("draws", [pytest.param("iid", marks=pytest.mark.slow), "distinct"])
 def test_orphans_whose_mass_stays_in_the_law_show_in_runs(monkeypatch, draws):
     """The enumeration can fail: the draft's law is that of all its beams, not of the surviving ones."""
     right = _Universe.spread_draft
