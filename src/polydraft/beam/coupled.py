@@ -1,5 +1,6 @@
 """Beam sampling whose draft is perturbed by the target's own noise: plain beam sampling's very texts, in fewer passes."""
 
+import math
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ class CoupledRun(SearchRun):
     Notes
     -----
     A step of the target draws without replacement by taking the largest noisy scores. The draft takes the largest of its own
-    scores with the same noise, more of them; where these hold all beams that go on, the step needs no pass of its own. What is
+    scores with the same noise, more of them; where these hold all beams that matter, the step needs no pass of its own: as in
+    search, beams outside the forest do no harm whose largest noisy score, bounded without their law, is too small. What is
     drawn depends on the target's law and on the noise alone, so that the texts are those of the same run without a draft: exact
     whatever the draft, with nothing to reject. It is not in the paper, whose layers accept fewer beams.
     """
@@ -47,11 +49,17 @@ class CoupledRun(SearchRun):
         totals_X = continuations.totals([beam.score for beam in parents])
         return sorted(drawn, key=lambda entry: -totals_X[entry])[: self._draft_width]
 
-    def _take_step(self, drafted: set[Node]) -> None:
-        continuations = self._rows([beam.node for beam in self.beams])
-        totals_X = continuations.totals([beam.score for beam in self.beams])
-        entries = largest(self._noise.perturbed(continuations, self.beams), self._width)
-        drawn = [self._child(self.beams, continuations, entry, float(totals_X[entry])) for entry in entries]
+    def _take_step(self, known: list[Beam], unknown: list[Beam], drafted: set[Node]) -> bool:
+        """Take a step, unless continuations of beams that were not passed might be drawn in it."""
+        continuations = self._rows([beam.node for beam in known])
+        totals_X = continuations.totals([beam.score for beam in known])
+        noisy_X = self._noise.perturbed(continuations, known)
+        entries = largest(noisy_X, self._width)
+        reach = max((self._noise.highest(beam) for beam in unknown), default=-math.inf)
+        if unknown and not (len(entries) == self._width and noisy_X[entries[-1]] > reach):
+            return False
+        drawn = [self._child(known, continuations, entry, float(totals_X[entry])) for entry in entries]
         for beam in drawn:
             beam.node.drafted = beam.node in drafted
         self._finish_step(*close_draws(drawn, self.options, self._ends))
+        return True

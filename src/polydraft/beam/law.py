@@ -108,6 +108,13 @@ class LawMaker:
         self._adjusted = params.needs_history or bool(params.logit_bias)
         self._warper = Warper(params, vocab_size, [prompt], device)
 
+    @property
+    def never_gains(self) -> bool:
+        """Whether weights of a text's continuations sum to one at most, so that no text's score rises by going on."""
+        params = self._params
+        penalised = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty) >= 0
+        return penalised and params.temperature <= 1 and not params.processors and not params.logit_bias
+
     def __call__(self, logits_RV: Tensor, nodes: Sequence[Node]) -> Continuations:
         """Return the continuations of the texts that end in `nodes`."""
         logits_RV = logits_RV.float()
