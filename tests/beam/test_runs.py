@@ -137,20 +137,38 @@ def test_shared_noise_draws_without_replacement():
     assert chi_square_p_value(counts, np.array(list(law.values()))) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("draws", ["distinct", "hf"])
-def test_coupled_runs_give_the_texts_of_runs_without_a_draft(draws):
+# Where texts can gain by going on, a beam outside the forest always matters.
+LAWS = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.6), SamplingParams(logit_bias={3: 2.0})]
+
+
+def differing_seeds(draws, params):
+    """Run with and without a draft; return the seeds whose texts differ, and how many passes the draft spared."""
     target, draft = pair(12, seed=3)
     passes = {True: 0, False: 0}
-    for seed in range(12):
+    differing = []
+    for seed in range(8):
         results = {}
         for with_draft in (True, False):
             options = dict(draws=draws, beams=3, draft_width=6, draft_depth=3)
-            kept = parts(target, draft if with_draft else None, 9, (11,), **options)
+            kept = parts(target, draft if with_draft else None, 9, (11,), **options) | {"params": params}
             run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept)
             results[with_draft] = finish(run)
             passes[with_draft] += run.stats.passes
-        assert results[True] == results[False]
-    assert passes[True] < 0.9 * passes[False]
+        differing += [seed] * (results[True] != results[False])
+    return differing, passes[False] / passes[True]
+
+
+@pytest.mark.parametrize("draws", ["distinct", "hf"])
+@pytest.mark.parametrize("params", LAWS, ids=["plain", "cold", "hot", "bias"])
+def test_coupled_runs_give_the_texts_of_runs_without_a_draft(draws, params):
+    differing, gain = differing_seeds(draws, params)
+    assert not differing and gain > 1.05
+
+
+def test_beams_outside_the_forest_that_are_passed_over_show(monkeypatch):
+    monkeypatch.setattr(SharedNoise, "highest", lambda noise, beam: -np.inf)
+    differing, _ = differing_seeds("distinct", SamplingParams())
+    assert differing
 
 
 @pytest.mark.parametrize("options", [dict(width_threshold=0.6), dict(width_threshold=0.6, min_width=2), dict(one_cache=True)])

@@ -37,9 +37,9 @@ class SharedNoise:
 
         Notes
         -----
-        Independent Gumbel noise, drawn top down: first a beam's largest noisy total, whose law is that of one Gumbel variable at
-        the sum of its continuations' weights, then all of them given that largest one (appendix B of [2]_). So the largest is
-        known, but for that sum, before the beam's law is; see `highest`.
+        Independent Gumbel noise, drawn top down: first a beam's largest noisy total, which is one Gumbel variable at the sum of
+        its continuations' weights, then all of them given that largest one (appendix B of [2]_). So the largest is known, but
+        for that sum, before the beam's law is; see `highest`.
         """
         keys_R = np.array([self._key(beam.node) for beam in beams], dtype=np.uint64)
         rows_X, scores_R = continuations.rows_X, np.array([beam.score for beam in beams])
