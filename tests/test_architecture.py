@@ -23,6 +23,7 @@ ROOMS = [
     "decision",
     "drafters",
     "engine",
+    "beam",
     "loading",
     "hf_generate",
     "bench",

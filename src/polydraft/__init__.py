@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from polydraft.beam import BeamDecoder, BeamGeneration
     from polydraft.engine import Decoder, Generation, StopReason, TokenEvent
     from polydraft.errors import FailureError, PolydraftError, UsageError
     from polydraft.hf_generate import Speculate
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BeamDecoder": "beam",
+    "BeamGeneration": "beam",
     "Decoder": "engine",
     "FailureError": "errors",
     "Generation": "engine",
@@ -29,6 +32,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "BeamDecoder",
+    "BeamGeneration",
     "Decoder",
     "FailureError",
     "Generation",

@@ -31,6 +31,8 @@ class Measurement:
     peak_bytes: int | None
     joules: float | None
     error: str | None = None
+    log_likelihood: float | None = None
+    """The target's log-probability of the text, where it was asked for."""
 
     @property
     def key(self) -> tuple[str, str, int]:

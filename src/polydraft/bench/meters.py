@@ -1,6 +1,5 @@
-"""Clocks, memory and energy, as far as a machine lets itself be read."""
+"""Clocks and memory, as far as a machine lets itself be read."""
 
-import importlib.util
 import os
 import platform
 import subprocess
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from polydraft.bench.energy import EnergyMeter
 
 
 def synchronised_clock(device: torch.device) -> float:
@@ -46,31 +47,6 @@ class MemoryMeter:
         return marks[0] if marks else None
 
 
-class EnergyMeter:
-    """Joules from a hardware counter: NVML on NVIDIA GPUs, RAPL on CPUs that let it be read; None elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._nvml: Any = None
-        self._rapl: list[Path] = []
-        if device.type == "cuda" and importlib.util.find_spec("pynvml"):
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._nvml = (pynvml, pynvml.nvmlDeviceGetHandleByIndex(device.index or 0))
-        elif device.type == "cpu":
-            counters = Path("/sys/class/powercap").glob("intel-rapl:?/energy_uj")
-            self._rapl = [counter for counter in counters if os.access(counter, os.R_OK)]
-
-    def joules(self) -> float | None:
-        """Return the counter's reading; differences of two readings are energies."""
-        if self._nvml is not None:
-            nvml, handle = self._nvml
-            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
-        if self._rapl:
-            return sum(int(counter.read_text()) for counter in self._rapl) / 1e6
-        return None
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine, for results."""
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
@@ -80,6 +56,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "memory_bytes": pages,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
+        "energy": EnergyMeter(device).source,
     }
 
 

@@ -46,7 +46,12 @@ def lookup(spec: MethodSpec, bench: Bench) -> Method:
 
 
 def hugging_face(
-    spec: MethodSpec, bench: Bench, options: Callable[[], dict[str, Any]], *, one_token_a_pass: bool = False
+    spec: MethodSpec,
+    bench: Bench,
+    options: Callable[[], dict[str, Any]],
+    *,
+    one_token_a_pass: bool = False,
+    override: dict[str, Any] | None = None,
 ) -> Method:
     """Make a method of `generate` with some options.
 
@@ -58,12 +63,15 @@ def hugging_face(
         Gives the further arguments of `generate`, anew for each text.
     one_token_a_pass : bool
         Whether every token has a target pass of its own; `generate` does not tell.
+    override : dict, optional
+        In place of the settings of sampling.
     """
     model, params = bench.target.model.hf_model, bench.params
     settings: dict[str, Any] = {"do_sample": False}
     if params.temperature > 0:
         # top_k=0: `generate` would otherwise keep 50 tokens by default and sample from another law than we do.
         settings = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+    settings = settings if override is None else override
     eos = list(bench.target.eos_token_ids)
 
     def generate(prompt: list[int], seed: int) -> Tokens:

@@ -91,6 +91,7 @@ def _method(
         "first_token_seconds": statistics.median(firsts) if firsts else None,
         "peak_memory_bytes": max(peaks) if peaks else None,
         "joules_per_token": sum(joules) / tokens if joules and tokens else None,
+        "log_likelihood_per_token": _likelihood(good),
         "identical": _count(found, "identical"),
         "near_tie_differences": _count(found, "near-tie"),
         "differences": _count(found, "different"),
@@ -103,6 +104,12 @@ def _method(
             for category, ones in by_category.items()
         },
     }
+
+
+def _likelihood(good: list[Measurement]) -> float | None:
+    """Return the target's mean log-likelihood of the texts, a token."""
+    known = [(one.log_likelihood, len(one.token_ids)) for one in good if one.log_likelihood is not None]
+    return sum(value for value, _ in known) / sum(count for _, count in known) if known else None
 
 
 def _count(found: list[str] | None, kind: str) -> int | None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from polydraft.bench.energy import EnergyMeter
 from polydraft.bench.measurement import Journal, Measurement
-from polydraft.bench.meters import EnergyMeter, MemoryMeter, synchronised_clock
+from polydraft.bench.meters import MemoryMeter, synchronised_clock
 from polydraft.bench.method import Method, Token
 from polydraft.bench.prompts import BenchPrompt
 from polydraft.engine import Stats
@@ -31,9 +32,11 @@ class Runner:
         seed: int,
         device: torch.device,
         alone: bool = True,
+        likelihood: Callable[[list[int], list[int]], float] | None = None,
     ) -> None:
         self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), repeat, seed
         self._device = device
+        self._likelihood = likelihood
         self._memory = MemoryMeter(device)
         # The counters are the machine's: beside other shards they would count the others' work too.
         self._energy = EnergyMeter(device) if alone else None
@@ -101,6 +104,8 @@ class Runner:
             error = _one_line(problem)
         seconds = synchronised_clock(self._device) - start
         spent = self._joules()
+        token_list = [token.token_id for token in tokens]
+        scored = self._likelihood is not None and bool(tokens) and error is None
         known = bool(tokens) and all(token.target_pass is not None for token in tokens)
         return Measurement(
             method=method.name,
@@ -109,13 +114,14 @@ class Runner:
             repeat=repeat,
             seconds=seconds,
             first_token_seconds=first if stats is not None else None,
-            token_ids=[token.token_id for token in tokens],
+            token_ids=token_list,
             sources=[token.source for token in tokens],
             passes=[token.target_pass for token in tokens if token.target_pass is not None] if known else None,
             stats=_figures(stats) if stats else None,
             peak_bytes=self._memory.peak(),
             joules=spent - joules if spent is not None and joules is not None else None,
             error=error,
+            log_likelihood=self._likelihood(token_ids, token_list) if scored and self._likelihood is not None else None,
         )
 
     def _joules(self) -> float | None:

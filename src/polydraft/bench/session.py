@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 import polydraft
-from polydraft.bench import compiled_peer, llama_cpp_peer, methods, ngram_methods, peers  # noqa: F401  (register the methods)
+from polydraft.beam import text_log_probs
+from polydraft.bench import (  # noqa: F401  (they register the methods)
+    beam_methods,
+    compiled_peer,
+    llama_cpp_peer,
+    methods,
+    ngram_methods,
+    peers,
+)
 from polydraft.bench.identity import IdentityCheck, Likeness
 from polydraft.bench.measurement import Journal, Measurement
 from polydraft.bench.meters import git_revision, machine
@@ -44,6 +52,10 @@ class BenchOptions:
     target: str = "smollm2"
     draft: str = "auto"
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    log_likelihood: bool = False
+    """Score every text with the target, outside the measured time."""
     max_new_tokens: int = 64
     repeat: int = 1
     seed: int = 0
@@ -74,7 +86,7 @@ class BenchSession:
 
     def __init__(self, options: BenchOptions) -> None:
         self.options = options
-        params = SamplingParams(temperature=options.temperature)
+        params = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
         prompts = load_prompts(options.source, options.limit)
         if options.shard is not None:
             prompts = Shard.parse(options.shard).select(prompts)
@@ -107,6 +119,7 @@ class BenchSession:
             seed=options.seed,
             device=device,
             alone=options.shard is None,
+            likelihood=self._likelihood if options.log_likelihood else None,
         )
         self.draft_name = draft_name
 
@@ -143,6 +156,8 @@ class BenchSession:
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": str(model.device),
                 "temperature": options.temperature,
+                **({"top_k": options.top_k} if options.top_k else {}),
+                **({"top_p": options.top_p} if options.top_p < 1 else {}),
                 "max_new_tokens": options.max_new_tokens,
                 "repeat": options.repeat,
                 "seed": options.seed,
@@ -159,6 +174,10 @@ class BenchSession:
             "trees": {method.name: {"parents": list(method.parents)} for method in self.methods if method.parents},
             "samples": self._samples(measurements),
         }
+
+    def _likelihood(self, prompt: list[int], tokens: list[int]) -> float:
+        """Return the target's log-probability of a text."""
+        return sum(text_log_probs(self.loaded.model, prompt, [tokens])[0])
 
     def _likeness(self, measurements: list[Measurement]) -> dict[tuple[str, str], str] | None:
         """At temperature 0, compare every text with the baseline's."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 @click.option("--draft", default="auto", show_default=True, help="Draft model, for every method that uses one.")
 @click.option("--corpus", default="auto", show_default=True, help="Corpus cache: a file, none, or auto.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens up to this mass.")
+@click.option("--log-likelihood", is_flag=True, help="Also score every text with the target, outside the measured time.")
 @click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text.")
 @click.option("--repeat", type=int, default=1, show_default=True, help="Measure everything so many times.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first repeat; later ones count up.")
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--reproduce",
     default=None,
-    help="Measure a paper's tables again: mcsd, optimal, self-draft, improved. It chooses methods and temperatures.",
+    help="Measure a paper's tables again: mcsd, optimal, self-draft, improved, dsbd. It chooses the methods and their law.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
@@ -45,8 +48,9 @@ def command(context: click.Context, /, **options: Any) -> None:
     ,attention=flat ,decision=FOLDER ,stop_below=P behind them; dynamic:NODES[:DEPTH], with ,decision=FOLDER ,stop_below=P
     ,draft_temperature=T ,walk=NAME; without a draft: self-draft:NUMBERxLENGTH, ngram, lookup, suffix, corpus, with ,nodes=N
     ,depth=N ,gram=N ,prefix=N ,context=no ,corpus=no behind them; combinations such as lookup+mcsd:4x2x1;
-    target-init:WIDTHxDEPTH, which is lossy; peers: hf, hf-assisted, hf-lookup, hf-compiled, llama.cpp. At temperature 0 all
-    texts but those of lossy methods are checked against ar's while measuring.
+    target-init:WIDTHxDEPTH, which is lossy; beams: beam:W, beam-search:W, dsbd:W,width=..,depth=..,threshold=.. (see
+    docs/beams.md); peers: hf, hf-assisted, hf-lookup, hf-compiled, hf-beam:W, llama.cpp. At temperature 0 all texts but those
+    of lossy methods and of beams are checked against ar's while measuring.
 
     A long run can be shared: N processes, each with --shard I/N, its own --out and its own cores (taskset), all other options
     alike; then `polydraft bench merge OUT DIR...`.
@@ -112,6 +116,7 @@ def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> N
     from polydraft.bench.session import BenchOptions
 
     runs, results = PAPERS.get(name).runs, {}
+    options |= PAPERS.get(name).settings
     for temperature in runs:
         check_folder(out / folder_name(temperature), resume=resume)
     for temperature, methods in runs.items():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft.cli.beams import beam_options, generate_many, take_beam_options
 from polydraft.cli.options import Choices, shared_options
 from polydraft.errors import FailureError, UsageError
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 @click.command("generate", short_help="Generate text from one prompt.")
 @click.argument("prompt")
 @shared_options
+@beam_options
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--compare", is_flag=True, help="Also decode plainly, in the same run, and print a table.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
@@ -24,8 +26,9 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     """Generate text that continues or answers PROMPT ('-' reads it from standard input).
 
     The text follows the target's own sampling law, whatever draft, tree and scheme are chosen; at temperature 0 it is
-    the target's greedy text.
+    the target's greedy text. With --beams it is the text of beam search or beam sampling, see docs/beams.md.
     """
+    beams = take_beam_options(options)
     choices = Choices(**options)
     params = choices.check()
     if as_json and compare:
@@ -33,6 +36,9 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("empty prompt: it has no tokens; give at least one character")
+    if beams:
+        generate_many(beams, text, choices, raw, compare, as_json)
+        return
     decoder = choices.decoder()
     if as_json:
         result = _run(decoder, text, choices, params, raw, printer=None)

@@ -90,6 +90,13 @@ class Context(ABC):
         self._positions_BS[self._rows_B1, target_BD] = target_BD
         self.lengths_B += counts_B
 
+    def rearrange(self, places_BD: Tensor) -> None:
+        """Move uncommitted tokens to the first uncommitted places, in that order; they stay uncommitted where they stand."""
+        source_BD = self.lengths_B[:, None] + places_BD
+        target_BD = self.lengths_B[:, None] + torch.arange(places_BD.shape[1], device=self.device)
+        self._move(source_BD, target_BD)
+        self._positions_BS[self._rows_B1, target_BD] = self._positions_BS[self._rows_B1, source_BD]
+
     def advance(self, counts_B: Tensor) -> None:
         """Keep the first `counts_B` uncommitted tokens of each row where they are."""
         self.lengths_B += counts_B

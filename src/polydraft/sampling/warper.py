@@ -82,9 +82,18 @@ class Warper:
             # NaN counts as the largest: found here, it spreads over the row, as softmax would, for the walk to report.
             peak_BG1 = torch.where(scores_BGV.gather(-1, best_BG1).isfinite(), 0.0, torch.nan)
             return peak_BG1.expand_as(scores_BGV).scatter(-1, best_BG1, peak_BG1 + 1.0)
-        if temperature != 1:
-            scores_BGV = scores_BGV / temperature
-        return torch.softmax(self._truncated(scores_BGV), dim=-1)
+        return torch.softmax(self._tempered(scores_BGV), dim=-1)
+
+    def scores(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
+        """Return what `probs` would be the softmax of, at any temperature above 0; minus infinity where truncated.
+
+        Beams add scores of log-probabilities up, as Hugging Face does: without norming them anew. Parameters as for `probs`.
+        """
+        return self._tempered(self._penalised(logits_BGV.float(), paths_BGP))
+
+    def _tempered(self, scores_BGV: Tensor) -> Tensor:
+        temperature = self.params.temperature
+        return self._truncated(scores_BGV / temperature if temperature != 1 else scores_BGV)
 
     def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return the token with the largest logit at each node; `NO_TOKEN` where that is not a number.

@@ -123,13 +123,56 @@ def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base
     return _file(shapes, _spoken(series, names, up))
 
 
+def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across: str, up: str) -> str:
+    """Draw named points in a plane, with the front of each group: its points that no other of it beats both ways.
+
+    Parameters
+    ----------
+    groups : mapping of str to sequence of (name, x, y)
+        Two at most; larger is better in both directions.
+    across, up : str
+        What the two directions mean.
+    """
+    points = [point for group in groups.values() for point in group]
+    low_x, high_x, low_y, high_y = _ends([x for _, x, _ in points]) + _ends([y for _, _, y in points])
+    wide, high = svg.Scale(low_x, high_x), svg.Scale(low_y, high_y)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return _LEFT + wide.fraction(x) * (_RIGHT - _LEFT), _BOTTOM - high.fraction(y) * (_BOTTOM - _TOP)
+
+    shapes = [svg.rect(0, 0, _WIDTH, _HEIGHT, "paper"), *_legend(groups, "curve")]
+    for tick in high.ticks(4):
+        y = place(low_x, tick)[1]
+        shapes += [svg.line(_LEFT, y, _RIGHT, y, "grid"), svg.text(_LEFT - 8, y + 4, svg.tick_text(tick), "end")]
+    for tick in wide.ticks(6):
+        shapes.append(svg.text(place(tick, low_y)[0], _BOTTOM + 17, svg.tick_text(tick), kind="name"))
+    shapes.append(svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "base"))
+    shapes += [svg.text((_LEFT + _RIGHT) / 2, _HEIGHT - 8, across), svg.text(8, 18, up, "start", "name")]
+    for number, group in enumerate(groups.values()):
+        front = sorted((x, y) for _, x, y in group if not any(a >= x and b >= y and (a, b) != (x, y) for _, a, b in group))
+        shapes += [svg.line(*place(*one), *place(*other), f"curve-{number}") for one, other in pairwise(front)]
+        for name, x, y in group:
+            left, top = place(x, y)
+            shapes += [svg.circle(left, top, 4.5, f"dot-{number}"), svg.text(left, top - 8, name)]
+    told = [f"{name}: {x:.2f}, {y:.2f}" for name, x, y in points]
+    return _file(shapes, f"{up} against {across}. {'; '.join(told)}")
+
+
+def _ends(figures: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of an axis, with some room around the figures."""
+    low, high = min(figures, default=0.0), max(figures, default=1.0)
+    room = 0.12 * (high - low) or 0.5
+    return low - room, high + room
+
+
 def _highest(series: Series, least: float) -> float:
     return max([least, *(value for values in series.values() for value in values if value is not None)])
 
 
-def _legend(series: Series, kind: str) -> list[str]:
+def _legend(series: Mapping[str, object], kind: str) -> list[str]:
     assert len(series) <= _SERIES
-    shapes, x = [], _RIGHT - 90.0 * len(series)
+    shapes: list[str] = []
+    x = _RIGHT - 90.0 * len(series)
     for number, name in enumerate(series):
         mark = (
             svg.rect(x, 8, 26, 12, f"column-{number}") if kind == "column" else svg.line(x, 14, x + 26, 14, f"curve-{number}")

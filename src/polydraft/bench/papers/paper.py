@@ -1,7 +1,7 @@
 """A paper as a set of runs and of tables made from them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from polydraft.bench.papers.drawing import Drawing
@@ -36,6 +36,8 @@ class Paper:
     runs: dict[float, tuple[str, ...]]
     """Temperature to the methods measured at it."""
     tables: Callable[[Results], list[Comparison]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the benchmark that the paper fixes besides."""
 
 
 PAPERS: Registry[Paper] = Registry("paper")

@@ -1,0 +1,19 @@
+"""Beam search and beam sampling, speculatively: forests of draft beams, one target pass, exact layers."""
+
+from polydraft.beam.decoder import BeamDecoder
+from polydraft.beam.options import BeamMode, BeamOptions, Draws
+from polydraft.beam.result import BeamGeneration, ScoredText
+from polydraft.beam.scoring import scored, text_log_probs
+from polydraft.beam.stream import BeamStream
+
+__all__ = [
+    "BeamDecoder",
+    "BeamGeneration",
+    "BeamMode",
+    "BeamOptions",
+    "BeamStream",
+    "Draws",
+    "ScoredText",
+    "scored",
+    "text_log_probs",
+]

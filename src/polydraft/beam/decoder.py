@@ -1,0 +1,148 @@
+"""Beams for users: text in, scored texts out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from polydraft.beam.chance import RandomChance
+from polydraft.beam.coupled import CoupledRun
+from polydraft.beam.options import BeamMode, BeamOptions
+from polydraft.beam.result import BeamGeneration
+from polydraft.beam.run import BeamRun
+from polydraft.beam.sample import SampleRun
+from polydraft.beam.search import SearchRun
+from polydraft.beam.stream import BeamStream
+from polydraft.engine import Decoder
+from polydraft.engine.request import Request
+from polydraft.errors import UsageError, unknown_name
+from polydraft.models import FeatureHead, LanguageModel, check_prompts
+from polydraft.sampling import SamplingParams
+
+_GREEDY, _PLAIN = SamplingParams(temperature=0.0), SamplingParams()
+_LAW = ("temperature", "top_k", "top_p", "min_p")
+
+
+class BeamDecoder:
+    """Beam search and beam sampling on the models of a decoder, several steps a target pass where it has a draft.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        Its target, its draft if it has one, its tokenizer and its end-of-text tokens are used; its tree, scheme and walk are
+        for single texts and have no part in this.
+
+    Examples
+    --------
+    >>> beams = polydraft.BeamDecoder(polydraft.load("smollm2"))            # doctest: +SKIP
+    >>> beams.search("Translate to French: Hello.", beams=4).best.text      # doctest: +SKIP
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        draft = getattr(decoder.drafter, "model", None)
+        self.draft: LanguageModel | FeatureHead | None = draft if isinstance(draft, LanguageModel | FeatureHead) else None
+
+    def search(self, prompts: Any, **options: Any) -> Any:
+        """Return the likeliest texts that deterministic beam search finds: Hugging Face's, scores included.
+
+        Parameters
+        ----------
+        prompts : str, token ids, or a list of either
+        **options
+            Fields of `BeamOptions`, and of a request: sampling (penalties only), max_new_tokens, chat, cancel.
+
+        Returns
+        -------
+        BeamGeneration, or a list of them
+        """
+        return self._all(prompts, {**options, "mode": BeamMode.SEARCH})
+
+    def sample(self, prompts: Any, **options: Any) -> Any:
+        """Return texts of beam sampling; parameters as for `search`, and seed."""
+        return self._all(prompts, {**options, "mode": BeamMode.SAMPLE})
+
+    def _all(self, prompts: Any, options: dict[str, Any]) -> BeamGeneration | list[BeamGeneration]:
+        single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
+        results = []
+        for row, prompt in enumerate([prompts] if single else prompts):
+            stream = self._stream(prompt, options, row)
+            for _ in stream:
+                pass
+            results.append(stream.result())
+        return results[0] if single else results
+
+    def stream(self, prompt: Any, *, settled: bool = True, **options: Any) -> BeamStream:
+        """Decode one prompt and give out tokens once they are settled: no running beam can take them back.
+
+        Parameters
+        ----------
+        prompt : str or token ids
+        settled : bool
+            Must be true: unsettled text may be taken back, which a stream cannot do.
+        **options
+            As for `search`, with `mode`.
+        """
+        if not settled:
+            raise UsageError("settled=False: beams may take unsettled text back; stream settled text, or wait for the end")
+        return self._stream(prompt, options, 0)
+
+    def check(self, **options: Any) -> None:
+        """Refuse options that `stream` would refuse, before there is a prompt."""
+        BeamOptions(**options)
+
+    def _stream(self, prompt: Any, options: dict[str, Any], row: int) -> BeamStream:
+        names = BeamOptions.__dataclass_fields__
+        for name in options:
+            if not any(name in known for known in (names, Request.__dataclass_fields__, SamplingParams.__dataclass_fields__)):
+                raise unknown_name("option", name, [*names, "sampling", "max_new_tokens", "seed", "chat", "cancel"])
+        beam = BeamOptions(**{name: value for name, value in options.items() if name in names})
+        rest: Any = {name: value for name, value in options.items() if name not in names}
+        request = Request.from_options(rest)
+        if request.stop_strings or request.keep:
+            what = "stop strings" if request.stop_strings else "keep=True"
+            raise UsageError(f"{what} do not go with beams, whose texts end by themselves or by length; leave them out")
+        params, target = check_law(beam, request.sampling), self.decoder.target
+        if params.top_k > target.vocab_size:
+            allowed = f"0 (keep all) to {target.vocab_size}"
+            raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
+        token_ids = self.decoder.encode(prompt, request.chat)
+        check_prompts([token_ids], target.max_positions, target.vocab_size)
+        seed = request.seeds(row + 1)[row]
+        settings = {"seed": seed, "max_new_tokens": request.max_new_tokens, "draft": getattr(self.draft, "name", None)}
+        settings |= {name: getattr(beam, name) for name in names}
+        run = self._run(beam, params, token_ids, request.max_new_tokens, torch.Generator().manual_seed(seed % 2**32))
+        return BeamStream(run, self.decoder.tokenizer, settings, request.cancel)
+
+    def _run(
+        self, options: BeamOptions, params: SamplingParams, prompt: list[int], max_new_tokens: int, generator: torch.Generator
+    ) -> BeamRun:
+        parts: dict[str, Any] = {
+            "target": self.decoder.target,
+            "draft": self.draft,
+            "prompt": prompt,
+            "params": params,
+            "options": options,
+            "eos_token_ids": frozenset(self.decoder.eos_token_ids),
+            "max_new_tokens": max_new_tokens,
+        }
+        if options.mode == BeamMode.SEARCH:
+            return SearchRun(**parts)
+        if options.is_coupled:
+            return CoupledRun(generator=generator, **parts)
+        return SampleRun(chance=RandomChance(generator), **parts)
+
+
+def check_law(options: BeamOptions, sampling: SamplingParams | None) -> SamplingParams:
+    """Return the sampling parameters that count, refusing those that would be passed over in silence."""
+    if options.mode == BeamMode.SAMPLE:
+        params = sampling or _PLAIN
+        if params.temperature == 0:
+            raise UsageError("temperature=0.0 leaves beam sampling nothing to draw; use mode 'search', or more than 0")
+        return params
+    params = sampling or _GREEDY
+    for name in _LAW:
+        value = getattr(params, name)
+        if value not in (getattr(_GREEDY, name), getattr(_PLAIN, name)):
+            raise UsageError(f"{name}={value!r} has no meaning in beam search; leave it out, or use mode 'sample'")
+    return params

@@ -1,0 +1,193 @@
+"""The law by which beams go on: all continuations of all beams, each with its score."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polydraft.beam.node import Node
+from polydraft.errors import FailureError
+from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+_TIES = 16
+"""Tokens beyond the k-th that are looked at for ties with it; more of them take the long way."""
+
+
+@dataclass(frozen=True, eq=False)
+class Continuations:
+    """Further tokens of R texts, X in all, row by row; tokens without mass are left out."""
+
+    rows_X: Indices
+    tokens_X: Indices
+    scores_X: Floats
+    """What a token adds to its text's score."""
+    log_probs_X: Floats
+    """The model's own log-probabilities, before temperature, truncation and penalties."""
+    num_rows: int
+    vocab_size: int
+
+    def totals(self, sums_R: Sequence[float]) -> Floats:
+        """Return the scores of the continued texts."""
+        return np.asarray(sums_R, dtype=np.float64)[self.rows_X] + self.scores_X
+
+    def restricted(self, rows: Sequence[int]) -> tuple["Continuations", Indices]:
+        """Return the continuations of some texts only, and which entries they were; rows are numbered anew."""
+        table_R = np.full(self.num_rows, -1, dtype=np.int64)
+        table_R[list(rows)] = np.arange(len(rows))
+        renumbered_X = table_R[self.rows_X]
+        kept_X = np.flatnonzero(renumbered_X >= 0)
+        part = Continuations(
+            renumbered_X[kept_X],
+            self.tokens_X[kept_X],
+            self.scores_X[kept_X],
+            self.log_probs_X[kept_X],
+            len(rows),
+            self.vocab_size,
+        )
+        return part, kept_X
+
+    def keys(self) -> Indices:
+        """Return a number for each entry that means the same row and token in every law."""
+        return self.rows_X * self.vocab_size + self.tokens_X
+
+
+def normalised(totals_X: Floats) -> Floats:
+    """Return the beam law of eq. 1: probabilities in proportion to the likelihoods of whole texts."""
+    if not len(totals_X):
+        return totals_X
+    weights_X = np.exp(totals_X - totals_X.max())
+    probs_X: Floats = weights_X / weights_X.sum()
+    return probs_X
+
+
+class LawMaker:
+    """Turn a model's logits into continuations, in the order of Hugging Face's beams.
+
+    Log-softmax comes first, then penalties, temperature, top-k, top-p and min-p, and nothing is normed anew: a beam's score
+    is the sum of what is left. Without temperature and truncation that is the log-likelihood.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        For deterministic search penalties and biases only; the rest is ignored, as Hugging Face does.
+    prompt : sequence of int
+    vocab_size : int
+        The target's.
+    vocabulary : PartialVocabulary, optional
+        What the columns of a draft's logits mean, where they are not all tokens.
+    device : torch.device
+    best : int, optional
+        Deterministic search: keep so many of the best continuations of a text.
+    who : str
+        Whose logits these are, for messages.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+        *,
+        vocabulary: PartialVocabulary | None = None,
+        best: int | None = None,
+        who: str = "the target",
+    ) -> None:
+        if best is not None:
+            params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        self._params, self._best, self._who = params, best, who
+        self._vocab_size, self._vocabulary, self._device = vocab_size, vocabulary, device
+        self._adjusted = params.needs_history or bool(params.logit_bias)
+        self._warper = Warper(params, vocab_size, [prompt], device)
+
+    @property
+    def never_gains(self) -> bool:
+        """Whether weights of a text's continuations sum to one at most, so that no text's score rises by going on."""
+        params = self._params
+        penalised = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty) >= 0
+        return penalised and params.temperature <= 1 and not params.processors and not params.logit_bias
+
+    def __call__(self, logits_RV: Tensor, nodes: Sequence[Node]) -> Continuations:
+        """Return the continuations of the texts that end in `nodes`."""
+        logits_RV = logits_RV.float()
+        if self._vocabulary is None:
+            logits_RV = logits_RV[:, : self._vocab_size]
+        if self._adjusted and self._vocabulary is not None:
+            logits_RV = self._vocabulary.spread(logits_RV, fill=-torch.inf)
+        norm_R1 = logits_RV.logsumexp(-1, keepdim=True)
+        if not bool(norm_R1.isfinite().all()):
+            raise FailureError(
+                f"{self._who} returned logits that are not numbers after {nodes[0].depth} new tokens; try dtype float32, or "
+                "check the weights"
+            )
+        short = None if self._adjusted else self._shortened(logits_RV, norm_R1)
+        if short is not None:
+            return self._gathered(*short)
+        log_probs_RV = logits_RV - norm_R1
+        missing = 0 if self._vocabulary is not None and not self._adjusted else self._vocab_size - log_probs_RV.shape[-1]
+        if missing:  # padding rows of either model's table never get mass
+            log_probs_RV = torch.nn.functional.pad(log_probs_RV, (0, missing), value=-torch.inf)
+        scores_RV = self._warper.scores(log_probs_RV[None], self._paths(nodes))[0]
+        if self._best is not None:
+            scores_RV, columns_RK = scores_RV.topk(min(self._best, scores_RV.shape[1]), dim=-1)
+            return self._gathered(columns_RK, scores_RV, log_probs_RV.gather(1, columns_RK))
+        return self._gathered(None, scores_RV, log_probs_RV)
+
+    def _shortened(self, logits_RV: Tensor, norm_R1: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return columns, scores and log-probabilities of the few best tokens, where no others can get mass; or None."""
+        columns = logits_RV.shape[-1]
+        if self._best is not None:
+            best_RK, columns_RK = logits_RV.topk(min(self._best, columns), dim=-1)
+            return columns_RK, best_RK - norm_R1, best_RK - norm_R1
+        params = self._params
+        if not params.top_k or params.top_k + _TIES >= columns:
+            return None
+        best_RK, columns_RK = logits_RV.topk(params.top_k + _TIES, dim=-1)
+        kept_RK = best_RK >= best_RK[:, params.top_k - 1 : params.top_k]
+        if bool(kept_RK[:, -1].any()):
+            return None
+        log_probs_RK = best_RK - norm_R1
+        scores_RK = (log_probs_RK / params.temperature).masked_fill(~kept_RK, -torch.inf)
+        if params.top_p < 1:
+            probs_RK = torch.softmax(scores_RK, -1).double()
+            low_RK = probs_RK.cumsum(-1) - probs_RK >= params.top_p
+            low_RK[:, 0] = False
+            scores_RK = scores_RK.masked_fill(low_RK, -torch.inf)
+        if params.min_p > 0:
+            probs_RK = torch.softmax(scores_RK, -1)
+            scores_RK = scores_RK.masked_fill(probs_RK < params.min_p * probs_RK.amax(-1, keepdim=True), -torch.inf)
+        return columns_RK, scores_RK, log_probs_RK
+
+    def _gathered(self, columns_RK: Tensor | None, scores_RK: Tensor, log_probs_RK: Tensor) -> Continuations:
+        """Bring what has mass to the host, as a flat list."""
+        scores, log_probs = _on_host(scores_RK), _on_host(log_probs_RK)
+        if columns_RK is None:
+            tokens_RK = np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
+        else:
+            tokens_RK = columns_RK.cpu().numpy()
+        if self._vocabulary is not None and not self._adjusted:
+            tokens_RK = self._vocabulary.tokens_D.cpu().numpy()[tokens_RK]
+        rows_RK = np.broadcast_to(np.arange(len(scores))[:, None], scores.shape)
+        kept_RK = scores > -np.inf
+        return Continuations(
+            rows_RK[kept_RK], tokens_RK[kept_RK], scores[kept_RK], log_probs[kept_RK], len(scores), self._vocab_size
+        )
+
+    def _paths(self, nodes: Sequence[Node]) -> Tensor:
+        """Return the new tokens of each text `[1, R, P]`, as far as penalties need them."""
+        texts = [node.tokens() for node in nodes] if self._params.needs_history else [[] for _ in nodes]
+        longest = max(map(len, texts))
+        padded = [text + [NO_TOKEN] * (longest - len(text)) for text in texts]
+        return torch.tensor([padded], dtype=torch.long, device=self._device)
+
+
+def _on_host(values: Tensor) -> NDArray[Any]:
+    return values.double().cpu().numpy()

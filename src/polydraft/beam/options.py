@@ -1,0 +1,144 @@
+"""What a call asks of beams."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from numbers import Integral, Real
+from typing import Any
+
+from polydraft.beam.pool import EarlyStopping
+from polydraft.errors import UsageError, unknown_name
+
+
+class BeamMode(StrEnum):
+    """How beams are chosen."""
+
+    SEARCH = "search"
+    """The best continuations of all beams, deterministically."""
+    SAMPLE = "sample"
+    """Continuations drawn by their likelihood."""
+
+
+class Draws(StrEnum):
+    """How beams are drawn from the beam law."""
+
+    DISTINCT = "distinct"
+    """W different ones, without replacement."""
+    INDEPENDENT = "iid"
+    """W independent ones, which may be the same: the paper's."""
+    HUGGING_FACE = "hf"
+    """Twice as many different ones, of which the W best go on."""
+
+
+class Verification(StrEnum):
+    """How drafted beams are held against the target's law; each is exact."""
+
+    AUTO = "auto"
+    """Coupled where that can be, layers elsewhere."""
+    LAYERS = "layers"
+    """Accept or reject beam by beam, layer by layer: the paper's, for every way to draw and every width."""
+    COUPLED = "coupled"
+    """Draw target and draft with the same noise; for distinct beams of fixed width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamOptions:
+    """How to decode with beams; every choice of a draft and its width leaves the law of fixed-width beams as it is."""
+
+    beams: int = 4
+    """Width W_L: beams kept at each step."""
+    mode: BeamMode | str = BeamMode.SEARCH
+    draws: Draws | str = Draws.DISTINCT
+    """Sampling: how beams are drawn."""
+    verification: Verification | str = Verification.AUTO
+    """Sampling: how drafts are verified."""
+    draft_width: int | None = None
+    """Width W_S of the draft's own beams; twice the beams if not given."""
+    draft_depth: int = 3
+    """Steps γ that the draft runs ahead."""
+    width_threshold: float | None = None
+    """Sampling: let each layer keep as many beams as its drafts yield with this chance; a fixed width if not given."""
+    min_width: int | None = None
+    """Least width of a layer where the threshold chooses it; 1 if not given."""
+    one_cache: bool = False
+    """Sampling: go on with the likeliest beam alone after each round. A heuristic: the text follows no sampling law."""
+    num_return_sequences: int = 1
+    """Finished texts wanted, best first."""
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", _named(BeamMode, "beam mode", self.mode))
+        object.__setattr__(self, "draws", _named(Draws, "way to draw beams", self.draws))
+        object.__setattr__(self, "verification", _named(Verification, "verification", self.verification))
+        self._check_counts()
+        if self.width_threshold is not None:
+            _number("width_threshold", self.width_threshold)
+            if not 0 <= self.width_threshold <= 1:
+                raise UsageError(f"width_threshold={self.width_threshold!r} is out of range; allowed: 0 to 1")
+            if self.draws == Draws.HUGGING_FACE:
+                raise UsageError("width_threshold does not go with draws 'hf', of fixed width; use 'distinct' or 'iid'")
+        elif self.min_width is not None:
+            raise UsageError("min_width is for widths that a threshold chooses; pass width_threshold too, such as 0.7")
+        if self.verification == Verification.COUPLED and not self._can_be_coupled:
+            raise UsageError("verification 'coupled' is for distinct beams of fixed width; leave it out, or use 'layers'")
+        _number("length_penalty", self.length_penalty)
+        early: Any = self.early_stopping
+        if early not in (True, False, "never"):
+            raise UsageError(f"early_stopping={early!r}; allowed: True, False, 'never'")
+        if self.mode == BeamMode.SEARCH:
+            for name, default in (
+                ("width_threshold", None),
+                ("one_cache", False),
+                ("draws", Draws.DISTINCT),
+                ("verification", Verification.AUTO),
+            ):
+                if getattr(self, name) != default:
+                    raise UsageError(f"{name} is for beam sampling; deterministic beam search draws nothing: use mode 'sample'")
+
+    def _check_counts(self) -> None:
+        for name in ("beams", "draft_depth", "num_return_sequences", "draft_width", "min_width"):
+            value = getattr(self, name)
+            if value is None and name in ("draft_width", "min_width"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                raise UsageError(f"{name}={value!r} is out of range; allowed: whole numbers from 1")
+        if self.num_return_sequences > self.beams:
+            raise UsageError(
+                f"num_return_sequences={self.num_return_sequences} is more than the {self.beams} beams; allowed: up to beams"
+            )
+        if self.draft_width is not None and self.draft_width <= self.beams:
+            raise UsageError(
+                f"draft_width={self.draft_width} must be above beams={self.beams}, because some drafts are rejected; use "
+                f"{2 * self.beams}, or fewer beams"
+            )
+        if self.min_width is not None and self.min_width > self.width_of_drafts:
+            raise UsageError(
+                f"min_width={self.min_width} is above draft_width={self.width_of_drafts}: no layer could be accepted; use a "
+                "smaller one"
+            )
+
+    @property
+    def width_of_drafts(self) -> int:
+        """W_S, also where it was not given."""
+        return self.draft_width if self.draft_width is not None else 2 * self.beams
+
+    @property
+    def _can_be_coupled(self) -> bool:
+        return self.draws != Draws.INDEPENDENT and self.width_threshold is None and not self.one_cache
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether sampling shares its noise with the draft."""
+        return self._can_be_coupled and self.verification != Verification.LAYERS
+
+
+def _named(kind: Any, what: str, value: Any) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise unknown_name(what, str(value), [one.value for one in kind]) from None
+
+
+def _number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UsageError(f"{name}={value!r} is not a number; use a number such as 0.7")

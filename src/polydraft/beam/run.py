@@ -1,0 +1,188 @@
+"""One request with beams, from its prompt to its finished texts: what search and sampling share."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.beam.forest import ForestLayer
+from polydraft.beam.law import Continuations, LawMaker
+from polydraft.beam.node import Beam, Node, common_path
+from polydraft.beam.options import BeamOptions
+from polydraft.beam.pool import Hypothesis, Pool
+from polydraft.beam.reader import TreeReader, tree_reader
+from polydraft.beam.slots import SlotTree
+from polydraft.engine import Stats, StopReason
+from polydraft.models import FeatureHead, LanguageModel
+from polydraft.sampling import SamplingParams
+
+_FEW_NODES = 16
+"""In single precision, logits of so many nodes are computed together; of more, only where they are asked for."""
+
+
+class BeamRun(ABC):
+    """Rounds of draft forest, one target pass, and as many steps of beam decoding as that pass allows.
+
+    Parameters
+    ----------
+    target : LanguageModel
+    draft : LanguageModel or FeatureHead, optional
+        Without one every round is one step: the baseline.
+    prompt : sequence of int
+    params : SamplingParams
+    options : BeamOptions
+    eos_token_ids : frozenset of int
+    max_new_tokens : int
+    """
+
+    def __init__(
+        self,
+        *,
+        target: LanguageModel,
+        draft: LanguageModel | FeatureHead | None,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        options: BeamOptions,
+        eos_token_ids: frozenset[int],
+        max_new_tokens: int,
+    ) -> None:
+        self.target, self.options = target, options
+        self.stats = Stats()
+        self._started = time.perf_counter()
+        self._eos = eos_token_ids
+        self._longest, self._end_reason = max_new_tokens, StopReason.LENGTH
+        if target.max_positions is not None and len(prompt) + max_new_tokens > target.max_positions:
+            self._longest, self._end_reason = target.max_positions - len(prompt), StopReason.CONTEXT
+        self.pool = Pool(options.beams, options.length_penalty, options.early_stopping, self._longest)
+        root = Node(prompt[-1])
+        self.beams = [Beam(root, 0.0)]
+        """Beams that go on; they all have the same length."""
+        self.reader: TreeReader | None = tree_reader(draft) if draft is not None else None
+        self.law = self._law_maker(params, prompt, None)
+        self.draft_law = self._law_maker(params, prompt, self.reader)
+        self.pass_of_step: list[int] = []
+        """Which target pass made each step certain."""
+        self._cancelled = False
+        self._logit_rows: dict[Node, int] = {}
+        self._logits_RV: Tensor | None = None
+        """Logits of the nodes above, where those of the last pass were computed together."""
+        with torch.inference_mode(), self.stats.clock("prefill"):
+            context = target.start(1, len(prompt) + 64)
+            context.prefill(
+                [prompt[:-1]], self.reader.observe if self.reader is not None and self.reader.reads_features else None
+            )
+            self.tree = SlotTree(context)
+            if self.reader is not None:
+                self.reader.begin(prompt, root, self.tree)
+
+    def _law_maker(self, params: SamplingParams, prompt: Sequence[int], reader: TreeReader | None) -> LawMaker:
+        """Make the law of the target, or of a draft."""
+        return LawMaker(
+            params,
+            prompt,
+            self.target.vocab_size,
+            self.target.device,
+            vocabulary=None if reader is None else reader.vocabulary,
+            best=self._best(reader),
+            who="the target" if reader is None else f"the draft {reader.name!r}",
+        )
+
+    @abstractmethod
+    def _best(self, reader: TreeReader | None) -> int | None:
+        """How many of a text's best continuations matter; None for all of them."""
+
+    @abstractmethod
+    def _grow(self, depth: int) -> list[ForestLayer]:
+        """Let the draft run ahead."""
+
+    @abstractmethod
+    def _verify(self, layers: list[ForestLayer]) -> int:
+        """Take as many steps as the target's pass allows, and return their number."""
+
+    @property
+    def done(self) -> bool:
+        """Whether no beam goes on."""
+        return not self.beams or self._cancelled
+
+    @property
+    def length(self) -> int:
+        """New tokens of each running beam."""
+        return len(self.pass_of_step)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Run one round."""
+        stats = self.stats
+        with stats.clock("draft"):
+            room = self._longest - self.length - 1
+            depth = min(self.options.draft_depth, room) if self.reader is not None else 0
+            layers = self._grow(depth) if depth > 0 else []
+        with stats.clock("target"):
+            nodes = [beam.node for beam in self.beams] + [beam.node for layer in layers for beam in layer.beams]
+            nodes = list(dict.fromkeys(nodes))
+            self.tree.read(nodes)
+            self._prepare(nodes)
+        with stats.clock("verify"):
+            steps = self._verify(layers)
+        with stats.clock("commit"):
+            if not self.done:
+                leaves = [beam.node for beam in self.beams]
+                self.tree.keep(leaves)
+                if self.reader is not None:
+                    self.reader.keep(leaves)
+        stats.count(steps - 1, min(steps, len(layers)))
+        stats.rounds += 1
+        stats.total_seconds = time.perf_counter() - self._started
+
+    def _prepare(self, nodes: Sequence[Node]) -> None:
+        """Compute the logits of all nodes of the pass together, where that costs little more than those of a few."""
+        features_RF = self.tree.features(nodes)
+        self._logit_rows, self._logits_RV = {}, None
+        if features_RF.dtype in (torch.bfloat16, torch.float16) or len(nodes) <= _FEW_NODES:
+            self._logits_RV = self.target.head(features_RF)
+            self._logit_rows = {node: row for row, node in enumerate(nodes)}
+
+    def _rows(self, nodes: Sequence[Node]) -> Continuations:
+        """Return the target's law after each node."""
+        if self._logits_RV is not None and all(node in self._logit_rows for node in nodes):
+            return self.law(self._logits_RV[[self._logit_rows[node] for node in nodes]], nodes)
+        return self.law(self.target.head(self.tree.features(nodes)), nodes)
+
+    def _child(self, beams: Sequence[Beam], continuations: Continuations, entry: int, total: float) -> Beam:
+        """Continue a beam."""
+        node = beams[int(continuations.rows_X[entry])].node.child(int(continuations.tokens_X[entry]))
+        node.log_prob = float(continuations.log_probs_X[entry])
+        return Beam(node, total)
+
+    def _finish_step(self, running: Sequence[Beam], ended: Sequence[Beam]) -> None:
+        """Close a step: beams that ended go to the pool, the others on, unless the pool says that it is enough."""
+        length = self.length + 1
+        for beam in ended:
+            is_eos = beam.node.token in self._eos
+            self.pool.add(beam.node, beam.score, StopReason.EOS if is_eos else self._end_reason)
+        self.pass_of_step.append(self.stats.rounds)
+        best = max((beam.score for beam in running), default=float("-inf"))
+        enough = not running or self.pool.is_done(best, length)
+        self.beams = [] if enough else list(running)
+
+    def _ends(self, node: Node) -> bool:
+        """Whether a text ends with this node."""
+        return node.token in self._eos or node.depth >= self._longest
+
+    def settled(self) -> list[Node]:
+        """Return the beginning that all texts share which can still come out first."""
+        return common_path([beam.node for beam in self.beams] + [one.node for one in self.pool.best])
+
+    def cancel(self) -> None:
+        """End here: running beams count as finished."""
+        if not self.done:
+            for beam in self.beams:
+                if beam.node.depth:
+                    self.pool.add(beam.node, beam.score, StopReason.CANCELLED)
+        self._cancelled = True
+
+    def results(self) -> list[Hypothesis]:
+        """Return the finished texts, best first."""
+        return self.pool.best[: self.options.num_return_sequences]

@@ -1,0 +1,1 @@
+"""Beams: exact in law, identical where they are deterministic."""

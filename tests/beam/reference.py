@@ -1,0 +1,69 @@
+"""Beam sampling as it is defined, by exhaustion, with none of the machinery under test."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Rows = Callable[[tuple[int, ...]], np.ndarray]
+"""Scores of the next token after some new tokens; minus infinity where it cannot come."""
+
+
+def beam_sampling_law(
+    rows: Rows, *, width: int, steps: int, draws: str, ends: Sequence[int] = (), penalty: float = 1.0
+) -> dict[tuple[tuple[int, ...], ...], float]:
+    """Return the law of the finished texts, best first, of beam sampling that never stops early."""
+    count = max(2, 1 + len(ends)) * width if draws == "hf" else width
+    states = {((((), 0.0),), ()): 1.0}
+    """Running beams and finished texts, each with its score, to their chance."""
+    for length in range(1, steps + 1):
+        following: dict = {}
+        for (beams, finished), chance in states.items():
+            options = [((*text, token), total + score) for text, total in beams for token, score in enumerate(rows(text))]
+            for drawn, share in _drawings(options, count, draws == "iid"):
+                over = [text[-1] in ends or length == steps for text, _ in drawn]
+                running = [beam for beam, ended in zip(drawn, over, strict=True) if not ended]
+                may_end = drawn[:width] if draws == "hf" else drawn
+                new = [(text, total / length**penalty) for (text, total), ended in zip(may_end, over, strict=False) if ended]
+                if draws == "hf":
+                    running = sorted(running, key=lambda one: -one[1])[:width]
+                kept = sorted([*finished, *new], key=lambda one: -one[1])[:width]
+                state = (tuple(running), tuple(kept))
+                following[state] = following.get(state, 0.0) + chance * share
+        states = following
+    law: dict[tuple[tuple[int, ...], ...], float] = {}
+    for (_, finished), chance in states.items():
+        texts = tuple(text for text, _ in finished)
+        law[texts] = law.get(texts, 0.0) + chance
+    return law
+
+
+def _drawings(options, count, independent):
+    """Yield all ways to draw, in order, with their chances."""
+    if not options:
+        yield [], 1.0
+        return
+    totals = np.array([total for _, total in options])
+    probs = np.exp(totals - totals.max())
+
+    def draw(drawn, left, chance):
+        total = left.sum()
+        if len(drawn) == count or not total > 1e-300:
+            yield [options[entry] for entry in drawn], chance
+            return
+        for entry in np.flatnonzero(left):
+            rest = left
+            if not independent:
+                rest = left.copy()
+                rest[entry] = 0.0
+            yield from draw([*drawn, entry], rest, chance * left[entry] / total)
+
+    yield from draw([], probs / probs.sum(), 1.0)
+
+
+def table_rows(model, prompt: Sequence[int]) -> Rows:
+    """Return a tabular model's log-probabilities."""
+
+    def rows(text):
+        return model.logits_after([*prompt, *text]).log_softmax(-1).numpy()
+
+    return rows

@@ -1,0 +1,108 @@
+"""`polydraft generate` with beams and with several samples; wrong usage is one line."""
+
+import json
+
+import pytest
+
+from polydraft.beam import BeamDecoder, BeamOptions
+from polydraft.errors import UsageError
+from polydraft.loading import load
+
+USAGE = {
+    "as many drafts as beams": (["--beams", "4", "--draft-width", "4"], "draft_width=4 must be above beams=4"),
+    "fewer drafts than beams": (["--beams", "4", "--draft-width", "2"], "draft_width=2 must be above beams=4"),
+    "least width above the drafts'": (
+        ["--beams", "2", "--temperature", "1", "--draft-width", "4", "--width-threshold", "0.5", "--min-width", "5"],
+        "min_width=5 is above draft_width=4",
+    ),
+    "least width without a threshold": (["--beams", "2", "--temperature", "1", "--min-width", "2"], "pass width_threshold too"),
+    "threshold above one": (["--beams", "2", "--temperature", "1", "--width-threshold", "1.5"], "allowed: 0 to 1"),
+    "threshold below nought": (["--beams", "2", "--temperature", "1", "--width-threshold", "-0.1"], "allowed: 0 to 1"),
+    "threshold in a search": (["--beams", "2", "--width-threshold", "0.5"], "width_threshold is for beam sampling"),
+    "one cache in a search": (["--beams", "2", "--one-cache"], "one_cache is for beam sampling"),
+    "a scheme": (["--beams", "2", "--scheme", "rrs-wr"], "--scheme rrs-wr does not apply to beams"),
+    "a walk": (["--beams", "2", "--walk", "block"], "--walk block does not apply to beams"),
+    "a tree": (["--beams", "2", "--tree", "4x2"], "--tree 4x2 does not apply to beams"),
+    "a draft temperature": (["--beams", "2", "--draft-temperature", "0.5"], "--draft-temperature does not apply"),
+    "a stop string": (["--beams", "2", "--stop", "x"], "--stop does not go with --beams"),
+    "no beams at all": (["--beams", "0"], "beams=0 is out of range"),
+    "unknown mode": (["--beams", "2", "--beam-mode", "serch"], "did you mean 'search'?"),
+    "unknown draws": (["--beams", "2", "--beam-draws", "all", "--temperature", "1"], "unknown way to draw beams 'all'"),
+    "sampling at temperature 0": (["--beams", "2", "--beam-mode", "sample"], "nothing to draw"),
+    "search at a temperature": (["--beams", "2", "--beam-mode", "search", "--temperature", "0.7"], "no meaning in beam search"),
+    "search with top-k": (["--beams", "2", "--top-k", "5"], "top_k=5 has no meaning in beam search"),
+    "more texts than beams": (["--beams", "2", "--num-return-sequences", "3"], "more than the 2 beams"),
+    "no texts": (["--num-return-sequences", "0"], "--num-return-sequences 0"),
+    "the same text many times": (["--num-return-sequences", "3"], "needs a temperature above 0"),
+    "a draft width without beams": (["--draft-width", "8"], "--draft-width is for beams; add --beams"),
+    "draws without beams": (["--beam-draws", "iid"], "--beam-draws is for beams"),
+    "coupled dynamic widths": (
+        ["--beams", "2", "--temperature", "1", "--width-threshold", "0.5", "--beam-verification", "coupled"],
+        "'coupled' is for distinct beams of fixed width",
+    ),
+    "hf draws of dynamic width": (
+        ["--beams", "2", "--temperature", "1", "--width-threshold", "0.5", "--beam-draws", "hf"],
+        "width_threshold does not go with draws 'hf'",
+    ),
+    "several samples compared": (["--num-return-sequences", "2", "--temperature", "1", "--compare"], "--compare compares one"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_wrong_usage_is_one_line_and_exit_code_2(invoke, tiny, case):
+    options, expected = USAGE[case]
+    code, out, err = invoke("generate", "hello", "--target", tiny, *options)
+    assert (code, out) == (2, "")
+    assert expected in err
+    assert err.startswith("polydraft: error: ") and err.count("\n") == 1
+
+
+def test_beams_as_json_hold_every_text_with_its_log_probabilities(invoke, tiny):
+    arguments = ["--target", tiny, "--draft", "early-exit:2", "--raw", "--beams", "3", "--max-new-tokens", "6", "--json"]
+    code, out, _ = invoke("generate", "hello", *arguments, "--num-return-sequences", "3")
+    assert code == 0
+    found = json.loads(out)
+    assert len(found["texts"]) == 3
+    for text in found["texts"]:
+        assert text["log_prob"] == pytest.approx(sum(text["log_probs"]))
+        assert text["score"] == pytest.approx(text["log_prob"] / len(text["token_ids"]), abs=1e-5)
+    assert found["stats"]["new_tokens"] == len(found["texts"][0]["token_ids"])
+    assert found["settings"]["mode"] == "search" and found["settings"]["draft"] == "early-exit:2"
+
+
+def test_samples_come_with_their_log_probabilities(invoke, tiny):
+    arguments = ["--target", tiny, "--draft", "early-exit:1", "--raw", "--temperature", "1", "--max-new-tokens", "6", "--json"]
+    code, out, _ = invoke("generate", "hello", *arguments, "--num-return-sequences", "4")
+    assert code == 0
+    texts = json.loads(out)["texts"]
+    assert len(texts) == 4 and len({tuple(text["token_ids"]) for text in texts}) > 1
+    assert [text["log_prob"] for text in texts] == sorted((text["log_prob"] for text in texts), reverse=True)
+
+
+@pytest.mark.parametrize("options", [[], ["--num-return-sequences", "2"], ["--temperature", "1", "--width-threshold", "0.5"]])
+def test_beams_are_printed_and_compared(invoke, tiny, options):
+    arguments = ["--target", tiny, "--draft", "early-exit:2", "--beams", "2", "--max-new-tokens", "5", "--compare"]
+    code, out, err = invoke("generate", "hello", *arguments, *options)
+    assert code == 0
+    assert "2 beams, no draft" in out and "tokens/pass" in out and "without drafts first" in err
+    if not options:
+        assert "identical, token by token" in out
+
+
+def test_the_api_says_what_is_wrong(tiny):
+    beams = BeamDecoder(load(tiny, "none"))
+    with pytest.raises(UsageError, match="unsettled text"):
+        beams.stream("hello", settled=False)
+    with pytest.raises(UsageError, match="unknown option 'beam'; did you mean 'beams'"):
+        beams.search("hello", beam=3)
+    with pytest.raises(UsageError, match="top_k is a sampling parameter"):
+        beams.sample("hello", top_k=3)
+    with pytest.raises(UsageError, match="stop strings"):
+        beams.search("hello", stop="x")
+    with pytest.raises(UsageError, match="empty prompt"):
+        beams.search("")
+    with pytest.raises(UsageError, match="early_stopping='soon'"):
+        BeamOptions(early_stopping="soon")
+    with pytest.raises(UsageError, match="length_penalty='long' is not a number"):
+        BeamOptions(length_penalty="long")
+    assert len(beams.search(["hi", "hello"], beams=2, max_new_tokens=2)) == 2

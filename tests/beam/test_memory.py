@@ -1,0 +1,176 @@
+"""Slots of a tree: logits are those along the paths, whatever died and was moved; heads read as they were trained to."""
+
+import random
+
+import pytest
+import torch
+
+from polydraft.beam import BeamDecoder, text_log_probs
+from polydraft.beam.node import Node
+from polydraft.beam.reader import HeadReader, ModelReader
+from polydraft.beam.slots import SlotTree
+from polydraft.drafters import HeadTree, ModelTree
+from polydraft.engine import Decoder, StopReason
+from polydraft.models import FAMILIES, HeadShape, TabularModel
+from polydraft.models.head_folder import new_head
+from polydraft.models.hf import HFModel
+from polydraft.sampling import PartialVocabulary, SamplingParams
+from polydraft.trees import parse_tree
+
+from .test_hugging_face import models
+
+
+@torch.inference_mode()
+def logits_after(model, texts):
+    return torch.stack([model(torch.tensor([text])).logits[0, -1] for text in texts])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2", "opt"])
+@torch.inference_mode()
+def test_beams_that_die_leave_the_others_alone(name):
+    """Grow and prune a random tree for many rounds, compacting all the time."""
+    target, _ = models(name)
+    rng = random.Random(1)
+    prompt = [rng.randrange(3, 96) for _ in range(5)]
+    context = target.start(1, 8)
+    context.prefill([prompt[:-1]])
+    tree, beams = SlotTree(context), [Node(prompt[-1])]
+    for _ in range(14):
+        tree.read(beams)
+        got = target.head(tree.features(beams))
+        expected = logits_after(target.hf_model, [prompt + beam.tokens() for beam in beams])
+        assert (got - expected).abs().max() < 1e-4
+        forest = [rng.choice(beams).child(rng.randrange(3, 96)) for _ in range(6)]
+        tree.read(forest)  # a draft's guesses, most of which die
+        chosen = [*forest[:2], *(rng.choice(beams).child(rng.randrange(3, 96)) for _ in range(2))]
+        beams = list(dict.fromkeys(chosen))[: rng.choice([1, 3, 4])]
+        tree.keep(beams, slack=rng.choice([0, 0, 8]))
+    assert context.lengths[0] > len(prompt)  # what all beams share has become text
+
+
+@torch.inference_mode()
+def test_one_beam_among_dead_ones_is_masked():
+    target, _ = models("llama")
+    context = target.start(1, 8)
+    context.prefill([[5, 6]])
+    tree, root = SlotTree(context), Node(7)
+    tree.read([root.child(8), root.child(9), root.child(10)])
+    only = root.child(9).child(11)
+    tree.read([only])
+    expected = logits_after(target.hf_model, [[5, 6, 7, 9, 11]])
+    assert (target.head(tree.features([only])) - expected).abs().max() < 1e-4
+
+
+def target_and_head(window=12):
+    target = HFModel(FAMILIES.get("llama").build(seed=1))
+    config = target.config
+    shape = HeadShape(
+        hidden_size=target.hidden_size,
+        taps=(1, 2),
+        num_heads=config.num_attention_heads,
+        num_key_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        mlp_size=48,
+        window=window,
+    )
+    torch.manual_seed(2)
+    vocabulary = PartialVocabulary(torch.arange(0, target.vocab_size, 2), target.vocab_size)
+    head = new_head(shape, target, vocabulary, "test").requires_grad_(False)
+    target.tap(shape.taps)
+    return target, head
+
+
+@pytest.mark.parametrize("prompt", [[5, 9, 2, 44, 17], [5, 9], [7]])
+@torch.inference_mode()
+def test_heads_read_true_features_where_there_are_some(prompt):
+    """After rounds of drafts, deaths and moves a head says of a text what a fresh one says that reads it in one go."""
+    target, head = target_and_head()
+
+    def begun(text):
+        reader, context = HeadReader(head), target.start(1, 8)
+        context.prefill([text[:-1]], reader.observe)
+        tree, root = SlotTree(context), Node(text[-1])
+        reader.begin(text, root, tree)
+        return reader, tree, root
+
+    rng = random.Random(4)
+    reader, tree, root = begun(prompt)
+    beams = [root]
+    for _ in range(7):
+        got = reader.logits(beams)
+        if beams != [root] or len(prompt) > 1:
+            for row, beam in enumerate(beams):
+                fresh, _, leaf = begun(prompt + beam.tokens())
+                assert (got[row] - fresh.logits([leaf])[0]).abs().max() < 1e-4
+        forest = [beam.child(rng.randrange(3, 96)) for beam in beams for _ in range(2)]
+        reader.logits(forest)
+        tree.read([*beams, *forest])
+        beams = [forest[0].child(rng.randrange(3, 96)), forest[-1].child(rng.randrange(3, 96))]
+        tree.keep(beams, slack=rng.choice([0, 40]))
+        reader.keep(beams)
+        reader._tree.keep(beams, slack=0)
+
+
+@pytest.mark.parametrize("draft", ["head", "early", "noisy"])
+def test_every_kind_of_draft_gives_the_same_search(draft):
+    target, head = target_and_head()
+    _, noisy = models("llama")
+    drafter = HeadTree(head, parse_tree("1")) if draft == "head" else ModelTree(noisy, parse_tree("1"))
+    if draft == "early":
+        from polydraft.models.early_exit import early_exit
+
+        drafter = ModelTree(early_exit(target, 2), parse_tree("1"))
+    for prompt in ([4, 8, 15], [7]):
+        plain = BeamDecoder(Decoder(target)).search(prompt, beams=3, max_new_tokens=24, num_return_sequences=3)
+        options = dict(beams=3, max_new_tokens=24, num_return_sequences=3, draft_width=6)
+        drafted = BeamDecoder(Decoder(target, drafter)).search(prompt, **options)
+        assert [text.token_ids for text in drafted.texts] == [text.token_ids for text in plain.texts]
+
+
+def test_readers_are_chosen_by_the_draft():
+    target, head = target_and_head()
+    assert HeadReader(head).reads_features and not ModelReader(target).reads_features
+
+
+def test_log_probabilities_are_the_models_own():
+    target, noisy = models("llama")
+    prompt = [4, 8, 15, 16]
+    decoder = BeamDecoder(Decoder(target, ModelTree(noisy, parse_tree("1"))))
+    sampling = SamplingParams(temperature=1.4, top_k=9)
+    texts = decoder.sample(prompt, beams=3, max_new_tokens=9, num_return_sequences=3, sampling=sampling, seed=1).texts
+    with torch.inference_mode():
+        for text in texts:
+            logits = target.hf_model(torch.tensor([prompt + text.token_ids])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(text.token_ids)[:, None])[:, 0]
+            assert torch.tensor(text.log_probs) == pytest.approx(expected, abs=1e-4)
+    again = text_log_probs(target, prompt, [text.token_ids for text in texts])
+    assert [value for row in again for value in row] == pytest.approx(
+        [value for text in texts for value in text.log_probs], abs=1e-4
+    )
+
+
+def test_what_was_streamed_is_the_best_text():
+    """Settled tokens come before the end, and none is taken back."""
+    target = TabularModel.random(12, 2, seed=3, sharpness=4.0)
+    draft = target.mixed_with(TabularModel.random(12, 2, seed=4), 0.7)
+    beams = BeamDecoder(Decoder(target, ModelTree(draft, parse_tree("1"))))
+    for mode, sampling in (("search", None), ("sample", SamplingParams())):
+        stream = beams.stream([1, 2], mode=mode, beams=3, max_new_tokens=24, sampling=sampling, seed=3)
+        events = list(stream)
+        best = stream.result().best
+        assert [event.token_id for event in events] == best.token_ids
+        assert events[-1].stop_reason is StopReason.LENGTH and not any(event.stop_reason for event in events[:-1])
+        assert [event.round for event in events] == sorted(event.round for event in events)
+        assert stream.stats.new_tokens == len(events)
+    early = beams.stream([1, 2], beams=3, max_new_tokens=24)
+    first = next(early)
+    early.close()
+    result = early.result()
+    assert result.best.token_ids[0] == first.token_id and result.best.stop_reason is StopReason.CANCELLED
+
+
+def test_the_context_ends_a_text():
+    target, noisy = models("llama")
+    decoder = BeamDecoder(Decoder(target, ModelTree(noisy, parse_tree("1"))))
+    result = decoder.search([9] * 120, beams=2, max_new_tokens=50)
+    assert len(result.best.token_ids) == 8 and result.best.stop_reason is StopReason.CONTEXT

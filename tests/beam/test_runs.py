@@ -1,0 +1,202 @@
+"""Whole runs of beam sampling follow the law of beam sampling, with and without drafts."""
+
+import numpy as np
+import pytest
+import torch
+
+from polydraft.beam.chance import RandomChance
+from polydraft.beam.coupled import CoupledRun
+from polydraft.beam.law import Continuations
+from polydraft.beam.node import Beam, Node
+from polydraft.beam.noise import SharedNoise
+from polydraft.beam.options import BeamOptions
+from polydraft.beam.sample import SampleRun, _Universe
+from polydraft.certify.chi_square import chi_square_p_value
+from polydraft.models import TabularModel
+from polydraft.sampling import SamplingParams
+
+from .enumeration import enumerate_outcomes, total_variation
+from .reference import beam_sampling_law, table_rows
+from .test_layer import wanted
+
+PROMPT = [1, 0]
+FALSE_ALARM = 1e-4
+
+
+def pair(vocabulary, seed=0, share=0.5):
+    target = TabularModel.random(vocabulary, 2, seed=seed)
+    return target, target.mixed_with(TabularModel.random(vocabulary, 2, seed=seed + 100), share)
+
+
+def finish(run):
+    while not run.done:
+        run.step()
+    return tuple(tuple(one.node.tokens()) for one in run.results())
+
+
+def parts(target, draft, steps, ends=(), **options):
+    return {
+        "target": target,
+        "draft": draft,
+        "prompt": PROMPT,
+        "params": SamplingParams(),
+        "options": BeamOptions(mode="sample", early_stopping="never", num_return_sequences=options["beams"], **options),
+        "eos_token_ids": frozenset(ends),
+        "max_new_tokens": steps,
+    }
+
+
+EXACT = {
+    "one beam, two layers": dict(vocabulary=2, steps=3, beams=1, draft_width=2, draft_depth=2),
+    "one beam, its end": dict(vocabulary=3, steps=2, beams=1, draft_width=2, draft_depth=1, ends=(2,)),
+    "two beams": dict(vocabulary=2, steps=2, beams=2, draft_width=3, draft_depth=1),
+    "no draft": dict(vocabulary=3, steps=2, beams=2, draft=False, ends=(2,)),
+}
+
+
+def enumerated(case, draws):
+    options = dict(EXACT[case])
+    vocabulary, steps, ends = options.pop("vocabulary"), options.pop("steps"), options.pop("ends", ())
+    target, draft = pair(vocabulary)
+    draft = draft if options.pop("draft", True) else None
+    kept = parts(target, draft, steps, ends, draws=draws, verification="layers", **options)
+    got = enumerate_outcomes(lambda chance: finish(SampleRun(chance=chance, **kept)))
+    rows = table_rows(target, PROMPT)
+    return got, beam_sampling_law(rows, width=options["beams"], steps=steps, draws=draws, ends=ends)
+
+
+LONG = [("one beam, two layers", "iid"), ("two beams", "iid")]
+RUNS = [
+    pytest.param(case, draws, marks=[pytest.mark.slow] if (case, draws) in LONG else [])
+    for case in EXACT
+    for draws in ("iid", "distinct")
+]
+
+
+@pytest.mark.parametrize(("case", "draws"), RUNS)
+def test_the_law_of_whole_runs_by_enumeration(case, draws):
+    got, expected = enumerated(case, draws)
+    assert sum(got.values()) == pytest.approx(1, abs=1e-9)
+    assert total_variation(got, expected) < 1e-6  # the engine's log-softmax is in single precision
+
+
+def sampled_p_value(make_run, expected, samples):
+    texts = list(expected)
+    places = {text: place for place, text in enumerate(texts)}
+    counts = np.zeros(len(texts))
+    for seed in range(samples):
+        counts[places[finish(make_run(torch.Generator().manual_seed(seed)))]] += 1
+    return chi_square_p_value(counts, np.array([expected[text] for text in texts]))
+
+
+def deep_case(draws):
+    """Three steps and two layers, so that second layers have orphans."""
+    target, draft = pair(3, seed=5)
+    kept = parts(target, draft, 3, draws=draws, verification="layers", beams=2, draft_width=4, draft_depth=2)
+    return kept, beam_sampling_law(table_rows(target, PROMPT), width=2, steps=3, draws=draws)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", ["iid", "distinct"])
+def test_many_runs_with_two_layers_of_drafts(draws):
+    kept, expected = deep_case(draws)
+    p_value = sampled_p_value(lambda generator: SampleRun(chance=RandomChance(generator), **kept), expected, 6000)
+    assert p_value > FALSE_ALARM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", ["distinct", "hf"])
+def test_many_coupled_runs(draws):
+    target, draft = pair(5, seed=5)
+    kept = parts(target, draft, 2, (4,), draws=draws, beams=2, draft_width=4, draft_depth=2)
+    expected = beam_sampling_law(table_rows(target, PROMPT), width=2, steps=2, draws=draws, ends=(4,))
+    assert sampled_p_value(lambda generator: CoupledRun(generator=generator, **kept), expected, 6000) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("draws", [pytest.param("iid", marks=pytest.mark.slow), "distinct"])
+def test_orphans_whose_mass_stays_in_the_law_show_in_runs(monkeypatch, draws):
+    """The enumeration can fail: the draft's law is that of all its beams, not of the surviving ones."""
+    right = _Universe.spread_draft
+    monkeypatch.setattr(_Universe, "spread_draft", lambda universe, probs_X: 0.6 * right(universe, probs_X))
+    got, expected = enumerated("one beam, two layers", draws)
+    assert total_variation(got, expected) > 1e-3
+
+
+def test_shared_noise_draws_without_replacement():
+    probs = np.array([0.5, 0.2, 0.2, 0.07, 0.03])
+    rows, tokens = np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 0, 1])
+    continuations = Continuations(rows, tokens, np.log(probs), np.log(probs), 2, 3)
+    law = wanted(probs, 2, True)
+    places = {pair: place for place, pair in enumerate(law)}
+    counts = np.zeros(len(law))
+    for seed in range(6000):
+        root = Node(7)
+        beams = [Beam(root.child(3), 0.0), Beam(root.child(4), 0.0)]
+        noisy = SharedNoise(torch.Generator().manual_seed(seed)).perturbed(continuations, beams)
+        counts[places[tuple(int(entry) for entry in np.argsort(-noisy)[:2])]] += 1
+    assert chi_square_p_value(counts, np.array(list(law.values()))) > FALSE_ALARM
+
+
+# Where texts can gain by going on, a beam outside the forest always matters.
+LAWS = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.6), SamplingParams(logit_bias={3: 2.0})]
+
+
+def differing_seeds(draws, params):
+    """Run with and without a draft; return the seeds whose texts differ, and how many passes the draft spared."""
+    target, draft = pair(12, seed=3)
+    passes = {True: 0, False: 0}
+    differing = []
+    for seed in range(8):
+        results = {}
+        for with_draft in (True, False):
+            options = dict(draws=draws, beams=3, draft_width=6, draft_depth=3)
+            kept = parts(target, draft if with_draft else None, 9, (11,), **options) | {"params": params}
+            run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept)
+            results[with_draft] = finish(run)
+            passes[with_draft] += run.stats.passes
+        differing += [seed] * (results[True] != results[False])
+    return differing, passes[False] / passes[True]
+
+
+@pytest.mark.parametrize("draws", ["distinct", "hf"])
+@pytest.mark.parametrize("params", LAWS, ids=["plain", "cold", "hot", "bias"])
+def test_coupled_runs_give_the_texts_of_runs_without_a_draft(draws, params):
+    differing, gain = differing_seeds(draws, params)
+    assert not differing and gain > 1.05
+
+
+def test_beams_outside_the_forest_that_are_passed_over_show(monkeypatch):
+    monkeypatch.setattr(SharedNoise, "highest", lambda noise, beam: -np.inf)
+    differing, _ = differing_seeds("distinct", SamplingParams())
+    assert differing
+
+
+@pytest.mark.parametrize("options", [dict(width_threshold=0.6), dict(width_threshold=0.6, min_width=2), dict(one_cache=True)])
+@pytest.mark.parametrize("draws", ["iid", "distinct"])
+def test_widths_and_one_cache_keep_to_their_bounds(options, draws):
+    target, draft = pair(12, seed=3, share=0.8)
+    kept = parts(target, draft, 12, draws=draws, beams=3, draft_width=5, draft_depth=3, **options)
+    run = SampleRun(chance=RandomChance(torch.Generator().manual_seed(0)), **kept)
+    widths = []
+    while not run.done:
+        run.step()
+        widths.append(len(run.beams))
+    going = [width for width in widths if width]
+    assert all(1 <= width <= 5 for width in going)
+    if "one_cache" in options:
+        assert set(going) == {1}
+    else:
+        assert len(set(going)) > 1 and min(going) >= min(options.get("min_width", 1), 3)
+    assert len(run.results()[0].node.tokens()) == 12
+
+
+def test_a_law_with_less_support_than_beams():
+    logits = torch.full((3, 3), -torch.inf, dtype=torch.float64)
+    logits[:, 1] = 0.0
+    model = TabularModel(logits)
+    for verification in ("layers", "coupled"):
+        kept = parts(model, model, 4, draws="distinct", verification=verification, beams=2, draft_width=3)
+        generator = torch.Generator().manual_seed(0)
+        layers = verification == "layers"
+        run = SampleRun(chance=RandomChance(generator), **kept) if layers else CoupledRun(generator=generator, **kept)
+        assert finish(run) == ((1, 1, 1, 1),)
