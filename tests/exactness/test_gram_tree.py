@@ -163,7 +163,9 @@ def test_first_tokens_come_from_the_rows_own_random_numbers(monkeypatch: pytest.
         original(session, reports)
 
     monkeypatch.setattr(GramTreeSession, "receive", noting)
-    parts = _parts("self-draft", riders=RiderOptions(branches=4, length=2), caches=GramOptions(corpus="none"))
+    parts = _parts(
+        "self-draft", riders=RiderOptions(branches=4, length=2, seeds="vocabulary"), caches=GramOptions(corpus="none")
+    )
     decoder = Decoder(TARGET, make_drafter(parts, "self-draft"))
     decoder.generate(PROMPTS, max_new_tokens=1, seed=SEEDS)
     for prompt, seed in zip(PROMPTS, SEEDS, strict=True):

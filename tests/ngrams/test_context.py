@@ -38,7 +38,7 @@ def test_tables_forget_prefixes_seen_least_recently():
 
 
 def test_memory_is_bounded():
-    options = GramOptions(max_keys=30, entries_per_key=2)
+    options = GramOptions(max_keys=30, entries_per_key=2, max_prefix=3)
     tables = GramTables(options)
     tables.add(list(range(1000)), 1000)
     assert len(tables) == 30

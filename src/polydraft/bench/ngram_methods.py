@@ -38,7 +38,7 @@ def gram_options(spec: MethodSpec, bench: Bench) -> GramTreeOptions:
     caches = _renamed(sizes, {"gram": "gram", "prefix": "max_prefix"})
     return GramTreeOptions(
         **_renamed(sizes, {"nodes": "nodes", "depth": "depth"}),
-        riders=RiderOptions(**riders),
+        riders=RiderOptions(**riders) if riders else None,
         caches=GramOptions(**caches, corpus=bench.corpus),
         flat_blocks=flat_blocks,
         **switches,

@@ -52,12 +52,12 @@ class NgramChoices:
 
         if self.corpus is not None and self.no_corpus:
             raise UsageError(f"--corpus {self.corpus} and --no-corpus do not go together; leave one out")
-        riders = {"branches": self.branches, "length": self.branch_length, "seeds": self.branch_seeds}
+        riders = _given({"branches": self.branches, "length": self.branch_length, "seeds": self.branch_seeds})
         caches = {"gram": self.gram, "corpus": self.corpus}
         sizes = {"nodes": self.ngram_nodes, "depth": self.ngram_depth}
         return GramTreeOptions(
             **_given(sizes),
-            riders=RiderOptions(**_given(riders)),
+            riders=RiderOptions(**riders) if riders else None,
             caches=GramOptions(**_given(caches)),
             context=not self.no_context,
             corpus=not self.no_corpus,

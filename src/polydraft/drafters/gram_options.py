@@ -19,8 +19,8 @@ class GramTreeOptions:
     """Most tokens of a continuation."""
     candidates: int = 8
     """Most continuations that each cache is asked for."""
-    riders: RiderOptions = field(default_factory=RiderOptions)
-    """Branches of `self-draft`; other drafters have none."""
+    riders: RiderOptions | None = None
+    """Branches of `self-draft`, other drafters have none; None for as many as pay on the device, see `usual_riders`."""
     caches: GramOptions = field(default_factory=GramOptions)
     context: bool = True
     """Whether `self-draft` uses its context cache, and so the branches that feed it."""
@@ -34,9 +34,10 @@ class GramTreeOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name}={value!r} is out of range; allowed: whole numbers from 1")
-        if 1 + self.nodes + self.riders.most > MAX_NODES:
+        branch_tokens = (self.riders or RiderOptions()).most
+        if 1 + self.nodes + branch_tokens > MAX_NODES:
             raise UsageError(
-                f"{self.nodes} candidates and {self.riders.most} branch tokens are too many for one pass; "
+                f"{self.nodes} candidates and {branch_tokens} branch tokens are too many for one pass; "
                 f"allowed: below {MAX_NODES} in all"
             )
 

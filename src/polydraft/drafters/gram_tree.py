@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.drafters.gram_options import GramTreeOptions
-from polydraft.drafters.riders import RiderOptions, Riders
+from polydraft.drafters.riders import RiderOptions, Riders, usual_riders
 from polydraft.drafters.trie import TokenTrie, as_draft_tree, rounded
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
@@ -32,10 +32,12 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
 """Drafters that need no draft model, with the caches they ask; `self-draft` also has riders."""
 
 
-_REACH = 3
+_REACH = {"corpus": 1}
+_USUAL_REACH = 3
 """Tokens of a continuation that are believed, beside its first, for each token of the prefix that it was found by.
 
-More cost more in the pass than they yield; measured with SmolLM2 on six kinds of prompts, where 2 to 4 are alike.
+More cost more in the pass than they yield; measured with SmolLM2 on eight kinds of prompts, where 2 to 4 are alike, and a
+corpus, which is not about this text, is believed less.
 """
 
 
@@ -49,7 +51,7 @@ class GramTree(Drafter):
     caches : sequence of GramCache
         Where equally long prefixes match, the first ones go first.
     options : GramTreeOptions
-        Its riders are taken as they are: none are carried if there are no branches.
+        Its riders are taken as they are, even if nothing learns from them.
     """
 
     def __init__(self, name: str, caches: Sequence[GramCache], options: GramTreeOptions) -> None:
@@ -86,7 +88,8 @@ class GramTreeSession(DraftSession):
 
     def __init__(self, drafter: GramTree, batch_size: int, target: LanguageModel) -> None:
         self._options, self._device = drafter.options, target.device
-        self._riders = Riders(drafter.options.riders, target)
+        riders = drafter.options.riders or usual_riders(target.device)
+        self._riders = Riders(riders, target)
         self._names = [cache.name for cache in drafter.caches]
         self._memories = [[cache.open() for cache in drafter.caches] for _ in range(batch_size)]
         self._read: list[list[int]] = [[] for _ in range(batch_size)]
@@ -94,8 +97,8 @@ class GramTreeSession(DraftSession):
         self._idle = [False] * batch_size
         self._tries: list[TokenTrie] = []
         self.depth = drafter.options.most_depth
-        self.drafts_on_host = not drafter.options.riders.branches  # type: ignore[misc]  # branches are tensors that grow
-        self.num_nodes = 1 + drafter.options.nodes + drafter.options.riders.most
+        self.drafts_on_host = not riders.branches  # type: ignore[misc]  # branches are tensors that grow
+        self.num_nodes = 1 + drafter.options.nodes + riders.most
 
     @property
     def num_uniforms(self) -> int:  # type: ignore[override]
@@ -141,7 +144,8 @@ class GramTreeSession(DraftSession):
             found += [(match, name) for match in memory.matches(options.candidates, self.depth)]
         found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
         for match, name in found:
-            trie.add(match.tokens[: 1 + _REACH * match.prefix], name, 1 + options.nodes)
+            reach = 1 + _REACH.get(name, _USUAL_REACH) * match.prefix
+            trie.add(match.tokens[:reach], name, 1 + options.nodes)
         # The pass has room for some more, which cost nothing.
         room = rounded(len(trie) - 1, options.nodes)
         for match, name in found if shared else ():

@@ -26,8 +26,8 @@ class RiderOptions:
     """N of [1]; 0 for none."""
     length: int = 6
     """Most tokens of a branch, L of [1]."""
-    seeds: str = "vocabulary"
-    """Where the first token of a branch is drawn from: ``"vocabulary"`` as in [1], or ``"prompt"``."""
+    seeds: str = "prompt"
+    """Where the first token of a branch is drawn from: the ``"prompt"``, or the ``"vocabulary"`` as in [1]."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("branches", self.branches, 0), ("branch_length", self.length, 1)):
@@ -44,6 +44,11 @@ class RiderOptions:
     def most(self) -> int:
         """Most riders in a pass."""
         return self.branches * self.length
+
+
+def usual_riders(device: torch.device) -> RiderOptions:
+    """Return the branches that pay: the numbers of [1] where a pass is bound by reading the weights, fewer on a CPU."""
+    return RiderOptions(branches=2, length=4) if device.type == "cpu" else RiderOptions()
 
 
 class Riders:

@@ -15,7 +15,7 @@ class GramOptions:
 
     gram: int = 4
     """Tokens of a stored continuation: G of the Self-Draft paper."""
-    max_prefix: int = 3
+    max_prefix: int = 4
     """Most tokens at the text's end that the context cache matches (the paper: 1). A corpus cache brings its own."""
     entries_per_key: int = 8
     """Continuations that the context cache keeps for one prefix; the least recently seen one goes first."""

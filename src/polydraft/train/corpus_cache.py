@@ -1,16 +1,16 @@
 """A corpus cache made to measure: n-grams of text files, or of text that the target writes itself."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.models.bundled import BUNDLED, bundled_folder
-from polydraft.models.loading import load_model
+from polydraft.models.loading import Loaded, load_model
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_file import save_trie
@@ -18,10 +18,11 @@ from polydraft.ngrams.gram_trie import GramTrie
 from polydraft.ngrams.options import check_order
 from polydraft.ngrams.reading import blocks_of, check_text_file
 from polydraft.ngrams.repeats import fresh_stretches
+from polydraft.train.chat_form import chat_form
+from polydraft.train.conversations import Writer
 from polydraft.train.corpus import make_corpus
+from polydraft.train.openings import OPENINGS
 from polydraft.train.settings import HeadSize, TrainSettings
-
-logger = logging.getLogger(__name__)
 
 Observer = Callable[[str, int, int], None]
 """Told of a phase and how much of it is done."""
@@ -153,7 +154,7 @@ def _count_files(settings: CorpusCacheSettings, tokenizer: Any, counter: GramCou
         observer("reading", before, total)
 
 
-def _count_written(settings: CorpusCacheSettings, target: Any, counter: GramCounter, observer: Observer) -> None:
+def _count_written(settings: CorpusCacheSettings, target: Loaded, counter: GramCounter, observer: Observer) -> None:
     written = 0
 
     def advance(tokens: int) -> None:
@@ -161,10 +162,29 @@ def _count_written(settings: CorpusCacheSettings, target: Any, counter: GramCoun
         written += tokens
         observer("writing", min(written, settings.generate), settings.generate)
 
-    corpus = make_corpus(settings.written(), target, advance)
+    texts_NL = _written(settings, target, advance)
     observer("writing", settings.generate, settings.generate)
-    logger.info("counting %s", corpus.source)
-    for tokens in corpus.texts.tokens_NL.tolist():
+    for tokens in texts_NL.tolist():
         for stretch in fresh_stretches(tokens, settings.max_prefix + settings.gram):
             counter.add(stretch)
             counter.end_text()
+
+
+def _written(settings: CorpusCacheSettings, target: Loaded, advance: Callable[[int], None]) -> Tensor:
+    """Let the model make up conversations: in one half it finds its own topic, in the other it completes a request."""
+    form = chat_form(target.tokenizer)
+    if form is None:
+        return make_corpus(settings.written(), target, advance).texts.tokens_NL
+    limit = target.model.max_positions
+    if limit is not None and settings.length > limit:
+        raise UsageError(f"--length {settings.length} is longer than the target's context; allowed: 16 to {limit}")
+    begun = [form.opening + target.tokenizer(words, add_special_tokens=False)["input_ids"] for words in OPENINGS]
+    begun = [start for start in begun if len(start) <= settings.length // 2] or [form.opening]
+    rows = -(-settings.generate // settings.length)
+    if rows > settings.sampling_rows:  # a last few rows by themselves would take as long as many
+        rows = -(-rows // settings.sampling_rows) * settings.sampling_rows
+    starts = [begun[row // 2 % len(begun)] if row % 2 else form.opening for row in range(rows)]
+    writer = Writer(target.model, form, target.eos_token_ids)
+    generator = torch.Generator(target.model.device).manual_seed(settings.seed)
+    parts = [starts[first : first + settings.sampling_rows] for first in range(0, rows, settings.sampling_rows)]
+    return torch.cat([writer.write(part, settings.length, False, generator, advance).tokens_NL for part in parts])
