@@ -6,9 +6,9 @@ runs in production.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import pytest
@@ -18,8 +18,8 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, Topology
-from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk
-from polydraft.walks.target_law import TargetLaw
+from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk, greedy, path
+from polydraft.walks.target_law import TargetLaw, TreeLaws
 
 from . import doubles
 
@@ -234,10 +234,33 @@ class Outcomes:
 
 
 class _Scripted:
-    """Draws that come out as their script says, and the chance that they do."""
+    """Draws that come out as their script says, and the chance that they do.
+
+    Walks that ask all nodes at once draw at nodes that are not on the path too: of those draws only the ones on the path count.
+    """
 
     def __init__(self, rows: int) -> None:
         self.chance_R = torch.ones(rows, dtype=torch.float64)
+        self.factor_RN: Tensor | None = None
+        self.path_RD: Tensor | None = None
+        self.outcomes = 1
+
+    def noted(self, followed: Callable[[Tensor, int], Tensor], next_BN: Tensor, depth: int) -> Tensor:
+        """Note which nodes a walk comes by."""
+        self.path_RD = followed(next_BN, depth)
+        return self.path_RD
+
+    def finished(self) -> Tensor:
+        """Return the chances, with those of the draws that were made at all nodes at once."""
+        if self.factor_RN is None:
+            return self.chance_R
+        assert self.path_RD is not None
+        arrived_RL = torch.cat(
+            [torch.ones_like(self.path_RD[:, :1]), self.path_RD[:, 1:-1].diff(prepend=self.path_RD[:, :1])], 1
+        )
+        # Behind a path's end all scripts come to the same.
+        factor_RL = self.factor_RN.gather(1, self.path_RD[:, :-1]).where(arrived_RL != 0, 1 / self.outcomes)
+        return torch.where(self.chance_R == 0, 0.0, self.chance_R * factor_RL.prod(-1))
 
     def draw_one(self, weights_RV: Tensor, script_R: Tensor) -> Tensor:
         """Take the token of the script; nothing can be drawn without weight, which only script 0 says."""
@@ -246,6 +269,10 @@ class _Scripted:
         outcome_R = script_R.long().clamp(max=weights_RV.shape[1])
         chosen_R = weights_RX.gather(1, outcome_R[:, None])[:, 0]
         factor_R = torch.where(total_R == 0, (outcome_R == 0).double(), chosen_R / total_R)
+        if len(factor_R) != len(self.chance_R):
+            assert self.factor_RN is None, "one draw for all nodes is all that can be told apart"
+            self.factor_RN, self.outcomes = factor_R.view(len(self.chance_R), -1), weights_RV.shape[1]
+            return torch.where(total_R == 0, NO_TOKEN, outcome_R)
         # What cannot happen leads to places where nothing is said about the weights.
         self.chance_R = torch.where(self.chance_R == 0, 0.0, self.chance_R * factor_R)
         return torch.where(total_R == 0, NO_TOKEN, outcome_R)
@@ -257,8 +284,30 @@ class _Scripted:
         return trying_R1 & (script_R1 == 0), torch.where(trying_R1, script_R1 - 1, script_R1)
 
 
-def enumerate_walk(walk: Walk, scheme: Scheme, batch: Batch) -> Outcomes:
-    """Run a walk on every drawing and every script."""
+class _LawsEverywhere(TreeLaws):
+    """The target's laws of some drawings, at all nodes if asked; no numbers at single ones."""
+
+    greedy = False
+
+    def __init__(self, batch: Batch, case_R: Tensor, tokens_RN: Tensor) -> None:
+        laws = [batch.node_laws(batch.target_CXV, case_R, tokens_RN, node) for node in range(batch.topology.num_nodes)]
+        self._law_RNV = torch.stack(laws, dim=1) * batch.target_scale
+
+    def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        return torch.full_like(self._law_RNV[:, 0], torch.nan)
+
+    def everywhere(self, draft: DraftTree) -> Tensor:
+        return self._law_RNV
+
+    def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def likeliest_everywhere(self, draft: DraftTree) -> Tensor:
+        raise NotImplementedError
+
+
+def enumerate_walk(walk: Walk, scheme: Scheme, batch: Batch, at_once: bool = False) -> Outcomes:
+    """Run a walk on every drawing and every script, step by step or, as where the host may not look, at all nodes at once."""
     case_S, tokens_SN, chance_S = batch.drawings(scheme)
     alphabets = _alphabets(walk, scheme, batch)
     scripts_XU = torch.cartesian_prod(*map(torch.arange, alphabets)).double().view(-1, len(alphabets))
@@ -267,14 +316,20 @@ def enumerate_walk(walk: Walk, scheme: Scheme, batch: Batch) -> Outcomes:
     draft = batch.draft(case_R, tokens_RN)
     # Rows that the node walk has stopped ask on, with what they emitted as their path.
     target_law = batch.target_law(case_R, tokens_RN, torch.float64, strict=not isinstance(walk, NodeWalk))
+    if at_once:
+        target_law = _LawsEverywhere(batch, case_R, tokens_RN)
     scripted = _Scripted(len(case_R))
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("schemes.scheme", "walks.node", "walks.block", "walks.traversal"):
+        for module in ("schemes.scheme", "walks.node", "walks.everywhere", "walks.block", "walks.traversal"):
             patch.setattr(f"polydraft.{module}.draw_one", scripted.draw_one)
+        if at_once:
+            patch.setattr("polydraft.schemes.arrays._HOSTS", ())
+            for module in (greedy, path):
+                patch.setattr(module, "followed", partial(scripted.noted, module.followed))
         patch.setattr("polydraft.walks.traversal._decide", scripted.decide)
         patch.setattr(doubles, "draw_one", scripted.draw_one)
         verdict = walk.run(scheme, draft, target_law, scripts_XU.repeat(len(case_S), 1))
-    chance_R = scripted.chance_R * chance_S[drawing_R]
+    chance_R = scripted.finished() * chance_S[drawing_R]
     outcomes = Outcomes(batch, case_R, chance_R, verdict)
     _check_verdict(outcomes, draft)
     return outcomes

@@ -1,5 +1,6 @@
 """The tests bite: every wrong rule of a walk is caught by enumeration."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,23 +9,27 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme, Selection
+from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme
 from polydraft.schemes.arithmetic import normalised, ratio
-from polydraft.walks import BlockWalk, TraversalWalk, Walk, block, traversal
+from polydraft.trees import DraftTree
+from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk, block, everywhere, node, path, traversal
+from polydraft.walks import greedy as greedy_walk
+from polydraft.walks.path import Path, PathFinder
 
 from .cases import TREES, batch_of
-from .doubles import HighestPicked
+from .doubles import AnyPicked, HighestPicked, by_law
 from .enumeration import TOLERANCE, enumerate_walk
 
+FOLLOWED = greedy_walk.followed  # as it is before anybody breaks it
 SPARSE = "[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]"
 
 
-def worst_error(walk: Walk, scheme: Scheme) -> float:
+def worst_error(walk: Walk, scheme: Scheme, at_once: bool = False) -> float:
     """Enumerate as the real tests do; not a number counts as the largest error."""
     errors = []
     for tree in ("2x2", SPARSE):
         try:
-            outcomes = enumerate_walk(walk, scheme, batch_of(tree, TREES[tree]))
+            outcomes = enumerate_walk(walk, scheme, batch_of(tree, TREES[tree]), at_once)
         except AssertionError:  # the parts of the verdict do not fit together
             return torch.inf
         errors += [(outcomes.totals() - 1).abs().max().item(), outcomes.text_error()]
@@ -34,29 +39,24 @@ def worst_error(walk: Walk, scheme: Scheme) -> float:
 # Below: wrong parts of the block walk.
 
 
-def _ratio(picked: Selection, target_BV: Tensor) -> Tensor:
-    token_B1 = picked.token_R[:, None].clamp(min=0)
-    return ratio(target_BV.gather(1, token_B1), picked.law_RV.gather(1, token_B1))
+def smallest_not_taken(weight_B1: Tensor, ratio_B1: Tensor) -> Tensor:
+    return weight_B1 * ratio_B1
 
 
-def smallest_not_taken(share_B1: Tensor, target_probs_BV: Tensor, picked: Selection) -> Tensor:
-    return _ratio(picked, share_B1 * target_probs_BV)
+def weight_not_carried_on(weight_B1: Tensor, ratio_B1: Tensor) -> Tensor:
+    return ratio_B1.clamp(max=1.0)
 
 
-def weight_not_carried_on(share_B1: Tensor, target_probs_BV: Tensor, picked: Selection) -> Tensor:
-    return _ratio(picked, normalised(target_probs_BV)).clamp(max=1.0)
+def everything_believed(weight_B1: Tensor, ratio_B1: Tensor) -> Tensor:
+    return torch.ones_like(weight_B1)
 
 
-def everything_believed(share_B1: Tensor, target_probs_BV: Tensor, picked: Selection) -> Tensor:
-    return torch.ones_like(share_B1)
+def excess_of_the_whole_target(path: Path, weight_BD: Tensor, going_BL: Tensor) -> Tensor:
+    return (normalised(path.target_BLX) - path.law_BLX * going_BL[..., None]).clamp(min=0)
 
 
-def excess_of_the_whole_target(share_B1: Tensor, target_probs_BV: Tensor, picked_BV: Tensor) -> Tensor:
-    return (normalised(target_probs_BV) - picked_BV).clamp(min=0)
-
-
-def excess_not_taken(share_B1: Tensor, target_probs_BV: Tensor, picked_BV: Tensor) -> Tensor:
-    return target_probs_BV * share_B1
+def excess_not_taken(path: Path, weight_BD: Tensor, going_BL: Tensor) -> Tensor:
+    return normalised(path.target_BLX) * weight_BD[:, :-1, None]
 
 
 def tried_from_the_root(weight_BD: Tensor, mass_BD: Tensor) -> Tensor:
@@ -76,6 +76,50 @@ class TestedAgainstDraft(HighestPicked):
 
     def picked_law(self, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
         return normalised(draft_probs_RV) * (children_RK != NO_TOKEN).any(-1, keepdim=True)
+
+
+# Below: wrong ways to ask all nodes at once.
+
+
+def excess_of_the_root(original: Callable, path: Path, accepted_B1: Tensor, weight_BD: Tensor, excess_BLX: Tensor) -> Tensor:
+    return original(path, accepted_B1 * 0, weight_BD, excess_BLX)
+
+
+def target_instead_of_excess(original: Callable, path: Path, accepted_B1: Tensor, *_: Tensor) -> Tensor:
+    return path.target_after(accepted_B1)
+
+
+def ratio_of_the_root(original: Callable, *arguments: Any) -> Path:
+    path = original(*arguments)
+    return dataclasses.replace(path, ratio_BL=path.ratio_BL[:, :1].expand_as(path.ratio_BL))
+
+
+def law_of_another_node(original: Callable, draft: DraftTree) -> Tensor:
+    return original(draft).roll(1, dims=1)
+
+
+def children_of_another_node(original: Callable, draft: DraftTree) -> Tensor:
+    return original(draft).roll(1, dims=1)
+
+
+def one_step_too_few(next_BN: Tensor, depth: int) -> Tensor:
+    nodes_BD = FOLLOWED(next_BN, depth - 1)
+    return torch.cat([nodes_BD, nodes_BD[:, -1:]], dim=1)
+
+
+def same_numbers_on_all_levels(scheme: Scheme, draft: DraftTree, laws: Any, uniforms_BU: Tensor) -> Verdict | None:
+    return everywhere.verify_everywhere(scheme, draft, laws, uniforms_BU[:, :1].expand_as(uniforms_BU))
+
+
+def no_token_of_its_own_at_the_end(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
+    # As if the bonus were what a node without children emits: a draw at the root's place.
+    verdict = greedy_walk.follow_tokens(draft, tokens_BN)
+    return dataclasses.replace(verdict, path_BD=verdict.path_BD * 0)
+
+
+def any_child_followed(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
+    first_BN = draft.all_children()[..., 0]
+    return greedy_walk.follow_tokens(draft, first_BN.where(first_BN != NO_TOKEN, tokens_BN))
 
 
 # Below: wrong parts of the traversal walk.
@@ -138,9 +182,35 @@ MUTANTS: list[tuple[type[Walk], type[Scheme], Any, str, Callable | None]] = [
 ]
 
 
+AT_ONCE: list[tuple[type[Walk], type[Scheme], Any, str, Callable]] = [
+    (BlockWalk, HighestPicked, block, "_next_weight", weight_not_carried_on),
+    (BlockWalk, HighestPicked, block, "_excess", excess_not_taken),
+    (BlockWalk, HighestPicked, Path, "weights_after", excess_of_the_root),
+    (BlockWalk, HighestPicked, Path, "weights_after", target_instead_of_excess),
+    (BlockWalk, HighestPicked, PathFinder, "_at_once", ratio_of_the_root),
+    (BlockWalk, HighestPicked, DraftTree, "all_laws", law_of_another_node),
+    (BlockWalk, HighestPicked, DraftTree, "all_children", children_of_another_node),
+    (BlockWalk, HighestPicked, path, "followed", one_step_too_few),
+    (NodeWalk, WITH, DraftTree, "all_laws", law_of_another_node),
+    (NodeWalk, WITH, DraftTree, "all_children", children_of_another_node),
+    (NodeWalk, WITH, node, "verify_everywhere", same_numbers_on_all_levels),
+    (NodeWalk, WITH, everywhere, "follow_tokens", no_token_of_its_own_at_the_end),
+    (NodeWalk, WITH, everywhere, "follow_tokens", any_child_followed),
+    (NodeWalk, WITH, greedy_walk, "followed", one_step_too_few),
+]
+"""The same where the host may not look."""
+
+
 @pytest.mark.parametrize(("walk", "scheme"), [(BlockWalk, HighestPicked), (TraversalWalk, WITHOUT), (TraversalWalk, WITH)])
 def test_the_rules_behind_the_mutants_are_correct(walk: type[Walk], scheme: type[Scheme]) -> None:
     assert worst_error(walk(), scheme()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("walk", "scheme"), [(BlockWalk, HighestPicked), (BlockWalk, AnyPicked), (NodeWalk, WITH), (NodeWalk, WITHOUT)]
+)
+def test_asking_all_nodes_at_once_is_correct(walk: type[Walk], scheme: type[Scheme]) -> None:
+    assert worst_error(walk(), by_law(scheme) if walk is NodeWalk else scheme(), at_once=True) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -150,9 +220,23 @@ def test_enumeration_catches_every_wrong_rule(
     monkeypatch: pytest.MonkeyPatch, walk: type[Walk], scheme: type[Scheme], owner: Any, part: str, wrong: Callable | None
 ) -> None:
     if wrong is not None:
-        original = getattr(owner, part)
-        # Wrong methods bend the right one, wrong functions are whole.
-        replaced = (lambda *arguments: wrong(original, *arguments)) if isinstance(owner, type) else wrong
-        monkeypatch.setattr(owner, part, replaced)
+        break_part(monkeypatch, owner, part, wrong)
     # Far above the tolerance: no rule escapes by a change of the cases.
     assert worst_error(walk(), scheme()) > 1e5 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("walk", "scheme", "owner", "part", "wrong"), AT_ONCE, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_enumeration_catches_every_wrong_way_to_ask_all_nodes(
+    monkeypatch: pytest.MonkeyPatch, walk: type[Walk], scheme: type[Scheme], owner: Any, part: str, wrong: Callable
+) -> None:
+    instance = by_law(scheme) if walk is NodeWalk else scheme()
+    break_part(monkeypatch, owner, part, wrong)
+    assert worst_error(walk(), instance, at_once=True) > 1e5 * TOLERANCE
+
+
+def break_part(patch: pytest.MonkeyPatch, owner: Any, part: str, wrong: Callable) -> None:
+    """Put a wrong part in place: wrong methods bend the right one, wrong functions are whole."""
+    original = getattr(owner, part)
+    patch.setattr(owner, part, (lambda *arguments: wrong(original, *arguments)) if isinstance(owner, type) else wrong)
