@@ -1,7 +1,7 @@
 """CUDA graphs of whole rounds."""
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -30,16 +30,18 @@ class Recording:
 
 
 class Recorder:
-    """Record a kind of round when it comes for the second time, and replay it from then on.
+    """Record a kind of round when it has come a few times, and replay it from then on.
 
-    The first time it runs as it is: libraries set themselves up and kernels are compiled, which no recording may contain.
+    The first times it runs as it is: libraries set themselves up and kernels are compiled, which no recording may contain.
     What a function leaves behind must be in tensors that stay where they are; recordings share the memory for everything
     in between. The longest unused recording goes when there are too many.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: int = 1) -> None:
+        self._before = before
+        """Runs before a recording."""
         self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
-        self._known: set[Hashable] = set()
+        self._known: Counter[Hashable] = Counter()
         self._refused: set[Hashable] = set()
         self._pool: Any = None
         self.obstacle: str | None = None
@@ -53,8 +55,8 @@ class Recorder:
         if kind in self._recordings:
             self._recordings.move_to_end(kind)
             return self._recordings[kind].replay(inputs), True
-        if kind not in self._known or kind in self._refused:
-            self._known.add(kind)
+        if self._known[kind] < self._before or kind in self._refused:
+            self._known[kind] += 1
             return function(*inputs), False
         recording = self._record(function, inputs)
         if recording is None:
@@ -77,6 +79,7 @@ class Recorder:
             self.clear()
             self.obstacle = "too little GPU memory to record a round; use a smaller batch, a smaller tree or a shorter context"
         except RuntimeError as error:
+            self._pool = None  # it may still think that it records
             self.obstacle = f"recording a round failed: {str(error).splitlines()[0]}"
         else:
             return Recording(graph, static, output)

@@ -70,8 +70,9 @@ class Workspace:
         self.tail_B2 = torch.zeros(batch_size, 2, dtype=torch.long, device=target.device)
         """The last two tokens of each text; the second is pending."""
         self.active_B = torch.ones(batch_size, dtype=torch.bool, device=target.device)
-        self._recorder = Recorder() if graphs and target.device.type == "cuda" else None
-        self._compiled = compiled and self._recorder is not None
+        self._compiled = compiled and graphs and target.device.type == "cuda"
+        # Compilation takes a second run to see what varies.
+        self._recorder = Recorder(before=3 if compiled else 1) if graphs and target.device.type == "cuda" else None
         self._told: set[str] = set()
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, keep: bool) -> None:

@@ -39,7 +39,8 @@ class Noise:
             rows = [torch.rand(count, generator=generator, dtype=torch.float64) for generator in self.generators]
             return torch.stack(rows).to(self.device)
         if self._pinned_BU.shape[1] != count:
-            self._pinned_BU = torch.empty(len(self.generators), count, dtype=torch.float64).pin_memory()
+            with torch.inference_mode(False):  # rounds may run in inference mode or not
+                self._pinned_BU = torch.empty(len(self.generators), count, dtype=torch.float64).pin_memory()
         elif self._copied is not None:
             self._copied.synchronize()  # by now it is done, unless nobody looked at the last round's outcome
         for row_U, generator in zip(self._pinned_BU, self.generators, strict=True):
