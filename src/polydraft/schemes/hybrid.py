@@ -84,6 +84,7 @@ class Hybrid(Race):
         return _certain(draft_RK, child_RK[:, 1:] != child_RK[:, :-1], total_R1, count_R1, self.threshold)
 
 
+@quietly
 def certain_of_top(value_RK: Array, total_R1: Array, count: int, threshold: float | Tensor) -> Array:
     """Return m of each row, from its largest weights, in order, and their total.
 
@@ -93,7 +94,6 @@ def certain_of_top(value_RK: Array, total_R1: Array, count: int, threshold: floa
     return _certain(value_RK + 0 * total_R1, value_RK[:, 1:] > 0, total_R1, count, threshold)
 
 
-@quietly
 def _certain(value_RK: Array, more_RJ: Array, total_R1: Array, count: Array | int, threshold: float | Tensor) -> Array:
     """Count how many of the first values pass the threshold one after the other, where something is left after them."""
     threshold = small(threshold) if isinstance(threshold, Tensor) else threshold
