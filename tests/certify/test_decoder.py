@@ -16,7 +16,10 @@ from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import TabularModel
 from polydraft.models.hf import HFModel
-from polydraft.schemes import Naive
+from polydraft.trees import DraftTree
+from polydraft.walks import Verdict
+from polydraft.walks.greedy import follow_tokens
+from polydraft.walks.target_law import TreeLaws
 
 PROMPT = [5, 6, 7]
 TWIN = 255
@@ -62,10 +65,10 @@ def test_a_decoder_is_certified(invoke, tiny: str, prompt_file: str, options: li
 
 
 def test_a_lossy_decoder_is_refused(invoke, tiny: str, prompt_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_child(scheme: Naive, target_probs_RV, draft_probs_RV, children_RK):
-        return torch.zeros_like(target_probs_RV, dtype=torch.float64).scatter_(1, children_RK[:, :1].clamp(min=0), 1.0)
+    def first_child(draft: DraftTree, laws: TreeLaws) -> Verdict:
+        return follow_tokens(draft, draft.all_children()[..., 0].clamp(min=0))
 
-    monkeypatch.setattr(Naive, "law", first_child)
+    monkeypatch.setattr("polydraft.walks.node.greedy_verdict", first_child)
     arguments = ("certify", "decoder", "--target", tiny, "--draft", "early-exit:1", "--tree", "2", "--prompts", prompt_file)
     code, out, err = invoke(*arguments, *SMALL)
     assert code == 1 and "NOT CERTIFIED" in out and "counter-example" in out and "gap of their logits" in out

@@ -11,6 +11,7 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme
 from polydraft.schemes.arithmetic import normalised, ratio
+from polydraft.schemes.arrays import Array, as_tensor, no_more, small
 from polydraft.trees import DraftTree
 from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk, block, everywhere, node, path, traversal
 from polydraft.walks import greedy as greedy_walk
@@ -39,36 +40,38 @@ def worst_error(walk: Walk, scheme: Scheme, at_once: bool = False) -> float:
 # Below: wrong parts of the block walk.
 
 
-def smallest_not_taken(weight_B1: Tensor, ratio_B1: Tensor) -> Tensor:
+def smallest_not_taken(weight_B1: Array, ratio_B1: Array) -> Array:
     return weight_B1 * ratio_B1
 
 
-def weight_not_carried_on(weight_B1: Tensor, ratio_B1: Tensor) -> Tensor:
-    return ratio_B1.clamp(max=1.0)
+def weight_not_carried_on(weight_B1: Array, ratio_B1: Array) -> Array:
+    return no_more(ratio_B1, 1.0)
 
 
-def everything_believed(weight_B1: Tensor, ratio_B1: Tensor) -> Tensor:
-    return torch.ones_like(weight_B1)
+def everything_believed(weight_B1: Array, ratio_B1: Array) -> Array:
+    return 1 + 0 * weight_B1
 
 
-def excess_of_the_whole_target(path: Path, weight_BD: Tensor, going_BL: Tensor) -> Tensor:
-    return (normalised(path.target_BLX) - path.law_BLX * going_BL[..., None]).clamp(min=0)
+def excess_of_the_whole_target(path: Path, weight_BD: Array, going_BL: Array) -> Tensor:
+    return (normalised(path.target_BLX) - path.law_BLX * as_tensor(going_BL)[..., None]).clamp(min=0)
 
 
-def excess_not_taken(path: Path, weight_BD: Tensor, going_BL: Tensor) -> Tensor:
-    return normalised(path.target_BLX) * weight_BD[:, :-1, None]
+def excess_not_taken(path: Path, weight_BD: Array, going_BL: Array) -> Tensor:
+    return normalised(path.target_BLX) * as_tensor(weight_BD)[:, :-1, None]
 
 
-def tried_from_the_root(weight_BD: Tensor, mass_BD: Tensor) -> Tensor:
+def tried_from_the_root(weight_BD: Array, mass_BD: Array) -> Array:
+    weight_BD, mass_BD = as_tensor(weight_BD), as_tensor(mass_BD)
     rest_BD = mass_BD + (1 - weight_BD)
     chance_BD = torch.where(rest_BD == 0, 0.0, mass_BD / rest_BD)
     passed_BD = (1 - chance_BD).cumprod(1)
-    return chance_BD * torch.nn.functional.pad(passed_BD[:, :-1], (1, 0), value=1.0)
+    return small(chance_BD * torch.nn.functional.pad(passed_BD[:, :-1], (1, 0), value=1.0))
 
 
-def stopped_by_weight_alone(weight_BD: Tensor, mass_BD: Tensor) -> Tensor:
+def stopped_by_weight_alone(weight_BD: Array, mass_BD: Array) -> Array:
+    weight_BD = as_tensor(weight_BD)
     passed_BD = (1 - weight_BD).flip(1).cumprod(1).flip(1)
-    return weight_BD * torch.nn.functional.pad(passed_BD[:, 1:], (0, 1), value=1.0)
+    return small(weight_BD * torch.nn.functional.pad(passed_BD[:, 1:], (0, 1), value=1.0))
 
 
 class TestedAgainstDraft(HighestPicked):
@@ -81,11 +84,11 @@ class TestedAgainstDraft(HighestPicked):
 # Below: wrong ways to ask all nodes at once.
 
 
-def excess_of_the_root(original: Callable, path: Path, accepted_B1: Tensor, weight_BD: Tensor, excess_BLX: Tensor) -> Tensor:
+def excess_of_the_root(original: Callable, path: Path, accepted_B1: Array, weight_BD: Array, excess_BLX: Tensor) -> Tensor:
     return original(path, accepted_B1 * 0, weight_BD, excess_BLX)
 
 
-def target_instead_of_excess(original: Callable, path: Path, accepted_B1: Tensor, *_: Tensor) -> Tensor:
+def target_instead_of_excess(original: Callable, path: Path, accepted_B1: Array, *_: Array) -> Tensor:
     return path.target_after(accepted_B1)
 
 

@@ -18,6 +18,7 @@ from polydraft.schemes import (
     SpecHub,
 )
 from polydraft.schemes.arithmetic import normalised, ratio, without
+from polydraft.schemes.arrays import as_tensor, quietly
 from polydraft.schemes.cells import bucketed_cells
 from polydraft.schemes.contest import Contest
 
@@ -244,7 +245,8 @@ class BucketsSharedByTarget(RaceBucketed):
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         """Set up the wrong race."""
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
-        cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, buckets=3)
+        cells_RV, cells = quietly(bucketed_cells)(target_probs_RV, draft_probs_RV, buckets=3)
+        cell_RV = as_tensor(cells_RV)
         target_RC, selected_RC = torch.zeros(2, len(target_probs_RV), cells).double()
         target_RC.scatter_add_(1, cell_RV, target_probs_RV.double())
         selected_RC.scatter_add_(1, cell_RV, right.law_RV)
@@ -258,8 +260,8 @@ class HybridWithoutHandover(Hybrid):
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         """Set up the wrong race."""
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
-        assert right.keep_RC is not None
-        return dataclasses.replace(right, keep_RC=1 + 0 * right.keep_RC)
+        assert right.keep_RK is not None
+        return dataclasses.replace(right, keep_RK=1 + 0 * right.keep_RK)
 
 
 class HybridRacingAll(Hybrid):

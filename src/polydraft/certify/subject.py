@@ -55,7 +55,7 @@ def find_subject(name: str, draws: str | None = None, arrays: str = Arrays.TORCH
     arrays : str
         What a function's probabilities come as, see `Arrays`.
     """
-    if ":" in name:
+    if ":" in name and name.partition("+")[0] not in SCHEMES:
         return _own(name, draws, _choice(Arrays, "arrays", arrays))
     if draws is not None:
         raise UsageError(f"--draws {draws} goes with a function of yours, module:function; {name!r} draws its children itself")

@@ -86,6 +86,31 @@ def top(table_RC: Array, count: int) -> tuple[Array, Array]:
     return take(value_RK, order_RK), take(index_RK, order_RK)
 
 
+def sums_by(cell_RV: Array, weight_RV: Array, cells: int) -> Array:
+    """Return the total weight of each cell, `[R, cells]`, as float64."""
+    if not isinstance(cell_RV, np.ndarray):
+        return weight_RV.new_zeros(len(weight_RV), cells, dtype=torch.float64).scatter_add_(1, cell_RV, weight_RV.double())
+    if len(cell_RV) > 1:
+        cell_RV = cell_RV + cells * np.arange(len(cell_RV))[:, None]
+    return np.bincount(cell_RV.ravel(), weight_RV.ravel(), cells * len(weight_RV)).reshape(-1, cells)
+
+
+def put(table_RC: Array, index_RK: Array, value_RK: Array) -> None:
+    """Set K entries of each row; where one is named twice, to the same."""
+    if isinstance(table_RC, np.ndarray):
+        table_RC[np.arange(len(table_RC))[:, None], index_RK] = value_RK
+    else:
+        table_RC.scatter_(1, index_RK, value_RK)
+
+
+def add_to(table_RC: Array, index_RK: Array, value_RK: Array) -> None:
+    """Add to K entries of each row, twice where one is named twice."""
+    if isinstance(table_RC, np.ndarray):
+        np.add.at(table_RC, (np.arange(len(table_RC))[:, None], index_RK), value_RK)
+    else:
+        table_RC.scatter_add_(1, index_RK, value_RK)
+
+
 def running_max(table_RC: Array) -> Array:
     """Return the largest entry up to each place."""
     return np.maximum.accumulate(table_RC, -1) if isinstance(table_RC, np.ndarray) else table_RC.cummax(-1).values

@@ -12,7 +12,22 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes.arithmetic import ratio
-from polydraft.schemes.arrays import Array, as_tensor, at_most, library, no_less, no_more, quietly, quotient, ranks, small, take
+from polydraft.schemes.arrays import (
+    Array,
+    add_to,
+    as_tensor,
+    at_most,
+    library,
+    no_less,
+    no_more,
+    put,
+    quietly,
+    quotient,
+    ranks,
+    small,
+    sums_by,
+    take,
+)
 from polydraft.schemes.cells import bucketed_cells, ranked_cells
 from polydraft.schemes.plan import Plan, make_plan, places, winning_chances
 
@@ -36,7 +51,7 @@ class Contest:
     """r': law of the selected child over drawing and race; a zero row where there are no children."""
     certain_RK: Array | None = None
     """Target law p_t of the certain children, 0 at the others; None where no row has any."""
-    keep_RC: Array | None = None
+    keep_RK: Array | None = None
     """Chance r'/r that a winner does not hand over."""
 
     @classmethod
@@ -64,43 +79,43 @@ class Contest:
         where, width = library(child_RK).where, child_RK.shape[1]
         exists_RK = child_RK != NO_TOKEN
         token_RK = no_less(where(exists_RK, child_RK, child_RK[:, :1]), 0)
-        target_RV, draft_RV = target_probs_RV.double(), draft_probs_RV.double()
+        target_RV, draft_RV = small(target_probs_RV.double()), small(draft_probs_RV.double())
         racing_RK, apart_RK, scale_R1 = exists_RK, None, None
         if certain is not None:
-            total_R1 = small(draft_RV.sum(-1, keepdim=True))
-            draft_RK = take(small(draft_RV), token_RK)
+            total_R1 = draft_RV.sum(-1, keepdims=True)
+            draft_RK = take(draft_RV, token_RK)
             apart_RK = ranks(width, exists_RK) < certain(child_RK, draft_RK, total_R1, exists_RK.sum(-1, keepdims=True))
             racing_RK = exists_RK & ~apart_RK
             rest_R1 = total_R1 - (draft_RK * apart_RK).sum(-1, keepdims=True)
-            scale_R1 = as_tensor(quotient(total_R1, rest_R1))
+            scale_R1 = quotient(total_R1, rest_R1)
         if buckets is None:
             cell_RV, cells = ranked_cells(target_probs_RV, draft_probs_RV)
         else:
             cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, scale_R1, buckets)
-        cell_RK = take(small(cell_RV), token_RK)
+        cell_RK = take(cell_RV, token_RK)
         if apart_RK is not None:
             # Certain ones go into cell 0, whose mass is forgotten. A missing child repeats the first, so does as that does.
             cell_RK = cell_RK * (racing_RK | ~apart_RK[:, :1])
-            cell_RV.scatter_(1, as_tensor(token_RK), as_tensor(cell_RK))
-        sums_RC = target_RV.new_zeros(2, len(target_RV), cells)
-        target_RC = small(sums_RC[0].scatter_add_(1, cell_RV, target_RV))
-        weight_RC = small(sums_RC[1].scatter_add_(1, cell_RV, draft_RV))
+            put(cell_RV, token_RK, cell_RK)
+        target_RC, weight_RC = sums_by(cell_RV, target_RV, cells), sums_by(cell_RV, draft_RV, cells)
         target_mass_R1 = target_RC.sum(-1, keepdims=True)
         if apart_RK is not None:
-            sums_RC[:, :, 0] = 0.0
+            target_RC[:, 0] = 0.0
+            weight_RC[:, 0] = 0.0
         target_RC = quotient(target_RC, target_mass_R1)
         # Not by `rest_R1`, a difference, of which something may be left where nothing is.
         draft_RC = quotient(weight_RC, weight_RC.sum(-1, keepdims=True))
         plan = make_plan(target_RC, draft_RC, racing_RK.sum(-1, keepdims=True))
-        left_RC, certain_RK, keep_RC = plan.selected_RC, None, None
+        left_RC, certain_RK, keep_RK = plan.selected_RC, None, None
         if apart_RK is not None:
-            certain_RK = quotient(take(small(target_RV), token_RK), target_mass_R1) * apart_RK
+            certain_RK = quotient(take(target_RV, token_RK), target_mass_R1) * apart_RK
             left_RC = _handed_over(plan.selected_RC, target_RC, certain_RK.sum(-1, keepdims=True))
-            keep_RC = quotient(left_RC, plan.selected_RC)
-        law_RV = as_tensor(quotient(left_RC, weight_RC)).gather(1, cell_RV).mul_(draft_RV)
+            keep_RK = quotient(take(left_RC, cell_RK), take(plan.selected_RC, cell_RK))
+        law_RV = take(quotient(left_RC, weight_RC), cell_RV)
+        law_RV *= draft_RV
         if certain_RK is not None:
-            law_RV.scatter_add_(1, as_tensor(token_RK), as_tensor(certain_RK))
-        return cls(plan, token_RK, cell_RK, racing_RK, law_RV, certain_RK, keep_RC)
+            add_to(law_RV, token_RK, certain_RK)
+        return cls(plan, token_RK, cell_RK, racing_RK, as_tensor(law_RV), certain_RK, keep_RK)
 
     @quietly
     def select(self, uniforms_RU: Tensor) -> Tensor:
@@ -111,7 +126,7 @@ class Contest:
         place_RK = where(self.racing_RK, places(self.plan, self.cell_RK, partner_RK, place_RK), -1.0)
         index_R1 = place_RK.argmax(-1, keepdims=True)
         if self.certain_RK is not None:
-            keep_R1, number_R1 = take(self.keep_RC, take(self.cell_RK, index_R1)), number_RU[:, :1]
+            keep_R1, number_R1 = take(self.keep_RK, index_R1), number_RU[:, :1]
             # A number above `keep` is uniform there, so it also tells who takes over.
             running_RK = self.certain_RK.cumsum(-1)
             mark_R1 = quotient(number_R1 - keep_R1, 1 - keep_R1) * running_RK[:, -1:]
@@ -127,7 +142,7 @@ class Contest:
         if self.certain_RK is None:
             return win_RK
         certain_RK = as_tensor(self.certain_RK)
-        kept_RK = win_RK * as_tensor(take(self.keep_RC, self.cell_RK))
+        kept_RK = win_RK * as_tensor(self.keep_RK)
         handed_R1 = (win_RK - kept_RK).sum(-1, keepdim=True)
         return kept_RK + handed_R1 * ratio(certain_RK, certain_RK.sum(-1, keepdim=True))
 

@@ -9,6 +9,10 @@ References
 .. [1] Towards Optimal Multi-draft Speculative Decoding, §5.
 """
 
+import math
+from functools import cache
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -19,7 +23,7 @@ from polydraft.schemes.arrays import Array, as_tensor, quietly, ranks, small
 from polydraft.schemes.cells import BUCKETS
 from polydraft.schemes.contest import Contest
 from polydraft.schemes.race import Race
-from polydraft.schemes.scheme import SCHEMES
+from polydraft.schemes.scheme import SCHEMES, Scheme
 
 
 @SCHEMES.register("hybrid")
@@ -28,20 +32,33 @@ class Hybrid(Race):
 
     Parameters
     ----------
-    threshold : float or Tensor
-        Expected draws from which a top token is made certain; 0 for all but one, infinity for none. Any choice is exact as
-        long as it is the same for drawing and verifying; see `ThresholdTuner`.
+    threshold : float or Tensor, optional
+        Expected draws from which a top token is made certain, 0.5 if not given; 0 for all but one, infinity for none. Any
+        choice is exact as long as it is the same for drawing and verifying; see `ThresholdTuner`. By name: ``hybrid:0.7``.
     buckets : int, optional
         Of like tokens, in the race; None sorts the vocabulary, which takes ten times as long for less than 1e-4 of acceptance.
     """
 
     name = "hybrid"
     replacement = None
+    usual_threshold: ClassVar[float] = 0.5
 
-    def __init__(self, threshold: float | Tensor = 0.5, buckets: int | None = BUCKETS) -> None:
+    def __init__(self, threshold: float | Tensor | None = None, buckets: int | None = BUCKETS) -> None:
+        threshold = self.usual_threshold if threshold is None else threshold
         if not isinstance(threshold, Tensor) and not threshold >= 0:
             raise UsageError(f"threshold={threshold!r} is out of range; allowed: 0 or more")
         self.threshold, self.buckets = threshold, buckets
+
+    @classmethod
+    def with_setting(cls, text: str) -> type[Scheme]:
+        """Return the scheme with another threshold."""
+        try:
+            threshold = float(text)
+        except ValueError:
+            threshold = math.nan
+        if not threshold >= 0:
+            raise UsageError(f"scheme 'hybrid:{text}' has no threshold; allowed: hybrid, or hybrid:X with X from 0 to inf")
+        return _with_threshold(cls, threshold)
 
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         """All mass on the next top token, then the law of the rest."""
@@ -84,6 +101,14 @@ class Hybrid(Race):
         return _certain(draft_RK, child_RK[:, 1:] != child_RK[:, :-1], total_R1, count_R1, self.threshold)
 
 
+@cache
+def _with_threshold(kind: type[Hybrid], threshold: float) -> type[Scheme]:
+    """Make it once: schemes of one name are of one class."""
+    members = {"name": f"hybrid:{threshold!r}", "usual_threshold": threshold, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), members)
+
+
+@quietly
 def certain_of_top(value_RK: Array, total_R1: Array, count: int, threshold: float | Tensor) -> Array:
     """Return m of each row, from its largest weights, in order, and their total.
 
@@ -93,7 +118,6 @@ def certain_of_top(value_RK: Array, total_R1: Array, count: int, threshold: floa
     return _certain(value_RK + 0 * total_R1, value_RK[:, 1:] > 0, total_R1, count, threshold)
 
 
-@quietly
 def _certain(value_RK: Array, more_RJ: Array, total_R1: Array, count: Array | int, threshold: float | Tensor) -> Array:
     """Count how many of the first values pass the threshold one after the other, where something is left after them."""
     threshold = small(threshold) if isinstance(threshold, Tensor) else threshold

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from polydraft.errors import UsageError
 from polydraft.registry import Registry
 from polydraft.sampling import draw_one
 
@@ -50,6 +51,11 @@ class Scheme(ABC):
     replacement: ClassVar[bool | None] = None
     """Whether children are drawn from the draft law with or without replacement; None where they are drawn otherwise."""
 
+    @classmethod
+    def with_setting(cls, text: str) -> type["Scheme"]:
+        """Return this scheme with a setting that a user has written behind its name, as in ``hybrid:0.7``."""
+        raise UsageError(f"scheme {cls.name!r} has no setting, but {cls.name}:{text} is given; use {cls.name}")
+
     @abstractmethod
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         """Return the law of child number J of `count`, given the J earlier ones; a zero row where there is none."""
@@ -77,4 +83,19 @@ class Scheme(ABC):
         raise NotImplementedError(f"scheme {self.name!r} does not pick before it accepts")
 
 
-SCHEMES: Registry[type[Scheme]] = Registry("scheme")
+class _Schemes(Registry[type[Scheme]]):
+    """Schemes by name, with their setting behind a colon where there is one."""
+
+    def get(self, name: str) -> type[Scheme]:
+        """Return the scheme called `name`, or raise a `UsageError` that says what is allowed."""
+        plain, colon, setting = name.partition(":")
+        return super().get(plain).with_setting(setting) if colon else super().get(name)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            return isinstance(name, str) and bool(self.get(name))
+        except UsageError:
+            return False
+
+
+SCHEMES: Registry[type[Scheme]] = _Schemes("scheme")

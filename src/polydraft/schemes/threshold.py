@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.schemes.arithmetic import largest, ratio
-from polydraft.schemes.arrays import as_tensor, small
+from polydraft.schemes.arrays import as_tensor, quietly, small
 from polydraft.schemes.cells import bucketed_cells
 from polydraft.schemes.hybrid import certain_of_top
 
@@ -59,11 +59,13 @@ class ThresholdTuner:
         return self._candidate_X.gather(0, self._score_X.argmax()[None])[0]
 
 
+@quietly
 def acceptances(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
     """Return the acceptance of `hybrid` with m = 0, 1, ..., count − 1 certain candidates, by buckets, good to 1e-3."""
     target_RV, draft_RV = target_probs_RV.double(), draft_probs_RV.double()
     target_mass_R1, draft_mass_R1 = target_RV.sum(-1, keepdim=True), draft_RV.sum(-1, keepdim=True)
-    cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, target_mass_R1 / draft_mass_R1)
+    cells_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, small(target_mass_R1 / draft_mass_R1))
+    cell_RV = as_tensor(cells_RV)
     target_RC, draft_RC = target_RV.new_zeros(2, len(target_RV), cells)
     target_RC.scatter_add_(1, cell_RV, target_RV / target_mass_R1)
     draft_RC.scatter_add_(1, cell_RV, draft_RV)

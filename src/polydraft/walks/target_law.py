@@ -96,6 +96,8 @@ def laws_everywhere(draft: DraftTree, target_law: TargetLaw, columns: int) -> Te
 
 def _rows(table_BNX: Tensor, node_B: Tensor) -> Tensor:
     """Return the entry of one node a row, `[B, 1, X]`."""
+    if len(table_BNX) == 1 and looks(node_B):
+        return table_BNX[:, int(node_B)][:, None]
     if len(table_BNX) == 1:
         return table_BNX.index_select(1, node_B)
     return table_BNX[torch.arange(len(node_B), device=node_B.device), node_B][:, None]

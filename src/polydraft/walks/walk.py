@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from polydraft.registry import Registry
 from polydraft.schemes import Scheme
+from polydraft.schemes.arrays import as_tensor, library, small
 from polydraft.trees import DraftTree
 from polydraft.walks.target_law import TargetLaw
 
@@ -39,8 +39,16 @@ class Fault(IntEnum):
 def fault_of(target_probs_BV: Tensor, draft_probs_BV: Tensor) -> Tensor:
     """Return the `Fault` of each row's laws at one node, `[B, 1]`."""
     # A target's law that is not a number is none anywhere; a draft's may lack tokens, which are 0 all the same.
-    fault_B1 = torch.where(draft_probs_BV.sum(-1, keepdim=True).isnan(), Fault.DRAFT, Fault.NONE)
-    return torch.where(target_probs_BV[:, :1].isnan(), Fault.TARGET, fault_B1)
+    target_B1, draft_B1 = small(_widened(target_probs_BV))[:, :1], small(_widened(draft_probs_BV)).sum(-1, keepdims=True)
+    where = library(target_B1).where
+    # What is not a number does not equal itself.
+    fault_B1 = where(draft_B1 != draft_B1, Fault.DRAFT.value, Fault.NONE.value)
+    return as_tensor(where(target_B1 != target_B1, Fault.TARGET.value, fault_B1))
+
+
+def _widened(probs_BV: Tensor) -> Tensor:
+    """Return a law in a dtype that numpy has too."""
+    return probs_BV if probs_BV.dtype.itemsize >= 4 else probs_BV.float()
 
 
 @dataclass(frozen=True, eq=False)
