@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from polydraft.drafters import GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
 from polydraft.drafters.gram_tree import GramTreeSession
@@ -212,3 +213,11 @@ def test_branches_that_overflow_the_context_are_refused() -> None:
     parts = _parts("self-draft", riders=RiderOptions(branches=2, length=8), caches=GramOptions(corpus="none"))
     with pytest.raises(UsageError, match="does not fit the model's context of 8"):
         Decoder(small, make_drafter(parts, "self-draft")).generate([1, 2], max_new_tokens=2)
+
+
+def test_sizes_follow_the_device() -> None:
+    options = GramTreeOptions()
+    on_cpu, elsewhere = options.on(torch.device("cpu")), options.on(torch.device("meta"))
+    assert on_cpu.nodes + on_cpu.riders.most == 20
+    assert (elsewhere.riders.branches, elsewhere.riders.length) == (6, 6)
+    assert GramTreeOptions(nodes=3).on(torch.device("cpu")).depth == 3

@@ -64,7 +64,7 @@ class NodeWalk(Walk):
             if step < draft.depth:
                 path_BD[:, step + 1] = node_B
             # On a CPU a look costs nothing and saves the idle steps; elsewhere it would stall the device.
-            if device.type == "cpu" and not going_B.any():
+            if step == draft.reach or (device.type == "cpu" and not going_B.any()):
                 path_BD[:, step + 1 :] = node_B[:, None]
                 break
         return Verdict(path_BD, accepted_B, tokens_BD, offered_B, fault_B)
