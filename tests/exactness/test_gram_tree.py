@@ -10,6 +10,7 @@ from polydraft.drafters import GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptio
 from polydraft.drafters.gram_tree import GramTreeSession
 from polydraft.engine import Decoder, StopReason
 from polydraft.errors import UsageError
+from polydraft.loading import load
 from polydraft.models import TabularModel
 from polydraft.ngrams import GramOptions
 from polydraft.sampling import SamplingParams
@@ -221,3 +222,20 @@ def test_sizes_follow_the_device() -> None:
     assert on_cpu.nodes + on_cpu.riders.most == 20
     assert (elsewhere.riders.branches, elsewhere.riders.length) == (6, 6)
     assert GramTreeOptions(nodes=3).on(torch.device("cpu")).depth == 3
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "self-draft"])
+def test_a_stop_string_inside_a_block_ends_the_text_there(roomy: str, drafter: str) -> None:
+    # A penalty that rewards makes a model of random weights repeat its prompt.
+    options: Any = {"sampling": SamplingParams(temperature=0, repetition_penalty=0.05), "max_new_tokens": 30}
+    plain, drafted = load(roomy, "none", dtype="float32"), load(roomy, drafter=drafter, dtype="float32")
+    whole = plain.generate("ab cd ab cd ab cd", **options)
+    text, inside = "ab cd ab cd ab cd", 0
+    for place in range(4, 20, 3):
+        stop = whole.text[place : place + 2]
+        expected = plain.generate(text, stop=stop, **options)
+        result = drafted.generate(text, stop=stop, keep=True, **options)
+        assert (result.text, result.token_ids, result.stop_reason) == (expected.text, expected.token_ids, expected.stop_reason)
+        inside += result.stop_reason == StopReason.STOP and result.sources[-1] != "target"
+    assert drafted.generate(text, keep=True, **options).token_ids == whole.token_ids
+    assert inside > 0
