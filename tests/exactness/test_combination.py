@@ -1,5 +1,6 @@
 """A drawn tree and n-grams in one round: exact whatever the scheme, and neither loses what the other knows."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from polydraft.schemes import SCHEMES
 from polydraft.trees import DraftTree, parse_tree, union
 
 from .checks import FALSE_ALARM, chi_square_p_value
-from .configurations import Configuration
+from .configurations import THRESHOLD, Configuration
 from .setups import DRAFT, GRAM_PROMPT, HEAD, RAGGED_PROMPTS, TARGET, gram_options, make_decoder, tree_for
 
 GREEDY = SamplingParams(temperature=0)
@@ -144,3 +145,19 @@ def test_wrong_combinations_are_refused(name: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         make_drafter(parts, name)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_further_children_are_not_the_schemes_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verified as if the draft had drawn them, n-grams change the law of the text, and the tests notice."""
+    original = DraftTree.children
+
+    def all_drawn(draft: DraftTree, node_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nodes_BK, tokens_BK = original(draft, node_B)
+        if draft.extra_table_BNK is None:
+            return nodes_BK, tokens_BK
+        further = original(replace(draft, child_table_BNK=draft.extra_table_BNK), node_B)
+        return torch.cat([further[0], nodes_BK], dim=1), torch.cat([further[1], tokens_BK], dim=1)
+
+    monkeypatch.setattr(DraftTree, "children", all_drawn)
+    configuration = Configuration(label="mutant", scheme="rrs-wor", drafter="lookup+model", prompt=GRAM_PROMPT, samples=800)
+    assert min(configuration.p_values(configuration.generate())) < THRESHOLD

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from polydraft.drafters import GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
 from polydraft.drafters.gram_tree import GramTreeSession
 from polydraft.engine import Decoder, StopReason
 from polydraft.errors import UsageError
+from polydraft.loading import load
 from polydraft.models import TabularModel
 from polydraft.ngrams import GramOptions
 from polydraft.sampling import SamplingParams
@@ -212,3 +214,28 @@ def test_branches_that_overflow_the_context_are_refused() -> None:
     parts = _parts("self-draft", riders=RiderOptions(branches=2, length=8), caches=GramOptions(corpus="none"))
     with pytest.raises(UsageError, match="does not fit the model's context of 8"):
         Decoder(small, make_drafter(parts, "self-draft")).generate([1, 2], max_new_tokens=2)
+
+
+def test_sizes_follow_the_device() -> None:
+    options = GramTreeOptions()
+    on_cpu, elsewhere = options.on(torch.device("cpu")), options.on(torch.device("meta"))
+    assert on_cpu.nodes + on_cpu.riders.most == 20
+    assert (elsewhere.riders.branches, elsewhere.riders.length) == (6, 6)
+    assert GramTreeOptions(nodes=3).on(torch.device("cpu")).depth == 3
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "self-draft"])
+def test_a_stop_string_inside_a_block_ends_the_text_there(roomy: str, drafter: str) -> None:
+    # A penalty that rewards makes a model of random weights repeat its prompt.
+    options: Any = {"sampling": SamplingParams(temperature=0, repetition_penalty=0.05), "max_new_tokens": 30}
+    plain, drafted = load(roomy, "none", dtype="float32"), load(roomy, drafter=drafter, dtype="float32")
+    whole = plain.generate("ab cd ab cd ab cd", **options)
+    text, inside = "ab cd ab cd ab cd", 0
+    for place in range(4, 20, 3):
+        stop = whole.text[place : place + 2]
+        expected = plain.generate(text, stop=stop, **options)
+        result = drafted.generate(text, stop=stop, keep=True, **options)
+        assert (result.text, result.token_ids, result.stop_reason) == (expected.text, expected.token_ids, expected.stop_reason)
+        inside += result.stop_reason == StopReason.STOP and result.sources[-1] != "target"
+    assert drafted.generate(text, keep=True, **options).token_ids == whole.token_ids
+    assert inside > 0

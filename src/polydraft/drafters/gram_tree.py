@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.drafters.gram_options import GramTreeOptions
-from polydraft.drafters.riders import RiderOptions, Riders, usual_riders
+from polydraft.drafters.riders import RiderOptions, Riders
 from polydraft.drafters.trie import TokenTrie, as_draft_tree, rounded
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
@@ -66,7 +66,7 @@ class GramTree(Drafter):
     def resolve_walk(self, wish: str, scheme: Scheme) -> Walk:
         """Walk node by node; or as the paper words it, if that was asked for."""
         check_node_walk(self.name, wish)
-        return FlatBlocksWalk(1 + self.options.nodes) if self.options.flat_blocks else NodeWalk()
+        return FlatBlocksWalk(1 + self.options.most_nodes) if self.options.flat_blocks else NodeWalk()
 
 
 def check_node_walk(name: str, wish: str) -> None:
@@ -88,17 +88,17 @@ class GramTreeSession(DraftSession):
 
     def __init__(self, drafter: GramTree, batch_size: int, target: LanguageModel) -> None:
         self._options, self._device = drafter.options, target.device
-        riders = drafter.options.riders or usual_riders(target.device)
-        self._riders = Riders(riders, target)
+        self._sizes = drafter.options.on(target.device)
+        self._riders = Riders(self._sizes.riders, target)
         self._names = [cache.name for cache in drafter.caches]
         self._memories = [[cache.open() for cache in drafter.caches] for _ in range(batch_size)]
         self._read: list[list[int]] = [[] for _ in range(batch_size)]
         """Text that each row's memories have read."""
         self._idle = [False] * batch_size
         self._tries: list[TokenTrie] = []
-        self.depth = drafter.options.most_depth
-        self.drafts_on_host = not riders.branches  # type: ignore[misc]  # branches are tensors that grow
-        self.num_nodes = 1 + drafter.options.nodes + riders.most
+        self.depth = self._sizes.depth
+        self.drafts_on_host = not self._sizes.riders.branches  # type: ignore[misc]  # branches are tensors that grow
+        self.num_nodes = 1 + self._sizes.nodes + self._sizes.riders.most
 
     @property
     def num_uniforms(self) -> int:  # type: ignore[override]
@@ -127,7 +127,7 @@ class GramTreeSession(DraftSession):
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Merge what the memories know; let the branches ride along."""
-        limit, shared = self._options.nodes, not self._options.flat_blocks
+        limit, shared = self._sizes.nodes, not self._options.flat_blocks
         self._tries = [
             self._trie(memories, read[-1], shared) if not idle else TokenTrie(read[-1])
             for memories, read, idle in zip(self._memories, self._read, self._idle, strict=True)
@@ -138,16 +138,16 @@ class GramTreeSession(DraftSession):
 
     def _trie(self, memories: Sequence[GramMemory], root: int, shared: bool) -> TokenTrie:
         """Merge continuations: those of the longest prefixes first, and in so far as the prefix is a reason to believe them."""
-        options, trie = self._options, TokenTrie(root, shared)
+        options, nodes, trie = self._options, self._sizes.nodes, TokenTrie(root, shared)
         found: list[tuple[Match, str]] = []
         for name, memory in zip(self._names, memories, strict=True):
             found += [(match, name) for match in memory.matches(options.candidates, self.depth)]
         found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
         for match, name in found:
             reach = 1 + _REACH.get(name, _USUAL_REACH) * match.prefix
-            trie.add(match.tokens[:reach], name, 1 + options.nodes)
+            trie.add(match.tokens[:reach], name, 1 + nodes)
         # The pass has room for some more, which cost nothing.
-        room = rounded(len(trie) - 1, options.nodes)
+        room = rounded(len(trie) - 1, nodes)
         for match, name in found if shared else ():
             trie.add(match.tokens, name, 1 + room)
         return trie

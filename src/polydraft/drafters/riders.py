@@ -46,11 +46,6 @@ class RiderOptions:
         return self.branches * self.length
 
 
-def usual_riders(device: torch.device) -> RiderOptions:
-    """Return the branches that pay: the numbers of [1] where a pass is bound by reading the weights, fewer on a CPU."""
-    return RiderOptions(branches=2, length=4) if device.type == "cpu" else RiderOptions()
-
-
 class Riders:
     """Branches of a batch, on the device; X is branches, P tokens along a branch.
 

@@ -114,7 +114,8 @@ def as_draft_tree(tries: Sequence[TokenTrie], size: int, depth: int, device: tor
             ancestors_NN[nodes_N[:count], above_N] = True
             above_N = parents_N[above_N]
     packed, ancestors = (_placed(array, device) for array in (packed_BNX, ancestors_BNN))
-    return DraftTree(packed[..., 0], packed[..., 1], ancestors, packed[..., 2:], depth)
+    reach = max(max(trie.depths) for trie in tries)
+    return DraftTree(packed[..., 0], packed[..., 1], ancestors, packed[..., 2:], depth, reach=reach)
 
 
 def _placed(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -124,7 +124,12 @@ class Workspace:
                 return self._round(walk, values_BU, Stats())
             tokens_BN, depths_BN, ancestors_BNN, child_table_BNK = tables
             static = replace(
-                draft, tokens_BN=tokens_BN, depths_BN=depths_BN, ancestors_BNN=ancestors_BNN, child_table_BNK=child_table_BNK
+                draft,
+                tokens_BN=tokens_BN,
+                depths_BN=depths_BN,
+                ancestors_BNN=ancestors_BNN,
+                child_table_BNK=child_table_BNK,
+                reach=None,  # later replays may reach further
             )
             return self._score(walk, static, values_BU, Stats())
 

@@ -31,6 +31,8 @@ class DraftTree:
     """Which of its level's G laws each node's children were drawn from."""
     vocabulary: PartialVocabulary | None = None
     """What the columns of the laws mean, where they are not all tokens."""
+    reach: int | None = None
+    """Largest depth of any node that a walk may get to, where the host knows it and it may be less than `depth`."""
     riders: int = 0
     """How many nodes, the last ones, only ride along in the pass: no walk gets there."""
     extra_table_BNK: Tensor | None = None

@@ -51,6 +51,7 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
         child_table_BNK=torch.nn.functional.pad(drawn.child_table_BNK, (0, 0, 0, added)),
         depth=max(drawn.depth, certain.depth),
         law_rows_BN=None if law_rows_BN is None else torch.nn.functional.pad(law_rows_BN, (0, added)),
+        reach=None if certain.reach is None else max(drawn.depth, certain.reach),
         riders=certain.riders,
         extra_table_BNK=torch.cat([inherited_BNK, moved_BNK[:, 1:]], dim=1),
     )

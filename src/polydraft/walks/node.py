@@ -72,7 +72,7 @@ class NodeWalk(Walk):
             node_B = torch.where(going_B, child_B, node_B)
             if step < draft.depth:
                 path_BD[:, step + 1] = node_B
-            if looks(going_B) and not going_B.any():
+            if step == draft.reach or (looks(going_B) and not going_B.any()):
                 path_BD[:, step + 1 :] = node_B[:, None]
                 break
         return Verdict(path_BD, accepted_B, tokens_BD, offered_B, fault_B)
