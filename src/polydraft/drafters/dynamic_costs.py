@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _CONTEXT, _REPEATS, _BEAM = 128, 5, 8
+_tables: dict[Path, dict[str, Any]] = {}
+"""What this process has read or measured."""
 SCHEMES_MEASURED = ("top", "hybrid")
 """What dynamic trees verify by, at temperature 0 and above."""
 
@@ -42,11 +44,12 @@ def measured_costs(target: LanguageModel, draft: LanguageModel | FeatureHead, no
         By which children are drawn and verified: what that costs a level counts.
     """
     file = cache_root() / "costs" / f"{_key(target, draft, nodes)}.json"
-    table = _read(file)
+    table = _tables.get(file) or _read(file)
     if table is None:
         logger.info("measuring what passes of the target and the draft cost here, once ...")
         table = measure(target, draft, nodes)
         _write(file, table)
+    _tables[file] = table
     passes = {int(size): seconds for size, seconds in table["target"].items()}
     level = table["level"] + table["verification"].get(scheme, 0.0)
     return Costs(draft_level=level / passes[min(passes)], tree_pass=cost_curve(passes))
