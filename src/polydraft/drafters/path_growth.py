@@ -193,7 +193,8 @@ class PathGrowth:
             keep_BC = torch.zeros_like(scores_BC, dtype=torch.bool).scatter_(1, index_BM, wanted_BM)
         most = max(int(counts_B.max()), 1) if self._device.type == "cpu" else min(self.shape.nodes - 1, keep_BC.shape[1])
         self._plan = Plan(torch.where(keep_BC, scores_BC.exp(), 0.0).sum(-1), counts_B, levels_B)
-        grown = assemble(root_B, levels, fronts, keep_BC, most, self.shape.depth)
+        branch = max([level.children for level in self._widths], default=self.shape.branch)
+        grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth)
         self.places_BN = self._places(grown, fronts)
         if not self._drawn:
             return grown.draft
@@ -221,7 +222,7 @@ class PathGrowth:
             zero_B = torch.zeros_like(accepted_B)
             self._plan = Plan(zero_B.float(), zero_B, zero_B)
         self.policy.learn(self._plan, accepted_B, active_B)
-        return self.policy.drafting_B.long()[:, None]
+        return (self.policy.drafting_B & active_B).long()[:, None]
 
     def receive(self, drafting: Sequence[bool]) -> None:
         """Take note on the host of which rows want drafts."""
