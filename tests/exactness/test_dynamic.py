@@ -11,6 +11,7 @@ from polydraft.certify.reference import greedy_text
 from polydraft.decision import Decision
 from polydraft.drafters import Dynamic, HeadTree, ModelTree
 from polydraft.drafters.drawn_children import schedule
+from polydraft.drafters.path_growth import PathGrowth
 from polydraft.drafters.policy import Plan, RowPolicy
 from polydraft.engine import Decoder
 from polydraft.sampling import SamplingParams
@@ -84,6 +85,25 @@ def test_greedy_texts_are_the_argmax_and_rows_are_their_own(name: str) -> None:
     together = decoder.generate(RAGGED_PROMPTS, sampling=PENALTIES, max_new_tokens=25, seed=seeds)
     for prompt, seed, result in zip(RAGGED_PROMPTS, seeds, together, strict=True):
         assert decoder.generate(prompt, sampling=PENALTIES, max_new_tokens=25, seed=[seed]).token_ids == result.token_ids
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams()], ids=["chosen", "drawn"])
+@pytest.mark.parametrize("model", [DRAFT, HEAD], ids=["model", "head"])
+def test_rounds_without_a_look_give_the_same_texts(model, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a GPU: all levels are computed, all tables are as wide as they may be.
+    def texts() -> list[list[int]]:
+        decoder = dynamic(model, Costs(draft_level=0.15, tree_pass=lambda nodes: 1 + 0.02 * nodes))
+        results = decoder.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=25, seed=4)
+        return [result.token_ids for result in results]
+
+    looking, start = texts(), PathGrowth.__init__
+
+    def blind(growth: PathGrowth, *arguments, **options) -> None:
+        start(growth, *arguments, **options)
+        growth._looks = False
+
+    monkeypatch.setattr(PathGrowth, "__init__", blind)
+    assert texts() == looking
 
 
 @pytest.mark.parametrize("costs", [CHEAP, LOSING], ids=["drafting", "with rests"])

@@ -147,8 +147,6 @@ def _children(parent_BN: Tensor, kept_BN: Tensor, branch: int) -> Tensor:
     batch_size, nodes = parent_BN.shape
     siblings_BNN = (parent_BN[:, :, None] == parent_BN[:, None, :]) & kept_BN[:, None, :]
     rank_BN = siblings_BNN.tril(-1).sum(-1)
-    if parent_BN.device.type == "cpu":  # a look is free there, and the narrow table saves verification work
-        branch = max(int(torch.where(kept_BN, rank_BN + 1, 0).max()), 1)
     slot_BN = torch.where(kept_BN, parent_BN * branch + rank_BN, nodes * branch)
     table_BX = torch.zeros(batch_size, nodes * branch + 1, dtype=torch.long, device=parent_BN.device)
     ids_BN = torch.arange(nodes, device=parent_BN.device).expand(batch_size, -1)
