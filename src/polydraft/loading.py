@@ -110,9 +110,7 @@ def load(
     dynamic = parse_dynamic(tree)
     topology = Topology() if dynamic is not None else parse_tree(tree)
     if dynamic is not None and scheme != "auto":
-        raise UsageError(
-            f"scheme {scheme!r} with tree {tree!r}; allowed: auto, because dynamic trees take the likeliest tokens"
-        )
+        raise UsageError(f"scheme {scheme!r} with tree {tree!r}; allowed: auto, because dynamic trees choose their own")
     check_threshold(stop_below)
     grams = grams or GramTreeOptions()
     if lossy == FLAT_BLOCKS:

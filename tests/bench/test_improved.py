@@ -17,13 +17,13 @@ def test_it_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": "p", "category": "a", "prompt": "hello"}) + "\n")
-    options = ("--target", tiny, "--draft", "early-exit:2", "--prompts", str(prompts), "--max-new-tokens", "6")
+    options = ("--target", tiny, "--draft", "early-exit:2", "--prompts", str(prompts), "--max-new-tokens", "4")
     code, _, err = invoke("bench", "--reproduce", "improved", *options, "--out", str(tmp_path / "out"))
     assert code == 0, err
     text = (tmp_path / "out" / "reproduction.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| 0 | ")]
     dynamic = next(row for row in rows if row[1].startswith("dynamic tree"))
-    assert "–" not in dynamic
+    assert "–" not in dynamic[4:], "it may find that drafting does not pay, but it decodes"
     assert any("**lossy**" in row[1] for row in rows)
     for drawing in ("figure-3-t0.svg", "figure-5a-t0.svg", "figure-5b-t0.svg", "figure-6-t0.svg"):
         assert (tmp_path / "out" / drawing).read_text().startswith("<svg") and drawing in text

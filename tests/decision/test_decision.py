@@ -97,20 +97,20 @@ def test_a_threshold_is_a_probability(value: float) -> None:
 
 
 def test_traces_say_what_verification_did() -> None:
-    found = traces(6_000)
+    found = traces(4_000)
     assert ((found.ratios_R >= 0) & (found.ratios_R <= 1)).all()
     # What is certain to be accepted is, and what cannot be is not; in between as often as the ratio says.
     assert (found.accepted_R[found.ratios_R == 1] == 1).all()
     assert (found.accepted_R[found.ratios_R == 0] == 0).all()
     between_R = (found.ratios_R > 0) & (found.ratios_R < 1)
     gap = found.accepted_R[between_R].mean() - found.ratios_R[between_R].mean()
-    assert between_R.sum() > 300 and abs(float(gap)) < 4 * 0.5 / float(between_R.sum()) ** 0.5
+    assert between_R.sum() > 200 and abs(float(gap)) < 4 * 0.5 / float(between_R.sum()) ** 0.5
 
 
-@pytest.mark.parametrize("kind", list(DecisionKind))
+@pytest.mark.parametrize("kind", [DecisionKind.LAW, pytest.param(DecisionKind.HIDDEN, marks=pytest.mark.slow)])
 def test_models_learn_which_tokens_are_accepted(kind: DecisionKind) -> None:
     settings = DecisionSettings(kind=kind, steps=300, learning_rate=3e-3, width=32)
-    _, quality = fit(settings, traces(12_000), torch.device("cpu"))
+    _, quality = fit(settings, traces(8_000), torch.device("cpu"))
     assert quality.auc > 0.6 and quality.calibration_error < 0.08
     assert 0.3 < quality.accepted < 0.95
 

@@ -23,7 +23,7 @@ def lossy(width: int, depth: int = 3, model=DRAFT) -> Decoder:
 
 def p_value(decoder: Decoder, label: str, monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr(Configuration, "decoder", lambda self: decoder)
-    configuration = Configuration(label=label, samples=3_000)
+    configuration = Configuration(label=label, samples=1_500)
     return min(configuration.p_values(configuration.generate()))
 
 

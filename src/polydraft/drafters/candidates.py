@@ -71,7 +71,9 @@ class Assembled:
     """Place of each node that has children among those of its level that went through the draft; 0 for others."""
 
 
-def assemble(root_B: Tensor, levels: list[Level], fronts: list[Front], keep_BC: Tensor, most: int, depth: int) -> Assembled:
+def assemble(
+    root_B: Tensor, levels: list[Level], fronts: list[Front], keep_BC: Tensor, most: int, branch: int, depth: int
+) -> Assembled:
     """Make the tree of the candidates that are kept.
 
     Parameters
@@ -86,6 +88,8 @@ def assemble(root_B: Tensor, levels: list[Level], fronts: list[Front], keep_BC: 
         Which candidates are kept, all levels side by side; parents of kept ones must be.
     most : int
         Candidates that the fullest row keeps.
+    branch : int
+        Most children a node can have.
     depth : int
         What the tree reports as its depth; at least the number of levels.
     """
@@ -121,7 +125,7 @@ def assemble(root_B: Tensor, levels: list[Level], fronts: list[Front], keep_BC: 
         torch.cat([root_B[:, None], tokens_BM], dim=1),
         pad(depths_BM, (1, 0)),
         _ancestors(parent_BN, len(levels)),
-        _children(parent_BN, kept_BN),
+        _children(parent_BN, kept_BN, min(branch, most)),
         depth,
     )
     return Assembled(draft, pad(torch.cat(slots, dim=1).gather(1, place_BM), (1, 0)))
@@ -138,14 +142,11 @@ def _ancestors(parent_BN: Tensor, levels: int) -> Tensor:
     return ancestors_BNN
 
 
-def _children(parent_BN: Tensor, kept_BN: Tensor) -> Tensor:
+def _children(parent_BN: Tensor, kept_BN: Tensor, branch: int) -> Tensor:
     """List every node's children in their order; nodes that were left out are nobody's."""
     batch_size, nodes = parent_BN.shape
     siblings_BNN = (parent_BN[:, :, None] == parent_BN[:, None, :]) & kept_BN[:, None, :]
     rank_BN = siblings_BNN.tril(-1).sum(-1)
-    branch = nodes - 1
-    if parent_BN.device.type == "cpu":  # a look is free there, and the narrow table saves verification work
-        branch = max(int(torch.where(kept_BN, rank_BN + 1, 0).max()), 1)
     slot_BN = torch.where(kept_BN, parent_BN * branch + rank_BN, nodes * branch)
     table_BX = torch.zeros(batch_size, nodes * branch + 1, dtype=torch.long, device=parent_BN.device)
     ids_BN = torch.arange(nodes, device=parent_BN.device).expand(batch_size, -1)

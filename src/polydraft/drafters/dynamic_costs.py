@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _CONTEXT, _REPEATS, _BEAM = 128, 5, 8
+_tables: dict[Path, dict[str, Any]] = {}
+"""What this process has read or measured."""
 SCHEMES_MEASURED = ("top", "hybrid")
 """What dynamic trees verify by, at temperature 0 and above."""
 
@@ -42,14 +45,17 @@ def measured_costs(target: LanguageModel, draft: LanguageModel | FeatureHead, no
         By which children are drawn and verified: what that costs a level counts.
     """
     file = cache_root() / "costs" / f"{_key(target, draft, nodes)}.json"
-    table = _read(file)
+    table = _tables.get(file) or _read(file)
     if table is None:
         logger.info("measuring what passes of the target and the draft cost here, once ...")
         table = measure(target, draft, nodes)
         _write(file, table)
-    passes = {int(size): seconds for size, seconds in table["target"].items()}
+    _tables[file] = table
+    # A larger pass that seems faster is noise.
+    sizes = sorted(map(int, table["target"]))
+    passes = dict(zip(sizes, accumulate((table["target"][str(size)] for size in sizes), max), strict=True))
     level = table["level"] + table["verification"].get(scheme, 0.0)
-    return Costs(draft_level=level / passes[min(passes)], tree_pass=cost_curve(passes))
+    return Costs(draft_level=level / passes[sizes[0]], tree_pass=cost_curve(passes))
 
 
 @torch.inference_mode()

@@ -86,6 +86,8 @@ class PathGrowth:
         self._known, self._vocabulary = vocabulary, vocabulary if short else None
         self.policy = RowPolicy(costs, batch_size, shape.nodes, device, shape.adaptive)
         self._decision = decision
+        # On a CPU a look at values costs nothing, and saves work that nobody wants; elsewhere it would stall the device.
+        self._looks = device.type == "cpu"
         self.resting = False
         """Whether every row rests, as the host knows it."""
         self._warper: Warper | None = None
@@ -156,8 +158,7 @@ class PathGrowth:
         while len(levels) < self._depth:
             front = Front.of(levels[-1], self._widths[len(levels)].nodes if self._drawn else self.shape.beam)
             going_B = going_B & self.policy.wants_level(front.mass_B) & self._goes_on(features, logits, going_B)
-            # On a CPU a look costs nothing and saves levels that nobody wants; elsewhere it would stall the device.
-            if self._device.type == "cpu" and not going_B.any():
+            if self._looks and not going_B.any():
                 break
             paths_BWP = torch.cat([_picked(paths_BWP, front.parents_BW), front.tokens_BW[..., None]], dim=-1)
             visible_BWU = _seen(_picked(visible_BWU, front.parents_BW))
@@ -191,9 +192,10 @@ class PathGrowth:
             counts_B = torch.minimum(self.policy.counts(best_BM.exp()), (best_BM > -torch.inf).sum(-1))
             wanted_BM = torch.arange(best_BM.shape[1], device=root_B.device) < counts_B[:, None]
             keep_BC = torch.zeros_like(scores_BC, dtype=torch.bool).scatter_(1, index_BM, wanted_BM)
-        most = max(int(counts_B.max()), 1) if self._device.type == "cpu" else min(self.shape.nodes - 1, keep_BC.shape[1])
+        most = max(int(counts_B.max()), 1) if self._looks else min(self.shape.nodes - 1, keep_BC.shape[1])
         self._plan = Plan(torch.where(keep_BC, scores_BC.exp(), 0.0).sum(-1), counts_B, levels_B)
-        grown = assemble(root_B, levels, fronts, keep_BC, most, self.shape.depth)
+        branch = max([level.children for level in self._widths], default=self.shape.branch)
+        grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth)
         self.places_BN = self._places(grown, fronts)
         if not self._drawn:
             return grown.draft
@@ -221,7 +223,7 @@ class PathGrowth:
             zero_B = torch.zeros_like(accepted_B)
             self._plan = Plan(zero_B.float(), zero_B, zero_B)
         self.policy.learn(self._plan, accepted_B, active_B)
-        return self.policy.drafting_B.long()[:, None]
+        return (self.policy.drafting_B & active_B).long()[:, None]
 
     def receive(self, drafting: Sequence[bool]) -> None:
         """Take note on the host of which rows want drafts."""

@@ -15,7 +15,9 @@ _MEMORY, _RATE_MEMORY = 0.95, 0.97
 """How much of what a round taught of promises, and of tokens over time, is left after the next one."""
 _PRIOR = 8.0
 """Rounds that the first beliefs weigh."""
-_FIRST_RATE, _FIRST_GROWTH = 1.3, 0.6
+_TYPICAL = ((2, 1, 1.5), (5, 1, 1.7), (9, 2, 2.0), (21, 3, 2.4), (32, 4, 2.7), (64, 5, 2.9))
+"""Trees of a fair draft: nodes, levels, tokens a pass. What they would yield at given costs is the first belief."""
+_MOST_RATE, _FIRST_GROWTH = 1.3, 0.6
 _LOSING, _WINNING = 0.97, 1.03
 """Tokens in the time of a plain pass: below the first a row rests from drafting; above the second its next rest is short."""
 SHORTEST_REST, LONGEST_REST = 8, 64
@@ -58,17 +60,25 @@ class RowPolicy:
         self._pass_N = torch.tensor([costs.tree_pass(count + 1) for count in range(nodes)], device=device)
         self._shape = (batch_size,)
         self._device = device
+        fitting = [one for one in _TYPICAL if one[0] <= nodes] or [_TYPICAL[0]]
+        rate = max(tokens / costs.of_round(levels, count) for count, levels, tokens in fitting)
+        self._first_rate = min(rate, _MOST_RATE)
         self.begin()
 
     def begin(self) -> None:
         """Forget: new texts begin."""
         ones_B = torch.ones(self._shape, device=self._device)
         self._promised_B, self._accepted_B = _PRIOR * ones_B, _PRIOR * ones_B
-        self._tokens_B, self._spent_B = _FIRST_RATE * _PRIOR * ones_B, _PRIOR * ones_B
+        self._tokens_B, self._spent_B = self._first_rate * _PRIOR * ones_B, _PRIOR * ones_B
         self._masses_B, self._grown_B = _PRIOR * ones_B, _FIRST_GROWTH * _PRIOR * ones_B
         whole_B = torch.zeros(self._shape, dtype=torch.long, device=self._device)
         self._rest_B, self._trial_B = whole_B, whole_B + _TRIAL
         self._next_rest_B = whole_B + SHORTEST_REST
+        if (
+            self.adaptive and self._first_rate < _LOSING
+        ):  # a machine on which drafting can hardly pay: plain first, then a trial
+            self._rest_B = whole_B + SHORTEST_REST
+            self._tokens_B, self._spent_B = _PRIOR * ones_B, _PRIOR * ones_B
 
     @property
     def worth_B(self) -> Tensor:

@@ -75,6 +75,13 @@ def train_decision(
         raise UsageError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
     encoder = Decoder(target.model, tokenizer=target.tokenizer)
     prompts = [encoder.encode(prompt.text, chat=True) for prompt in load_prompts(settings.prompts, settings.limit)]
+    longest = target.model.max_positions
+    prompts = [prompt for prompt in prompts if longest is None or len(prompt) + settings.new_tokens <= longest]
+    if not prompts:
+        raise UsageError(
+            f"no prompt of {settings.prompts} leaves room for {settings.new_tokens} new tokens in a context of {longest}; "
+            "lower --max-new-tokens"
+        )
     traces = collect(
         target.model,
         draft,

@@ -1,0 +1,80 @@
+"""Dynamic trees, decision models and lossy drafters from the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+USAGE = {
+    "no nodes": (["--tree", "dynamic:0"], "dynamic tree of 0 nodes; allowed: 2 to 1024"),
+    "no depth": (["--tree", "dynamic:8:0"], "dynamic tree of depth 0"),
+    "too deep": (["--tree", "dynamic:4:4"], "allowed: 1 to 3"),
+    "not a dynamic tree": (["--tree", "dynamic:few"], "unknown tree 'dynamic:few'; allowed: dynamic, dynamic:NODES"),
+    "a scheme of one's own": (["--tree", "dynamic:8", "--scheme", "race"], "dynamic trees choose their own"),
+    "fork without width": (["--tree", "fork:0x3"], "tree width 0"),
+    "fork without depth": (["--tree", "target-root:3x0"], "fork depth 0"),
+    "threshold above 1": (["--stop-below", "1.5"], "threshold 1.5 is out of range; allowed: 0"),
+    "no decision model there": (["--decision", "no/such"], "'no/such' is no decision model"),
+    "no decision model ships": (["--decision", "auto"], "no decision model ships for draft"),
+    "unknown lossy drafter": (["--lossy", "target-int"], "unknown lossy drafter 'target-int'"),
+    "lossy without a fork": (["--lossy", "target-init", "--tree", "4x2"], "forks only"),
+    "decision without a draft": (["--draft", "none", "--decision", "auto"], "needs a draft"),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_wrong_usage_is_one_line_and_exit_code_2(invoke, tiny: str, case: str) -> None:
+    options, expected = USAGE[case]
+    draft = [] if "--draft" in options else ["--draft", "early-exit:1"]
+    code, out, err = invoke("generate", "hello", "--target", tiny, *draft, *options)
+    assert (code, out) == (2, "") and expected in err
+    assert err.startswith("polydraft: error: ") and err.count("\n") == 1
+
+
+def test_dynamic_trees_generate_the_same_text(invoke, tiny: str, tmp_path: Path) -> None:
+    options = ("generate", "hello", "--target", tiny, "--draft", "early-exit:1", "--json", "--max-new-tokens", "20")
+    code, plain, _ = invoke(*options, "--tree", "2x1")
+    assert code == 0
+    code, out, _ = invoke(*options, "--tree", "dynamic:16:4")
+    assert code == 0 and json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
+    assert json.loads(out)["settings"]["tree"] == "dynamic:16:4" and json.loads(out)["settings"]["lossless"]
+    assert len(list((tmp_path / "cache" / "costs").iterdir())) == 1
+    # One table of costs for a machine: the same seed gives the same text.
+    texts = {invoke(*options, "--tree", "dynamic:16:4", "--temperature", "1")[1].split('"sources"')[0] for _ in range(2)}
+    assert len(texts) == 1
+
+
+def test_decision_models_are_trained_used_and_refused(invoke, roomy: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "decision")
+    model = ("--target", roomy, "--draft", "early-exit:1")
+    sizes = ("--limit", "4", "--rows", "4", "--max-new-tokens", "10", "--traces", "60", "--steps", "20", "--depth", "2")
+    code, out, err = invoke("train", "decision", *model, *sizes, "--out", folder)
+    assert code == 0, err
+    assert "AUC" in out and "calibration error" in out and (tmp_path / "decision" / "README.md").exists()
+    for tree in ("2x1", "dynamic:8:3"):
+        code, _, err = invoke("generate", "hello", *model, "--decision", folder, "--tree", tree, "--max-new-tokens", "8")
+        assert code == 0, err
+    code, _, err = invoke("generate", "hello", "--target", roomy, "--draft", "early-exit:2", "--decision", folder)
+    assert code == 2 and "trained for another draft" in err and err.count("\n") == 1
+    code, _, err = invoke("train", "decision", *model, *sizes, "--out", folder)
+    assert code == 2 and "is not empty" in err
+
+
+def test_certify_fails_what_is_lossy(invoke, roomy: str) -> None:
+    model = ("--target", roomy, "--draft", "early-exit:1", "--tree", "fork:4x3", "--limit", "2", "--max-new-tokens", "12")
+    code, _, err = invoke("certify", "decoder", *model, "--lossy", "target-init")
+    assert code == 1 and "not certified" in err
+
+
+def test_lossy_texts_say_so(invoke, tiny: str) -> None:
+    model = ("--target", tiny, "--draft", "early-exit:1", "--tree", "fork:3x2", "--max-new-tokens", "8")
+    code, out, err = invoke("generate", "hello", *model, "--lossy", "target-init", "--compare")
+    assert code == 0, err
+    assert "target-init is lossy" in out
+    code, out, _ = invoke("generate", "hello", *model, "--lossy", "target-init", "--json")
+    assert json.loads(out)["settings"]["lossless"] is False
