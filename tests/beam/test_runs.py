@@ -70,7 +70,7 @@ RUNS = [
     pytest.param(case, draws, marks=[pytest.mark.slow] if (case, draws) in LONG else [])
     for case in EXACT
     for draws in ("iid", "distinct")
-]
+] + [("one beam, its end", "hf")]
 
 
 @pytest.mark.parametrize(("case", "draws"), RUNS)
