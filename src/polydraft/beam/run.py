@@ -21,6 +21,9 @@ from polydraft.sampling import SamplingParams
 _FEW_NODES = 16
 """In single precision, logits of so many nodes are computed together; of more, only where they are asked for."""
 
+_NEWS = 0.2
+"""Weight of the last round in that running mean."""
+
 
 class BeamRun(ABC):
     """Rounds of draft forest, one target pass, and as many steps of beam decoding as that pass allows.
@@ -64,6 +67,8 @@ class BeamRun(ABC):
         self.draft_law = self._law_maker(params, prompt, self.reader)
         self.pass_of_step: list[int] = []
         """Which target pass made each step certain."""
+        self._reach = float(options.draft_depth)
+        """Layers that a round accepts, as a running mean."""
         self._cancelled = False
         self._logit_rows: dict[Node, int] = {}
         self._logits_RV: Tensor | None = None
@@ -116,8 +121,7 @@ class BeamRun(ABC):
         """Run one round."""
         stats = self.stats
         with stats.clock("draft"):
-            room = self._longest - self.length - 1
-            depth = min(self.options.draft_depth, room) if self.reader is not None else 0
+            depth = self._depth() if self.reader is not None else 0
             layers = self._grow(depth) if depth > 0 else []
         with stats.clock("target"):
             nodes = [beam.node for beam in self.beams] + [beam.node for layer in layers for beam in layer.beams]
@@ -132,9 +136,18 @@ class BeamRun(ABC):
                 self.tree.keep(leaves)
                 if self.reader is not None:
                     self.reader.keep(leaves)
+        if layers:
+            # A forest accepted to its end might have gone on.
+            found = steps - 1 + (steps > len(layers))
+            self._reach += _NEWS * (found - self._reach)
         stats.count(steps - 1, min(steps, len(layers)))
         stats.rounds += 1
         stats.total_seconds = time.perf_counter() - self._started
+
+    def _depth(self) -> int:
+        """Layers worth drafting: one more than rounds of late have accepted, which looks at the past alone."""
+        room = self._longest - self.length - 1
+        return min(self.options.draft_depth, int(self._reach + 1.5), room)
 
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Compute the logits of all nodes of the pass together, where that costs little more than those of a few."""
