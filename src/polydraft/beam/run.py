@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polydraft.beam.forest import ForestLayer
-from polydraft.beam.law import Continuations, LawMaker
+from polydraft.beam.law import Continuations, LawMaker, interleaved
 from polydraft.beam.node import Beam, Node, common_path
 from polydraft.beam.options import BeamOptions
 from polydraft.beam.pool import Hypothesis, Pool
@@ -162,6 +162,22 @@ class BeamRun(ABC):
         if self._logits_RV is not None and all(node in self._logit_rows for node in nodes):
             return self.law(self._logits_RV[[self._logit_rows[node] for node in nodes]], nodes)
         return self.law(self.target.head(self.tree.features(nodes)), nodes)
+
+    def _draft_rows(self, nodes: list[Node]) -> Continuations:
+        """Return the draft's law after each node; where the target has passed one already, its own, which is the best draft.
+
+        Some input beams lie inside the last round's forest: what follows them needs no guess.
+        """
+        assert self.reader is not None
+        known = [index for index, node in enumerate(nodes) if node in self.tree]
+        unknown = [index for index, node in enumerate(nodes) if node not in self.tree]
+        parts = []
+        if known:
+            parts.append((self._rows([nodes[index] for index in known]), known))
+        if unknown:
+            texts = [nodes[index] for index in unknown]
+            parts.append((self.draft_law(self.reader.logits(texts), texts), unknown))
+        return interleaved(parts) if len(parts) > 1 else parts[0][0]
 
     def _child(self, beams: Sequence[Beam], continuations: Continuations, entry: int, total: float) -> Beam:
         """Continue a beam."""
