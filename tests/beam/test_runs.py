@@ -100,7 +100,7 @@ def deep_case(draws):
 @pytest.mark.parametrize("draws", ["iid", "distinct"])
 def test_many_runs_with_two_layers_of_drafts(draws):
     kept, expected = deep_case(draws)
-    p_value = sampled_p_value(lambda generator: SampleRun(chance=RandomChance(generator), **kept), expected, 6000)
+    p_value = sampled_p_value(lambda generator: SampleRun(chance=RandomChance(generator), **kept), expected, 4000)
     assert p_value > FALSE_ALARM
 
 
@@ -110,7 +110,7 @@ def test_many_coupled_runs(draws):
     target, draft = pair(5, seed=5)
     kept = parts(target, draft, 2, (4,), draws=draws, beams=2, draft_width=4, draft_depth=2)
     expected = beam_sampling_law(table_rows(target, PROMPT), width=2, steps=2, draws=draws, ends=(4,))
-    assert sampled_p_value(lambda generator: CoupledRun(generator=generator, **kept), expected, 6000) > FALSE_ALARM
+    assert sampled_p_value(lambda generator: CoupledRun(generator=generator, **kept), expected, 4000) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("draws", [pytest.param("iid", marks=pytest.mark.slow), "distinct"])
