@@ -70,7 +70,7 @@ RUNS = [
     pytest.param(case, draws, marks=[pytest.mark.slow] if (case, draws) in LONG else [])
     for case in EXACT
     for draws in ("iid", "distinct")
-]
+] + [("one beam, its end", "hf")]
 
 
 @pytest.mark.parametrize(("case", "draws"), RUNS)
@@ -100,7 +100,7 @@ def deep_case(draws):
 @pytest.mark.parametrize("draws", ["iid", "distinct"])
 def test_many_runs_with_two_layers_of_drafts(draws):
     kept, expected = deep_case(draws)
-    p_value = sampled_p_value(lambda generator: SampleRun(chance=RandomChance(generator), **kept), expected, 6000)
+    p_value = sampled_p_value(lambda generator: SampleRun(chance=RandomChance(generator), **kept), expected, 4000)
     assert p_value > FALSE_ALARM
 
 
@@ -110,7 +110,7 @@ def test_many_coupled_runs(draws):
     target, draft = pair(5, seed=5)
     kept = parts(target, draft, 2, (4,), draws=draws, beams=2, draft_width=4, draft_depth=2)
     expected = beam_sampling_law(table_rows(target, PROMPT), width=2, steps=2, draws=draws, ends=(4,))
-    assert sampled_p_value(lambda generator: CoupledRun(generator=generator, **kept), expected, 6000) > FALSE_ALARM
+    assert sampled_p_value(lambda generator: CoupledRun(generator=generator, **kept), expected, 4000) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("draws", [pytest.param("iid", marks=pytest.mark.slow), "distinct"])
@@ -176,18 +176,18 @@ def test_beams_outside_the_forest_that_are_passed_over_show(monkeypatch):
 def test_widths_and_one_cache_keep_to_their_bounds(options, draws):
     target, draft = pair(12, seed=3, share=0.8)
     kept = parts(target, draft, 12, draws=draws, beams=3, draft_width=5, draft_depth=3, **options)
-    run = SampleRun(chance=RandomChance(torch.Generator().manual_seed(0)), **kept)
     widths = []
-    while not run.done:
-        run.step()
-        widths.append(len(run.beams))
-    going = [width for width in widths if width]
-    assert all(1 <= width <= 5 for width in going)
+    for seed in range(4):
+        run = SampleRun(chance=RandomChance(torch.Generator().manual_seed(seed)), **kept)
+        while not run.done:
+            run.step()
+            widths.append(len(run.beams))
+        assert len(run.results()[0].node.tokens()) == 12
+    going = {width for width in widths if width}
     if "one_cache" in options:
-        assert set(going) == {1}
+        assert going == {1}
     else:
-        assert len(set(going)) > 1 and min(going) >= min(options.get("min_width", 1), 3)
-    assert len(run.results()[0].node.tokens()) == 12
+        assert len(going) > 1 and min(going) >= options.get("min_width", 1) and max(going) <= 5
 
 
 def test_a_law_with_less_support_than_beams():

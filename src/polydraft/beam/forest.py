@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from polydraft.beam.law import Continuations, LawMaker
-from polydraft.beam.node import Beam
-from polydraft.beam.reader import TreeReader
+from polydraft.beam.law import Continuations
+from polydraft.beam.node import Beam, Node
 
 Choose = Callable[[Continuations, list[Beam]], list[int]]
 """`(continuations, parents) -> entries`: which continuations become draft beams, in order."""
@@ -25,7 +24,7 @@ class ForestLayer:
 
 
 def grow_forest(
-    beams: Sequence[Beam], depth: int, reader: TreeReader, law: LawMaker, ends: frozenset[int], choose: Choose
+    beams: Sequence[Beam], depth: int, law: Callable[[list[Node]], Continuations], ends: frozenset[int], choose: Choose
 ) -> list[ForestLayer]:
     """Let the draft run `depth` steps of beam decoding from the input beams.
 
@@ -41,7 +40,7 @@ def grow_forest(
         if not parents:
             break
         nodes = [beam.node for beam in parents]
-        continuations = law(reader.logits(nodes), nodes)
+        continuations = law(nodes)
         totals_X = continuations.totals([beam.score for beam in parents])
         drawn = choose(continuations, parents)
         drafts = []

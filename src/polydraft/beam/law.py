@@ -59,6 +59,23 @@ class Continuations:
         return self.rows_X * self.vocab_size + self.tokens_X
 
 
+def interleaved(parts: Sequence[tuple["Continuations", Sequence[int]]]) -> "Continuations":
+    """Put laws of different texts together: row r of a part becomes the row that its list names."""
+    places = sorted((row, part, index) for part, (_, rows) in enumerate(parts) for index, row in enumerate(rows))
+    slices = []
+    for _, part, index in places:
+        law = parts[part][0]
+        slices.append((law, *np.searchsorted(law.rows_X, [index, index + 1])))
+    return Continuations(
+        np.concatenate([np.full(stop - start, row) for row, (_, start, stop) in enumerate(slices)]),
+        np.concatenate([law.tokens_X[start:stop] for law, start, stop in slices]),
+        np.concatenate([law.scores_X[start:stop] for law, start, stop in slices]),
+        np.concatenate([law.log_probs_X[start:stop] for law, start, stop in slices]),
+        len(slices),
+        parts[0][0].vocab_size,
+    )
+
+
 def normalised(totals_X: Floats) -> Floats:
     """Return the beam law of eq. 1: probabilities in proportion to the likelihoods of whole texts."""
     if not len(totals_X):

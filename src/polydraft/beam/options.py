@@ -54,7 +54,7 @@ class BeamOptions:
     draft_width: int | None = None
     """Width W_S of the draft's own beams; twice the beams if not given."""
     draft_depth: int = 3
-    """Steps γ that the draft runs ahead."""
+    """Most steps γ that the draft runs ahead; fewer where rounds of late have accepted few layers."""
     width_threshold: float | None = None
     """Sampling: let each layer keep as many beams as its drafts yield with this chance; a fixed width if not given."""
     min_width: int | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polydraft.beam.forest import ForestLayer
-from polydraft.beam.law import Continuations, LawMaker
+from polydraft.beam.law import Continuations, LawMaker, interleaved
 from polydraft.beam.node import Beam, Node, common_path
 from polydraft.beam.options import BeamOptions
 from polydraft.beam.pool import Hypothesis, Pool
@@ -20,6 +20,9 @@ from polydraft.sampling import SamplingParams
 
 _FEW_NODES = 16
 """In single precision, logits of so many nodes are computed together; of more, only where they are asked for."""
+
+_NEWS = 0.2
+"""Weight of the last round in that running mean."""
 
 
 class BeamRun(ABC):
@@ -64,6 +67,8 @@ class BeamRun(ABC):
         self.draft_law = self._law_maker(params, prompt, self.reader)
         self.pass_of_step: list[int] = []
         """Which target pass made each step certain."""
+        self._reach = float(options.draft_depth)
+        """Layers that a round accepts, as a running mean."""
         self._cancelled = False
         self._logit_rows: dict[Node, int] = {}
         self._logits_RV: Tensor | None = None
@@ -116,8 +121,7 @@ class BeamRun(ABC):
         """Run one round."""
         stats = self.stats
         with stats.clock("draft"):
-            room = self._longest - self.length - 1
-            depth = min(self.options.draft_depth, room) if self.reader is not None else 0
+            depth = self._depth() if self.reader is not None else 0
             layers = self._grow(depth) if depth > 0 else []
         with stats.clock("target"):
             nodes = [beam.node for beam in self.beams] + [beam.node for layer in layers for beam in layer.beams]
@@ -132,9 +136,18 @@ class BeamRun(ABC):
                 self.tree.keep(leaves)
                 if self.reader is not None:
                     self.reader.keep(leaves)
+        if layers:
+            # A forest accepted to its end might have gone on.
+            found = steps - 1 + (steps > len(layers))
+            self._reach += _NEWS * (found - self._reach)
         stats.count(steps - 1, min(steps, len(layers)))
         stats.rounds += 1
         stats.total_seconds = time.perf_counter() - self._started
+
+    def _depth(self) -> int:
+        """Layers worth drafting: one more than rounds of late have accepted, which looks at the past alone."""
+        room = self._longest - self.length - 1
+        return min(self.options.draft_depth, int(self._reach + 1.5), room)
 
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Compute the logits of all nodes of the pass together, where that costs little more than those of a few."""
@@ -149,6 +162,22 @@ class BeamRun(ABC):
         if self._logits_RV is not None and all(node in self._logit_rows for node in nodes):
             return self.law(self._logits_RV[[self._logit_rows[node] for node in nodes]], nodes)
         return self.law(self.target.head(self.tree.features(nodes)), nodes)
+
+    def _draft_rows(self, nodes: list[Node]) -> Continuations:
+        """Return the draft's law after each node; where the target has passed one already, its own, which is the best draft.
+
+        Some input beams lie inside the last round's forest: what follows them needs no guess.
+        """
+        assert self.reader is not None
+        known = [index for index, node in enumerate(nodes) if node in self.tree]
+        unknown = [index for index, node in enumerate(nodes) if node not in self.tree]
+        parts = []
+        if known:
+            parts.append((self._rows([nodes[index] for index in known]), known))
+        if unknown:
+            texts = [nodes[index] for index in unknown]
+            parts.append((self.draft_law(self.reader.logits(texts), texts), unknown))
+        return interleaved(parts) if len(parts) > 1 else parts[0][0]
 
     def _child(self, beams: Sequence[Beam], continuations: Continuations, entry: int, total: float) -> Beam:
         """Continue a beam."""

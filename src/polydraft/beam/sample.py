@@ -48,8 +48,7 @@ class SampleRun(BeamRun):
         return self.options.beams
 
     def _grow(self, depth: int) -> list[ForestLayer]:
-        assert self.reader is not None
-        return grow_forest(self.beams, depth, self.reader, self.draft_law, self._eos, self._choose_drafts)
+        return grow_forest(self.beams, depth, self._draft_rows, self._eos, self._choose_drafts)
 
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
         probs_X = normalised(continuations.totals([beam.score for beam in parents]))

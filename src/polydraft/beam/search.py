@@ -35,8 +35,7 @@ class SearchRun(BeamRun):
         return self.options.draft_width or 2 * self.options.beams
 
     def _grow(self, depth: int) -> list[ForestLayer]:
-        assert self.reader is not None
-        return grow_forest(self.beams, depth, self.reader, self.draft_law, self._eos, self._choose_drafts)
+        return grow_forest(self.beams, depth, self._draft_rows, self._eos, self._choose_drafts)
 
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
         return largest(continuations.totals([beam.score for beam in parents]), self._draft_width)

@@ -20,7 +20,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--beam-draws", "draws", default=None, help="Sampling: distinct beams, iid ones, or hf (twice as many drawn, the best kept)."),
     click.option("--beam-verification", "verification", default=None, help="Sampling: layers (the paper's), coupled (shared noise) or auto."),
     click.option("--draft-width", type=int, default=None, help="Beams of the draft  [default: twice the beams]."),
-    click.option("--draft-depth", type=int, default=None, help="Steps that the draft's beams run ahead  [default: 3]."),
+    click.option("--draft-depth", type=int, default=None, help="Most steps that the draft's beams run ahead  [default: 3]."),
     click.option("--width-threshold", type=float, default=None, help="Sampling: keep as many beams a layer as drafts yield with this chance."),
     click.option("--min-width", type=int, default=None, help="Least beams a layer, with --width-threshold."),
     click.option("--one-cache", is_flag=True, help="Sampling: go on with the likeliest beam after each round (a heuristic, no sampling law)."),
