@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--prompts", type=Path, help="a file of prompts; the built-in ones otherwise")
+    parser.add_argument("--temperatures", nargs="*", type=float, default=[0.0, 1.0], help="of the end-to-end run")
     parser.add_argument("--limit", type=int, default=24, help="prompts of the end-to-end run")
     parser.add_argument(
         "--trees",
@@ -170,7 +171,7 @@ def end_to_end() -> dict[str, float]:
         decoders[spec] = Decoder(plain.target, drafter, eos_token_ids=plain.eos_token_ids, compiled=True)
     prompts = [plain.encode(text, chat=True) for text in sample_prompts(OPTIONS.prompts, OPTIONS.limit)]
     rows: dict[str, float] = {}
-    for temperature in (0.0, 1.0):
+    for temperature in OPTIONS.temperatures:
         sampling = SamplingParams(temperature=temperature)
         tokens, seconds, passes = (dict.fromkeys([*decoders, "hf"], 0.0) for _ in range(3))
         start = time.perf_counter()
