@@ -183,8 +183,9 @@ def _with_ngrams(tree: Drafter, ngrams: str, options: GramTreeOptions) -> Drafte
         raise UsageError(
             "flat_blocks changes the law of the text, which custom_generate=Speculate(...) never does; leave it out"
         )
-    proposer = gram_tree(names, options)
-    return proposer if isinstance(tree, Plain) else Combination(tree, proposer)
+    if isinstance(tree, Plain):
+        return gram_tree(names, options)
+    return Combination(tree, gram_tree(names, options.beside_a_tree()))
 
 
 def _decode(

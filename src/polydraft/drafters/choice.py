@@ -60,7 +60,9 @@ def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
         return gram_tree(grams, parts.grams)
     if grams and parts.grams.flat_blocks:
         raise UsageError(f"flat-blocks cannot verify drafter {name!r}; allowed: n-gram drafters alone, such as self-draft")
-    return Combination(_tree(tree, parts), gram_tree(grams, parts.grams)) if grams else _tree(tree, parts)
+    if not grams:
+        return _tree(tree, parts)
+    return Combination(_tree(tree, parts), gram_tree(grams, parts.grams.beside_a_tree()))
 
 
 def _tree(name: str, parts: Parts) -> Drafter:

@@ -54,6 +54,10 @@ class GramTreeOptions:
         """Most candidates a round on any device."""
         return self.nodes or _USUAL_TOKENS
 
+    def beside_a_tree(self) -> "GramTreeOptions":
+        """Return the options of n-grams that share the pass with a draft's tree: further candidates yield next to nothing."""
+        return replace(self, nodes=self.nodes or _LEAST_TOKENS)
+
     def for_tokenizer(self, tokenizer: Any) -> "GramTreeOptions":
         """Tie corpus caches to a tokenizer, so that a foreign one is refused."""
         if tokenizer is None:
