@@ -115,7 +115,7 @@ def collect(
     seed: int,
     advance: Callable[[int], None],
 ) -> Traces:
-    """Decode prompts, half of the time greedily and half at temperature 1, until there are `count` traces.
+    """Decode prompts, greedily and at temperature 1 by turns, until there are `count` traces.
 
     Parameters
     ----------
@@ -140,13 +140,13 @@ def collect(
     while (have := sum(len(part.ratios_R) for part in traces)) < count:
         advance(have)
         recorder = _Recorder()
-        greedy = batch % 2 == 0
+        # A greedy text is the same whatever the seed: each prompt is decoded greedily once, then only sampled.
+        first = (batch // 2) * rows
+        greedy = batch % 2 == 0 and first < len(prompts)
         scheme = "top" if greedy else "speculative"
         parts = Parts(target=target, draft=draft, topology=Topology.fork(1, depth), scheme=scheme, decision=recorder)
         decoder = Decoder(target, _Tracing(parts, recorder, traces, greedy), eos_token_ids=eos_token_ids, walk="node")
-        # A greedy text is the same whatever the seed, so each prompt is decoded greedily in its turn.
-        first = (batch // 2) * rows
-        texts = [prompts[(first + row) % len(prompts)] for row in range(rows)]
+        texts = [prompts[(first + row) % len(prompts)] for row in range(min(rows, len(prompts)) if greedy else rows)]
         decoder.generate(
             texts, sampling=SamplingParams(temperature=0.0 if greedy else 1.0), max_new_tokens=new_tokens, seed=seed + batch
         )

@@ -171,6 +171,6 @@ def _card(settings: DecisionSettings, draft: str, quality: Quality) -> str:
         "threshold. Of improved-MCSD, §3.3. It serves this draft only.\n\n"
         f"Held-out traces: {quality.count}, of which {quality.accepted:.1%} accepted. AUC {quality.auc:.3f}, calibration error "
         f"{quality.calibration_error:.3f}.\n\n"
-        f"Traces: {settings.traces} drafted tokens of real rounds on prompts {settings.prompts}, half greedy, half at "
-        f"temperature 1, chains of {settings.depth}; {settings.steps} steps, seed {settings.seed}.\n"
+        f"Traces: {settings.traces} drafted tokens of real rounds on prompts {settings.prompts}, greedy and at "
+        f"temperature 1 by turns, chains of {settings.depth}; {settings.steps} steps, seed {settings.seed}.\n"
     )
