@@ -173,8 +173,8 @@ class HeadContext(Context):
         from polydraft.models.fused import MOST_TOKENS, TreeView
 
         window = self._head.shape.window
-        # The kernels cut off committed text only, so the window must reach over any tree.
-        if self._fused is None or block.size > MOST_TOKENS or window <= MOST_TOKENS:
+        # The kernels cut off committed text only, so the window must reach over all that is not committed.
+        if self._fused is None or block.size > MOST_TOKENS or window < block.stop:
             return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)
         assert self._fused_BTH is not None, "read() is the way in"
         starts_BT = (positions_BT - window + 1).clamp(min=0)

@@ -183,8 +183,8 @@ class HFContext(Context):
 
     def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
         fused, window = self._model.fused, self._model.window
-        # The kernels cut off committed text only, so a window must reach over any tree.
-        if fused is None or block.size > MOST_TOKENS or (window is not None and window <= MOST_TOKENS):
+        # The kernels cut off committed text only, so a window must reach over all that is not committed.
+        if fused is None or block.size > MOST_TOKENS or (window is not None and window < block.stop):
             return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)
         starts_BT = None if window is None else (positions_BT - window + 1).clamp(min=0)
         view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT)
