@@ -50,7 +50,8 @@ class PartialVocabulary:
     def _lumped(self, weights_RV: np.ndarray) -> np.ndarray:
         """Do the same by numpy, whose calls take less time than torch's."""
         lumped_RX = weights_RV.take(self._token_X.numpy(), 1)
-        lumped_RX[:, -1] = weights_RV @ self._others_V.numpy()
+        # Not a matrix product: its library's threads would wait in a loop, on the cores that torch computes on.
+        lumped_RX[:, -1] = (weights_RV * self._others_V.numpy()).sum(1)
         return lumped_RX
 
     @cached_property
