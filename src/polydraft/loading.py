@@ -106,7 +106,9 @@ def load(
     number_format = resolve_dtype(dtype, place)
     if tree == "auto":
         narrow = place.type == "cpu" and number_format is torch.float32 and target in DEFAULT_PAIRS
-        tree = DEFAULT_TREE if draft != "auto" else NARROW_TREE if narrow else usual_tree
+        # On a GPU a pass of 64 nodes costs little more than one of a single token.
+        wide = draft != "auto" or place.type == "cuda"
+        tree = DEFAULT_TREE if wide else NARROW_TREE if narrow else usual_tree
     dynamic = parse_dynamic(tree)
     topology = Topology() if dynamic is not None else parse_tree(tree)
     if dynamic is not None and scheme != "auto":
