@@ -16,7 +16,7 @@ USAGE = {
     "threshold above 1": (["--stop-below", "1.5"], "threshold 1.5 is out of range; allowed: 0"),
     "no decision model there": (["--decision", "no/such"], "'no/such' is no decision model"),
     "no decision model ships": (["--decision", "auto"], "no decision model ships for draft"),
-    "unknown lossy drafter": (["--lossy", "target-int"], "unknown lossy drafter 'target-int'"),
+    "unknown lossy drafter": (["--lossy", "target-int"], "unknown lossy rule 'target-int'"),
     "lossy without a fork": (["--lossy", "target-init", "--tree", "4x2"], "forks only"),
     "decision without a draft": (["--draft", "none", "--decision", "auto"], "needs a draft"),
 }

@@ -69,7 +69,7 @@ PROMPT, CHANCE = _contested_prompt()
 
 def decoder(flat_blocks: bool) -> Decoder:
     parts = Parts(target=TARGET, topology=parse_tree("none"), grams=replace(gram_options(), flat_blocks=flat_blocks))
-    return Decoder(TARGET, make_drafter(parts, "lookup"))
+    return Decoder(TARGET, make_drafter(parts, "lookup"), lossless=not flat_blocks)
 
 
 @pytest.mark.parametrize("flat_blocks", [True, False])

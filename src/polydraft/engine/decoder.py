@@ -64,8 +64,7 @@ class Decoder:
         self.lossless = self.drafter.lossless
         if lossless and not self.drafter.lossless:
             raise UsageError(
-                f"drafter {self.drafter.name!r} changes the law of the text; pass lossless=False (--lossy {self.drafter.name}) "
-                "if that is what you want"
+                f"drafter {self.drafter.name!r} changes the law of the text; pass lossless=False if that is what you want"
             )
         self.eos_token_ids = tuple(eos_token_ids)
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
