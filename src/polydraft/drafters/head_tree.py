@@ -96,7 +96,9 @@ class HeadTreeSession(DraftSession):
         return (self._context,)
 
     def obstacle(self) -> str | None:
-        """Only a first round on a text of one token is unlike the others."""
+        """A decision model is in the way; else only a first round on a text of one token is unlike the others."""
+        if self._growth.decision is not None:
+            return "the decision model is looked at between levels"
         return "a text has only one token" if self._lone_B is not None or self._features_BWF is None else None
 
     def expect(self, depth: int) -> None:

@@ -88,7 +88,9 @@ class ModelTreeSession(DraftSession):
         return (self._memory.context,)
 
     def obstacle(self) -> str | None:
-        """Only a first round on a text of one token is unlike the others."""
+        """A decision model is in the way; else only a first round on a text of one token is unlike the others."""
+        if self._growth.decision is not None:
+            return "the decision model is looked at between levels"
         return None if self._lone_B1 is None else "a text has only one token"
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ _FEW_NODES = 16
 _MOST_SHAPES = 64
 """Of trees and batches that compiled verification is kept for; further ones run as they are."""
 _LOGGER = logging.getLogger("polydraft")
+_TOLD: WeakKeyDictionary[LanguageModel, set[str]] = WeakKeyDictionary()
+"""Why rounds of a target are not recorded, as far as it was said."""
 
 
 class User(Protocol):
@@ -73,7 +76,6 @@ class Workspace:
         self._compiled = compiled and graphs and target.device.type == "cuda"
         # Compilation takes a second run to see what varies.
         self._recorder = Recorder(before=3 if compiled else 1) if graphs and target.device.type == "cuda" else None
-        self._told: set[str] = set()
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, keep: bool) -> None:
         """Read the texts, which may grow to `longest` tokens; with `keep` only what is not in the memories already."""
@@ -205,11 +207,12 @@ class Workspace:
         """Return why the next round cannot be recorded, and log what will not pass."""
         lasting = self.target.graph_obstacle
         if not (self.session.recordable or self.session.drafts_on_host):
-            lasting = "the drafter works on the host"
+            lasting = self.session.obstacle() or "the drafter works on the host"
         elif self.params.processors:
             lasting = "logits processors work on the host"
-        if lasting and lasting not in self._told:
-            self._told.add(lasting)
+        told = _TOLD.setdefault(self.target, set())
+        if lasting and lasting not in told:
+            told.add(lasting)
             _LOGGER.warning("rounds run without CUDA graphs: %s", lasting)
         return lasting or self.session.obstacle()
 
