@@ -96,7 +96,7 @@ class HeadTreeSession(DraftSession):
         return (self._context,)
 
     def obstacle(self) -> str | None:
-        """A decision model is in the way; else only a first round on a text of one token is unlike the others."""
+        """Name the decision model, if there is one; else only a first round on a text of one token is unlike the others."""
         if self._growth.decision is not None:
             return "the decision model is looked at between levels"
         return "a text has only one token" if self._lone_B is not None or self._features_BWF is None else None

@@ -88,7 +88,7 @@ class ModelTreeSession(DraftSession):
         return (self._memory.context,)
 
     def obstacle(self) -> str | None:
-        """A decision model is in the way; else only a first round on a text of one token is unlike the others."""
+        """Name the decision model, if there is one; else only a first round on a text of one token is unlike the others."""
         if self._growth.decision is not None:
             return "the decision model is looked at between levels"
         return None if self._lone_B1 is None else "a text has only one token"
