@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -104,7 +104,8 @@ class Workspace:
         Returns
         -------
         Tensor
-            A row each: the emitted tokens, then accepted and offered nodes and the fault, then the drafter's report.
+            A row each: the emitted tokens; accepted and offered nodes, the fault, the longest drafted path, the root's child
+            that was kept; then the drafter's report.
         """
         if self._recorder is None or self._obstacle():
             for context in self._contexts:
@@ -151,8 +152,8 @@ class Workspace:
             features_BNF = self.memory.context.extend(draft.tokens_BN, draft.block())
         with stats.clock("verify"):
             target_law = self._target_law(features_BNF[:, : features_BNF.shape[1] - draft.riders])
-            run = compiled_walk(type(walk)) if self._compiled else type(walk).run
-            verdict = run(walk, session.scheme, draft.without_riders(), target_law, uniforms_BU[:, session.num_uniforms :])
+            run = partial(compiled_walk(type(walk)), walk) if self._compiled else walk.run
+            verdict = run(session.scheme, draft.without_riders(), target_law, uniforms_BU[:, session.num_uniforms :])
         with stats.clock("commit"):
             keep_B = torch.where(self.active_B, verdict.accepted_B + 1, 0)
             self.memory.context.commit(verdict.path_BD, keep_B)
