@@ -36,7 +36,7 @@ def _random_head() -> FeatureHead:
 
 HEAD = _random_head()
 
-COMBINATIONS = ["lookup+model", "self-draft+head", "corpus+suffix"]
+COMBINATIONS = ["lookup+model", "self-draft+head", "corpus+suffix", "lookup+dynamic-head"]
 EVERY_DRAFTER = [*DRAFTERS, *COMBINATIONS]
 
 

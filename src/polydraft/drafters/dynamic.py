@@ -108,6 +108,10 @@ class DynamicHeadSession(HeadTreeSession):
         self._lone_B: Tensor | None = None
         self._seen, self._drafted = False, False
 
+    def expect(self, depth: int) -> None:
+        """Make room for as many fresh entries, beside those that wait during rests."""
+        self._places = self._growth.places + max(depth, self.depth) + 1 + LONGEST_REST
+
     def obstacle(self) -> str | None:
         """Say why rounds are not recorded: their shapes differ."""
         return "dynamic trees differ from round to round"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from polydraft.decision import Decision
+from polydraft.drafters.columns import Columns
 from polydraft.drafters.plan import LevelPlan, plan_passes
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
@@ -79,9 +80,8 @@ class Growth:
         self.topology = topology
         self._params = dataclasses.replace(params, temperature=temperature)
         self._vocab_size, self._device = vocab_size, device
-        # Penalties and biases speak of all tokens, so laws under them are spread out at once.
-        short = not (params.needs_history or params.logit_bias)
-        self._known, self._vocabulary = vocabulary, vocabulary if short else None
+        self._columns = Columns(vocabulary, vocab_size, params)
+        self._vocabulary = self._columns.vocabulary
         self._plan = plan_passes(topology, device, lead)
         self.levels = self._plan.levels
         self._warper: Warper | None = None
@@ -117,7 +117,7 @@ class Growth:
         assert self._warper is not None, "begin() comes first"
         # At temperature 0 the law is one token; the children are the next ones in order as well.
         weigh = self._warper.ranking if self.scheme.needs_order_only else self._warper.probs
-        probs_BGV = weigh(self._aligned(logits_BGV), tokens_BN[:, level.paths_GP])
+        probs_BGV = weigh(self._columns.aligned(logits_BGV), tokens_BN[:, level.paths_GP])
         for group in level.groups:
             law_RV = probs_BGV[:, group.rows].flatten(0, 1)
             uniforms_RK = uniforms_BU[:, group.children_GK - 1].flatten(0, 1)
@@ -160,13 +160,3 @@ class Growth:
             self._plan.law_rows_N[:nodes].expand(size, -1),
             self._vocabulary,
         )
-
-    def _aligned(self, logits_BGV: Tensor) -> Tensor:
-        """Return logits whose columns are the target's tokens, or the draft's own few."""
-        if self._vocabulary is not None:
-            return logits_BGV
-        if self._known is not None:
-            return self._known.spread(logits_BGV, fill=-torch.inf)
-        # Padding rows of either model's table never get mass.
-        missing = self._vocab_size - logits_BGV.shape[-1]
-        return torch.nn.functional.pad(logits_BGV, (0, missing), value=-torch.inf) if missing else logits_BGV

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polydraft.decision import Decision
 from polydraft.drafters.candidates import Assembled, Front, Level, assemble, best_children
+from polydraft.drafters.columns import Columns
 from polydraft.drafters.drawn_children import drawn_children, schedule
 from polydraft.drafters.growth import DEFAULT_SCHEME
 from polydraft.drafters.policy import Plan, RowPolicy
@@ -81,9 +82,8 @@ class PathGrowth:
         truncation: Any = {} if params.temperature > 0 else {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         self._params = dataclasses.replace(params, temperature=temperature, **truncation)
         self._vocab_size, self._device, self._lead = vocab_size, device, lead
-        # Penalties and biases speak of all tokens, so laws under them are spread out at once.
-        short = not (params.needs_history or params.logit_bias)
-        self._known, self._vocabulary = vocabulary, vocabulary if short else None
+        self._columns = Columns(vocabulary, vocab_size, params)
+        self._vocabulary = self._columns.vocabulary
         self.policy = RowPolicy(costs, batch_size, shape.nodes, device, shape.adaptive)
         self._decision = decision
         # On a CPU a look at values costs nothing, and saves work that nobody wants; elsewhere it would stall the device.
@@ -232,7 +232,7 @@ class PathGrowth:
     def _children(self, depth: int, scores_BW: Tensor, logits_BWV: Tensor, paths_BWP: Tensor, uniforms_BU: Tensor) -> Level:
         """Return the candidates below some nodes, drawn or chosen."""
         assert self._warper is not None, "begin() comes first"
-        probs_BWV = self._warper.probs(self._aligned(logits_BWV), paths_BWP)
+        probs_BWV = self._warper.probs(self._columns.aligned(logits_BWV), paths_BWP)
         if self._drawn:
             widths, used = self._widths[depth], sum(level.total for level in self._widths[:depth])
             level = drawn_children(
@@ -244,15 +244,6 @@ class PathGrowth:
         if self._vocabulary is None:
             return level
         return dataclasses.replace(level, tokens_BX=self._vocabulary.tokens(level.tokens_BX))
-
-    def _aligned(self, logits_BWV: Tensor) -> Tensor:
-        """Return logits whose columns are the target's tokens, or the draft's own few."""
-        if self._vocabulary is not None:
-            return logits_BWV
-        if self._known is not None:
-            return self._known.spread(logits_BWV, fill=-torch.inf)
-        missing = self._vocab_size - logits_BWV.shape[-1]
-        return torch.nn.functional.pad(logits_BWV, (0, missing), value=-torch.inf) if missing else logits_BWV
 
 
 def _picked(values_BWX: Tensor, index_BW: Tensor) -> Tensor:
