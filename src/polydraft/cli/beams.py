@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft.cli.option_list import with_options
 from polydraft.cli.options import Choices
 from polydraft.errors import UsageError
 
@@ -35,11 +36,8 @@ _NAMES = (
 _FLAGS = {"draws": "--beam-draws", "verification": "--beam-verification"}
 
 
-def beam_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of beams to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+beam_options = with_options(_OPTIONS)
+"""Add the options of beams to a command."""
 
 
 def take_beam_options(options: dict[str, Any]) -> dict[str, Any]:

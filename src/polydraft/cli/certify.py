@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
+from polydraft.cli.option_list import with_options
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
@@ -26,11 +27,8 @@ _PROMPTED: list[Callable[[Any], Any]] = [
 ]
 
 
-def _prompted(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what both commands have that compare texts with a target's."""
-    for option in reversed(_PROMPTED):
-        command = option(command)
-    return command
+_prompted = with_options(_PROMPTED)
+"""What both commands have that compare texts with a target's."""
 
 
 @click.command("decoder")

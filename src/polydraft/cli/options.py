@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from polydraft.cli.ngram_options import NGRAM_OPTIONS, NgramChoices
+from polydraft.cli.option_list import with_options
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,11 +58,8 @@ def arrange_messages() -> None:
         logger.setLevel(logging.INFO)
 
 
-def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of model, tree and sampling to a command."""
-    for option in reversed([*_OPTIONS, *NGRAM_OPTIONS]):
-        command = option(command)
-    return command
+shared_options = with_options([*_OPTIONS, *NGRAM_OPTIONS])
+"""Add the options of model, tree and sampling to a command."""
 
 
 @dataclass(frozen=True, kw_only=True)

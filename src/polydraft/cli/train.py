@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft.cli.option_list import with_options
 from polydraft.cli.train_corpus import command as _corpus_cache
 from polydraft.cli.train_decision import command as _decision
 from polydraft.errors import UsageError
@@ -38,10 +39,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
 ]  # fmt: skip
 
 
-def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+_shared = with_options(_OPTIONS)
 
 
 @click.group("train", short_help="Train a draft for your target.")

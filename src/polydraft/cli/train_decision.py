@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from polydraft.cli.option_list import with_options
 from polydraft.errors import UsageError
 
 _OPTIONS: list[Callable[[Any], Any]] = [
@@ -29,10 +30,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
 ]  # fmt: skip
 
 
-def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
+_with_options = with_options(_OPTIONS)
 
 
 @click.command("decision")
