@@ -73,7 +73,7 @@ def _first_of_others(
     target_RV: Tensor, draft_RV: Tensor, last_R1: Tensor, exponential_R1: Tensor, uniform_R1: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the token of smallest p-time among those of which E/q > `last`, and that time; infinity where there is none."""
-    key_RV, order_RV = torch.where(target_RV > 0, draft_RV / target_RV, torch.inf).sort(dim=1)
+    key_RV, order_RV = torch.where(target_RV > 0, draft_RV / target_RV, torch.inf).sort(dim=1, stable=True)
     target_sum_RV, draft_sum_RV = target_RV.gather(1, order_RV).cumsum(-1), draft_RV.gather(1, order_RV).cumsum(-1)
     # H where a token's term becomes positive; it rises with the token's place in this order.
     reached_RV = last_R1 * (target_sum_RV[:, :-1] * key_RV[:, 1:] - draft_sum_RV[:, :-1])
