@@ -12,7 +12,7 @@ from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from fused_cases import check_add_norm, check_gate, check_rotate_store
+from fused_cases import check_add_norm, check_gate, check_rotate_store, check_vector_product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 FORMATS = [torch.float32, torch.bfloat16]
@@ -25,6 +25,8 @@ def test_kernels(dtype: torch.dtype) -> None:
         check_gate("cuda", dtype, channels)
     for queries, keys, channels in ((9, 3, 64), (32, 32, 128), (5, 1, 80)):
         check_rotate_store("cuda", dtype, queries, keys, channels)
+    for rows, channels in ((7, 576), (4096, 11008), (12288, 4096), (5000, 2560)):
+        check_vector_product("cuda", dtype, rows, channels, biased=rows == 4096)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.models.fused import add_norm, gate, rotate_store
+from polydraft.models.fused import add_norm, gate, linear, rotate_store, vector_product
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
@@ -52,3 +52,12 @@ def check_gate(device: str, dtype: torch.dtype, channels: int) -> None:
     both = numbers(2, 3, 2 * channels, device=device, dtype=dtype, seed=0)
     first, second = both.chunk(2, dim=-1)
     torch.testing.assert_close(gate(both), functional.silu(first) * second, **tolerance(dtype))
+
+
+def check_vector_product(device: str, dtype: torch.dtype, rows: int, channels: int, biased: bool) -> None:
+    vector = numbers(1, 1, channels, device=device, dtype=dtype, seed=0)
+    weight = numbers(rows, channels, device=device, dtype=dtype, seed=1) / channels**0.5
+    bias = numbers(rows, device=device, dtype=dtype, seed=2) if biased else None
+    expected = functional.linear(vector.double(), weight.double(), None if bias is None else bias.double())
+    for product in (vector_product, linear):
+        torch.testing.assert_close(product(vector, weight, bias).double(), expected, **tolerance(dtype))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from fused_cases import check_add_norm, check_gate, check_rotate_store
+from fused_cases import check_add_norm, check_gate, check_rotate_store, check_vector_product
 
 if importlib.util.find_spec("triton") is not None and "triton" not in sys.modules and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -31,3 +31,9 @@ def test_rotate_store(queries: int, keys: int, channels: int) -> None:
 @pytest.mark.parametrize("channels", [5, 64, 1500])
 def test_gate(channels: int) -> None:
     check_gate("cpu", torch.float32, channels)
+
+
+@pytest.mark.parametrize(("rows", "channels"), [(5, 8), (64, 1500), (6, 2048)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_vector_product(rows: int, channels: int, biased: bool) -> None:
+    check_vector_product("cpu", torch.float32, rows, channels, biased)

@@ -1,8 +1,8 @@
 """Llama-shaped models, and feature heads, on a GPU in ten launches a layer.
 
 A pass over a few tokens is as long as the reading of its weights if nothing else takes time: what stands between the four
-matrix products of a layer is therefore six kernels, and attention costs what the text of the moment costs, whatever the
-size of the buffers, so that a recorded pass serves for many lengths.
+matrix products of a layer is therefore six kernels, and the products of a single token have a kernel of their own. Attention
+costs what the text of the moment costs, whatever the size of the buffers, so that a recorded pass serves for many lengths.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Linear, Module, functional
 
 from polydraft.models.cache import SlotCache
 from polydraft.models.lean import LeanBody, LeanLayer
@@ -18,6 +18,10 @@ from polydraft.models.tree_attention import obstacle, power_of_two, tree_attenti
 
 MOST_TOKENS = 128
 """Tokens a row up to which these kernels are meant; longer blocks are prompts, which are computed, not read."""
+_ROWS = 4
+"""Outputs that one program of a product computes."""
+_LARGE_WEIGHT = 2**23
+"""Bytes of a weight from which its reading takes longer than a launch, and how it is read matters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +56,7 @@ class FusedBody:
                 tapped.append(hidden_BTF)
             attended_BTF = _attended(layer, normed_BTF, cos_BTC, sin_BTC, view, cache)
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, attended_BTF, layer.mlp_norm.weight, layer.mlp_norm.variance_epsilon)
-            delta_BTF = layer.down(gate(functional.linear(normed_BTF, layer.gate_up, layer.gate_up_bias)))
+            delta_BTF = _through(layer.down, gate(linear(normed_BTF, layer.gate_up, layer.gate_up_bias)))
         norm = self._body.norm
         hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, norm.weight, norm.variance_epsilon)
         if len(self._body.layers) in taps:
@@ -63,13 +67,42 @@ class FusedBody:
 def _attended(
     layer: LeanLayer, normed_BTF: Tensor, cos_BTC: Tensor, sin_BTC: Tensor, view: TreeView, cache: SlotCache
 ) -> Tensor:
-    projected_BTX = functional.linear(normed_BTF, layer.qkv, layer.qkv_bias)
+    projected_BTX = linear(normed_BTF, layer.qkv, layer.qkv_bias)
     key_BHSC, value_BHSC = cache.storage(layer.index, projected_BTX, layer.keys, layer.channels)
     query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC)
     mixed_BHTC = tree_attention(
         query_BHTC, key_BHSC, value_BHSC, view.lengths_B, view.visible_BTU, layer.scale, view.max_length, view.starts_BT
     )
-    output_BTF: Tensor = layer.output(mixed_BHTC.transpose(1, 2).flatten(2))
+    return _through(layer.output, mixed_BHTC.transpose(1, 2).flatten(2))
+
+
+def _through(layer: Module, input_BTX: Tensor) -> Tensor:
+    """Apply a layer, by our own product if it is a plain one."""
+    if type(layer) is Linear and not layer._forward_hooks and not layer._forward_pre_hooks:
+        return linear(input_BTX, layer.weight, layer.bias)
+    output_BTF: Tensor = layer(input_BTX)
+    return output_BTF
+
+
+def linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Return what `torch.nn.functional.linear` does; of a single token with large weights at the speed of their reading."""
+    if input_BTX.numel() == input_BTX.shape[-1] and weight_FX.nbytes >= _LARGE_WEIGHT and weight_FX.is_contiguous():
+        return vector_product(input_BTX, weight_FX, bias_F)
+    return functional.linear(input_BTX, weight_FX, bias_F)
+
+
+def vector_product(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Multiply the input, a single vector, by a weight."""
+    from polydraft.models import fused_kernels as kernels
+
+    rows, channels = weight_FX.shape
+    assert input_BTX.is_contiguous() and input_BTX.numel() == channels and weight_FX.is_contiguous()
+    output_BTF = input_BTX.new_empty(*input_BTX.shape[:-1], rows)
+    block = 2048 if channels % 2048 == 0 else 1024  # the fastest of those tried on an H200, where no lane idles
+    kernels.vector_product[(-(-rows // _ROWS),)](
+        input_BTX, weight_FX, weight_FX if bias_F is None else bias_F, output_BTF, rows, channels,
+        BIAS=bias_F is not None, ROWS=_ROWS, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return output_BTF
 
 

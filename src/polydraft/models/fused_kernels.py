@@ -1,4 +1,6 @@
-"""Triton kernels of what stands between the matrix products of a transformer layer; see `polydraft.models.fused`.
+"""Triton kernels of a transformer layer: what stands between its matrix products, and the products of a single token.
+
+See `polydraft.models.fused`.
 
 Imported only where Triton is there. Every kernel reads and writes the model's number format and computes in float32.
 """
@@ -82,3 +84,26 @@ def gate(gate_up, output, channels, BLOCK: tl.constexpr):
     # Rounded in between, as two operations would do.
     active_C = (gate_C / (1.0 + tl.exp(-gate_C))).to(output.dtype.element_ty).to(tl.float32)
     tl.store(output + row * channels + channel_C, (active_C * up_C).to(output.dtype.element_ty), mask=real_C)
+
+
+@triton.jit
+def vector_product(vector, weight, bias, output, rows, channels, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply a weight matrix by one vector; grid [blocks of rows]."""
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real_R = row_R < rows
+    start_R1 = row_R.to(tl.int64)[:, None] * channels
+    sums_RC = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(0, channels, BLOCK):
+        channel_C = first + tl.arange(0, BLOCK)
+        real_C = channel_C < channels
+        # Weights come by once, the vector again and again: these must not drive it out of the caches.
+        weight_RC = tl.load(
+            weight + start_R1 + channel_C[None, :], mask=real_R[:, None] & real_C[None, :], other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        vector_C = tl.load(vector + channel_C, mask=real_C, other=0.0)
+        sums_RC += weight_RC.to(tl.float32) * vector_C.to(tl.float32)[None, :]
+    sum_R = tl.sum(sums_RC, 1)
+    if BIAS:
+        sum_R += tl.load(bias + row_R, mask=real_R, other=0.0).to(tl.float32)
+    tl.store(output + row_R, sum_R.to(output.dtype.element_ty), mask=real_R)
