@@ -20,9 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import polydraft
 from polydraft.bench.identity import IdentityCheck
 from polydraft.bench.prompts import load_prompts
+from polydraft.compilation import compiled
 from polydraft.drafters import HeadTree, Plain
 from polydraft.engine import Decoder
-from polydraft.engine.workspace import Workspace, compiled_walk
+from polydraft.engine.workspace import Workspace
 from polydraft.models import HeadShape
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
@@ -145,7 +146,7 @@ def pieces(target: HFModel, drafter: HeadTree, params: SamplingParams) -> dict[s
         def verify():
             restore()
             laws = workspace._target_law(features_BNF)
-            return compiled_walk(type(walk))(walk, session.scheme, draft, laws, uniforms_BU[:, session.num_uniforms :])
+            return compiled(type(walk).run)(walk, session.scheme, draft, laws, uniforms_BU[:, session.num_uniforms :])
 
         verifying = graph_seconds(verify)
         head_pass = graph_seconds(lambda: target.head(features_BNF))

@@ -13,6 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ROOMS = [
     "errors",
     "registry",
+    "compilation",
     "sampling",
     "trees",
     "schemes",

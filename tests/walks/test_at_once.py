@@ -108,6 +108,17 @@ def test_a_round_is_one_graph(name: str, walk: str, temperature: float, monkeypa
     check_same(without_looking(compiled, monkeypatch), expected)
 
 
+@pytest.mark.parametrize("name", list(SCHEMES))
+def test_drawing_is_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, generator = SCHEMES.get(name)(), torch.Generator().manual_seed(3)
+    law_RV = torch.softmax(2 * torch.randn(6, SIZE, generator=generator), dim=-1)
+    uniforms_RK = torch.rand(6, largest_count(scheme, 4), generator=generator, dtype=torch.float64)
+    expected = scheme.draw(law_RV, uniforms_RK)
+    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
+    compiled = torch.compile(type(scheme).draw, fullgraph=True, backend="eager", dynamic=False)
+    assert torch.equal(compiled(scheme, law_RV, uniforms_RK), expected)
+
+
 def test_paths_and_laws_of_all_nodes() -> None:
     topology = parse_tree("[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]")
     tokens_BN = torch.arange(7)[None] * 10

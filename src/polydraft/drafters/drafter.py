@@ -48,6 +48,10 @@ class DraftSession(ABC):
         """Say why the next round, unlike others, cannot be replayed from a recording; None if it can."""
         return None
 
+    def compile(self) -> None:
+        """Compile what is worth it on a GPU; nothing unless overridden."""
+        return None
+
     own_walk: Walk | None = None
     """How the proposals must be verified, where no registered walk will do; only lossy drafters have one."""
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from polydraft.compilation import compiled
 from polydraft.decision import Decision
 from polydraft.drafters.columns import Columns
 from polydraft.drafters.plan import LevelPlan, plan_passes
@@ -77,6 +79,7 @@ class Growth:
         temperature = params.temperature if draft_temperature is None else draft_temperature
         name = "top" if temperature == 0 else _automatic(topology) if scheme == "auto" else scheme
         self.scheme = SCHEMES.get(name)()
+        self._draw = self.scheme.draw
         self.topology = topology
         self._params = dataclasses.replace(params, temperature=temperature)
         self._vocab_size, self._device = vocab_size, device
@@ -91,6 +94,11 @@ class Growth:
         self.decision, self._mask = decision, SlicedMask.of(topology, device)
         self._going_B: Tensor | None = None
         """Rows that have not stopped; None where no decision model looks."""
+
+    def compile(self) -> None:
+        """Draw in a few kernels, compiled when first used, where it takes dozens otherwise."""
+        if not self.scheme.needs_order_only:
+            self._draw = partial(compiled(type(self.scheme).draw), self.scheme)
 
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of the certain texts, as penalties need them."""
@@ -117,17 +125,18 @@ class Growth:
         assert self._warper is not None, "begin() comes first"
         # At temperature 0 the law is one token; the children are the next ones in order as well.
         weigh = self._warper.ranking if self.scheme.needs_order_only else self._warper.probs
-        probs_BGV = weigh(self._columns.aligned(logits_BGV), tokens_BN[:, level.paths_GP])
+        paths_GP = level.paths_GP if self._params.needs_history else level.paths_GP[:, :0]
+        probs_BGV = weigh(self._columns.aligned(logits_BGV), tokens_BN[:, paths_GP])
         for group in level.groups:
             law_RV = probs_BGV[:, group.rows].flatten(0, 1)
-            uniforms_RK = uniforms_BU[:, group.children_GK - 1].flatten(0, 1)
-            children_RK = self.scheme.draw(law_RV, uniforms_RK)
+            uniforms_RK = uniforms_BU[:, group.uniforms].reshape(len(law_RV), group.width)
+            children_RK = self._draw(law_RV, uniforms_RK)
             if self._vocabulary is not None:
                 children_RK = self._vocabulary.tokens(children_RK)
-            children_BGK = children_RK.view(len(tokens_BN), *group.children_GK.shape)
+            children_BX = children_RK.view(len(tokens_BN), -1)
             if self._going_B is not None:
-                children_BGK = torch.where(self._going_B[:, None, None], children_BGK, NO_TOKEN)
-            tokens_BN[:, group.children_GK] = children_BGK
+                children_BX = torch.where(self._going_B[:, None], children_BX, NO_TOKEN)
+            tokens_BN[:, group.children] = children_BX
         self._drawn += 1
         if not self.scheme.follows_target:
             self._laws.append(probs_BGV)

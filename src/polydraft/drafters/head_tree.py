@@ -101,6 +101,10 @@ class HeadTreeSession(DraftSession):
             return "the decision model is looked at between levels"
         return "a text has only one token" if self._lone_B is not None or self._features_BWF is None else None
 
+    def compile(self) -> None:
+        """Compile the drawing of children."""
+        self._growth.compile()
+
     def expect(self, depth: int) -> None:
         """Make room for as many fresh entries."""
         width = max(depth, self.depth) + 1

@@ -93,6 +93,10 @@ class ModelTreeSession(DraftSession):
             return "the decision model is looked at between levels"
         return None if self._lone_B1 is None else "a text has only one token"
 
+    def compile(self) -> None:
+        """Compile the drawing of children."""
+        self._growth.compile()
+
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Read the texts."""
         self._memory.align(texts, longest)

@@ -1,5 +1,6 @@
 """The passes of a drafter through a tree of static shape, laid out once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,9 +16,14 @@ __all__ = ["GroupPlan", "LevelPlan", "Plan", "StaticBlock", "plan_passes"]
 class GroupPlan:
     """Nodes of a level that draw equally many children."""
 
-    rows: Tensor
+    rows: Tensor | slice
     """Which of the level's laws."""
-    children_GK: Tensor
+    children: Tensor | slice
+    """Nodes that are drawn, node by node of the group."""
+    uniforms: Tensor | slice
+    """Random numbers for them."""
+    width: int
+    """Children of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +35,7 @@ class LevelPlan:
     parents_T: Tensor
     """Parent of each node of the pass."""
     block: StaticBlock
-    drawing: Tensor
+    drawing: Tensor | slice
     """Which tokens of the block have children."""
     paths_GP: Tensor
     """Nodes from below the root to each drawing node."""
@@ -59,18 +65,34 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
         first, stop = nodes.start, drawing[-1] + 1  # leaves at the level's end need no pass
         block = mask.level(first, stop)
         ancestors = [tables.ancestors_NN[node].nonzero()[1:, 0].tolist() for node in drawing]
-        groups = tuple(
-            GroupPlan(law_rows_N[list(group.nodes)].to(device), torch.tensor(group.children, device=device)) for group in draws
-        )
+        groups = []
+        for group in draws:
+            children = [child for siblings in group.children for child in siblings]
+            groups.append(
+                GroupPlan(
+                    _places(law_rows_N[list(group.nodes)].tolist(), device),
+                    _places(children, device),
+                    _places([child - 1 for child in children], device),
+                    len(group.children[0]),
+                )
+            )
         levels.append(
             LevelPlan(
                 first,
                 stop,
                 torch.tensor(topology.parents[first:stop], device=device),
                 block,
-                torch.tensor([node + lead - block.start for node in drawing], device=device),
+                _places([node + lead - block.start for node in drawing], device),
                 torch.tensor(ancestors, dtype=torch.long, device=device).reshape(len(drawing), -1),
-                groups,
+                tuple(groups),
             )
         )
     return Plan(tuple(levels), law_rows_N.to(device))
+
+
+def _places(numbers: Sequence[int], device: torch.device) -> Tensor | slice:
+    """Return an index of these places: a slice, which is a view, if they are consecutive."""
+    first, stop = numbers[0], numbers[-1] + 1
+    if list(numbers) == list(range(first, stop)):
+        return slice(first, stop)
+    return torch.tensor(numbers, device=device)

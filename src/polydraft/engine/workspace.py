@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from polydraft.compilation import compiled as compiled_form
 from polydraft.drafters import Drafter
 from polydraft.engine.recorder import Recorder
 from polydraft.engine.stats import Stats
@@ -17,13 +18,11 @@ from polydraft.errors import FailureError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.sampling import SamplingParams, Warper
 from polydraft.trees import DraftTree
-from polydraft.walks import TargetLaws, Verdict, Walk
+from polydraft.walks import TargetLaws, Walk
 
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
 _FEW_NODES = 16
-_MOST_SHAPES = 64
-"""Of trees and batches that compiled verification is kept for; further ones run as they are."""
 _LOGGER = logging.getLogger("polydraft")
 _TOLD: WeakKeyDictionary[LanguageModel, set[str]] = WeakKeyDictionary()
 """Why rounds of a target are not recorded, as far as it was said."""
@@ -52,7 +51,7 @@ class Workspace:
     graphs : bool
         Record rounds where the device can.
     compiled : bool
-        Compile verification before it is recorded: a third of its launches, for some seconds once.
+        Compile drawing and verification before they are recorded: a third of their launches, for some seconds once.
     """
 
     def __init__(
@@ -74,6 +73,8 @@ class Workspace:
         """The last two tokens of each text; the second is pending."""
         self.active_B = torch.ones(batch_size, dtype=torch.bool, device=target.device)
         self._compiled = compiled and graphs and target.device.type == "cuda"
+        if self._compiled and self.session.recordable:
+            self.session.compile()
         # Compilation takes a second run to see what varies.
         self._recorder = Recorder(before=3 if compiled else 1) if graphs and target.device.type == "cuda" else None
 
@@ -152,7 +153,7 @@ class Workspace:
             features_BNF = self.memory.context.extend(draft.tokens_BN, draft.block())
         with stats.clock("verify"):
             target_law = self._target_law(features_BNF[:, : features_BNF.shape[1] - draft.riders])
-            run = partial(compiled_walk(type(walk)), walk) if self._compiled else walk.run
+            run = partial(compiled_form(type(walk).run), walk) if self._compiled else walk.run
             verdict = run(session.scheme, draft.without_riders(), target_law, uniforms_BU[:, session.num_uniforms :])
         with stats.clock("commit"):
             keep_B = torch.where(self.active_B, verdict.accepted_B + 1, 0)
@@ -216,14 +217,6 @@ class Workspace:
             told.add(lasting)
             _LOGGER.warning("rounds run without CUDA graphs: %s", lasting)
         return lasting or self.session.obstacle()
-
-
-@cache
-def compiled_walk(kind: type[Walk]) -> Callable[..., Verdict]:
-    """Return a walk's `run`, compiled anew for every shape of tree that it meets."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_SHAPES)
-    run: Callable[..., Verdict] = torch.compile(kind.run, dynamic=False)
-    return run
 
 
 def device_failure(error: RuntimeError) -> FailureError:
