@@ -16,8 +16,11 @@ from polydraft.walks.walk import Fault, Verdict, fault_of
 def verify_everywhere(scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict | None:
     """Let every node emit its token, by its level's random numbers, then follow those that are children.
 
-    None where the host may look, and so may stop in time, or where the laws of all nodes are too much to ask.
+    None where the host may look, and so may stop in time, where the root is all there is, or where the laws of all nodes are
+    too much to ask.
     """
+    if draft.depth == 0:
+        return None
     columns = draft.laws[0].shape[-1] if draft.laws else 0
     target_BNV = laws_everywhere(draft, target_law, columns if draft.vocabulary is None else draft.vocabulary.size)
     if target_BNV is None:
