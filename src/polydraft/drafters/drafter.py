@@ -44,6 +44,9 @@ class DraftSession(ABC):
     drafts_on_host: ClassVar[bool] = False
     """Whether `propose` works on the host while `commit` does not: then the rest of the round can be recorded."""
 
+    needs_outcome: ClassVar[bool] = True
+    """Whether what the host learns of a round, through `receive` and `settle`, may change what the next one does."""
+
     def obstacle(self) -> str | None:
         """Say why the next round, unlike others, cannot be replayed from a recording; None if it can."""
         return None

@@ -90,6 +90,7 @@ class DynamicHeadSession(HeadTreeSession):
     """A feature head's memory of one batch, as for static trees; entries of rounds without drafts wait to be read."""
 
     recordable = False
+    needs_outcome = True
     _growth: PathGrowth  # type: ignore[assignment]
 
     def __init__(self, drafter: Dynamic, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
@@ -183,6 +184,7 @@ class DynamicModelSession(ModelTreeSession):
     """A draft model's memory of one batch, as for static trees; after rounds without drafts it catches up."""
 
     recordable = False
+    needs_outcome = True
     _growth: PathGrowth  # type: ignore[assignment]
 
     def __init__(self, drafter: Dynamic, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int) -> None:

@@ -57,6 +57,7 @@ class HeadTreeSession(DraftSession):
 
     reads_features = True
     recordable = True
+    needs_outcome = False
     follows_any_path = True
 
     def __init__(self, drafter: HeadTree, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
@@ -206,8 +207,9 @@ class HeadTreeSession(DraftSession):
         """Take note of the new texts."""
         self._context.settle(
             [
-                len(text) - len(tokens) - 1 if tokens else length
-                for text, tokens, length in zip(texts, emitted, self._context.lengths, strict=True)
+                # A row that got nothing has idled through a round, which has read all its fresh entries.
+                len(text) - len(tokens) - 1 if tokens else max(len(text) - 2, 0)
+                for text, tokens in zip(texts, emitted, strict=True)
             ]
         )
         self._texts = list(texts)

@@ -60,6 +60,7 @@ class ModelTreeSession(DraftSession):
     """
 
     recordable = True
+    needs_outcome = False
 
     def __init__(self, drafter: ModelTree, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
         model, topology = drafter.model, drafter.topology

@@ -29,6 +29,7 @@ class PlainSession(DraftSession):
     scheme = Naive()
     num_nodes, depth, num_uniforms = 1, 0, 0
     recordable = True
+    needs_outcome = False
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Remember nothing."""

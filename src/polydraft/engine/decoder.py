@@ -39,6 +39,8 @@ class Decoder:
         On a GPU, replay whole rounds as CUDA graphs.
     compiled : bool
         On a GPU, compile verification too: some 20 seconds at first, half a millisecond less a round above temperature 0.
+    ahead : bool
+        On a GPU, launch a replayed round before looking at the last one's outcome, where nothing depends on it. Same texts.
     lossless : bool
         Whether to refuse drafters that change the law of the text.
 
@@ -58,6 +60,7 @@ class Decoder:
         walk: str = AUTO,
         graphs: bool = True,
         compiled: bool = False,
+        ahead: bool = True,
         lossless: bool = True,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter or Plain(), tokenizer
@@ -68,7 +71,7 @@ class Decoder:
             )
         self.eos_token_ids = tuple(eos_token_ids)
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
-        self.graphs, self.compiled = graphs, compiled
+        self.graphs, self.compiled, self.ahead = graphs, compiled, ahead
         self._kept: tuple[Drafter, Workspace] | None = None
         self._spare: deque[tuple[Drafter, Workspace]] = deque(maxlen=_MOST_SPARE)
         """Workspaces of a GPU, whose recorded rounds are worth keeping."""
@@ -180,13 +183,12 @@ class Decoder:
         if keep and self._kept is not None and self._fits(self._kept, batch_size, params):
             return self._kept[1]
         spare = [one for one in self._spare if self._fits(one, batch_size, params) and one[1].idle]
-        found = (
-            spare[0]
-            if spare
-            else (self.drafter, Workspace(self.target, self.drafter, batch_size, params, self.graphs, self.compiled))
-        )
         if spare:
+            found = spare[0]
             self._spare.remove(found)
+        else:
+            options = (self.graphs, self.compiled, self.ahead)
+            found = (self.drafter, Workspace(self.target, self.drafter, batch_size, params, *options))
         if keep:
             self._kept = found
         elif found[1].records:

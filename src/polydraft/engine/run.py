@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from polydraft.drafters import Drafter
+from polydraft.engine.outstanding import Outstanding
 from polydraft.engine.result import StopReason
 from polydraft.engine.stats import TARGET, Stats
 from polydraft.engine.workspace import Workspace, device_failure
@@ -37,6 +38,10 @@ class Run:
 
     A round is a function of the workspace's tensors; the host sees its outcome once, at the end, and does the book-keeping:
     ends of text, limits, statistics. Rows that are done idle along.
+
+    Where the workspace allows it the next round is launched before the host looks at the last one's outcome, so that the
+    device never waits for the host (docs/decisions/017-rounds-run-ahead-by-one.md). The texts are the same; only the
+    generators, which belong to the run, may have been asked for one round more than was used.
     """
 
     def __init__(
@@ -67,6 +72,10 @@ class Run:
         self._workspace = workspace
         workspace.claim = weakref.ref(self)
         self.stop_reasons: list[StopReason | None] = [None] * len(prompts)
+        self._ahead: Outstanding | None = None
+        """The round that was launched before the outcome of the last one was known."""
+        self._retiring = False
+        """Whether rows have ended that the round ahead still takes for active ones."""
         with torch.inference_mode(), self.stats.clock("prefill"), _device_errors():
             workspace.begin(self.texts, self._longest, keep)
 
@@ -87,15 +96,16 @@ class Run:
                 "a later call with keep=True has taken over the memory of this stream; finish one stream before the next, "
                 "or leave keep out"
             )
-        depth = self._session.depth
+        depth, was_ahead = self._session.depth, self._ahead is not None
         with _device_errors():
-            with self.stats.clock("draft"):
-                uniforms_BU = self._noise.uniforms(self._workspace.num_uniforms(self.walk))
-            outcome_BX = self._workspace.round(self.walk, uniforms_BU, self.stats)
+            now = self._ahead or self._launch()
+            self._ahead = self._launch() if self._runs_ahead(now) else None
             with self.stats.clock("verify"):
-                outcome = outcome_BX.tolist()  # the round's only device-to-host copy
+                outcome = now.wait()
+        self.stats.replayed_rounds += now.replayed
+        self.stats.rounds_ahead += was_ahead
         told = depth + 1 + _NUMBERS
-        if outcome_BX.shape[1] > told:
+        if len(outcome[0]) > told:
             self._session.receive([values[told:] for values in outcome])
         emitted = [
             self._settle_row(row, values[: depth + 1], *values[depth + 1 : told])
@@ -104,6 +114,20 @@ class Run:
         ]
         self._settle(emitted)
         return emitted
+
+    def _launch(self) -> Outstanding:
+        with self.stats.clock("draft"):
+            uniforms_BU = self._noise.uniforms(self._workspace.num_uniforms(self.walk))
+        return self._workspace.round(self.walk, uniforms_BU, self.stats)
+
+    def _runs_ahead(self, now: Outstanding) -> bool:
+        """Whether to launch one more round, because a row goes on after this one unless it meets an end that is not a limit."""
+        most = self._session.depth + 1
+        goes_on = any(
+            reason is None and len(text) + most < end
+            for reason, text, (end, _) in zip(self.stop_reasons, self.texts, self._ends, strict=True)
+        )
+        return goes_on and not self._retiring and self._workspace.runs_ahead(now)
 
     def _settle_row(self, row: int, tokens: list[int], accepted: int, offered: int, fault: int, *shape: int) -> Emitted:
         """Take what one row got, up to its end."""
@@ -144,7 +168,7 @@ class Run:
             by_row[item.row] = item.token_ids
         self.stats.rounds += 1
         self._workspace.settle(self.texts, by_row)
-        if any(item.stop_reason for item in emitted):
+        if self._retiring or any(item.stop_reason for item in emitted):
             self._retire()
         self.stats.total_seconds = time.perf_counter() - self._started
 
@@ -158,7 +182,13 @@ class Run:
         self._retire()
 
     def _retire(self) -> None:
-        if self._workspace.claim() is self:
+        """Let ended rows idle, unless a round is at work whose tokens other rows still want: then after it."""
+        if self._workspace.claim() is not self:
+            return
+        if self.done:
+            self._ahead = None  # it runs in vain; the device cuts the memories behind it
+        self._retiring = self._ahead is not None
+        if not self._retiring:
             self._workspace.retire(self.texts, [reason is None for reason in self.stop_reasons])
 
 

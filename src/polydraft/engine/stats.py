@@ -30,6 +30,8 @@ class Stats:
     rounds: int = 0
     replayed_rounds: int = 0
     """Rounds that ran as one recorded CUDA graph."""
+    rounds_ahead: int = 0
+    """Those of them that were launched before the outcome of the round before was known."""
     passes: int = 0
     block_tokens: int = 0
     """Tokens that the rounds yielded before anything was cut off at an end."""
@@ -122,7 +124,7 @@ class Stats:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Add the time of a phase. On a GPU that is the time to queue its work; the host waits for all of it in `verify`."""
+        """Add the time of a phase. On a GPU that is the time to queue its work; the host waits for the rest in `verify`."""
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start

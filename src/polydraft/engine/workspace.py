@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polydraft.compilation import compiled as compiled_form
 from polydraft.drafters import Drafter
+from polydraft.engine.outstanding import Outstanding
 from polydraft.engine.recorder import Recorder
 from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError
@@ -52,6 +53,8 @@ class Workspace:
         Record rounds where the device can.
     compiled : bool
         Compile drawing and verification before they are recorded: a third of their launches, for some seconds once.
+    ahead : bool
+        Allow a replayed round to be launched before the outcome of the last one is known.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Workspace:
         params: SamplingParams,
         graphs: bool = True,
         compiled: bool = False,
+        ahead: bool = True,
     ) -> None:
         self.target, self.batch_size, self.params = target, batch_size, params
         self.session = drafter.start(batch_size, params, target)
@@ -72,6 +76,7 @@ class Workspace:
         self.tail_B2 = torch.zeros(batch_size, 2, dtype=torch.long, device=target.device)
         """The last two tokens of each text; the second is pending."""
         self.active_B = torch.ones(batch_size, dtype=torch.bool, device=target.device)
+        self._ahead = ahead
         self._compiled = compiled and graphs and target.device.type == "cuda"
         if self._compiled and self.session.recordable:
             self.session.compile()
@@ -99,19 +104,29 @@ class Workspace:
         """Random numbers a row that the next round uses."""
         return self.session.num_uniforms + walk.uniforms(self.session.scheme, self.session.depth)
 
-    def round(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Tensor:
-        """Draft, score, walk and commit, without a look at the values.
+    def runs_ahead(self, last: Outstanding) -> bool:
+        """Whether a round may follow before the host has seen the last one's outcome.
+
+        It needs nothing from the host then but random numbers, and is a replay of the same recording, with room enough,
+        however many tokens the last one yields.
+        """
+        # Penalties depend on emitted tokens, which `settle` adds to what they count.
+        alone = self._ahead and last.replayed and not self.session.needs_outcome and not self.params.needs_history
+        return alone and all(context.steady(self.session.depth + 1) for context in self._contexts)
+
+    def round(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Outstanding:
+        """Launch a round: draft, score, walk and commit, without a look at the values.
 
         Returns
         -------
-        Tensor
-            A row each: the emitted tokens; accepted and offered nodes, the fault, the longest drafted path, the root's child
-            that was kept; then the drafter's report.
+        Outstanding
+            Its outcome, a row each: the emitted tokens; accepted and offered nodes, the fault, the longest drafted path,
+            the root's child that was kept; then the drafter's report.
         """
         if self._recorder is None or self._obstacle():
             for context in self._contexts:
                 context.span = None
-            return self._round(walk, uniforms_BU, stats)
+            return Outstanding.send(self._round(walk, uniforms_BU, stats), replayed=False)
         spans = tuple(context.fix_span() for context in self._contexts)
         stored = tuple((context.capacity, context.address) for context in self._contexts)
         shape = (self.session.depth, self.session.num_nodes, uniforms_BU.shape[1])
@@ -139,8 +154,7 @@ class Workspace:
 
         with stats.clock("graph"):
             outcome_BX, replayed = self._recorder.run(kind, function, *inputs)
-        stats.replayed_rounds += replayed
-        return outcome_BX
+        return Outstanding.send(outcome_BX, replayed)
 
     def _round(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Tensor:
         with stats.clock("draft"):

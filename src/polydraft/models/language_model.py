@@ -65,8 +65,16 @@ class Context(ABC):
 
     def fix_span(self) -> int:
         """Let passes see a number of slots that serves for many rounds to come, and return it."""
-        self.span = min(round_up(max(self.lengths) + self.places), self.capacity)
+        self.span = self._span(max(self.lengths))
         return self.span
+
+    def steady(self, growth: int) -> bool:
+        """Whether rows may grow by up to so many tokens, and the span that serves for them is the same however many it is."""
+        longest = max(self.lengths)
+        return longest + growth + self.places <= self.capacity and self._span(longest) == self._span(longest + growth)
+
+    def _span(self, length: int) -> int:
+        return min(round_up(length + self.places), self.capacity)
 
     def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
         """Store and compute a block; to be overridden where attention needs no mask over all slots."""

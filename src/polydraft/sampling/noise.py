@@ -25,27 +25,19 @@ class Noise:
 
     Host generators make the stream the same on every device, and rows independent of who shares their batch; the copy
     to a GPU is asynchronous, so a round needs no host synchronisation for it.
+
+    The generators belong to whoever draws here: numbers may be drawn for a round that turns out to be needed no more.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], device: torch.device) -> None:
         self.generators = list(generators)
         self.device = device
-        self._pinned_BU = torch.empty(0, 0, dtype=torch.float64)
-        self._copied: torch.cuda.Event | None = None
 
     def uniforms(self, count: int) -> Tensor:
         """Return fresh numbers in [0, 1) as float64, `count` a row."""
-        if self.device.type != "cuda":
-            rows = [torch.rand(count, generator=generator, dtype=torch.float64) for generator in self.generators]
-            return torch.stack(rows).to(self.device)
-        if self._pinned_BU.shape[1] != count:
-            with torch.inference_mode(False):  # rounds may run in inference mode or not
-                self._pinned_BU = torch.empty(len(self.generators), count, dtype=torch.float64).pin_memory()
-        elif self._copied is not None:
-            self._copied.synchronize()  # by now it is done, unless nobody looked at the last round's outcome
-        for row_U, generator in zip(self._pinned_BU, self.generators, strict=True):
+        pinned = self.device.type == "cuda"
+        # Torch lends page-locked memory anew only when the copies out of it are over, so any number may be under way.
+        uniforms_BU = torch.empty(len(self.generators), count, dtype=torch.float64, pin_memory=pinned)
+        for row_U, generator in zip(uniforms_BU, self.generators, strict=True):
             torch.rand(count, generator=generator, dtype=torch.float64, out=row_U)
-        uniforms_BU = self._pinned_BU.to(self.device, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-        return uniforms_BU
+        return uniforms_BU.to(self.device, non_blocking=pinned)

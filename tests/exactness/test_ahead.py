@@ -1,0 +1,265 @@
+"""Rounds launched before the last one's outcome is known: the same texts, ends and figures, shown without a GPU."""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import polydraft.models.language_model as language_model
+from polydraft.engine import Decoder, Generation, StopReason
+from polydraft.engine.recorder import Recorder
+from polydraft.engine.workspace import Workspace
+from polydraft.models import TabularModel
+from polydraft.sampling import SamplingParams
+
+from .setups import EVERY_DRAFTER, PENALTIES, PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
+
+RUNS_AHEAD = ["none", "model", "head"]
+SEEDS = [7, 8, 9]
+TREE = "2x1"
+
+pytestmark = pytest.mark.usefixtures("replaying")
+ahead_drafters = pytest.mark.parametrize("drafter", RUNS_AHEAD)
+both_temperatures = pytest.mark.parametrize("temperature", [0.0, 1.0])
+
+
+class Replaying(Recorder):
+    """Calls what a recorder would replay, and puts outcomes where the next one of the kind overwrites them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: list[tuple[Hashable, ...]] = []
+        self.outcomes: dict[Hashable, Tensor] = {}
+
+    def run(self, kind: Any, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
+        self.kinds.append(kind)
+        outcome_BX = function(*inputs)
+        if kind in self.outcomes:
+            return self.outcomes[kind].copy_(outcome_BX), True
+        self.outcomes[kind] = outcome_BX.clone()
+        return outcome_BX, False
+
+
+class Letters:
+    """A tokenizer of a character a token."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(ord("A") + token) for token in tokens)
+
+
+@pytest.fixture
+def replaying(monkeypatch: pytest.MonkeyPatch) -> list[Replaying]:
+    """Let all workspaces have such a recorder; return those made."""
+    made: list[Replaying] = []
+    original = Workspace.__init__
+
+    def with_recorder(workspace: Workspace, *arguments: Any) -> None:
+        original(workspace, *arguments)
+        workspace._recorder = Replaying()
+        made.append(workspace._recorder)
+
+    monkeypatch.setattr(Workspace, "__init__", with_recorder)
+    return made
+
+
+def decoders(drafter: str, **options: Any) -> tuple[Decoder, Decoder]:
+    """Return two decoders that differ only in that the first one's rounds run ahead."""
+    pair = make_decoder(drafter=drafter, tree=TREE, **options), make_decoder(drafter=drafter, tree=TREE, **options)
+    for decoder, ahead in zip(pair, (True, False), strict=True):
+        decoder.ahead, decoder.tokenizer = ahead, Letters()
+    return pair
+
+
+def assert_same(results: list[Generation], expected: list[Generation]) -> None:
+    for one, other in zip(results, expected, strict=True):
+        assert (one.token_ids, one.text) == (other.token_ids, other.text)
+        assert (one.sources, one.stop_reason) == (other.sources, other.stop_reason)
+    figures, others = (
+        {name: value for name, value in dataclasses.asdict(some[0].stats).items() if "seconds" not in name}
+        for some in (results, expected)
+    )
+    assert others.pop("rounds_ahead") == 0
+    figures.pop("rounds_ahead")
+    assert figures == others
+
+
+def assert_in_step(decoder: Decoder) -> None:
+    """What the host believes of the memories of ended texts is true on the device."""
+    for _, workspace in [*decoder._spare, *([decoder._kept] if decoder._kept else [])]:
+        for context in workspace._contexts:
+            assert context.lengths_B.tolist() == context.lengths
+
+
+@both_temperatures
+@ahead_drafters
+@pytest.mark.parametrize("limit", [5, 20])
+@pytest.mark.parametrize("prompts", [[PROMPT], RAGGED_PROMPTS], ids=["single", "ragged"])
+def test_limits(replaying: list[Replaying], drafter: str, temperature: float, limit: int, prompts: list[list[int]]) -> None:
+    sampling = SamplingParams(temperature=temperature)
+    pair = decoders(drafter)
+    for _ in range(2):
+        results, expected = (
+            one.generate(prompts, sampling=sampling, max_new_tokens=limit, seed=SEEDS[: len(prompts)]) for one in pair
+        )
+        assert_same(results, expected)
+    assert len(replaying) == 2
+    assert len(replaying[0].kinds) == len(replaying[1].kinds), "a round has run in vain before a limit"
+    if limit == 20:
+        assert results[0].stats.rounds_ahead > results[0].stats.rounds / 2
+    assert_in_step(pair[0])
+
+
+@both_temperatures
+@ahead_drafters
+@pytest.mark.parametrize(("row", "place"), [(0, 3), (1, 6), (2, 11)])
+def test_ends(replaying: list[Replaying], drafter: str, temperature: float, row: int, place: int) -> None:
+    """A token, then a string, that comes first at some place of one row ends it there, and the others where they have it."""
+    options = {"sampling": SamplingParams(temperature=temperature), "max_new_tokens": 16, "seed": SEEDS}
+    whole = make_decoder(drafter=drafter, tree=TREE).generate(RAGGED_PROMPTS, **options)[row].token_ids
+    place = max(at for at in range(place + 1) if whole[at] not in whole[:at])
+    for reason in (StopReason.EOS, StopReason.STOP):
+        pair = decoders(drafter, eos_token_ids=[whole[place]] if reason is StopReason.EOS else [])
+        stop = Letters().decode([whole[place]], True) if reason is StopReason.STOP else ()
+        results, expected = (one.generate(RAGGED_PROMPTS, stop=stop, **options) for one in pair)
+        assert_same(results, expected)
+        assert_in_step(pair[0])
+        assert results[row].stop_reason is reason and len(results[row].token_ids) == place + 1
+        assert results[0].stats.rounds_ahead > 0
+
+
+@both_temperatures
+@ahead_drafters
+def test_a_round_that_runs_in_vain_leaves_no_trace(replaying: list[Replaying], drafter: str, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature)
+    whole = make_decoder(drafter=drafter, tree=TREE).generate(PROMPT, sampling=sampling, max_new_tokens=16, seed=5).token_ids
+    place = max(at for at in range(9) if whole[at] not in whole[:at])
+    pair = decoders(drafter, eos_token_ids=[whole[place]])
+    for _ in range(2):
+        results, expected = ([one.generate(PROMPT, sampling=sampling, max_new_tokens=60, seed=5)] for one in pair)
+        assert_same(results, expected)
+        assert_in_step(pair[0])
+        assert results[0].token_ids == whole[: place + 1]
+    assert len(replaying[-2].kinds) > len(replaying[-1].kinds), "no round ran in vain: nothing is proven"
+
+
+@both_temperatures
+@ahead_drafters
+@pytest.mark.parametrize("positions", [12, 17])
+def test_the_context_limit(drafter: str, temperature: float, positions: int) -> None:
+    target = TabularModel(TARGET._logits_XV.reshape([VOCABULARY] * 4), max_positions=positions)
+    pair = decoders(drafter, target=target)
+    sampling = SamplingParams(temperature=temperature)
+    results, expected = (one.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=40, seed=SEEDS) for one in pair)
+    assert_same(results, expected)
+    assert {result.stop_reason for result in results} == {StopReason.CONTEXT}
+
+
+@both_temperatures
+@ahead_drafters
+@pytest.mark.parametrize("seen", [1, 20])
+def test_cancellation(drafter: str, temperature: float, seen: int) -> None:
+    pair, found = decoders(drafter), []
+    for decoder in pair:
+        cancel = threading.Event()
+        sampling = SamplingParams(temperature=temperature)
+        stream = decoder.stream(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=40, seed=SEEDS, cancel=cancel)
+        for _ in range(seen):
+            next(stream)
+        cancel.set()
+        list(stream)
+        found.append(stream.results())
+    assert_same(*found)
+    assert {result.stop_reason for result in found[0]} == {StopReason.CANCELLED}
+    assert_in_step(pair[0])
+
+
+@pytest.mark.parametrize("cut", [0, 6])
+@ahead_drafters
+def test_a_row_that_is_ended_and_cut_from_outside(drafter: str, cut: int) -> None:
+    """As `model.generate` does: a row's end is found when further rounds have been."""
+    pair, found = decoders(drafter), []
+    for decoder in pair:
+        stream = decoder.stream(RAGGED_PROMPTS, max_new_tokens=24, seed=SEEDS)
+        run = stream._run
+        for _ in range(6):
+            run.step()
+        run.end_row(1, StopReason.STOP, cut)
+        run.step()
+        run.end_row(1, StopReason.STOP, cut // 2)
+        while not run.done:
+            run.step()
+        found.append(stream.results())
+    assert found[0][0].stats.rounds_ahead > 0
+    assert_same(*found)
+    assert_in_step(pair[0])
+
+
+@both_temperatures
+@ahead_drafters
+@pytest.mark.parametrize("prompts", [[PROMPT], RAGGED_PROMPTS], ids=["single", "ragged"])
+def test_a_kept_memory(drafter: str, temperature: float, prompts: list[list[int]]) -> None:
+    pair, texts = decoders(drafter, eos_token_ids=[13, 21]), prompts
+    sampling, ahead = SamplingParams(temperature=temperature), 0
+    for turn in range(4):
+        options = {"sampling": sampling, "max_new_tokens": 12, "seed": [turn + row for row in range(len(texts))], "keep": True}
+        streams = [one.stream(texts, **options) for one in pair]
+        for stream in streams:
+            for _ in range(7 if turn % 2 else 1000):  # every other turn is left in the middle
+                next(stream, None)
+        results, expected = (stream.results() for stream in streams)
+        ahead += results[0].stats.rounds_ahead
+        assert [row.token_ids for row in results] == [row.token_ids for row in expected]
+        kept = [len(row.token_ids) - turn % 2 for row in results]
+        texts = [text + row.token_ids[:length] + [5, turn] for text, row, length in zip(texts, results, kept, strict=True)]
+    assert ahead > 0
+    fresh = make_decoder(drafter=drafter, tree=TREE, eos_token_ids=[13, 21]).generate(
+        texts, sampling=sampling, max_new_tokens=9, seed=1
+    )
+    kept_on = pair[0].generate(texts, sampling=sampling, max_new_tokens=9, seed=1, keep=True)
+    assert [row.token_ids for row in kept_on] == [row.token_ids for row in fresh]
+
+
+@ahead_drafters
+def test_a_stream_gives_every_round_by_itself(drafter: str) -> None:
+    pair = decoders(drafter, eos_token_ids=[13])
+    events, expected = (list(one.stream(RAGGED_PROMPTS, max_new_tokens=25, seed=SEEDS)) for one in pair)
+    assert events == expected
+
+
+@ahead_drafters
+def test_rounds_ahead_are_the_recordings_that_they_would_be(
+    monkeypatch: pytest.MonkeyPatch, replaying: list[Replaying], drafter: str
+) -> None:
+    monkeypatch.setattr(language_model, "_SMALLEST_SPAN", 4)
+    pair = decoders(drafter)
+    for _ in range(2):
+        results, expected = (one.generate([PROMPT], max_new_tokens=40, seed=3) for one in pair)
+        assert_same(results, expected)
+    kinds, expected_kinds = ([kind[:-1] for kind in one.kinds] for one in replaying)  # but where the memories are
+    assert kinds == expected_kinds
+    assert len(set(kinds)) > 1, "the spans must change to prove anything"
+    assert results[0].stats.rounds_ahead > results[0].stats.rounds / 2
+
+
+@pytest.mark.parametrize("drafter", [name for name in EVERY_DRAFTER if name not in RUNS_AHEAD])
+def test_drafters_that_learn_from_the_outcome_wait_for_it(drafter: str) -> None:
+    results, expected = (one.generate(RAGGED_PROMPTS, max_new_tokens=12, seed=SEEDS) for one in decoders(drafter))
+    assert_same(results, expected)
+    assert results[0].stats.rounds_ahead == 0
+
+
+@ahead_drafters
+def test_penalties_wait_for_the_outcome(drafter: str) -> None:
+    pair = decoders(drafter)
+    results, expected = (one.generate(RAGGED_PROMPTS, sampling=PENALTIES, max_new_tokens=12, seed=SEEDS) for one in pair)
+    assert_same(results, expected)
+    assert results[0].stats.replayed_rounds > 0 and results[0].stats.rounds_ahead == 0
+
+
+def test_rounds_that_are_not_replayed_do_not_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Workspace, "_obstacle", lambda workspace: "none of them can be recorded")
+    result = decoders("model")[0].generate(PROMPT, max_new_tokens=20, seed=0)
+    assert result.stats.rounds_ahead == 0
