@@ -1,6 +1,7 @@
 """Rounds replayed from a CUDA graph: the same texts as without, and what happens when there can be none."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -44,6 +45,55 @@ def test_replayed_rounds_give_the_same_texts(name: str, kind: str, sampling: Sam
         assert [result.token_ids for result in results] == [result.token_ids for result in expected]
         assert results[0].stats.replayed_rounds > results[0].stats.rounds / 2, "rounds were not replayed"
         assert expected[0].stats.replayed_rounds == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["none", "model", "head"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_rounds_that_run_ahead_give_the_same_texts(name: str, kind: str, temperature: float) -> None:
+    target, drafter = build(name, kind)
+    sampling = SamplingParams(temperature=temperature)
+    whole = Decoder(target, drafter, graphs=False).generate(PROMPTS, sampling=sampling, max_new_tokens=60, seed=3)
+    ends = [whole[0].token_ids[20], whole[1].token_ids[35]]  # so that rows end at different times
+    for eos_token_ids in ([], ends):
+        pair = [Decoder(target, drafter, ahead=ahead, eos_token_ids=eos_token_ids) for ahead in (True, False)]
+        texts: list[list[int]] = PROMPTS
+        for turn in range(3):
+            options = {"sampling": sampling, "max_new_tokens": 60, "seed": 3 + turn, "keep": turn > 0}
+            results, expected = (decoder.generate(texts, **options) for decoder in pair)
+            assert [one.token_ids for one in results] == [one.token_ids for one in expected]
+            assert [one.stop_reason for one in results] == [one.stop_reason for one in expected]
+            figures, others = (found[0].stats for found in (results, expected))
+            assert (figures.rounds, figures.passes) == (others.rounds, others.passes)
+            assert figures.offers_by_depth == others.offers_by_depth
+            assert figures.accepts_by_depth == others.accepts_by_depth
+            assert others.rounds_ahead == 0
+            assert eos_token_ids or figures.rounds_ahead > figures.rounds / 2, "rounds did not run ahead"
+            texts = [[*text, *one.token_ids, 5] for text, one in zip(texts, results, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["none", "model", "head"])
+def test_neither_running_ahead_nor_ending_waits_for_the_device(kind: str) -> None:
+    """The host waits for the event of an outcome's copy, which is no look at the device."""
+    target, drafter = build("llama", kind)
+    stream = Decoder(target, drafter).stream(PROMPTS[0], max_new_tokens=60, seed=0)
+    for _ in range(6):
+        stream._run.step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            stream._run.step()
+            stream.close()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert stream.stats.rounds_ahead > 1
+
+
+def test_penalties_wait_for_the_outcome() -> None:
+    target, drafter = build("llama", "model")
+    result = Decoder(target, drafter).generate(PROMPTS[0], sampling=SAMPLINGS["truncated"], max_new_tokens=40, seed=0)
+    assert result.stats.replayed_rounds > 0 and result.stats.rounds_ahead == 0
 
 
 def test_a_second_request_records_nothing_new() -> None:

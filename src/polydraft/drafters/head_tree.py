@@ -10,6 +10,7 @@ from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.drafters.growth import Growth, check_tree
 from polydraft.errors import UsageError
 from polydraft.models import Context, FeatureHead, LanguageModel
+from polydraft.models.language_model import assign
 from polydraft.models.memory import common_prefix
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DraftTree, Topology, causal_block
@@ -220,7 +221,7 @@ class HeadTreeSession(DraftSession):
         held = [min(length, max(len(text) - 2, 0)) for length, text in zip(self._context.lengths, texts, strict=True)]
         fresh = [max(len(text) - 1 - length, 0) for text, length in zip(texts, held, strict=True)]
         self._context.rewind(held)
-        self._fresh_B.copy_(torch.tensor(fresh))
+        assign(self._fresh_B, fresh)
         self._texts = list(texts)
 
 

@@ -17,6 +17,7 @@ from polydraft.engine.recorder import Recorder
 from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError
 from polydraft.models import Context, LanguageModel, Memory
+from polydraft.models.language_model import assign
 from polydraft.sampling import SamplingParams, Warper
 from polydraft.trees import DraftTree
 from polydraft.walks import TargetLaws, Walk
@@ -200,7 +201,7 @@ class Workspace:
 
     def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
         """Let ended rows idle: memories drop what was cut off at the end and grow no more."""
-        self.active_B.copy_(torch.tensor(active))
+        assign(self.active_B, active)
         self.memory.rewind(texts)
         self.session.rewind(texts)
 

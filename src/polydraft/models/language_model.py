@@ -19,6 +19,12 @@ def round_up(slots: int) -> int:
     return max(1 << (slots - 1).bit_length(), _SMALLEST_SPAN)
 
 
+def assign(tensor: Tensor, values: Sequence[int]) -> None:
+    """Overwrite a tensor with numbers of the host, behind all that its device still has to do and without waiting for it."""
+    pinned = tensor.device.type == "cuda"
+    tensor.copy_(torch.tensor(values, dtype=tensor.dtype, pin_memory=pinned), non_blocking=pinned)
+
+
 class Context(ABC):
     """The memory of one batch of texts: what is committed, and behind it places for uncommitted tokens.
 
@@ -116,7 +122,7 @@ class Context(ABC):
     def rewind(self, lengths: Sequence[int]) -> None:
         """Cut rows to the given numbers of committed tokens."""
         self.settle(lengths)
-        self.lengths_B.copy_(torch.tensor(self.lengths))
+        assign(self.lengths_B, self.lengths)
 
     def prefill(
         self, texts: Sequence[Sequence[int]], observer: Callable[[Sequence[int], Sequence[int], Tensor], None] | None = None
