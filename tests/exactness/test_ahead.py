@@ -27,17 +27,22 @@ both_temperatures = pytest.mark.parametrize("temperature", [0.0, 1.0])
 
 
 class Replaying(Recorder):
-    """Calls what a recorder would replay, and puts outcomes where the next one of the kind overwrites them."""
+    """Calls what a recorder would replay, puts outcomes where the next one of the kind overwrites them, and leaves the host
+    as it was, as a replay does."""
 
-    def __init__(self) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         super().__init__()
+        self.workspace = workspace
         self.kinds: list[tuple[Hashable, ...]] = []
         self.outcomes: dict[Hashable, Tensor] = {}
 
     def run(self, kind: Any, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
         self.kinds.append(kind)
+        lengths = [context.lengths for context in self.workspace._contexts]
         outcome_BX = function(*inputs)
         if kind in self.outcomes:
+            for context, known in zip(self.workspace._contexts, lengths, strict=True):
+                context.settle(known)
             return self.outcomes[kind].copy_(outcome_BX), True
         self.outcomes[kind] = outcome_BX.clone()
         return outcome_BX, False
@@ -58,7 +63,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> list[Replaying]:
 
     def with_recorder(workspace: Workspace, *arguments: Any) -> None:
         original(workspace, *arguments)
-        workspace._recorder = Replaying()
+        workspace._recorder = Replaying(workspace)
         made.append(workspace._recorder)
 
     monkeypatch.setattr(Workspace, "__init__", with_recorder)
@@ -128,6 +133,26 @@ def test_ends(replaying: list[Replaying], drafter: str, temperature: float, row:
         assert_in_step(pair[0])
         assert results[row].stop_reason is reason and len(results[row].token_ids) == place + 1
         assert results[0].stats.rounds_ahead > 0
+
+
+@pytest.mark.parametrize("drafter", ["model", "head"])
+def test_the_host_knows_how_much_the_memories_hold(drafter: str) -> None:
+    """Above all of a row that ended on the second token of a round, and idles: it had more to read than others."""
+    whole = make_decoder(drafter=drafter, tree=TREE).generate(RAGGED_PROMPTS, max_new_tokens=30, seed=SEEDS)
+    ends = {
+        row.token_ids[place]
+        for row in whole
+        for place in range(1, 25)
+        if row.sources[place - 1] != "target" and row.token_ids[place] not in row.token_ids[:place]
+    }
+    assert ends, "no draft was accepted: nothing is proven"
+    for end in sorted(ends)[:3]:
+        for decoder in decoders(drafter, eos_token_ids=[end]):
+            run = decoder.stream(RAGGED_PROMPTS, max_new_tokens=30, seed=SEEDS)._run
+            while not run.done:
+                run.step()
+                for context in run._workspace._contexts if run._ahead is None else ():
+                    assert context.lengths_B.tolist() == context.lengths
 
 
 @both_temperatures
