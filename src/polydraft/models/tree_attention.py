@@ -26,6 +26,7 @@ _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPROCESSORS = 132
 """Of an H100 or H200; on others the number of splits is a little off, nothing else."""
 _MOST_SPLITS = 64
+_SHORT_TEXT = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +62,18 @@ def available(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool
 
 
 def plan_attention(batch_size: int, key_heads: int, lines: int, channels: int, keys: int, dtype: torch.dtype) -> AttentionPlan:
-    """Choose sizes for `lines` = T · group lines over at most `keys` keys: enough programs to fill the GPU, no more splits."""
+    """Choose sizes for `lines` = T · group lines over at most `keys` keys: as many programs as multiprocessors, no more splits.
+
+    Each split leaves sums behind that are read again: over short texts (13.3 against 15.0 µs at 600 keys on an H200, 46 lines,
+    32 heads) fewer are faster; over long ones two programs on each multiprocessor hide each other's waiting.
+    """
     wide = dtype == torch.float32  # twice the shared memory
     block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
     block_keys = 32 if wide else 64
     programs = batch_size * key_heads * math.ceil(lines / block_lines)
-    splits = min(math.ceil(2 * _MULTIPROCESSORS / programs), math.ceil(keys / block_keys), _MOST_SPLITS)
+    # A few multiprocessors without work cost less than a second turn of a few programs.
+    wanted = math.ceil(_MULTIPROCESSORS / programs - 0.25 if keys <= _SHORT_TEXT else 2 * _MULTIPROCESSORS / programs)
+    splits = min(wanted, math.ceil(keys / (2 * block_keys)), _MOST_SPLITS)
     return AttentionPlan(block_lines=block_lines, block_keys=block_keys, splits=max(splits, 1), warps=4, stages=2)
 
 
