@@ -28,6 +28,7 @@ USAGE = {
     "no tokens wanted": (["--max-new-tokens", "0"], "--max-new-tokens 0"),
     "draft temperature not finite": (["--draft-temperature", "inf"], "draft_temperature=inf"),
     "comparison as JSON": (["--json", "--compare"], "--json and --compare"),
+    "too many threads": (["--threads", "100000000000"], "--threads 100000000000 is out of range"),
     "no threads": (["--threads", "0"], "--threads 0"),
     "unknown drafter": (["--drafter", "lookpu"], "unknown drafter 'lookpu'; did you mean 'lookup'"),
     "two trees": (["--drafter", "model+head"], "has 2 that draw from a draft"),
