@@ -12,6 +12,8 @@ USAGE = {
     "tree too large": (["--tree", "64x64x64"], "more than 1024 nodes"),
     "orphan path": (["--tree", "[[0],[1,0]]"], "orphan"),
     "unknown model": (["--target", "no/such-model"], "cannot load model 'no/such-model'"),
+    "name longer than any": (["--target", "x" * 300], "cannot load model 'xxx"),
+    "draft name longer than any": (["--draft", "x" * 300], "cannot load model 'xxx"),
     "unknown draft": (["--draft", "no/such-draft"], "cannot load model 'no/such-draft'"),
     "early exit without a number": (["--draft", "early-exit"], "early-exit:k"),
     "early exit too deep": (["--draft", "early-exit:3"], "allowed: 1 to 2"),

@@ -1,8 +1,8 @@
 """Names on the Hugging Face hub, and what to do about them where there is no network."""
 
+import os
 import socket
 import urllib.request
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +16,7 @@ def hub_options(name: str) -> dict[str, Any]:
     """
     from huggingface_hub import constants, is_offline_mode
 
-    if Path(name).is_dir() or is_offline_mode() or urllib.request.getproxies():  # a proxy knows its own addresses
+    if os.path.isdir(name) or is_offline_mode() or urllib.request.getproxies():  # a proxy knows its own addresses
         return {}
     address = urlsplit(constants.ENDPOINT)
     try:
@@ -30,5 +30,5 @@ def check_name(kind: str, name: str, allowed: str) -> None:
     """Refuse what cannot be the name of a model before a hub is asked for it."""
     if not name.strip():
         raise UsageError(f"empty {kind} name; allowed: {allowed}")
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():  # surely a path
+    if name.startswith((".", "/", "~")) and not os.path.isdir(name):  # surely a path
         raise UsageError(f"cannot load {kind} {name!r}: there is no such folder; allowed: {allowed}")

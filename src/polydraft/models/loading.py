@@ -1,5 +1,6 @@
 """Models by name."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype, device_map: 
             f"model {name!r} does not fit into the memory of {device}; use a smaller dtype or --device cpu"
         ) from None
     except (OSError, ValueError) as error:
-        where = "the folder holds no loadable model" if Path(name).is_dir() else "no such folder, and not to be had from a hub"
+        where = "the folder holds no loadable model" if os.path.isdir(name) else "no such folder, and not to be had from a hub"
         reason = str(error).strip().splitlines()[0]
         raise UsageError(f"cannot load model {name!r}: {where} ({reason}); allowed: {allowed}") from None
     except (SafetensorError, RuntimeError) as error:
