@@ -12,6 +12,7 @@ SOURCE = Path(polydraft.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 ROOMS = [
     "errors",
+    "atomic",
     "registry",
     "compilation",
     "sampling",

@@ -1,3 +1,4 @@
+import errno
 import json
 from pathlib import Path
 
@@ -234,6 +235,19 @@ def test_a_journal_survives_a_torn_line(tmp_path: Path) -> None:
     assert [one.prompt for one in resumed] == ["p", "q"]
     with pytest.raises(UsageError, match="--resume"):
         Journal(tmp_path, {"target": "x"}, resume=False)
+
+
+def test_a_full_disk_leaves_the_settings_of_a_journal(tmp_path, monkeypatch):
+    Journal(tmp_path, {"target": "x"}, resume=False)
+
+    def full(path, text):
+        path.write_bytes(text[:1].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="No space left"):
+        patch.setattr(Path, "write_text", full)
+        Journal(tmp_path, {"target": "x"}, resume=True)
+    Journal(tmp_path, {"target": "x"}, resume=True)
 
 
 def test_a_paper_is_measured_again(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:

@@ -72,3 +72,23 @@ def test_parameters_are_named_and_frozen():
         SamplingParams(0.5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().temperature = 1.0
+
+
+class UnhashableProcessor:
+    __hash__ = None
+
+    def __eq__(self, other):
+        return isinstance(other, UnhashableProcessor)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.5, "logit_bias": {3: -1.0}}, {"processors": (UnhashableProcessor(),)}]
+)
+def test_equal_params_are_one_key(options):
+    params, same, other = SamplingParams(**options), SamplingParams(**options), SamplingParams(**options, min_p=0.1)
+    assert hash(params) == hash(same) and hash(params) != hash(other)
+    assert {params: "found"}[same] == "found" and other not in {params}
+
+
+def test_params_that_differ_in_their_bias_are_two_keys():
+    assert len({SamplingParams(logit_bias={1: 1.0}), SamplingParams(logit_bias={1: 2.0}), SamplingParams()}) == 3

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from polydraft.analyze.fingerprint import digest_of
 from polydraft.analyze.laws import Laws
+from polydraft.atomic import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +63,8 @@ class LawStore:
         tensors = [tensor.contiguous() for tensor in (laws.target_RV, laws.draft_RV, laws.prompt_R)]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            handle, partial = tempfile.mkstemp(dir=self._folder, prefix=".laws.")
-            os.close(handle)
-            try:
+            with written_whole(self.file(origin)) as partial:
                 save_file(dict(zip(_NAMES, tensors, strict=True)), partial, _header(origin, *tensors))
-                os.replace(partial, self.file(origin))
-            finally:
-                Path(partial).unlink(missing_ok=True)
             self._make_room()
         except (OSError, SafetensorError) as error:
             logger.info("laws are not kept: cannot write to %s (%s)", self._folder, error)

@@ -1,5 +1,6 @@
 """What a call asks of beams."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Integral, Real
@@ -7,6 +8,9 @@ from typing import Any
 
 from polydraft.beam.pool import EarlyStopping
 from polydraft.errors import UsageError, unknown_name
+
+_MOST_BEAMS = 1024
+"""More would take all memory before they take all time."""
 
 
 class BeamMode(StrEnum):
@@ -82,6 +86,8 @@ class BeamOptions:
         if self.verification == Verification.COUPLED and not self._can_be_coupled:
             raise UsageError("verification 'coupled' is for distinct beams of fixed width; leave it out, or use 'layers'")
         _number("length_penalty", self.length_penalty)
+        if not math.isfinite(self.length_penalty):
+            raise UsageError(f"length_penalty={self.length_penalty!r} is out of range; allowed: finite numbers")
         early: Any = self.early_stopping
         if early not in (True, False, "never"):
             raise UsageError(f"early_stopping={early!r}; allowed: True, False, 'never'")
@@ -102,6 +108,10 @@ class BeamOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise UsageError(f"{name}={value!r} is out of range; allowed: whole numbers from 1")
+        for name, most in (("beams", _MOST_BEAMS), ("draft_width", 2 * _MOST_BEAMS)):
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise UsageError(f"{name}={value} is out of range; allowed: whole numbers from 1 to {most}")
         if self.num_return_sequences > self.beams:
             raise UsageError(
                 f"num_return_sequences={self.num_return_sequences} is more than the {self.beams} beams; allowed: up to beams"

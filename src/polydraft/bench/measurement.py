@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from polydraft.atomic import written_whole
 from polydraft.errors import FailureError, UsageError
 
 
@@ -90,7 +91,8 @@ class Journal:
             if resume and settings_path.exists():
                 # More methods or repeats may be added; anything else would mix what cannot be compared.
                 check_same(json.loads(settings_path.read_text()), settings, folder, free={"methods", "repeat"})
-            settings_path.write_text(json.dumps(settings, indent=1))
+            with written_whole(settings_path) as partial:
+                partial.write_text(json.dumps(settings, indent=1))
             self._path.touch()
             if (written := self._path.read_bytes()) and not written.endswith(b"\n"):
                 self._append("\n")  # a kill tore the last line: leave it alone

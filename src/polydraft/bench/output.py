@@ -1,8 +1,8 @@
 """Writing files that are whole or not there at all."""
 
-import os
 from pathlib import Path
 
+from polydraft.atomic import written_whole
 from polydraft.errors import FailureError
 
 
@@ -14,10 +14,9 @@ def write_text(path: Path, text: str, *, remedy: str = "what was measured is in 
     FailureError
         If it cannot be written, with the remedy; of a benchmark the journal is there already.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        # Half of a surrogate pair, which a byte-level tokenizer can produce, has no UTF-8: it becomes a question mark.
-        partial.write_bytes(text.encode("utf-8", "replace"))
-        os.replace(partial, path)
+        with written_whole(path) as partial:
+            # Half of a surrogate pair, which a byte-level tokenizer can produce, has no UTF-8: it becomes a question mark.
+            partial.write_bytes(text.encode("utf-8", "replace"))
     except OSError as error:
         raise FailureError(f"cannot write {path} ({error.strerror}); {remedy}") from None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft.cli.machine import DEVICE, DTYPE, THREADS, set_threads
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ _KEPT_BYTES = 2**31
 @click.option("--paper-bound", is_flag=True, help="Show beside α* what the paper prints for it.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for tables, plots and collected laws.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16.")
-@click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
+@DEVICE
+@DTYPE
+@THREADS
 def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) -> None:
     """Compare what every scheme accepts with the most that any verifier could accept of drafts drawn in the same way.
 
@@ -80,8 +81,6 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
 
 def _settings(sweep: str | None, options: dict[str, Any]) -> "AnalyzeSettings":
     """Read the lists and check everything that can be checked without a model."""
-    import torch
-
     from polydraft.analyze import AnalyzeSettings
 
     temperatures, drafts = _USUAL[sweep]
@@ -89,8 +88,7 @@ def _settings(sweep: str | None, options: dict[str, Any]) -> "AnalyzeSettings":
     options["drafts"] = _numbers("--drafts", options.pop("drafts") or drafts, int)
     schemes = options.pop("schemes").replace(",", " ").split()
     settings = AnalyzeSettings(schemes=() if schemes in ([], ["all"]) else tuple(schemes), **options)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_threads(settings.threads)
     return settings
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft.cli.machine import DEVICE, DTYPE, THREADS
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 @click.option("--repeat", type=int, default=1, show_default=True, help="Measure everything so many times.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first repeat; later ones count up.")
 @click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@DEVICE
 @click.option("--device-map", default=None, help="For targets larger than one device: auto, balanced, sequential.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16.")
-@click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
+@DTYPE
+@THREADS
 @click.option(
     "--reproduce",
     default=None,

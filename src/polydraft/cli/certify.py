@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
+from polydraft.cli.machine import DEVICE, DTYPE, THREADS, set_threads
 from polydraft.cli.option_list import with_options
 from polydraft.errors import FailureError, UsageError
 
@@ -14,15 +15,14 @@ if TYPE_CHECKING:
     from polydraft.engine import Decoder
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
-_THREADS = click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
 _PROMPTED: list[Callable[[Any], Any]] = [
     click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name."),
     click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."),
     click.option("--limit", type=int, default=20, show_default=True, help="Use so many prompts, spread over the categories."),
     click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
-    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
-    _THREADS,
+    DEVICE,
+    DTYPE,
+    THREADS,
     _JSON,
 ]
 
@@ -111,7 +111,7 @@ class _Certify(click.Command):
 @click.option("--arrays", default="torch", show_default=True, help="What a function's probabilities come as: torch or numpy.")
 @click.option("--quick", is_flag=True, help="Try less: seconds instead of half a minute a name.")
 @click.option("--no-power", is_flag=True, help="Leave out the known wrong rules.")
-@_THREADS
+@THREADS
 @_JSON
 def command(
     names: tuple[str, ...],
@@ -137,7 +137,7 @@ def command(
     if everything and draws is not None:
         raise UsageError(f"--draws {draws} goes with a function of yours, module:function; leave it out with --all")
     subjects = all_subjects() if everything else [find_subject(name, draws, arrays) for name in dict.fromkeys(names)]
-    _set_threads(threads)
+    set_threads(threads)
     with _progress() as progress:
         certificate = certify(subjects, QUICK if quick else FULL, power=not no_power, observer=progress)
     _show(certificate, as_json)
@@ -149,21 +149,12 @@ def _progress() -> Any:
     return PhaseProgress()
 
 
-def _set_threads(threads: int | None) -> None:
-    import torch
-
-    if threads is not None:
-        if threads < 1:
-            raise UsageError(f"--threads {threads} is out of range; allowed: whole numbers from 1")
-        torch.set_num_threads(threads)
-
-
 def _loaded(parts: dict[str, Any], options: dict[str, Any]) -> "Decoder":
     from polydraft.cli.options import arrange_messages
     from polydraft.loading import load
 
     arrange_messages()
-    _set_threads(options["threads"])
+    set_threads(options["threads"])
     return load(options["target"], **parts, device=options["device"], dtype=options["dtype"])
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft.cli.machine import DEVICE, DTYPE, THREADS, check_threads, set_threads
 from polydraft.cli.ngram_options import NGRAM_OPTIONS, NgramChoices
 from polydraft.cli.option_list import with_options
 from polydraft.errors import UsageError
@@ -33,12 +34,12 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
     click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
     click.option("--stop", multiple=True, help="String that ends the text; may be given several times."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
+    DEVICE,
     click.option("--device-map", default=None, help="For targets larger than one device: auto, balanced, sequential, or tp under torchrun."),
-    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
+    DTYPE,
     click.option("--graphs/--no-graphs", default=True, show_default=True, help="On a GPU, replay whole rounds as CUDA graphs."),
     click.option("--compiled", is_flag=True, help="On a GPU, compile verification too: 20 seconds once, then faster above temperature 0."),
-    click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice]."),
+    THREADS,
 ]  # fmt: skip
 
 
@@ -96,8 +97,7 @@ class Choices(NgramChoices):
 
         if self.max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens {self.max_new_tokens} is out of range; allowed: whole numbers from 1")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads {self.threads} is out of range; allowed: whole numbers from 1")
+        check_threads(self.threads)
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -108,13 +108,10 @@ class Choices(NgramChoices):
 
     def decoder(self) -> "Decoder":
         """Load the models."""
-        import torch
-
         from polydraft.loading import load
 
         arrange_messages()
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+        set_threads(self.threads)
         return load(
             self.target,
             self.draft,

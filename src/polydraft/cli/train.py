@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from polydraft.cli.machine import DEVICE, THREADS, set_threads
 from polydraft.cli.option_list import with_options
 from polydraft.cli.train_corpus import command as _corpus_cache
 from polydraft.cli.train_decision import command as _decision
@@ -33,9 +34,9 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--evaluate-every", type=int, default=100, show_default=True, help="Steps between measurements of acceptance."),
     click.option("--sampling-rows", type=int, default=256, show_default=True, help="Texts that the target writes side by side."),
     click.option("--resume", is_flag=True, help="Go on with an interrupted training in --out."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
+    DEVICE,
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16."),
-    click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice]."),
+    THREADS,
 ]  # fmt: skip
 
 
@@ -93,7 +94,6 @@ def _layers(taps: str | None) -> tuple[int, ...] | None:
 
 
 def _train(size: Any, options: dict[str, Any]) -> None:
-    import torch
 
     from polydraft.cli.options import arrange_messages
     from polydraft.cli.progress import PhaseProgress
@@ -105,10 +105,7 @@ def _train(size: Any, options: dict[str, Any]) -> None:
     device, dtype, threads = options.pop("device"), options.pop("dtype"), options.pop("threads")
     settings: TrainSettings = TrainSettings(size=size, **options)
     settings.check()
-    if threads is not None:
-        if threads < 1:
-            raise UsageError(f"--threads {threads} is out of range; allowed: whole numbers from 1")
-        torch.set_num_threads(threads)
+    set_threads(threads)
     arrange_messages()
     place = resolve_device(device)
     target = load_model(settings.target, place, resolve_dtype(dtype, place))

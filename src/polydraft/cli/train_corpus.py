@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from polydraft.errors import UsageError
+from polydraft.cli.machine import THREADS, set_threads
 
 _FILE = click.Path(path_type=Path)
 
@@ -50,7 +50,7 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--device", default="auto", show_default=True, help="With --generate: auto, cpu, cuda, cuda:1, ...")
 @click.option("--dtype", default="auto", show_default=True, help="With --generate: auto, float32, bfloat16.")
-@click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice].")
+@THREADS
 def command(
     texts: tuple[Path, ...],
     more_texts: tuple[Path, ...],
@@ -69,17 +69,12 @@ def command(
       polydraft train corpus-cache --tokenizer smollm2 --text news.txt.gz code.txt --out my.grams
       polydraft train corpus-cache --generate 2000000 --sampling-rows 4096 --max-bytes 3000000 --out my.grams
     """  # noqa: D301 (\b keeps click from filling the lines)
-    import torch
-
     from polydraft.cli.options import arrange_messages
     from polydraft.cli.progress import PhaseProgress
     from polydraft.models.placement import resolve_device, resolve_dtype
     from polydraft.train.corpus_cache import CorpusCacheSettings, make_corpus_cache
 
-    if threads is not None:
-        if threads < 1:
-            raise UsageError(f"--threads {threads} is out of range; allowed: whole numbers from 1")
-        torch.set_num_threads(threads)
+    set_threads(threads)
     settings = CorpusCacheSettings(texts=(*texts, *more_texts), **options)
     settings.check(out)
     arrange_messages()

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from polydraft.cli.machine import DEVICE, THREADS, set_threads
 from polydraft.cli.option_list import with_options
 from polydraft.errors import UsageError
 
@@ -24,9 +25,9 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--steps", type=int, default=2000, show_default=True, help="Training steps."),
     click.option("--learning-rate", type=float, default=1e-3, show_default=True, help="Peak learning rate."),
     click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same model (on the same machine)."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
+    DEVICE,
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16."),
-    click.option("--threads", type=int, default=None, help="CPU threads  [default: torch's choice]."),
+    THREADS,
 ]  # fmt: skip
 
 
@@ -42,8 +43,6 @@ def command(
 
     It is used with --decision FOLDER and serves the draft it was trained for only.
     """
-    import torch
-
     from polydraft.cli.options import arrange_messages
     from polydraft.cli.progress import PhaseProgress
     from polydraft.decision import DecisionKind
@@ -54,10 +53,7 @@ def command(
 
     settings = DecisionSettings(kind=DecisionKind(kind), **options)
     settings.check()
-    if threads is not None:
-        if threads < 1:
-            raise UsageError(f"--threads {threads} is out of range; allowed: whole numbers from 1")
-        torch.set_num_threads(threads)
+    set_threads(threads)
     arrange_messages()
     usual, _ = DEFAULT_PAIRS.get(target, ("none", ""))
     name = usual if draft == "auto" else draft

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polydraft.decision import Decision
-from polydraft.drafters.drafter import DRAFTERS, Drafter, Parts
+from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.drafters.dynamic_costs import measured_costs
 from polydraft.drafters.growth import DEFAULT_SCHEME
 from polydraft.drafters.head_tree import HeadTreeSession
@@ -86,21 +86,36 @@ class Dynamic(Drafter):
         )
 
 
-class DynamicHeadSession(HeadTreeSession):
-    """A feature head's memory of one batch, as for static trees; entries of rounds without drafts wait to be read."""
+class DynamicSession(DraftSession):
+    """What both kinds of session have in common."""
 
     recordable = False
     needs_outcome = True
-    _growth: PathGrowth  # type: ignore[assignment]
+    _growth: PathGrowth
+
+    def _adopt(self, growth: PathGrowth) -> None:
+        """Draft by this growth."""
+        self._growth, self.scheme, self.num_uniforms = growth, growth.scheme, growth.num_uniforms
+        self.num_nodes, self.depth = growth.shape.nodes, growth.shape.depth
+
+    def obstacle(self) -> str | None:
+        """Say why rounds are not recorded: their shapes differ."""
+        return "dynamic trees differ from round to round"
+
+    def receive(self, reports: Sequence[Sequence[int]]) -> None:
+        """Take note of which rows want drafts."""
+        self._growth.receive([bool(report[0]) for report in reports])
+
+
+class DynamicHeadSession(DynamicSession, HeadTreeSession):  # type: ignore[misc]  # `_growth` is of another kind
+    """A feature head's memory of one batch, as for static trees; entries of rounds without drafts wait to be read."""
 
     def __init__(self, drafter: Dynamic, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
-        head, shape = drafter.model, drafter.topology
+        head = drafter.model
         assert isinstance(head, FeatureHead)
-        self._growth = drafter.growth(costs, batch_size, params, vocab_size, lead=0)
-        self.scheme = self._growth.scheme
-        self.num_nodes, self.depth, self.num_uniforms = shape.nodes, shape.depth, self._growth.num_uniforms
+        self._adopt(drafter.growth(costs, batch_size, params, vocab_size, lead=0))
         self._head = head
-        self._places = self._growth.places + shape.depth + 1 + LONGEST_REST
+        self._places = self._growth.places + self.depth + 1 + LONGEST_REST
         self._context = head.start(batch_size, self._places)
         self._texts: list[Sequence[int]] = [()] * batch_size
         self._tokens_BW = torch.zeros(batch_size, 1, dtype=torch.long, device=head.device)
@@ -112,10 +127,6 @@ class DynamicHeadSession(HeadTreeSession):
     def expect(self, depth: int) -> None:
         """Make room for as many fresh entries, beside those that wait during rests."""
         self._places = self._growth.places + max(depth, self.depth) + 1 + LONGEST_REST
-
-    def obstacle(self) -> str | None:
-        """Say why rounds are not recorded: their shapes differ."""
-        return "dynamic trees differ from round to round"
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
         """Keep entries as static trees do; none wait."""
@@ -167,10 +178,6 @@ class DynamicHeadSession(HeadTreeSession):
         self._features_BWF = torch.where(here_BW[..., None], feature_B1F, pad(self._features_BWF, (0, 0, 0, 1)))
         self._fresh_B = self._fresh_B + keep_B
 
-    def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Take note of which rows want drafts."""
-        self._growth.receive([bool(report[0]) for report in reports])
-
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Take note of the new texts."""
         if self._drafted:
@@ -180,28 +187,18 @@ class DynamicHeadSession(HeadTreeSession):
         self._growth.advance(emitted)
 
 
-class DynamicModelSession(ModelTreeSession):
+class DynamicModelSession(DynamicSession, ModelTreeSession):  # type: ignore[misc]  # as above
     """A draft model's memory of one batch, as for static trees; after rounds without drafts it catches up."""
 
-    recordable = False
-    needs_outcome = True
-    _growth: PathGrowth  # type: ignore[assignment]
-
     def __init__(self, drafter: Dynamic, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
-        model, shape = drafter.model, drafter.topology
+        model = drafter.model
         assert isinstance(model, LanguageModel)
-        self._growth = drafter.growth(costs, batch_size, params, vocab_size, lead=1)
-        self.scheme = self._growth.scheme
-        self.num_nodes, self.depth, self.num_uniforms = shape.nodes, shape.depth, self._growth.num_uniforms
+        self._adopt(drafter.growth(costs, batch_size, params, vocab_size, lead=1))
         self._model = model
         self._memory = Memory(model, batch_size, behind=2, places=self._growth.places)
         self._lone_B1: Tensor | None = None
         self._drafted, self._behind = False, False
         self._longest, self._texts = 0, [list[int]()] * batch_size
-
-    def obstacle(self) -> str | None:
-        """Say why rounds are not recorded: their shapes differ."""
-        return "dynamic trees differ from round to round"
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Read the texts."""
@@ -242,10 +239,6 @@ class DynamicModelSession(ModelTreeSession):
             path_BD = self._growth.places_BN.gather(1, verdict.path_BD) - 1
             super().commit(dataclasses.replace(verdict, path_BD=path_BD), keep_B, features_BNF)
         return self._growth.learn(verdict.accepted_B, keep_B > 0)
-
-    def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Take note of which rows want drafts."""
-        self._growth.receive([bool(report[0]) for report in reports])
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Take note of the new texts; what a round without drafts added is read later."""

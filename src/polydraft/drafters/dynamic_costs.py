@@ -6,9 +6,7 @@ machine the same seed gives the same text there.
 
 import json
 import logging
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 
+from polydraft.atomic import written_whole
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.bundled import cache_root
 from polydraft.schemes import SCHEMES
@@ -153,9 +152,7 @@ def _write(file: Path, table: dict[str, Any]) -> None:
     """Keep the table, whole or not at all; without room for it the next start measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".costs.")
-        with os.fdopen(handle, "w") as opened:
-            json.dump(table, opened)
-        os.replace(name, file)
+        with written_whole(file) as partial:
+            partial.write_text(json.dumps(table))
     except OSError as error:
         logger.info("cannot keep the measured costs in %s (%s)", file, error.strerror)

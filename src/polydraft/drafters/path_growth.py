@@ -21,6 +21,7 @@ from polydraft.drafters.growth import DEFAULT_SCHEME
 from polydraft.drafters.policy import Plan, RowPolicy
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
 from polydraft.schemes import SCHEMES
+from polydraft.schemes.arrays import looks
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, Topology
 
@@ -86,8 +87,6 @@ class PathGrowth:
         self._vocabulary = self._columns.vocabulary
         self.policy = RowPolicy(costs, batch_size, shape.nodes, device, shape.adaptive)
         self._decision = decision
-        # On a CPU a look at values costs nothing, and saves work that nobody wants; elsewhere it would stall the device.
-        self._looks = device.type == "cpu"
         self.resting = False
         """Whether every row rests, as the host knows it."""
         self._warper: Warper | None = None
@@ -158,7 +157,7 @@ class PathGrowth:
         while len(levels) < self._depth:
             front = Front.of(levels[-1], self._widths[len(levels)].nodes if self._drawn else self.shape.beam)
             going_B = going_B & self.policy.wants_level(front.mass_B) & self._goes_on(features, logits, going_B)
-            if self._looks and not going_B.any():
+            if looks(going_B) and not going_B.any():
                 break
             paths_BWP = torch.cat([_picked(paths_BWP, front.parents_BW), front.tokens_BW[..., None]], dim=-1)
             visible_BWU = _seen(_picked(visible_BWU, front.parents_BW))
@@ -192,7 +191,7 @@ class PathGrowth:
             counts_B = torch.minimum(self.policy.counts(best_BM.exp()), (best_BM > -torch.inf).sum(-1))
             wanted_BM = torch.arange(best_BM.shape[1], device=root_B.device) < counts_B[:, None]
             keep_BC = torch.zeros_like(scores_BC, dtype=torch.bool).scatter_(1, index_BM, wanted_BM)
-        most = max(int(counts_B.max()), 1) if self._looks else min(self.shape.nodes - 1, keep_BC.shape[1])
+        most = max(int(counts_B.max()), 1) if looks(counts_B) else min(self.shape.nodes - 1, keep_BC.shape[1])
         self._plan = Plan(torch.where(keep_BC, scores_BC.exp(), 0.0).sum(-1), counts_B, levels_B)
         branch = max([level.children for level in self._widths], default=self.shape.branch)
         grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth)

@@ -4,10 +4,9 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
+from polydraft.atomic import partial_beside
 from polydraft.errors import FailureError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -57,24 +56,23 @@ def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        reason = f"cannot write to {folder.parent} ({error.strerror})"
-        raise FailureError(f"{reason}; set POLYDRAFT_CACHE to another folder") from None
-    logger.info("converting %s for faster starts, once (about 30 s) ...", source.name)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-        # Otherwise save_pretrained refuses: it takes the dequantised weights for quantised ones.
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(partial)
-        if not (folder / "config.json").exists():  # another process may have been faster
-            os.replace(partial, folder)
-    except OSError as error:
-        raise FailureError(f"could not convert {source.name} into {folder}: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with partial_beside(folder) as partial:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            partial.mkdir()
+        except OSError as error:
+            reason = f"cannot write to {folder.parent} ({error.strerror})"
+            raise FailureError(f"{reason}; set POLYDRAFT_CACHE to another folder") from None
+        logger.info("converting %s for faster starts, once (about 30 s) ...", source.name)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+            # Otherwise save_pretrained refuses: it takes the dequantised weights for quantised ones.
+            model.hf_quantizer = None
+            if hasattr(model.config, "quantization_config"):
+                del model.config.quantization_config
+            model.save_pretrained(partial)
+            AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(partial)
+            if not (folder / "config.json").exists():  # another process may have been faster
+                os.replace(partial, folder)
+        except OSError as error:
+            raise FailureError(f"could not convert {source.name} into {folder}: {error}") from None

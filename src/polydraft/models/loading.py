@@ -1,5 +1,6 @@
 """Models by name."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from polydraft.models.early_exit import early_exit
 from polydraft.models.feature_head import FeatureHead
 from polydraft.models.head_folder import is_head, load_head, load_vocabulary
 from polydraft.models.hf import HFModel
+from polydraft.models.hub import check_name, hub_options
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 from polydraft.models.spread import layout_options
 
@@ -37,25 +39,23 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype, device_map: 
         return _load_inflated(name, device, dtype)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not name.strip():
-        raise UsageError(f"empty model name; allowed: {BUNDLED}, a folder, or a hub name")
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():  # surely a path: do not ask a hub for it
-        raise UsageError(f"cannot load model {name!r}: there is no such folder")
+    allowed = f"{BUNDLED}, a folder, or a hub name"
+    check_name("model", name, allowed)
     folder = str(bundled_folder()) if name == BUNDLED else name
+    options = hub_options(folder)
     try:
         if device_map is None:
-            hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+            hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device)
         else:
-            hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **layout_options(device_map))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+            hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **layout_options(device_map), **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except torch.OutOfMemoryError:
         raise FailureError(
             f"model {name!r} does not fit into the memory of {device}; use a smaller dtype or --device cpu"
         ) from None
     except (OSError, ValueError) as error:
-        where = "the folder holds no loadable model" if Path(name).is_dir() else "no such folder, and not to be had from a hub"
+        where = "the folder holds no loadable model" if os.path.isdir(name) else "no such folder, and not to be had from a hub"
         reason = str(error).strip().splitlines()[0]
-        allowed = f"{BUNDLED}, a folder, or a hub name"
         raise UsageError(f"cannot load model {name!r}: {where} ({reason}); allowed: {allowed}") from None
     except (SafetensorError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]

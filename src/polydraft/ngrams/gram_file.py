@@ -15,7 +15,6 @@ All numbers are little-endian. Nothing in a file is ever executed or unpickled.
 """
 
 import hashlib
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polydraft.atomic import written_whole
 from polydraft.errors import FailureError, UsageError
 from polydraft.ngrams.gram_trie import GramTrie
 from polydraft.ngrams.options import MOST_ORDER
@@ -60,19 +60,15 @@ def save_trie(trie: GramTrie, file: Path) -> None:
     digest = hashlib.sha256(fields)
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
-        with partial.open("xb") as opened:
+        with written_whole(file) as partial, partial.open("xb") as opened:
             opened.write(fields + digest.digest())
             for array in arrays:
                 opened.write(np.ascontiguousarray(array).data)
-        os.replace(partial, file)
     except OSError as error:
         raise FailureError(
             f"cannot write {file} ({error.strerror or error}); free some space or choose another --out"
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_trie(file: Path) -> GramTrie:

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from polydraft.ngrams.gram_file import token_type
 from polydraft.ngrams.gram_trie import ABSENT, weights_of
 
-_Numbers = NDArray[np.int64]
-
 
 @dataclass(frozen=True, eq=False)
 class GramLevel:

@@ -15,6 +15,8 @@ class SamplingParams:
 
     The order of operations is that of Hugging Face `generate`: logit bias, repetition penalty, presence and
     frequency penalty, `processors`, temperature, top-k, top-p, min-p. It is the same with and without speculation.
+
+    Equal parameters have equal hashes. Hashes leave out `logit_bias` and `processors`, whose own may not exist.
     """
 
     temperature: float = 1.0
@@ -31,9 +33,9 @@ class SamplingParams:
     """Subtract from logits of tokens that occur in the output."""
     frequency_penalty: float = 0.0
     """Subtract, times its count, from logits of tokens that occur in the output."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id to a number added to its logit."""
-    processors: tuple[Any, ...] = ()
+    processors: tuple[Any, ...] = field(default=(), hash=False)
     """Hugging Face `LogitsProcessor` objects, called as `processor(input_ids, scores)` with each node's own ancestors."""
 
     def __post_init__(self) -> None:

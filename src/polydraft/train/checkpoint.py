@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from polydraft.atomic import partial_beside
 from polydraft.errors import FailureError, UsageError
 
 _CURRENT, _FORMER = "checkpoint", "checkpoint.former"
@@ -20,22 +20,19 @@ _CURRENT, _FORMER = "checkpoint", "checkpoint.former"
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Write a folder under a temporary name, then put it in place of the old one: a kill leaves one of the two."""
-    partial = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        write(partial)
-        former = folder.with_name(_FORMER)
-        if folder.exists():
+        with partial_beside(folder) as partial:
+            partial.mkdir()
+            write(partial)
+            former = folder.with_name(_FORMER)
+            if folder.exists():
+                shutil.rmtree(former, ignore_errors=True)
+                os.replace(folder, former)
+            os.replace(partial, folder)
             shutil.rmtree(former, ignore_errors=True)
-            os.replace(folder, former)
-        os.replace(partial, folder)
-        shutil.rmtree(former, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise FailureError(f"cannot write {folder} ({error}); what was saved before is intact") from None
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> None:

@@ -1,8 +1,6 @@
 """The tokens a draft is trained on, and those it is tested on meanwhile."""
 
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from polydraft.atomic import written_whole
 from polydraft.bench.prompts import load_prompts
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
@@ -68,13 +67,10 @@ class Corpus:
     def save(self, file: Path) -> None:
         """Write all of it, whole or not at all."""
         tensors = {"tokens": self.texts.tokens_NL.contiguous(), "answer": self.texts.answer_NL.to(torch.uint8).contiguous()}
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".corpus.")
-        os.close(handle)
         try:
-            save_file(tensors, name, metadata={"source": self.source})
-            os.replace(name, file)
+            with written_whole(file) as partial:
+                save_file(tensors, partial, metadata={"source": self.source})
         except (OSError, SafetensorError) as error:
-            Path(name).unlink(missing_ok=True)
             raise FailureError(f"cannot write {file} ({error}); free some space and run again") from None
 
     @classmethod

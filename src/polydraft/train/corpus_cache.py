@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.models.bundled import BUNDLED, bundled_folder
+from polydraft.models.hub import check_name, hub_options
 from polydraft.models.loading import Loaded, load_model
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter
@@ -126,16 +127,14 @@ def load_tokenizer(name: str) -> Any:
     """Load a tokenizer by the name of its model."""
     from transformers import AutoTokenizer
 
-    allowed = f"allowed: {BUNDLED}, a folder, or a hub name"
-    if not name.strip():
-        raise UsageError(f"empty tokenizer name; {allowed}")
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():  # surely a path: do not ask a hub for it
-        raise UsageError(f"cannot load tokenizer {name!r}: there is no such folder; {allowed}")
+    allowed = f"{BUNDLED}, a folder, or a hub name"
+    check_name("tokenizer", name, allowed)
+    folder = str(bundled_folder()) if name == BUNDLED else name
     try:
-        return AutoTokenizer.from_pretrained(bundled_folder() if name == BUNDLED else name)
+        return AutoTokenizer.from_pretrained(folder, **hub_options(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"cannot load tokenizer {name!r} ({reason}); {allowed}") from None
+        raise UsageError(f"cannot load tokenizer {name!r} ({reason}); allowed: {allowed}") from None
 
 
 def _count_files(settings: CorpusCacheSettings, tokenizer: Any, counter: GramCounter, observer: Observer) -> None:

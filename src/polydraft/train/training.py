@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from polydraft.atomic import written_whole
 from polydraft.bench.measurement import check_same
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
@@ -97,7 +98,8 @@ def _open_folder(settings: TrainSettings, out: Path, resume: bool) -> Path:
         if resume and record.exists():
             check_same(json.loads(record.read_text()), json.loads(json.dumps(fixed)), out, _FREE)
         work.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(fixed, indent=1))
+        with written_whole(record) as partial:
+            partial.write_text(json.dumps(fixed, indent=1))
     except OSError as error:
         raise UsageError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
     return work

@@ -1,0 +1,103 @@
+"""Files that are whole or not there at all."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from polydraft.atomic import partial_beside, written_whole
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from polydraft.atomic import written_whole
+
+with written_whole(Path(sys.argv[1])) as partial:
+    partial.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_takes_the_place_of_the_old_one_at_the_end(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("old")
+    with written_whole(file) as partial:
+        partial.write_text("new")
+        assert file.read_text() == "old" and partial.parent == tmp_path
+    assert file.read_text() == "new" and names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("before", ["old", None])
+def test_an_exception_in_the_middle_leaves_the_old_file_and_no_litter(before, error, tmp_path):
+    file = tmp_path / "file"
+    if before:
+        file.write_text(before)
+    with pytest.raises(error), written_whole(file) as partial:
+        partial.write_text("half")
+        raise error
+    assert names(tmp_path) == (["file"] if before else [])
+    assert not before or file.read_text() == before
+
+
+def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("old")
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(file)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert file.read_text() == "old"
+    with written_whole(file) as partial:  # what the kill left is in nobody's way
+        partial.write_text("new")
+    assert file.read_text() == "new"
+
+
+def test_writers_at_the_same_time_do_not_mix(tmp_path):
+    file, together, seen = tmp_path / "file", threading.Barrier(4, timeout=60), []
+
+    def write(letter):
+        for _ in range(20):
+            with written_whole(file) as partial:
+                together.wait()  # all of them are in the middle now
+                partial.write_text(letter * 1000)
+            seen.append(file.read_text())
+
+    writers = [threading.Thread(target=write, args=(letter,)) for letter in "abcd"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(seen) == 80 and all(text == text[0] * 1000 for text in seen)
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_file_has_the_permissions_of_any_new_file(tmp_path):
+    with written_whole(tmp_path / "file") as partial:
+        partial.write_text("new")
+    (tmp_path / "other").write_text("new")
+    assert os.stat(tmp_path / "file").st_mode == os.stat(tmp_path / "other").st_mode
+
+
+def test_the_first_failure_is_the_one_that_is_told(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OSError, match="first"), written_whole(tmp_path / "file" / "below"):
+        raise OSError("first")
+
+
+def test_of_a_folder_nothing_is_left_either(tmp_path):
+    with pytest.raises(ValueError), partial_beside(tmp_path / "folder") as partial:
+        partial.mkdir()
+        (partial / "file").write_text("half")
+        raise ValueError
+    assert names(tmp_path) == []
+    with partial_beside(tmp_path / "folder") as partial:
+        partial.mkdir()
+        (partial / "file").write_text("whole")
+        os.replace(partial, tmp_path / "folder")
+    assert names(tmp_path) == ["folder"] and names(tmp_path / "folder") == ["file"]
