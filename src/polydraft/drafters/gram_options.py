@@ -13,6 +13,9 @@ from polydraft.trees import MAX_NODES
 _USUAL_TOKENS = 20
 _LEAST_TOKENS = 8
 """Candidates a round where nothing else was asked for; measured with SmolLM2 in bfloat16 on two cores."""
+_LEAST_CHANCE_ON_CPU, _LEAST_CHANCE = 0.03, 0.005
+"""Where a candidate yields what it costs: a token is worth some 0.4 of a plain pass; one more token in the pass costs a fortieth
+of a plain one on two cores with matrix units, and a five-hundredth on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +26,10 @@ class GramTreeOptions:
     """Most candidates a round, in nodes of the merged trie; None for as many as pay on the device."""
     depth: int = 12
     """Most tokens of a continuation."""
+    least_chance: float | None = None
+    """Least chance, by the caches' own estimate, that a candidate is reached and right; None for what pays on the device."""
     candidates: int = 8
-    """Most continuations that each cache is asked for."""
+    """Most tokens that each cache is asked for at a node (by the paper's rule: continuations)."""
     riders: RiderOptions | None = None
     """Branches of `self-draft`, other drafters have none; None for as many as pay on the device."""
     caches: GramOptions = field(default_factory=GramOptions)
@@ -42,6 +47,8 @@ class GramTreeOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name}={value!r} is out of range; allowed: whole numbers from 1")
+        if self.least_chance is not None and not 0 <= self.least_chance <= 1:
+            raise UsageError(f"least_chance={self.least_chance!r} is out of range; allowed: 0 to 1")
         branch_tokens = (self.riders or RiderOptions()).most
         if 1 + self.most_nodes + branch_tokens > MAX_NODES:
             raise UsageError(
@@ -70,7 +77,8 @@ class GramTreeOptions:
         riders = self.riders or (RiderOptions(branches=2, length=4) if cpu else RiderOptions())
         # Up to some twenty tokens a pass costs about the same; with branches in it, fewer candidates are left.
         nodes = self.nodes or (max(_USUAL_TOKENS - riders.most, _LEAST_TOKENS) if cpu else _USUAL_TOKENS)
-        return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders)
+        least = self.least_chance if self.least_chance is not None else _LEAST_CHANCE_ON_CPU if cpu else _LEAST_CHANCE
+        return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders, least=least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +89,4 @@ class Sizes:
     depth: int
     """Levels of the trie: a continuation never has more tokens than there are nodes."""
     riders: RiderOptions
+    least: float

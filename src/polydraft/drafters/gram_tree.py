@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
+from polydraft.drafters.gram_growth import Limits, grow
 from polydraft.drafters.gram_options import GramTreeOptions
 from polydraft.drafters.riders import RiderOptions, Riders
 from polydraft.drafters.trie import TokenTrie, as_draft_tree, rounded
@@ -32,15 +33,6 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
 """Drafters that need no draft model, with the caches they ask; `self-draft` also has riders."""
 
 
-_REACH = {"corpus": 1}
-_USUAL_REACH = 3
-"""Tokens of a continuation that are believed, beside its first, for each token of the prefix that it was found by.
-
-More cost more in the pass than they yield; measured with SmolLM2 on eight kinds of prompts, where 2 to 4 are alike, and a
-corpus, which is not about this text, is believed less.
-"""
-
-
 class GramTree(Drafter):
     """Propose what n-gram caches know.
 
@@ -49,7 +41,7 @@ class GramTree(Drafter):
     name : str
         As the user wrote it.
     caches : sequence of GramCache
-        Where equally long prefixes match, the first ones go first.
+        Where chances are equal, the first ones go first.
     options : GramTreeOptions
         Its riders are taken as they are, even if nothing learns from them.
     """
@@ -89,6 +81,9 @@ class GramTreeSession(DraftSession):
     def __init__(self, drafter: GramTree, batch_size: int, target: LanguageModel) -> None:
         self._options, self._device = drafter.options, target.device
         self._sizes = drafter.options.on(target.device)
+        self._limits = Limits(
+            nodes=self._sizes.nodes, depth=self._sizes.depth, width=self._options.candidates, least=self._sizes.least
+        )
         self._riders = Riders(self._sizes.riders, target)
         self._names = [cache.name for cache in drafter.caches]
         self._memories = [[cache.open() for cache in drafter.caches] for _ in range(batch_size)]
@@ -127,29 +122,24 @@ class GramTreeSession(DraftSession):
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Merge what the memories know; let the branches ride along."""
-        limit, shared = self._sizes.nodes, not self._options.flat_blocks
         self._tries = [
-            self._trie(memories, read[-1], shared) if not idle else TokenTrie(read[-1])
+            self._trie(memories, read[-1]) if not idle else TokenTrie(read[-1])
             for memories, read, idle in zip(self._memories, self._read, self._idle, strict=True)
         ]
-        size = 1 + rounded(max(map(len, self._tries)) - 1, limit)
+        size = 1 + rounded(max(map(len, self._tries)) - 1, self._sizes.nodes)
         tree = as_draft_tree(self._tries, size, self.depth, self._device)
         return self._riders.attach(tree, uniforms_BU)
 
-    def _trie(self, memories: Sequence[GramMemory], root: int, shared: bool) -> TokenTrie:
-        """Merge continuations: those of the longest prefixes first, and in so far as the prefix is a reason to believe them."""
-        options, nodes, trie = self._options, self._sizes.nodes, TokenTrie(root, shared)
-        found: list[tuple[Match, str]] = []
+    def _trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
+        """Propose what is likeliest; by the paper's rule, chains that share nothing, those of the longest prefixes first."""
+        if not self._options.flat_blocks:
+            return grow(root, self._names, memories, self._limits)
+        trie, found = TokenTrie(root, shared=False), list[tuple[Match, str]]()
         for name, memory in zip(self._names, memories, strict=True):
-            found += [(match, name) for match in memory.matches(options.candidates, self.depth)]
+            found += [(match, name) for match in memory.matches(self._options.candidates, self.depth)]
         found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
         for match, name in found:
-            reach = 1 + _REACH.get(name, _USUAL_REACH) * match.prefix
-            trie.add(match.tokens[:reach], name, 1 + nodes)
-        # The pass has room for some more, which cost nothing.
-        room = rounded(len(trie) - 1, nodes)
-        for match, name in found if shared else ():
-            trie.add(match.tokens, name, 1 + room)
+            trie.add(match.tokens, name, 1 + self._sizes.nodes)
         return trie
 
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:

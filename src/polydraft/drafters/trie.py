@@ -42,19 +42,24 @@ class TokenTrie:
         for token in tokens:
             child = self._children[node].get(token) if self._shared else None
             if child is None:
-                child, rank = len(self.tokens), self._count[node]
-                if child >= limit or (self._shared and rank >= WIDTH):
+                if len(self.tokens) >= limit or (self._shared and self._count[node] >= WIDTH):
                     return
-                self._count[node] = rank + 1
-                self._children[node][token] = child
-                self._children.append({})
-                self._count.append(0)
-                self.tokens.append(token)
-                self.parents.append(node)
-                self.depths.append(self.depths[node] + 1)
-                self.ranks.append(rank)
-                self.sources.append(source)
+                child = self.child(node, token, source)
             node = child
+
+    def child(self, node: int, token: int, source: str) -> int:
+        """Add a new child to a node; return its number."""
+        child, rank = len(self.tokens), self._count[node]
+        self._count[node] = rank + 1
+        self._children[node][token] = child
+        self._children.append({})
+        self._count.append(0)
+        self.tokens.append(token)
+        self.parents.append(node)
+        self.depths.append(self.depths[node] + 1)
+        self.ranks.append(rank)
+        self.sources.append(source)
+        return child
 
     def followed(self, tokens: Sequence[int]) -> list[str]:
         """Say who proposed each token of a path, as far as the trie holds it."""

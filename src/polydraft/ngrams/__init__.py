@@ -1,6 +1,6 @@
 """What text has been seen before, and what came next: memories of n-grams, on the host."""
 
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
 from polydraft.ngrams.context import ContextCache
 from polydraft.ngrams.corpus import SHIPPED_CORPORA, CorpusCache, load_corpus
 from polydraft.ngrams.fingerprint import tokenizer_fingerprint
@@ -19,6 +19,7 @@ __all__ = [
     "LookupCache",
     "Match",
     "SuffixCache",
+    "Way",
     "load_corpus",
     "tokenizer_fingerprint",
 ]

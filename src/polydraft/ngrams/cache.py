@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from polydraft.ngrams.options import GramOptions
 from polydraft.registry import Registry
@@ -15,6 +15,10 @@ class Match(NamedTuple):
     """Tokens at the end of the text that were matched: the more, the likelier the continuation."""
     tokens: Sequence[int]
     """What came next where they stood before; at least one token."""
+
+
+Way = tuple[int, float]
+"""A token that may come next, and the chance that it does."""
 
 
 class GramMemory(ABC):
@@ -39,6 +43,18 @@ class GramMemory(ABC):
     @abstractmethod
     def matches(self, count: int, length: int) -> list[Match]:
         """Return up to `count` different continuations of the text, best first, each of 1 to `length` tokens."""
+
+    @abstractmethod
+    def end(self) -> Any:
+        """Return the place where the text ends, as `step` and `ways` want it; good until something is read or learnt."""
+
+    @abstractmethod
+    def step(self, place: Any, token: int) -> Any:
+        """Return the place one token further, as if the text went on with it."""
+
+    @abstractmethod
+    def ways(self, place: Any, width: int) -> Sequence[Way]:
+        """Return up to `width` different tokens that may come next at a place, with their chances, best matches first."""
 
     def propose(self, count: int, length: int) -> list[Sequence[int]]:
         """Return the tokens of `matches`."""

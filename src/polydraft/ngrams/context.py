@@ -10,18 +10,23 @@ References
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
+from polydraft.ngrams.chances import match_chance
 from polydraft.ngrams.distinct import Distinct
 from polydraft.ngrams.options import GramOptions
 
 Gram = tuple[int, ...]
+Found = tuple[int, Gram]
+"""Tokens that match, and what is left of the continuation."""
 
 _LEAST_CHAIN = 2
 """Shortest prefix by which a continuation is continued: one token alone says too little about the next ones."""
 
 
 _NOTHING: list[Gram] = [()]
+_size = itemgetter(0)
 
 
 class GramTable:
@@ -97,6 +102,11 @@ class GramTables:
                 break
         return found.matches
 
+    def followed(self, tail: Gram) -> list[Found]:
+        """Return the continuations of a text that ends in `tail`: longest prefix first, then most recent first."""
+        prefixes = range(min(len(self._tables), len(tail)), 0, -1)
+        return [(size, gram) for size in prefixes for gram in self._tables[size - 1].get(tail[-size:])]
+
     def _chained(self, tail: Gram, continuation: Gram, length: int) -> Gram:
         """Continue a continuation with what followed its own end."""
         longest = len(self._tables)
@@ -138,6 +148,27 @@ class ContextMemory(GramMemory):
     def matches(self, count: int, length: int) -> list[Match]:
         """Return what followed the text's last tokens: longest prefix first, then most recent first."""
         return self._tables.matches(tuple(self._tail), count, length)
+
+    def end(self) -> tuple[Gram, list[Found]]:
+        """Return the text's last tokens, and what followed them."""
+        tail = tuple(self._tail[-self._options.max_prefix :])
+        return tail, self._tables.followed(tail)
+
+    def step(self, place: tuple[Gram, list[Found]], token: int) -> tuple[Gram, list[Found]]:
+        """Append a token: continuations that go on with it match by one more, and others may begin there."""
+        tail = (*place[0], token)[-self._options.max_prefix :]
+        longer = [(size + 1, gram[1:]) for size, gram in place[1] if gram[0] == token and len(gram) > 1]
+        return tail, sorted(longer + self._tables.followed(tail), key=_size, reverse=True)
+
+    def ways(self, place: tuple[Gram, list[Found]], width: int) -> list[Way]:
+        """Return what comes next in the continuations: longest match first, then most recent first."""
+        found: dict[int, float] = {}
+        for size, gram in place[1]:
+            if gram[0] not in found:
+                found[gram[0]] = match_chance(size, len(found))
+                if len(found) == width:
+                    break
+        return list(found.items())
 
 
 class ContextCache(GramCache):

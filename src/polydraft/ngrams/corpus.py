@@ -10,9 +10,11 @@ References
 
 from collections.abc import Sequence
 from itertools import islice
+from math import exp
 from pathlib import Path
 
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
+from polydraft.ngrams.chances import share_chance
 from polydraft.ngrams.distinct import Distinct
 from polydraft.ngrams.fingerprint import check_fingerprint
 from polydraft.ngrams.gram_file import load_trie
@@ -39,11 +41,19 @@ def load_corpus(name: str | Path, fingerprint: str | None) -> GramTrie | None:
     return trie
 
 
+_MOST_KNOWN = 20_000
+"""Ends of text whose ways are kept for the next time; some megabytes."""
+
+_MOST_WAYS = 8
+"""Tokens that are proposed at one place at most."""
+_Known = dict[tuple[int, ...], list[Way]]
+
+
 class CorpusMemory(GramMemory):
     """The text's last tokens, and the n-grams that they are looked up in."""
 
-    def __init__(self, trie: GramTrie | None) -> None:
-        self._trie = trie
+    def __init__(self, trie: GramTrie | None, known: _Known) -> None:
+        self._trie, self._known = trie, known
         self._tail: list[int] = []
 
     def reset(self) -> None:
@@ -72,6 +82,35 @@ class CorpusMemory(GramMemory):
                     return found.matches
         return found.matches
 
+    def end(self) -> tuple[int, ...]:
+        """Return the text's last tokens."""
+        return tuple(self._tail)
+
+    def step(self, place: tuple[int, ...], token: int) -> tuple[int, ...]:
+        """Append a token."""
+        return (*place, token)[-self._trie.max_prefix :] if self._trie is not None else ()
+
+    def ways(self, place: tuple[int, ...], width: int) -> list[Way]:
+        """Return what followed the last tokens most often, then what followed fewer of them."""
+        found = self._known.get(place)
+        if found is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            found = self._known[place] = self._looked_up(place)
+        return found[:width]
+
+    def _looked_up(self, place: tuple[int, ...]) -> list[Way]:
+        trie, found = self._trie, dict[int, float]()
+        for size in range(len(place) if trie is not None else 0, 0, -1):
+            assert trie is not None
+            node = trie.find(place[-size:])
+            for cost, token, _ in trie.steps(node, _MOST_WAYS) if node != ABSENT else ():
+                if token not in found and len(found) < _MOST_WAYS:
+                    found[token] = share_chance(size, len(found), exp(-cost))
+            if len(found) >= _MOST_WAYS:
+                break
+        return list(found.items())
+
 
 class CorpusCache(GramCache):
     """What usually follows the last few tokens, counted in a corpus beforehand."""
@@ -80,6 +119,7 @@ class CorpusCache(GramCache):
 
     def __init__(self, trie: GramTrie | None) -> None:
         self._trie = trie
+        self._known: _Known = {}  # a corpus stays as it is, so all texts may share what was looked up
 
     @property
     def is_empty(self) -> bool:
@@ -88,7 +128,7 @@ class CorpusCache(GramCache):
 
     def open(self) -> CorpusMemory:
         """Return the memory of a new text."""
-        return CorpusMemory(self._trie)
+        return CorpusMemory(self._trie, self._known)
 
 
 @GRAM_CACHES.register("corpus")

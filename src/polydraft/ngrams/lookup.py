@@ -6,12 +6,17 @@ first match; here an index grows with the text, the most recent match comes firs
 
 from collections.abc import Sequence
 
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
+from polydraft.ngrams.chances import match_chance
 from polydraft.ngrams.distinct import Distinct
 from polydraft.ngrams.options import GramOptions
 
 _MOST_VISITS = 32
 """Earlier places of one n-gram that are looked at in a round: many of them continue alike."""
+_MOST_COPIES = 8
+"""Those of each length that are followed token by token."""
+_Copy = tuple[int, int]
+"""Tokens that match, and the place of the text after them."""
 
 
 def copied(text: list[int], place: int, length: int) -> list[int]:
@@ -61,6 +66,49 @@ class LookupMemory(GramMemory):
             if found.full:
                 break
         return found.matches
+
+    def end(self) -> tuple[tuple[int, ...], list[_Copy]]:
+        """Return no further token, and the places after earlier occurrences of the text's end."""
+        return (), self._copies(())
+
+    def step(self, place: tuple[tuple[int, ...], list[_Copy]], token: int) -> tuple[tuple[int, ...], list[_Copy]]:
+        """Append a token: copies that go on with it are longer by one, and where there are none the text is searched again."""
+        path, copies = place
+        longer = [(size + 1, at + 1) for size, at in copies if self._token(at, path) == token]
+        path = (*path, token)
+        return path, longer or self._copies(path)
+
+    def ways(self, place: tuple[tuple[int, ...], list[_Copy]], width: int) -> list[Way]:
+        """Return what comes next in the copies: longest match first, then most recent first."""
+        path, copies = place
+        found: dict[int, float] = {}
+        for size, at in copies:
+            token = self._token(at, path)
+            if token not in found:
+                found[token] = match_chance(size, len(found))
+                if len(found) == width:
+                    break
+        return list(found.items())
+
+    def _token(self, at: int, path: tuple[int, ...]) -> int:
+        """Return the token at a place of text and path; a copy that comes to the text's end goes on with itself."""
+        text = self._text
+        return text[at] if at < len(text) else path[at - len(text)]
+
+    def _copies(self, path: tuple[int, ...]) -> list[_Copy]:
+        """Find the last tokens of text and path in the text: longest match first, then most recent first."""
+        tail = (*self._text[-self._max_match :], *path[-self._max_match :])[-self._max_match :]
+        copies, known = list[_Copy](), set[int]()
+        for size in range(len(tail), 0, -1):
+            place = self._latest[size - 1].get(tail[-size:], 0)
+            for _ in range(_MOST_COPIES):
+                if not place:
+                    break
+                if place not in known:
+                    known.add(place)
+                    copies.append((size, place))
+                place = self._earlier[size - 1][place]
+        return copies
 
 
 class LookupCache(GramCache):

@@ -5,7 +5,8 @@ from itertools import islice
 from math import log
 
 from polydraft.ngrams.automaton import ROOT, SuffixAutomaton
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
+from polydraft.ngrams.chances import match_chance
 from polydraft.ngrams.distinct import Distinct
 from polydraft.ngrams.lookup import copied
 from polydraft.ngrams.options import GramOptions
@@ -54,6 +55,34 @@ class SuffixMemory(GramMemory):
                     return found.matches
             state = automaton.links[state]
         return found.matches
+
+    def end(self) -> tuple[int, int]:
+        """Return the state of the longest end of the text that was seen before, and its tokens."""
+        state = max(self._automaton.links[self._automaton.whole], ROOT)
+        return state, self._automaton.sizes[state]
+
+    def step(self, place: tuple[int, int], token: int) -> tuple[int, int]:
+        """Follow a token, by as long an end as it was ever seen after."""
+        automaton, (state, size) = self._automaton, place
+        while state > ROOT and token not in automaton.steps[state]:
+            state = automaton.links[state]
+            size = automaton.sizes[state]
+        following = automaton.steps[state].get(token)
+        return (ROOT, 0) if following is None else (following, size + 1)
+
+    def ways(self, place: tuple[int, int], width: int) -> list[Way]:
+        """Return what followed the longest end, then what followed shorter ones."""
+        automaton, (state, size) = self._automaton, place
+        found: dict[int, float] = {}
+        for _ in range(_MOST_STATES):
+            if state <= ROOT or len(found) >= width:
+                break
+            for _, token, _ in self._steps(state, width) if automaton.steps[state] else ():
+                if token not in found and len(found) < width:
+                    found[token] = match_chance(size, len(found))
+            state = automaton.links[state]
+            size = automaton.sizes[state]
+        return list(found.items())
 
     def _steps(self, state: int, width: int) -> list[Step]:
         """Return the ways on, most frequent or most recent first; from the text's end as from its longest end seen before."""
