@@ -7,7 +7,7 @@ import pytest
 from polydraft.errors import UsageError
 from polydraft.ngrams import GRAM_CACHES, GramOptions
 
-from .brute import random_text
+from .brute import places_after, random_text
 
 every_cache = pytest.mark.parametrize("name", GRAM_CACHES.names())
 
@@ -24,6 +24,36 @@ def test_continuations_keep_their_bounds_and_differ(name, options, seed):
         assert len({tuple(match.tokens) for match in matches}) == len(matches)
         assert all(1 <= len(match.tokens) <= length and match.prefix >= 1 for match in matches)
         assert [match.tokens for match in matches] == memory.propose(count, length)
+
+
+@every_cache
+@pytest.mark.parametrize("seed", range(20))
+def test_ways_are_what_followed_the_longest_end_of_text_and_path(name, options, seed):
+    memory = GRAM_CACHES.get(name)(options).open()
+    text = random_text(seed, 120, vocabulary=6)
+    memory.read(text)
+    place, path = memory.end(), []
+    for step in range(8):
+        ways = memory.ways(place, 3)
+        assert len(ways) <= 3 and len(dict(ways)) == len(ways)
+        assert all(0 < chance < 1 for _, chance in ways)
+        assert ways == memory.ways(place, 8)[:3], "asking changes nothing"
+        # The text itself does not grow with the path, so a match may end in it only.
+        most = options.max_match if name != "suffix" else 99
+        sizes = range(min(most, len(text) + len(path)), 0, -1)
+        matched = next((size for size in sizes if places_after(text, [*text, *path][-size:])), 0)
+        if name == "corpus":
+            other = GRAM_CACHES.get(name)(options).open()
+            other.read([*text, *path])
+            assert ways == other.ways(other.end(), 3), "a path is as good as text"
+        elif matched and len(path) + matched < most:  # a longer match may have begun before the path
+            followers = {text[at] for at in places_after(text, [*text, *path][-matched:])}
+            assert ways[0][0] in followers
+        if not ways:
+            break
+        token = ways[(seed + step) % len(ways)][0]
+        place, path = memory.step(place, token), [*path, token]
+    assert path, "nothing was proposed"
 
 
 @every_cache

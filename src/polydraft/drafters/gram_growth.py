@@ -14,7 +14,10 @@ from polydraft.drafters.trie import WIDTH, TokenTrie, rounded
 from polydraft.ngrams import GramMemory
 
 _SPARE = 0.25
-"""Candidates below the least chance by no more than this are kept in mind for rooms that would stay empty."""
+"""Part of the least chance that candidates must have to fill places of the pass that would stay empty."""
+_HOPE = 0.5
+"""Part of a node's chance that its children are thought to have before they are looked for. Looking takes most of the time, and
+for most nodes it does not come to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +37,8 @@ class Limits:
 def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits: Limits) -> TokenTrie:
     """Grow a trie below the pending token.
 
-    A node's chance is the product of the chances along its path. Where several memories propose the same token each may be
-    right on its own, so the chance that none is are multiplied; chances of siblings never add up to more than 1.
+    A node's chance is the product of the chances along its path. Where several memories propose a token it has the highest
+    of their chances, since most have read the same text; chances of siblings never add up to more than 1.
 
     Parameters
     ----------
@@ -48,47 +51,57 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
     """
     trie = TokenTrie(root)
     spare = limits.least * _SPARE
-    # Falling chance; then the order in which they were found. Of each: parent, token, and who proposed it.
-    waiting: list[tuple[float, int, int, int, str]] = []
-    places: list[list[Any]] = [[memory.end() for memory in memories]]
-    found, node, chance, room = 0, 0, 1.0, 0
-    while True:
-        if trie.depths[node] < limits.depth and len(trie) <= limits.nodes:
-            for token, (own, name) in _ways(names, memories, places[node], limits.width):
-                if chance * own >= spare:
+    # Falling chance; then the order in which they were found. Of each: parent, token, and who proposed it; no token where
+    # the children of a node are yet to be found.
+    waiting: list[tuple[float, int, int, int | None, str]] = [(-1.0, 0, 0, None, "")]
+    places: list[list[Any] | None] = [[memory.end() for memory in memories]]
+    found, room = 0, 0
+    while waiting and len(trie) <= limits.nodes:
+        negative, _, node, token, name = heappop(waiting)
+        if token is None:
+            chance = negative if node == 0 else negative / _HOPE
+            for following, (own, source) in _ways(names, memories, _place(trie, memories, places, node), limits.width).items():
+                if -chance * own >= spare:
                     found += 1
-                    heappush(waiting, (-chance * own, found, node, token, name))
-        if not waiting or len(trie) > limits.nodes:
-            break
-        negative, _, parent, token, name = heappop(waiting)
-        chance = -negative
-        if chance >= limits.least:
-            room = rounded(len(trie), limits.nodes)
+                    heappush(waiting, (chance * own, found, node, following, source))
+            continue
         if len(trie) > room:
-            break
-        node = trie.child(parent, token, name)
-        places.append([memory.step(place, token) for memory, place in zip(memories, places[parent], strict=True)])
+            if -negative < limits.least:
+                break
+            room = rounded(len(trie), limits.nodes)
+        child = trie.child(node, token, name)
+        places.append(None)
+        if trie.depths[child] < limits.depth:
+            found += 1
+            heappush(waiting, (negative * _HOPE, found, child, None, ""))
     return trie
+
+
+def _place(trie: TokenTrie, memories: Sequence[GramMemory], places: list[list[Any] | None], node: int) -> list[Any]:
+    """Return where the memories stand at a node, whose parent has been asked before."""
+    known = places[node]
+    if known is None:
+        before, token = places[trie.parents[node]], trie.tokens[node]
+        assert before is not None
+        known = places[node] = [memory.step(place, token) for memory, place in zip(memories, before, strict=True)]
+    return known
 
 
 def _ways(
     names: Sequence[str], memories: Sequence[GramMemory], places: Sequence[Any], width: int
-) -> list[tuple[int, tuple[float, str]]]:
+) -> dict[int, tuple[float, str]]:
     """Put together what the memories propose at a node: the likeliest tokens, as many as a node has room for."""
-    chances: dict[int, tuple[float, str]] = {}
-    best: dict[int, float] = {}
+    ways: dict[int, tuple[float, str]] = {}
     for name, memory, place in zip(names, memories, places, strict=True):
         for token, chance in memory.ways(place, width):
-            known = chances.get(token)
-            if known is None:
-                chances[token] = chance, name
-                best[token] = chance
-            else:
-                chances[token] = 1 - (1 - known[0]) * (1 - chance), name if chance > best[token] else known[1]
-                best[token] = max(best[token], chance)
-    total = sum(chance for chance, _ in chances.values())
+            known = ways.get(token)
+            if known is None or chance > known[0]:
+                ways[token] = chance, name
+    total = sum([chance for chance, _ in ways.values()])
     if total > 1:
-        chances = {token: (chance / total, name) for token, (chance, name) in chances.items()}
-    if len(chances) <= WIDTH:
-        return list(chances.items())
-    return sorted(chances.items(), key=lambda way: -way[1][0])[:WIDTH]
+        ways = {token: (chance / total, name) for token, (chance, name) in ways.items()}
+    return ways if len(ways) <= WIDTH else dict(sorted(ways.items(), key=_chance, reverse=True)[:WIDTH])
+
+
+def _chance(way: tuple[int, tuple[float, str]]) -> float:
+    return way[1][0]

@@ -10,12 +10,12 @@ from polydraft.errors import UsageError
 from polydraft.ngrams import GramOptions, tokenizer_fingerprint
 from polydraft.trees import MAX_NODES
 
-_USUAL_TOKENS = 20
+_USUAL_TOKENS, _TOKENS_ON_CPU = 64, 20
 _LEAST_TOKENS = 8
-"""Candidates a round where nothing else was asked for; measured with SmolLM2 in bfloat16 on two cores."""
-_LEAST_CHANCE_ON_CPU, _LEAST_CHANCE = 0.03, 0.005
-"""Where a candidate yields what it costs: a token is worth some 0.4 of a plain pass; one more token in the pass costs a fortieth
-of a plain one on two cores with matrix units, and a five-hundredth on a GPU."""
+"""Candidates a round where nothing else was asked for; docs/ngrams.md has the reckoning."""
+_LEAST_CHANCE, _LEAST_CHANCE_ON_CPU = 0.005, 0.04
+"""Where a candidate yields what it costs: a token is worth some 0.4 of a plain pass; one more in the pass costs 0.002 of it on
+a GPU, and 0.025 on two cores with matrix units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,8 @@ class GramTreeOptions:
         """Return the sizes on a device."""
         cpu = device.type == "cpu"
         riders = self.riders or (RiderOptions(branches=2, length=4) if cpu else RiderOptions())
-        # Up to some twenty tokens a pass costs about the same; with branches in it, fewer candidates are left.
-        nodes = self.nodes or (max(_USUAL_TOKENS - riders.most, _LEAST_TOKENS) if cpu else _USUAL_TOKENS)
+        # On a CPU a pass costs by its tokens, so branches take the place of as many candidates.
+        nodes = self.nodes or (max(_TOKENS_ON_CPU - riders.most, _LEAST_TOKENS) if cpu else _USUAL_TOKENS)
         least = self.least_chance if self.least_chance is not None else _LEAST_CHANCE_ON_CPU if cpu else _LEAST_CHANCE
         return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders, least=least)
 
