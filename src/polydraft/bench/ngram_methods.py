@@ -18,7 +18,7 @@ _TREES: dict[str, Callable[[str], str]] = {
 }
 """Methods that a combination may have beside n-grams, and the tree that their argument means."""
 _SIZES = ("nodes", "depth", "branches", "length", "gram", "prefix")
-_OPTIONS = (*_SIZES, "seeds", "context", "corpus", "lossy")
+_OPTIONS = (*_SIZES, "chance", "seeds", "context", "corpus", "lossy")
 _SWITCH = {"yes": True, "no": False}
 
 
@@ -38,6 +38,7 @@ def gram_options(spec: MethodSpec, bench: Bench) -> GramTreeOptions:
     caches = _renamed(sizes, {"gram": "gram", "prefix": "max_prefix"})
     return GramTreeOptions(
         **_renamed(sizes, {"nodes": "nodes", "depth": "depth"}),
+        least_chance=_chance(spec, options["chance"]) if "chance" in options else None,
         riders=RiderOptions(**riders) if riders else None,
         caches=GramOptions(**caches, corpus=bench.corpus),
         flat_blocks=flat_blocks,
@@ -49,6 +50,13 @@ def _number(spec: MethodSpec, name: str, text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise UsageError(f"method {spec.text!r}: {name}={text!r} is out of range; allowed: whole numbers")
     return int(text)
+
+
+def _chance(spec: MethodSpec, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"method {spec.text!r}: chance={text!r} is out of range; allowed: 0 to 1") from None
 
 
 def _choice(spec: MethodSpec, name: str, text: str, allowed: dict[str, bool]) -> bool:

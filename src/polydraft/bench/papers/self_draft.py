@@ -12,7 +12,7 @@ _PEER = "hf-lookup"
 
 def _branches(number: int, length: int, options: str = "") -> str:
     """Name the paper's setting: prefixes of one token, continuations of four, as many candidates as it retrieves."""
-    return f"self-draft:{number}x{length},seeds=vocabulary,nodes=32,gram=4,prefix=1{options}"
+    return f"self-draft:{number}x{length},seeds=vocabulary,nodes=32,chance=0,gram=4,prefix=1{options}"
 
 
 _PAPER = _branches(_USUAL, _USUAL)
