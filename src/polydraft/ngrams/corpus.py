@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import islice
 from math import exp
 from pathlib import Path
+from typing import Any
 
 from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
 from polydraft.ngrams.chances import share_chance
@@ -42,11 +43,25 @@ def load_corpus(name: str | Path, fingerprint: str | None) -> GramTrie | None:
 
 
 _MOST_KNOWN = 20_000
-"""Ends of text whose ways are kept for the next time; some megabytes."""
+"""Nodes whose children or ways are kept for the next time; some megabytes."""
 
 _MOST_WAYS = 8
 """Tokens that are proposed at one place at most."""
-_Known = dict[tuple[int, ...], list[Way]]
+
+
+class _Known:
+    """What was looked up in a corpus, which stays as it is: all texts share it."""
+
+    def __init__(self) -> None:
+        self.ways: dict[int, list[Way]] = {}
+        self.children: dict[int, dict[int, int]] = {}
+
+    def note(self, notes: dict[int, Any], node: int, value: Any) -> Any:
+        """Keep a note, and all others unless there are too many."""
+        if len(notes) >= _MOST_KNOWN:
+            notes.clear()
+        notes[node] = value
+        return value
 
 
 class CorpusMemory(GramMemory):
@@ -63,7 +78,8 @@ class CorpusMemory(GramMemory):
     def read(self, tokens: Sequence[int]) -> None:
         """Append certain text."""
         if self._trie is not None:
-            self._tail = [*self._tail, *tokens[-self._trie.max_prefix :]][-self._trie.max_prefix :]
+            most = len(self._trie.level_sizes) - 1  # the longest n-grams that anything follows
+            self._tail = [*self._tail, *tokens[-most:]][-most:]
 
     def matches(self, count: int, length: int) -> list[Match]:
         """Return what followed the text's last tokens in the corpus: longest prefix first, then most frequent first."""
@@ -74,7 +90,7 @@ class CorpusMemory(GramMemory):
         def steps(node: int) -> list[Step]:
             return trie.steps(node, count)
 
-        for prefix in range(len(self._tail), 0, -1):
+        for prefix in range(min(len(self._tail), trie.max_prefix), 0, -1):
             node = trie.find(self._tail[-prefix:])
             for tokens in islice(best_paths(node, steps, length), count) if node != ABSENT else ():
                 found.add(prefix, tokens)
@@ -82,31 +98,47 @@ class CorpusMemory(GramMemory):
                     return found.matches
         return found.matches
 
-    def end(self) -> tuple[int, ...]:
-        """Return the text's last tokens."""
-        return tuple(self._tail)
+    def end(self) -> list[int]:
+        """Return the nodes of the text's last tokens, the longest n-gram first."""
+        trie, place = self._trie, list[int]()
+        for token in self._tail if trie is not None else ():
+            place = self.step(place, token)
+        return place
 
-    def step(self, place: tuple[int, ...], token: int) -> tuple[int, ...]:
-        """Append a token."""
-        return (*place, token)[-self._trie.max_prefix :] if self._trie is not None else ()
+    def step(self, place: list[int], token: int) -> list[int]:
+        """Append a token to each n-gram; those that were not kept fall away, and one begins."""
+        trie = self._trie
+        if trie is None:
+            return []
+        children = self._known.children
+        found = []
+        for node in place:
+            known = children.get(node)
+            if known is None:
+                known = self._known.note(children, node, trie.children(node))
+            child = known.get(token)
+            if child is not None:
+                found.append(child)
+        top = trie.top(token)
+        return found if top == ABSENT else [*found, top]
 
-    def ways(self, place: tuple[int, ...], width: int) -> list[Way]:
+    def ways(self, place: list[int], width: int) -> list[Way]:
         """Return what followed the last tokens most often, then what followed fewer of them."""
-        found = self._known.get(place)
+        if not place:
+            return []
+        # The longest n-gram holds all others, so it stands for the place.
+        found = self._known.ways.get(place[0])
         if found is None:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            found = self._known[place] = self._looked_up(place)
+            found = self._known.note(self._known.ways, place[0], self._looked_up(place))
         return found[:width]
 
-    def _looked_up(self, place: tuple[int, ...]) -> list[Way]:
+    def _looked_up(self, place: list[int]) -> list[Way]:
         trie, found = self._trie, dict[int, float]()
-        for size in range(len(place) if trie is not None else 0, 0, -1):
-            assert trie is not None
-            node = trie.find(place[-size:])
-            for cost, token, _ in trie.steps(node, _MOST_WAYS) if node != ABSENT else ():
+        assert trie is not None
+        for node in place:
+            for cost, token, _ in trie.steps(node, _MOST_WAYS):
                 if token not in found and len(found) < _MOST_WAYS:
-                    found[token] = share_chance(size, len(found), exp(-cost))
+                    found[token] = share_chance(trie.size_of(node), len(found), exp(-cost))
             if len(found) >= _MOST_WAYS:
                 break
         return list(found.items())
@@ -119,7 +151,7 @@ class CorpusCache(GramCache):
 
     def __init__(self, trie: GramTrie | None) -> None:
         self._trie = trie
-        self._known: _Known = {}  # a corpus stays as it is, so all texts may share what was looked up
+        self._known = _Known()
 
     @property
     def is_empty(self) -> bool:

@@ -1,7 +1,9 @@
 """Counted n-grams as a trie in a few flat arrays, ready to be mapped from a file."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -43,15 +45,17 @@ class GramTrie:
     firsts_I: NDArray[np.uint32]
     """First child of each node above the last level, and at the end the number of nodes."""
     _tops_V: NDArray[np.int64] = field(init=False, repr=False)
+    _level_ends: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         tops_V = np.full(self.vocab_size, ABSENT, dtype=np.int64)
         tops_V[self.tokens_N[: self.level_sizes[0]]] = np.arange(self.level_sizes[0])
         object.__setattr__(self, "_tops_V", tops_V)
+        object.__setattr__(self, "_level_ends", list(accumulate(self.level_sizes)))
 
     def find(self, gram: Sequence[int]) -> int:
         """Return the node of an n-gram, `ABSENT` if it was not kept."""
-        node = int(self._tops_V[gram[0]]) if 0 <= gram[0] < self.vocab_size else ABSENT
+        node = self.top(gram[0])
         for token in gram[1:]:
             if node == ABSENT:
                 break
@@ -59,6 +63,19 @@ class GramTrie:
             places = (self.tokens_N[first:end] == token).nonzero()[0]
             node = first + int(places[0]) if len(places) else ABSENT
         return node
+
+    def top(self, token: int) -> int:
+        """Return the node of a single token, `ABSENT` if it was not kept."""
+        return int(self._tops_V[token]) if 0 <= token < self.vocab_size else ABSENT
+
+    def children(self, node: int) -> dict[int, int]:
+        """Return the tokens that follow an n-gram, each with its node."""
+        first, end = self._children(node)
+        return dict(zip(self.tokens_N[first:end].tolist(), range(first, end), strict=True))
+
+    def size_of(self, node: int) -> int:
+        """Return the number of tokens of a node's n-gram."""
+        return bisect_right(self._level_ends, node) + 1
 
     def gram_of(self, node: int) -> list[int]:
         """Return the n-gram of a node."""
