@@ -19,7 +19,7 @@ from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import SamplingParams
 
 _FEW_NODES = 16
-"""In single precision, logits of so many nodes are computed together; of more, only where they are asked for."""
+"""On a CPU in single precision, logits of so many nodes are computed together; of more, only where they are asked for."""
 
 _NEWS = 0.2
 """Weight of the last round in that running mean."""
@@ -126,7 +126,9 @@ class BeamRun(ABC):
             depth = self._depth() if self.reader is not None else 0
             layers = self._grow(depth) if depth > 0 else []
         with stats.clock("target"):
-            nodes = [beam.node for beam in self.beams] + [beam.node for layer in layers for beam in layer.beams]
+            nodes = [beam.node for beam in self.beams]
+            # Nothing follows a text that has ended: no step will ask for its law.
+            nodes += [beam.node for layer in layers for beam in layer.beams if beam.node.token not in self._eos]
             nodes = list(dict.fromkeys(nodes))
             self.tree.read(nodes)
             self._prepare(nodes)
@@ -159,7 +161,8 @@ class BeamRun(ABC):
         if not nodes:
             return
         features_RF = self.tree.features(nodes)
-        if features_RF.dtype in (torch.bfloat16, torch.float16) or len(nodes) <= _FEW_NODES:
+        half = features_RF.dtype in (torch.bfloat16, torch.float16)
+        if half or self._laws_together or len(nodes) <= _FEW_NODES:
             self._logits_RV = self.target.head(features_RF)
             self._logit_rows = {node: row for row, node in enumerate(nodes)}
             if self._laws_together:
