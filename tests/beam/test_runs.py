@@ -11,6 +11,7 @@ from polydraft.beam.node import Beam, Node
 from polydraft.beam.noise import SharedNoise
 from polydraft.beam.options import BeamOptions
 from polydraft.beam.sample import SampleRun, _Universe
+from polydraft.beam.search import largest
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
@@ -169,6 +170,56 @@ def test_beams_outside_the_forest_that_are_passed_over_show(monkeypatch):
     monkeypatch.setattr(SharedNoise, "highest", lambda noise, beam: -np.inf)
     differing, _ = differing_seeds("distinct", SamplingParams())
     assert differing
+
+
+def test_of_equal_totals_the_earlier_are_larger():
+    totals_X = np.random.default_rng(0).integers(0, 40, 5000).astype(np.float64)
+    for count in (1, 7, 130, 400, 4999, 5000, 6000):
+        assert largest(totals_X, count) == np.argsort(-totals_X, kind="stable")[:count].tolist()
+
+
+def short_runs(seed):
+    """Return the texts of a run under top-k, and how many laws of the target each round brought to the host."""
+    target, draft = pair(64, seed=3)
+    kept = parts(target, draft, 9, (11, 12), draws="distinct", beams=3, draft_width=6, draft_depth=3)
+    run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept | {"params": SamplingParams(top_k=8)})
+    law, calls, rounds = run.law, [], []
+    run.law = type("Counted", (), {"__call__": lambda _, *given: (calls.append(1), law(*given))[1]})()
+    run.law.is_short, run.law.never_gains = law.is_short, law.never_gains
+    while not run.done:
+        calls.clear()
+        run.step()
+        rounds.append(len(calls))
+    assert not any(node.token in (11, 12) for node in run.tree._features), "a text that ended was passed"
+    return [one.node.tokens() for one in run.results()], rounds
+
+
+def test_laws_that_travel_together_are_the_same(monkeypatch):
+    apart = [short_runs(seed) for seed in range(4)]
+    monkeypatch.setattr(CoupledRun, "_laws_together", property(lambda run: run.law.is_short))
+    together = [short_runs(seed) for seed in range(4)]
+    assert [texts for texts, _ in together] == [texts for texts, _ in apart]
+    assert max(max(rounds) for _, rounds in together) == 1 < max(max(rounds) for _, rounds in apart)
+
+
+def test_places_of_a_forest_go_to_what_may_win(monkeypatch):
+    """Of continuations whose totals are the target's own, no more are drafted than a step can take."""
+    target, draft = pair(12, seed=3)
+    grown = []
+    promising = CoupledRun._promising
+
+    def noted(run, totals_X, continuations, parents, count):
+        chosen = promising(run, totals_X, continuations, parents, count)
+        passed = [parents[continuations.rows_X[entry]].node in run.tree for entry in chosen]
+        if parents[0].node.depth == run.length:
+            grown.append((sum(passed), len(passed), any(beam.node in run.tree for beam in parents)))
+        return chosen
+
+    monkeypatch.setattr(CoupledRun, "_promising", noted)
+    kept = parts(target, draft, 12, draws="distinct", beams=3, draft_width=8, draft_depth=2)
+    finish(CoupledRun(generator=torch.Generator().manual_seed(1), **kept))
+    assert max(passed for passed, _, _ in grown) == 3
+    assert any(mixed and total == 8 for _, total, mixed in grown)
 
 
 @pytest.mark.parametrize("options", [dict(width_threshold=0.6), dict(width_threshold=0.6, min_width=2), dict(one_cache=True)])

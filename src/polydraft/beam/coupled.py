@@ -39,13 +39,19 @@ class CoupledRun(SearchRun):
             return max(2, 1 + len(self._eos)) * self.options.beams
         return self.options.beams
 
+    _ends_are_extra = False
+
+    @property
+    def _kept(self) -> int:
+        return self._width
+
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
         noisy_X = self._noise.perturbed(continuations, parents)
         if self.options.draws != Draws.HUGGING_FACE:
-            return largest(noisy_X, self._draft_width)
+            return self._promising(noisy_X, continuations, parents, self._draft_width)
         # As the target will: of many draws, those with the best scores go on.
         ratio = self._draft_width / self.options.beams
-        drawn = largest(noisy_X, round(ratio * self._width))
+        drawn = self._promising(noisy_X, continuations, parents, round(ratio * self._width))
         totals_X = continuations.totals([beam.score for beam in parents])
         return sorted(drawn, key=lambda entry: -totals_X[entry])[: self._draft_width]
 

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +52,19 @@ class Continuations:
             self.vocab_size,
         )
         return part, kept_X
+
+    def picked(self, rows: Sequence[int]) -> "Continuations":
+        """Return the continuations of some texts in the order asked for; a text may be asked for twice."""
+        starts, stops = np.searchsorted(self.rows_X, rows), np.searchsorted(self.rows_X, rows, side="right")
+        entries_X = np.concatenate([np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
+        return Continuations(
+            np.repeat(np.arange(len(rows)), stops - starts),
+            self.tokens_X[entries_X],
+            self.scores_X[entries_X],
+            self.log_probs_X[entries_X],
+            len(rows),
+            self.vocab_size,
+        )
 
     def keys(self) -> Indices:
         """Return a number for each entry that means the same row and token in every law."""
@@ -122,6 +134,7 @@ class LawMaker:
             params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
         self._params, self._best, self._who = params, best, who
         self._vocab_size, self._vocabulary, self._device = vocab_size, vocabulary, device
+        self._tokens_D = None if vocabulary is None else vocabulary.tokens_D.cpu().numpy()
         self._adjusted = params.needs_history or bool(params.logit_bias)
         self._warper = Warper(params, vocab_size, [prompt], device)
 
@@ -132,6 +145,11 @@ class LawMaker:
         penalised = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty) >= 0
         return penalised and params.temperature <= 1 and not params.processors and not params.logit_bias
 
+    @property
+    def is_short(self) -> bool:
+        """Whether few continuations of a text have mass, so that the laws of many texts are little to bring to the host."""
+        return not self._adjusted and (self._best is not None or bool(self._params.top_k))
+
     def __call__(self, logits_RV: Tensor, nodes: Sequence[Node]) -> Continuations:
         """Return the continuations of the texts that end in `nodes`."""
         logits_RV = logits_RV.float()
@@ -140,37 +158,36 @@ class LawMaker:
         if self._adjusted and self._vocabulary is not None:
             logits_RV = self._vocabulary.spread(logits_RV, fill=-torch.inf)
         norm_R1 = logits_RV.logsumexp(-1, keepdim=True)
-        if not bool(norm_R1.isfinite().all()):
-            raise FailureError(
-                f"{self._who} returned logits that are not numbers after {nodes[0].depth} new tokens; try dtype float32, or "
-                "check the weights"
-            )
         short = None if self._adjusted else self._shortened(logits_RV, norm_R1)
         if short is not None:
-            return self._gathered(*short)
+            law = self._gathered(*short, norm_R1, nodes)
+            if law is not None:
+                return law
         log_probs_RV = logits_RV - norm_R1
         missing = 0 if self._vocabulary is not None and not self._adjusted else self._vocab_size - log_probs_RV.shape[-1]
         if missing:  # padding rows of either model's table never get mass
             log_probs_RV = torch.nn.functional.pad(log_probs_RV, (0, missing), value=-torch.inf)
         scores_RV = self._warper.scores(log_probs_RV[None], self._paths(nodes))[0]
+        columns_RK, tied_R1 = None, torch.zeros_like(norm_R1, dtype=torch.bool)
         if self._best is not None:
             scores_RV, columns_RK = scores_RV.topk(min(self._best, scores_RV.shape[1]), dim=-1)
-            return self._gathered(columns_RK, scores_RV, log_probs_RV.gather(1, columns_RK))
-        return self._gathered(None, scores_RV, log_probs_RV)
+            log_probs_RV = log_probs_RV.gather(1, columns_RK)
+        law = self._gathered(columns_RK, scores_RV, log_probs_RV, tied_R1, norm_R1, nodes)
+        assert law is not None
+        return law
 
-    def _shortened(self, logits_RV: Tensor, norm_R1: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return columns, scores and log-probabilities of the few best tokens, where no others can get mass; or None."""
+    def _shortened(self, logits_RV: Tensor, norm_R1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Return columns, scores and log-probabilities of the few best tokens, and where others might get mass; or None."""
         columns = logits_RV.shape[-1]
         if self._best is not None:
             best_RK, columns_RK = logits_RV.topk(min(self._best, columns), dim=-1)
-            return columns_RK, best_RK - norm_R1, best_RK - norm_R1
+            log_probs_RK = best_RK - norm_R1
+            return columns_RK, log_probs_RK, log_probs_RK, torch.zeros_like(norm_R1, dtype=torch.bool)
         params = self._params
         if not params.top_k or params.top_k + _TIES >= columns:
             return None
         best_RK, columns_RK = logits_RV.topk(params.top_k + _TIES, dim=-1)
         kept_RK = best_RK >= best_RK[:, params.top_k - 1 : params.top_k]
-        if bool(kept_RK[:, -1].any()):
-            return None
         log_probs_RK = best_RK - norm_R1
         scores_RK = (log_probs_RK / params.temperature).masked_fill(~kept_RK, -torch.inf)
         if params.top_p < 1:
@@ -181,17 +198,35 @@ class LawMaker:
         if params.min_p > 0:
             probs_RK = torch.softmax(scores_RK, -1)
             scores_RK = scores_RK.masked_fill(probs_RK < params.min_p * probs_RK.amax(-1, keepdim=True), -torch.inf)
-        return columns_RK, scores_RK, log_probs_RK
+        return columns_RK, scores_RK, log_probs_RK, kept_RK[:, -1:]
 
-    def _gathered(self, columns_RK: Tensor | None, scores_RK: Tensor, log_probs_RK: Tensor) -> Continuations:
-        """Bring what has mass to the host, as a flat list."""
-        scores, log_probs = _on_host(scores_RK), _on_host(log_probs_RK)
-        if columns_RK is None:
-            tokens_RK = np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
-        else:
-            tokens_RK = columns_RK.cpu().numpy()
-        if self._vocabulary is not None and not self._adjusted:
-            tokens_RK = self._vocabulary.tokens_D.cpu().numpy()[tokens_RK]
+    def _gathered(
+        self,
+        columns_RK: Tensor | None,
+        scores_RK: Tensor,
+        log_probs_RK: Tensor,
+        tied_R1: Tensor,
+        norm_R1: Tensor,
+        nodes: Sequence[Node],
+    ) -> Continuations | None:
+        """Bring what has mass to the host, as a flat list; None where tokens that were left out might have some.
+
+        All of it is one copy, checks included: on a GPU each copy waits for everything before it.
+        """
+        parts = [scores_RK, log_probs_RK] if columns_RK is None else [scores_RK, log_probs_RK, columns_RK]
+        packed = torch.cat([part.double() for part in [tied_R1, norm_R1, *parts]], dim=-1).cpu().numpy()
+        tied, norms, width = packed[:, 0], packed[:, 1], scores_RK.shape[-1]
+        if not np.isfinite(norms).all():
+            raise FailureError(
+                f"{self._who} returned logits that are not numbers after {nodes[0].depth} new tokens; try dtype float32, or "
+                "check the weights"
+            )
+        if tied.any():
+            return None
+        scores, log_probs, columns = (packed[:, start : start + width] for start in (2, 2 + width, 2 + 2 * width))
+        tokens_RK = np.broadcast_to(np.arange(width), scores.shape) if columns_RK is None else columns.astype(np.int64)
+        if self._tokens_D is not None and not self._adjusted:
+            tokens_RK = self._tokens_D[tokens_RK]
         rows_RK = np.broadcast_to(np.arange(len(scores))[:, None], scores.shape)
         kept_RK = scores > -np.inf
         return Continuations(
@@ -204,7 +239,3 @@ class LawMaker:
         longest = max(map(len, texts))
         padded = [text + [NO_TOKEN] * (longest - len(text)) for text in texts]
         return torch.tensor([padded], dtype=torch.long, device=self._device)
-
-
-def _on_host(values: Tensor) -> NDArray[Any]:
-    return values.double().cpu().numpy()

@@ -19,7 +19,7 @@ from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import SamplingParams
 
 _FEW_NODES = 16
-"""In single precision, logits of so many nodes are computed together; of more, only where they are asked for."""
+"""On a CPU in single precision, logits of so many nodes are computed together; of more, only where they are asked for."""
 
 _NEWS = 0.2
 """Weight of the last round in that running mean."""
@@ -73,6 +73,8 @@ class BeamRun(ABC):
         self._logit_rows: dict[Node, int] = {}
         self._logits_RV: Tensor | None = None
         """Logits of the nodes above, where those of the last pass were computed together."""
+        self._laws: dict[Node, tuple[Continuations, int]] = {}
+        """Laws of the target that are on the host already: of the last pass's nodes and of the beams that go on."""
         with torch.inference_mode(), self.stats.clock("prefill"):
             context = target.start(1, len(prompt) + 64)
             context.prefill(
@@ -124,7 +126,9 @@ class BeamRun(ABC):
             depth = self._depth() if self.reader is not None else 0
             layers = self._grow(depth) if depth > 0 else []
         with stats.clock("target"):
-            nodes = [beam.node for beam in self.beams] + [beam.node for layer in layers for beam in layer.beams]
+            nodes = [beam.node for beam in self.beams]
+            # Nothing follows a text that has ended: no step will ask for its law.
+            nodes += [beam.node for layer in layers for beam in layer.beams if beam.node.token not in self._eos]
             nodes = list(dict.fromkeys(nodes))
             self.tree.read(nodes)
             self._prepare(nodes)
@@ -151,17 +155,44 @@ class BeamRun(ABC):
 
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Compute the logits of all nodes of the pass together, where that costs little more than those of a few."""
-        features_RF = self.tree.features(nodes)
+        self._laws = {beam.node: self._laws[beam.node] for beam in self.beams if beam.node in self._laws}
+        nodes = [node for node in nodes if node not in self._laws]
         self._logit_rows, self._logits_RV = {}, None
-        if features_RF.dtype in (torch.bfloat16, torch.float16) or len(nodes) <= _FEW_NODES:
+        if not nodes:
+            return
+        features_RF = self.tree.features(nodes)
+        half = features_RF.dtype in (torch.bfloat16, torch.float16)
+        if half or self._laws_together or len(nodes) <= _FEW_NODES:
             self._logits_RV = self.target.head(features_RF)
             self._logit_rows = {node: row for row, node in enumerate(nodes)}
+            if self._laws_together:
+                self._note_laws(nodes)
+
+    @property
+    def _laws_together(self) -> bool:
+        """Whether all laws of a pass are brought to the host at once: where each copy has to wait for the device."""
+        return self.target.device.type != "cpu" and self.law.is_short
+
+    def _note_laws(self, nodes: Sequence[Node]) -> None:
+        """Compute the target's law after each node, to be had by `_rows`."""
+        if self._logits_RV is not None and all(node in self._logit_rows for node in nodes):
+            rows = [self._logit_rows[node] for node in nodes]
+            law = self.law(self._logits_RV if rows == list(range(len(self._logits_RV))) else self._logits_RV[rows], nodes)
+        else:
+            law = self.law(self.target.head(self.tree.features(nodes)), nodes)
+        self._laws.update({node: (law, row) for row, node in enumerate(nodes)})
 
     def _rows(self, nodes: Sequence[Node]) -> Continuations:
         """Return the target's law after each node."""
-        if self._logits_RV is not None and all(node in self._logit_rows for node in nodes):
-            return self.law(self._logits_RV[[self._logit_rows[node] for node in nodes]], nodes)
-        return self.law(self.target.head(self.tree.features(nodes)), nodes)
+        # One text may be several beams: independent ones can be alike.
+        missing = list(dict.fromkeys(node for node in nodes if node not in self._laws))
+        if missing:
+            self._note_laws(missing)
+        held = [self._laws[node] for node in nodes]
+        first = held[0][0]
+        if all(law is first for law, _ in held):
+            return first if [row for _, row in held] == list(range(first.num_rows)) else first.picked([row for _, row in held])
+        return interleaved([(law.picked([row]), [place]) for place, (law, row) in enumerate(held)])
 
     def _draft_rows(self, nodes: list[Node]) -> Continuations:
         """Return the draft's law after each node; where the target has passed one already, its own, which is the best draft.

@@ -1,6 +1,7 @@
 """Deterministic beam search, speculatively: the same texts and scores as without a draft."""
 
 import math
+from typing import ClassVar
 
 import numpy as np
 
@@ -9,6 +10,9 @@ from polydraft.beam.law import Continuations, Floats
 from polydraft.beam.node import Beam, Node
 from polydraft.beam.reader import TreeReader
 from polydraft.beam.run import BeamRun
+
+_FEW_TOTALS = 1024
+"""Up to so many, sorting all of them takes no longer than looking for the largest first."""
 
 
 class SearchRun(BeamRun):
@@ -38,7 +42,32 @@ class SearchRun(BeamRun):
         return grow_forest(self.beams, depth, self._draft_rows, self._eos, self._choose_drafts)
 
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
-        return largest(continuations.totals([beam.score for beam in parents]), self._draft_width)
+        totals_X = continuations.totals([beam.score for beam in parents])
+        return self._promising(totals_X, continuations, parents, self._draft_width)
+
+    def _promising(self, totals_X: Floats, continuations: Continuations, parents: list[Beam], count: int) -> list[int]:
+        """Return the entries of the largest totals, less those whose law no step will ask for.
+
+        Texts that end have none. Continuations of running beams that the target has passed carry its own totals: they are out
+        as soon as enough others of that kind are larger. Their places go to those that have to be guessed.
+        """
+        running = parents[0].node.depth == self.length
+        passed_R = np.array([running and beam.node in self.tree for beam in parents])
+        ends_X = np.isin(continuations.tokens_X, list(self._eos))
+        certain_X = passed_R[continuations.rows_X]
+        lasting_X = np.flatnonzero(certain_X & ~ends_X if self._ends_are_extra else certain_X)
+        winners = largest(totals_X[lasting_X], self._kept)
+        least = totals_X[lasting_X[winners[-1]]] if len(winners) == self._kept else -np.inf
+        open_X = np.flatnonzero(~ends_X & ~(certain_X & (totals_X < least)))
+        return [int(open_X[entry]) for entry in largest(totals_X[open_X], count)]
+
+    @property
+    def _kept(self) -> int:
+        """Continuations that a step takes at most, so that one which so many are larger than is out."""
+        return self.options.beams
+
+    _ends_are_extra: ClassVar[bool] = True
+    """Whether texts that end do not count among these."""
 
     def _verify(self, layers: list[ForestLayer]) -> int:
         drafted = {beam.node for layer in layers for beam in layer.beams}
@@ -74,4 +103,8 @@ class SearchRun(BeamRun):
 
 def largest(totals_X: Floats, count: int) -> list[int]:
     """Return the entries of the largest totals, largest first; of equals the earlier first."""
-    return [int(entry) for entry in np.argsort(-totals_X, kind="stable")[:count]]
+    if len(totals_X) <= _FEW_TOTALS or count >= len(totals_X):
+        return [int(entry) for entry in np.argsort(-totals_X, kind="stable")[:count]]
+    least = np.partition(totals_X, -count)[-count]
+    entries_X = np.flatnonzero(totals_X >= least)
+    return [int(entry) for entry in entries_X[np.argsort(-totals_X[entries_X], kind="stable")[:count]]]
