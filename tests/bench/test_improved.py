@@ -33,7 +33,7 @@ def test_it_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatch: py
     assert sum(one["share"] for one in fork["winning_branches"]) == pytest.approx(1) or not fork["winning_branches"]
     assert results["methods"]["target-init:6x5"]["identical"] is None, "lossy texts are not compared"
     costs = list((tmp_path / "cache" / "costs").glob("*.json"))
-    assert len(costs) == 1 and json.loads(costs[0].read_text())["level"] > 0
+    assert len(costs) == 1 and min(json.loads(costs[0].read_text())["level"].values()) > 0
 
 
 def test_every_tree_of_the_paper_can_be_written() -> None:

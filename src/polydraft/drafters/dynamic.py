@@ -19,6 +19,7 @@ from polydraft.drafters.policy import LONGEST_REST
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel, Memory
 from polydraft.sampling import SamplingParams
+from polydraft.schemes.arrays import looks
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, SlicedMask, StaticBlock, Topology, causal_block
 from polydraft.walks import Verdict
@@ -148,7 +149,12 @@ class DynamicHeadSession(DynamicSession, HeadTreeSession):  # type: ignore[misc]
 
         def expand(tokens_BW: Tensor, parents_BW: Tensor, block: Block) -> tuple[Tensor, Tensor]:
             nonlocal outputs
-            fused_BWH = outputs.gather(1, parents_BW[..., None].expand(-1, -1, outputs.shape[-1]))
+            if outputs.shape[1] == 1:
+                fused_BWH = outputs.expand(-1, parents_BW.shape[1], -1)
+            elif batch_size == 1:
+                fused_BWH = outputs.index_select(1, parents_BW[0])
+            else:
+                fused_BWH = outputs.gather(1, parents_BW[..., None].expand(-1, -1, outputs.shape[-1]))
             outputs = self._context.read(tokens_BW, fused_BWH, block)
             return outputs, self._head.head(outputs)
 
@@ -158,8 +164,11 @@ class DynamicHeadSession(DynamicSession, HeadTreeSession):  # type: ignore[misc]
 
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:  # type: ignore[override]
         """Keep the root's entry; what follows it is read again, with the target's features, in the next round that drafts."""
-        size = features_BNF.shape[-1]
-        tokens_BW, features_BWF = verdict.tokens_BD, features_BNF.gather(1, verdict.path_BD[..., None].expand(-1, -1, size))
+        size, tokens_BW, path_BW = features_BNF.shape[-1], verdict.tokens_BD, verdict.path_BD
+        if looks(keep_B):  # entries that nobody keeps need not be read
+            fresh = max(int(keep_B.max()), 1)
+            tokens_BW, path_BW = tokens_BW[:, :fresh], path_BW[:, :fresh]
+        features_BWF = features_BNF.gather(1, path_BW[..., None].expand(-1, -1, size))
         if self._drafted:
             root_B = (keep_B > 0).long()
             self._context.advance(root_B if self._lone_B is None else root_B * ~self._lone_B)

@@ -6,26 +6,29 @@ machine the same seed gives the same text there.
 
 import json
 import logging
-import statistics
 import time
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from polydraft.atomic import written_whole
+from polydraft.drafters.candidates import best_children
+from polydraft.drafters.drawn_children import drawn_children, gains
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.bundled import cache_root
+from polydraft.sampling import draw_one
 from polydraft.schemes import SCHEMES
+from polydraft.schemes.arrays import ranks, small
 from polydraft.theory import Costs, cost_curve
 from polydraft.trees import Block, causal_block
 
 logger = logging.getLogger(__name__)
 
 _SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-_CONTEXT, _REPEATS, _BEAM = 128, 5, 8
+_CONTEXT, _BEAM, _DRAWING, _CHILDREN = 128, 8, 2, 4
+_LEAST_REPEATS, _MOST_REPEATS, _SECONDS = 4, 12, 2.0
 _tables: dict[Path, dict[str, Any]] = {}
 """What this process has read or measured."""
 SCHEMES_MEASURED = ("top", "hybrid")
@@ -50,16 +53,45 @@ def measured_costs(target: LanguageModel, draft: LanguageModel | FeatureHead, no
         table = measure(target, draft, nodes)
         _write(file, table)
     _tables[file] = table
-    # A larger pass that seems faster is noise.
-    sizes = sorted(map(int, table["target"]))
-    passes = dict(zip(sizes, accumulate((table["target"][str(size)] for size in sizes), max), strict=True))
-    level = table["level"] + table["verification"].get(scheme, 0.0)
-    return Costs(draft_level=level / passes[sizes[0]], tree_pass=cost_curve(passes))
+    return costs_of(table, scheme)
+
+
+def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
+    """Return the costs that a table of seconds means, in plain rounds: a pass of one token, and the draw of the next.
+
+    That draw is part of every round, so that passes of trees differ less from plain ones than they do by themselves.
+    """
+    draw = table["verification"]["plain"]
+    passes = rising({int(size): seconds + draw for size, seconds in table["target"].items()})
+    level = table["level"][scheme] + table["verification"][scheme]
+    return Costs(draft_level=level / passes[min(passes)], tree_pass=cost_curve(passes))
+
+
+def rising(measured: Mapping[int, float]) -> dict[int, float]:
+    """Return the closest times that do not fall as passes grow: that a larger pass seems faster is noise.
+
+    Times that fall are replaced by their common mean (isotonic regression), which believes neither more than the other, where
+    the largest so far would believe whatever was slowed down by chance.
+    """
+    runs: list[tuple[float, list[int]]] = []
+    for size in sorted(measured):
+        mean, members = measured[size], [size]
+        while runs and runs[-1][0] > mean:
+            earlier, others = runs.pop()
+            mean = (earlier * len(others) + mean * len(members)) / (len(others) + len(members))
+            members = others + members
+        runs.append((mean, members))
+    return {size: mean for mean, members in runs for size in members}
 
 
 @torch.inference_mode()
 def measure(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int) -> dict[str, Any]:
-    """Time target passes of several sizes, its output head included, and one level of the draft; medians, in seconds."""
+    """Time target passes of several sizes, output head included, draft levels and verification; in seconds.
+
+    All take turns, again and again, so that a disturbance hits each of them once and not one of them always, and each comes
+    after what precedes it in decoding, which has emptied the caches for it: a tree's pass after a draft level, a plain one
+    after a pass. Of the times of each the lower quartile counts: disturbances only ever slow down.
+    """
     largest = next((size for size in _SIZES if size >= nodes), _SIZES[-1])
     sizes = [size for size in _SIZES if size <= largest]
     context = target.start(1, _CONTEXT + largest)
@@ -70,65 +102,92 @@ def measure(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: in
         block = causal_block(1, size, target.device)
         return lambda: target.head(context.extend(tokens_1T, block))
 
-    return {
-        "target": {str(size): _median(target_pass(size), target.device) for size in sizes},
-        "level": _median(_draft_level(draft), target.device),
-        "verification": {name: _median(_verification(name, target), target.device) for name in SCHEMES_MEASURED},
-    }
+    turns: list[tuple[str, str, Callable[[], Any]]] = []
+    levels = [("level", name, _draft_level(draft, name)) for name in SCHEMES_MEASURED]
+    for turn, size in enumerate(reversed(sizes)):
+        if size > 1:
+            turns.append(levels[turn % len(levels)])
+        turns.append(("target", str(size), target_pass(size)))
+    turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *SCHEMES_MEASURED)]
+    times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind, name, _ in turns}
+    for _, _, work in turns:  # the first time is not like the others
+        work()
+    start, done = time.perf_counter(), 0
+    while done < _LEAST_REPEATS or (done < _MOST_REPEATS and time.perf_counter() - start < _SECONDS):
+        for kind, name, work in turns:
+            times[kind, name].append(_timed(work, target.device))
+        done += 1
+    table: dict[str, Any] = {}
+    for (kind, name), found in times.items():
+        table.setdefault(kind, {})[name] = sorted(found)[len(found) // 4]
+    return table
 
 
-def _verification(name: str, target: LanguageModel) -> Callable[[], Any]:
-    """Return a level's other work: drawing for the beam, and one node's law and verification."""
-    scheme, generator = SCHEMES.get(name)(), torch.Generator().manual_seed(0)
-    logits_WV = 4 * torch.randn(_BEAM // 2, target.vocab_size, generator=generator).to(target.device)
-    uniforms_WU = torch.rand(_BEAM // 2, max(scheme.verify_uniforms, 4), generator=generator, dtype=torch.float64)
-    uniforms_WU = uniforms_WU.to(target.device)
+def _verification(name: str, target: LanguageModel, draft: LanguageModel | FeatureHead) -> Callable[[], Any]:
+    """Return the work of one node: the target's law, and what draws from it alone or meets it with the draft's children."""
+    generator = torch.Generator().manual_seed(0)
+    columns = draft.num_columns
+    logits_1V = 4 * torch.randn(1, target.vocab_size, generator=generator).to(target.device)
+    uniforms_1U = torch.rand(1, 256, generator=generator, dtype=torch.float64).to(target.device)
+    if name == "top":
+        return lambda: logits_1V.argmax(-1).tolist()
+    if name == "plain":
+        return lambda: draw_one(torch.softmax(logits_1V, dim=-1), uniforms_1U[:, 0]).tolist()
+    scheme, draft_1D = SCHEMES.get(name)(), torch.softmax(logits_1V[:, :columns].clone(), dim=-1)
+    children_1K = scheme.draw(draft_1D, uniforms_1U[:, : min(_BEAM, columns)])
 
     def work() -> None:
-        probs_WV = torch.softmax(logits_WV, dim=-1)
-        children_WK = scheme.draw(probs_WV, uniforms_WU[:, :2])
-        scheme.verify(probs_WV[:1], probs_WV[1:2], children_WK[1:2], uniforms_WU[:1, : scheme.verify_uniforms])
+        target_1D = torch.softmax(logits_1V, dim=-1)[:, :columns]
+        scheme.select(target_1D, draft_1D, children_1K, uniforms_1U)
 
     return work
 
 
-def _draft_level(draft: LanguageModel | FeatureHead) -> Callable[[], Any]:
-    """Return one level's work: a pass of the beam, its laws, and the likeliest tokens of each."""
-    context: Any = draft.start(1, _CONTEXT + _BEAM)
+def _draft_level(draft: LanguageModel | FeatureHead, name: str) -> Callable[[], Any]:
+    """Return one level's work: a pass of its nodes, their laws, and their children."""
+    width = _BEAM if name == "top" else _DRAWING
+    context: Any = draft.start(1, _CONTEXT + width)
     size, device = (_CONTEXT, draft.device)
     tokens_1T = torch.zeros(1, size, dtype=torch.long, device=device)
-    own_1WU = torch.eye(_BEAM, dtype=torch.bool, device=device)[None]
-    block = Block(0, torch.zeros(1, _BEAM, dtype=torch.long, device=device), own_1WU)
+    own_1WU = torch.eye(width, dtype=torch.bool, device=device)[None]
+    block = Block(0, torch.zeros(1, width, dtype=torch.long, device=device), own_1WU)
     if isinstance(draft, FeatureHead):
         zeros: Any = {"dtype": draft.dtype, "device": device}
         context.read(tokens_1T, torch.zeros(1, size, draft.shape.hidden_size, **zeros), causal_block(1, size, device))
-        fused_1WH = torch.zeros(1, _BEAM, draft.shape.hidden_size, **zeros)
+        fused_1WH = torch.zeros(1, width, draft.shape.hidden_size, **zeros)
 
         def read() -> torch.Tensor:
-            return context.read(tokens_1T[:, :_BEAM], fused_1WH, block)  # type: ignore[no-any-return]
+            return context.read(tokens_1T[:, :width], fused_1WH, block)  # type: ignore[no-any-return]
 
     else:
         context.extend(tokens_1T, causal_block(1, size, device))
 
         def read() -> torch.Tensor:
-            return context.extend(tokens_1T[:, :_BEAM], block)  # type: ignore[no-any-return]
+            return context.extend(tokens_1T[:, :width], block)  # type: ignore[no-any-return]
 
     context.rewind([size])
-    return lambda: torch.softmax(draft.head(read()).float(), -1).topk(min(16, draft.num_columns))
+    scores_1W = small(torch.zeros(1, width, device=device, dtype=torch.float64))
+    counts_1W = 0 * ranks(width, scores_1W)[None] + min(_CHILDREN, draft.num_columns)
+    uniforms_1U = torch.rand(1, width * _CHILDREN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    scheme = SCHEMES.get(name)()
+
+    def work() -> None:
+        probs_1WD = torch.softmax(draft.head(read()).float(), -1)
+        if name == "top":
+            best_children(scores_1W, probs_1WD, 2 * _BEAM, 8 * _BEAM)
+        else:
+            gains(probs_1WD, scores_1W, _CHILDREN)
+            drawn_children(scheme, scores_1W, probs_1WD, counts_1W, uniforms_1U)
+
+    return work
 
 
-def _median(work: Callable[[], Any], device: torch.device) -> float:
-    """Time some work, after one run to warm up."""
-
-    def timed() -> float:
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    timed()
-    return statistics.median(timed() for _ in range(_REPEATS))
+def _timed(work: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def _key(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int) -> str:
@@ -141,8 +200,9 @@ def _key(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int) 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
         table = json.loads(file.read_text())
-        good = table["level"] > 0 and set(table["verification"]) >= set(SCHEMES_MEASURED)
-        good = good and all(int(size) > 0 and seconds > 0 for size, seconds in table["target"].items())
+        good = set(table["level"]) >= set(SCHEMES_MEASURED) and set(table["verification"]) >= {"plain", *SCHEMES_MEASURED}
+        good = good and all(int(size) > 0 for size in table["target"])
+        good = good and all(seconds > 0 for part in ("target", "level", "verification") for seconds in table[part].values())
         return dict(table) if good and table["target"] else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

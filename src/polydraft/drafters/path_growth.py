@@ -10,24 +10,27 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from polydraft.decision import Decision
 from polydraft.drafters.candidates import Assembled, Front, Level, assemble, best_children
 from polydraft.drafters.columns import Columns
-from polydraft.drafters.drawn_children import drawn_children, schedule
+from polydraft.drafters.drawn_children import drawn_children, fixed_shares, gains, room_of_levels
 from polydraft.drafters.growth import DEFAULT_SCHEME
-from polydraft.drafters.policy import Plan, RowPolicy
+from polydraft.drafters.policy import Allotment, Plan, RowPolicy
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
 from polydraft.schemes import SCHEMES
-from polydraft.schemes.arrays import looks
+from polydraft.schemes.arrays import Array, as_tensor, library, looks, put, ranks, small, top
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, Topology
 
 Expand = Callable[[Tensor, Tensor, Block], tuple[Tensor, Tensor]]
 """`(tokens_BW, parents_BW, block) -> features_BWF, logits_BWV`: pass nodes through the draft; parents by place above."""
 
+_FOUND = 8
+"""Candidates of a level whose probability counts as found by it, where children are chosen."""
 _GREEDY_DRAFT_TEMPERATURE = 1.0
 """Of the laws that rank candidates where the target is greedy: there they estimate which token is the likeliest."""
 
@@ -38,8 +41,9 @@ class PathGrowth:
     Where the target is greedy, each level takes the `beam` likeliest paths further, and of all candidates of all levels the
     likeliest make the tree [1, 2]. Children are then chosen by rank, not drawn: verification by naive sampling is exact, and
     accepts as much as any exact verifier could. Above temperature 0 drawn children are accepted more often: how many a node
-    draws is laid out beforehand, and which of them draw further is decided by the draft's probabilities and the tokens so
-    far, which leaves the law of whatever is drawn as verification assumes it; no child that was drawn is left out again.
+    draws, few where the draft is sure and many where it is not, and which of them draw further is decided by the draft's laws
+    and the tokens so far, which leaves the law of whatever is drawn as verification assumes it; no child that was drawn is
+    left out again.
 
     Parameters
     ----------
@@ -76,7 +80,8 @@ class PathGrowth:
         self._drawn = params.temperature > 0 and draft_temperature != 0
         self.scheme = SCHEMES.get(DEFAULT_SCHEME if self._drawn else "top")()
         limits = [limit for limit in (self.scheme.max_children, vocab_size) if limit is not None]
-        self._widths = schedule(costs, shape.nodes, shape.depth, min(limits)) if self._drawn else ()
+        self._widths = room_of_levels(shape, min(limits)) if self._drawn else ()
+        self._shares = fixed_shares(shape, self._widths)
         self.num_uniforms = sum(level.total for level in self._widths)
         """Random numbers a row that `grow` uses."""
         temperature = draft_temperature or params.temperature or _GREEDY_DRAFT_TEMPERATURE
@@ -92,14 +97,16 @@ class PathGrowth:
         self._warper: Warper | None = None
         self._plan: Plan | None = None
         self._laws: list[Tensor] = []
-        self.places_BN = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
-        """Where the drafter's memory has each node of the last tree, of those that have children."""
+        self._grown: tuple[Assembled, list[Front]] | None = None
 
     @property
     def places(self) -> int:
         """Places that a round's passes take, the lead included."""
         width = max([self.shape.beam, *(level.nodes for level in self._widths)])
         return self._lead + 1 + width * (self.shape.depth - 1)
+
+    def compile(self) -> None:
+        """Leave all as it is: shapes differ from round to round."""
 
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of the certain texts, as penalties need them."""
@@ -148,26 +155,36 @@ class PathGrowth:
         uniforms_BU : Tensor
             Random numbers, where children are drawn.
         """
-        going_B = self.policy.drafting_B
-        levels_B, fronts, self._laws = going_B.long(), list[Front](), []
-        scores_B1 = torch.zeros(len(root_B), 1, device=root_B.device)
-        paths_BWP = root_B.new_empty(len(root_B), 1, 0)
-        levels = [self._children(0, scores_B1, logits_B1V, paths_BWP, uniforms_BU).masked(going_B)]
-        visible_BWU, features, logits = visible_BU[:, None], features_B1F, logits_B1V
+        going_B, root_B = self.policy.drafting_B, small(root_B)
+        levels_B, fronts, self._laws = going_B * 1, list[Front](), []
+        nodes_B, scores_B1 = 0 * levels_B, 0.0 * levels_B[:, None]
+        paths_BWP, visible_BWU = root_B[:, None, None][..., :0], small(visible_BU)[:, None]
+        level, _ = self._children(0, scores_B1, logits_B1V, paths_BWP, nodes_B, uniforms_BU)
+        levels = [level.masked(going_B)]
+        depth_B1, features, logits = small(depth_B)[:, None], features_B1F, logits_B1V
         while len(levels) < self._depth:
             front = Front.of(levels[-1], self._widths[len(levels)].nodes if self._drawn else self.shape.beam)
-            going_B = going_B & self.policy.wants_level(front.mass_B) & self._goes_on(features, logits, going_B)
-            if looks(going_B) and not going_B.any():
+            nodes_B = nodes_B + (levels[-1].tokens_BX != NO_TOKEN).sum(-1)
+            mass_B = front.mass_B
+            going_B = going_B & self.policy.wants_level(mass_B) & self._goes_on(features, logits, going_B)
+            if self._drawn:
+                going_B = going_B & (nodes_B < self.shape.nodes - 1)
+            if looks(logits) and not going_B.any():
                 break
-            paths_BWP = torch.cat([_picked(paths_BWP, front.parents_BW), front.tokens_BW[..., None]], dim=-1)
+            if self._params.needs_history:
+                own_BW1 = front.tokens_BW[..., None]
+                paths_BWP = library(own_BW1).concatenate([_picked(paths_BWP, front.parents_BW), own_BW1], -1)
             visible_BWU = _seen(_picked(visible_BWU, front.parents_BW))
-            depths_BW = (depth_B[:, None] + len(levels)).expand(-1, front.tokens_BW.shape[1])
-            block = Block(visible_BWU.shape[-1] - visible_BWU.shape[1], depths_BW, visible_BWU)
-            features, logits = expand(front.tokens_BW, front.parents_BW, block)
-            level = self._children(len(levels), front.scores_BW, logits, paths_BWP, uniforms_BU).masked(going_B)
-            self.policy.saw_level(
-                front.mass_B, level.scores_BX.topk(min(8, level.scores_BX.shape[1])).values.exp().sum(-1), going_B
-            )
+            depths_BW = depth_B1 + len(levels) + 0 * front.parents_BW
+            block = Block(visible_BWU.shape[-1] - visible_BWU.shape[1], as_tensor(depths_BW), as_tensor(visible_BWU))
+            features, logits = expand(as_tensor(front.tokens_BW), as_tensor(front.parents_BW), block)
+            level, allotment = self._children(len(levels), front.scores_BW, logits, paths_BWP, nodes_B, uniforms_BU)
+            level = level.masked(going_B)
+            if allotment is None:
+                best_BX = top(level.scores_BX, min(_FOUND, level.scores_BX.shape[1]))[0]
+                self.policy.saw_level(mass_B, library(best_BX).exp(best_BX).sum(-1), going_B)
+            else:
+                self.policy.saw_allotment(mass_B, allotment, going_B)
             fronts.append(front)
             levels.append(level)
             levels_B = levels_B + going_B
@@ -177,81 +194,93 @@ class PathGrowth:
     def _depth(self) -> int:
         return len(self._widths) if self._drawn else self.shape.depth
 
-    def _goes_on(self, features_BWF: Tensor, logits_BWV: Tensor, going_B: Tensor) -> Tensor:
-        return going_B if self._decision is None else self._decision.goes_on(features_BWF, logits_BWV)
+    def _goes_on(self, features_BWF: Tensor, logits_BWV: Tensor, going_B: Array) -> Array:
+        return going_B if self._decision is None else small(self._decision.goes_on(features_BWF, logits_BWV))
 
-    def _tree(self, root_B: Tensor, levels: list[Level], fronts: list[Front], levels_B: Tensor) -> DraftTree:
+    def _tree(self, root_B: Array, levels: list[Level], fronts: list[Front], levels_B: Array) -> DraftTree:
         """Keep all children that were drawn, or of the likeliest as many as pay."""
-        scores_BC = torch.cat([level.scores_BX for level in levels], dim=1)
+        concatenate, where, exp = library(root_B).concatenate, library(root_B).where, library(root_B).exp
+        scores_BC = concatenate([level.scores_BX for level in levels], 1)
         if self._drawn:
-            keep_BC = torch.cat([level.tokens_BX for level in levels], dim=1) != NO_TOKEN
+            keep_BC = concatenate([level.tokens_BX for level in levels], 1) != NO_TOKEN
             counts_B = keep_BC.sum(-1)
         else:
-            best_BM, index_BM = scores_BC.topk(min(self.shape.nodes - 1, scores_BC.shape[1]), dim=1)
-            counts_B = torch.minimum(self.policy.counts(best_BM.exp()), (best_BM > -torch.inf).sum(-1))
-            wanted_BM = torch.arange(best_BM.shape[1], device=root_B.device) < counts_B[:, None]
-            keep_BC = torch.zeros_like(scores_BC, dtype=torch.bool).scatter_(1, index_BM, wanted_BM)
-        most = max(int(counts_B.max()), 1) if looks(counts_B) else min(self.shape.nodes - 1, keep_BC.shape[1])
-        self._plan = Plan(torch.where(keep_BC, scores_BC.exp(), 0.0).sum(-1), counts_B, levels_B)
+            best_BM, index_BM = top(scores_BC, min(self.shape.nodes - 1, scores_BC.shape[1]))
+            counts_B = library(root_B).minimum(self.policy.counts(exp(best_BM)), (best_BM > -torch.inf).sum(-1))
+            keep_BC = scores_BC > torch.inf
+            put(keep_BC, index_BM, ranks(best_BM.shape[1], best_BM) < counts_B[:, None])
+        most = max(int(counts_B.max()), 1) if isinstance(counts_B, np.ndarray) else min(self.shape.nodes - 1, keep_BC.shape[1])
+        self._plan = Plan(where(keep_BC, exp(scores_BC), 0.0).sum(-1), counts_B, levels_B)
         branch = max([level.children for level in self._widths], default=self.shape.branch)
         grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth)
-        self.places_BN = self._places(grown, fronts)
+        self._grown = (grown, fronts)
         if not self._drawn:
             return grown.draft
         laws = tuple(self._laws)
         return dataclasses.replace(
             grown.draft,
             laws=laws + laws[-1:] * (self.shape.depth - len(laws)),
-            law_rows_BN=grown.slots_BN,
+            law_rows_BN=as_tensor(grown.slots_BN),
             vocabulary=self._vocabulary,
         )
 
-    def _places(self, grown: Assembled, fronts: list[Front]) -> Tensor:
-        """Return where the drafter has each node; any place for nodes that did not go through it, which have no children."""
+    @property
+    def places_BN(self) -> Tensor:
+        """Where the drafter's memory has each node of the last tree; any place for nodes without children."""
+        assert self._grown is not None, "grow() comes first"
+        grown, fronts = self._grown
         first, firsts = self._lead + 1, [self._lead]
         for front in fronts:
             firsts.append(first)
             first += front.tokens_BW.shape[1]
         firsts += [first] * (self.shape.depth + 1 - len(firsts))
         starts_D = torch.tensor(firsts, device=self._device)
-        return (starts_D[grown.draft.depths_BN] + grown.slots_BN).clamp(max=self.places - 1)
+        return (starts_D[grown.draft.depths_BN] + as_tensor(grown.slots_BN)).clamp(max=self.places - 1)
 
     def learn(self, accepted_B: Tensor, active_B: Tensor) -> Tensor:
         """Let the policy compare the round with its plan; return which rows want drafts next, for the host."""
+        accepted_B, active_B = small(accepted_B), small(active_B)
         if self._plan is None:
-            zero_B = torch.zeros_like(accepted_B)
-            self._plan = Plan(zero_B.float(), zero_B, zero_B)
+            zero_B = 0 * accepted_B
+            self._plan = Plan(zero_B, zero_B, zero_B)
         self.policy.learn(self._plan, accepted_B, active_B)
-        return (self.policy.drafting_B & active_B).long()[:, None]
+        return as_tensor((self.policy.drafting_B & active_B)[:, None] * 1)
 
     def receive(self, drafting: Sequence[bool]) -> None:
         """Take note on the host of which rows want drafts."""
         self.resting = not any(drafting)
 
-    def _children(self, depth: int, scores_BW: Tensor, logits_BWV: Tensor, paths_BWP: Tensor, uniforms_BU: Tensor) -> Level:
-        """Return the candidates below some nodes, drawn or chosen."""
+    def _children(
+        self, depth: int, scores_BW: Array, logits_BWV: Tensor, paths_BWP: Array, nodes_B: Array, uniforms_BU: Tensor
+    ) -> tuple[Level, Allotment | None]:
+        """Return the candidates below some nodes, drawn or chosen, and how many were allotted where they are drawn."""
         assert self._warper is not None, "begin() comes first"
-        probs_BWV = self._warper.probs(self._columns.aligned(logits_BWV), paths_BWP)
+        probs_BWV = self._warper.probs(self._columns.aligned(logits_BWV), as_tensor(paths_BWP))
+        allotment = None
         if self._drawn:
-            widths, used = self._widths[depth], sum(level.total for level in self._widths[:depth])
-            level = drawn_children(
-                self.scheme, widths, scores_BW, probs_BWV, uniforms_BU[:, used : used + scores_BW.shape[1] * widths.children]
-            )
+            most, used = self._widths[depth].children, sum(level.total for level in self._widths[:depth])
+            gain_BWK = gains(probs_BWV, library(scores_BW).exp(scores_BW), most)
+            allotment = self.policy.allot(gain_BWK, nodes_B, self._shares[depth], least=int(depth == 0))
+            own_BU = uniforms_BU[:, used : used + scores_BW.shape[1] * most]
+            level = drawn_children(self.scheme, scores_BW, probs_BWV, allotment.counts_BW, own_BU)
             self._laws.append(probs_BWV)
         else:
             level = best_children(scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)
         if self._vocabulary is None:
-            return level
-        return dataclasses.replace(level, tokens_BX=self._vocabulary.tokens(level.tokens_BX))
+            return level, allotment
+        tokens_BX = small(self._vocabulary.tokens(as_tensor(level.tokens_BX)))
+        return dataclasses.replace(level, tokens_BX=tokens_BX), allotment
 
 
-def _picked(values_BWX: Tensor, index_BW: Tensor) -> Tensor:
+def _picked(values_BWX: Array, index_BW: Array) -> Array:
     """Return each node's parent's row."""
-    return values_BWX.gather(1, index_BW[..., None].expand(-1, -1, values_BWX.shape[-1]))
+    if len(values_BWX) == 1:
+        return values_BWX[:, index_BW[0]]
+    return values_BWX[ranks(len(values_BWX), index_BW)[:, None], index_BW]
 
 
-def _seen(above_BWU: Tensor) -> Tensor:
+def _seen(above_BWU: Array) -> Array:
     """Let nodes see what their parents see, and themselves."""
-    batch_size, width, _ = above_BWU.shape
-    own_WW = torch.eye(width, dtype=torch.bool, device=above_BWU.device)
-    return torch.cat([above_BWU, own_WW.expand(batch_size, -1, -1)], dim=-1)
+    place_W = ranks(above_BWU.shape[1], above_BWU)
+    own_BWW = (place_W[:, None] == place_W) & (above_BWU[:, :, :1] | True)
+    return library(above_BWU).concatenate([above_BWU, own_BWW], -1)

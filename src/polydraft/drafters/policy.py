@@ -1,23 +1,28 @@
 """How large a row's next tree should be, by what it is expected to be worth and what it costs.
 
-Everything here depends on the past and on the draft's probabilities, never on the verification's random numbers of the round
-that is being planned; children are chosen by rank, so any choice of size is exact (docs/theory.md).
+Everything here depends on the past, on the draft's probabilities and on tokens drawn higher up, never on the verification's
+random numbers of the round that is being planned, nor on the children whose number it says: any choice of size is exact
+(docs/theory.md). Few numbers a row, so numpy's on a CPU.
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from polydraft.schemes.arrays import Array, library, no_less, no_more, put, ranks, small, take
 from polydraft.theory import Costs
 
-_MEMORY, _RATE_MEMORY = 0.95, 0.97
+_MEMORY, _RATE_MEMORY = 0.97, 0.97
 """How much of what a round taught of promises, and of tokens over time, is left after the next one."""
-_PRIOR = 8.0
-"""Rounds that the first beliefs weigh."""
+_PRIOR, _RATE_PRIOR = 16.0, 8.0
+"""Rounds that the first beliefs weigh, of promises and of tokens over time."""
 _TYPICAL = ((2, 1, 1.5), (5, 1, 1.7), (9, 2, 2.0), (21, 3, 2.4), (32, 4, 2.7), (64, 5, 2.9))
 """Trees of a fair draft: nodes, levels, tokens a pass. What they would yield at given costs is the first belief."""
 _MOST_RATE, _FIRST_GROWTH = 1.3, 0.6
+_FURTHER = 1.3
+"""What a child that is drawn is worth, its own children included, for each token of its own."""
+_LEAST_PRICE = 0.005
+"""What a drawn node costs at least, in plain passes: on a flat stretch of the cost curve its room is room of deeper levels."""
 _LOSING, _WINNING = 0.97, 1.03
 """Tokens in the time of a plain pass: below the first a row rests from drafting; above the second its next rest is short."""
 SHORTEST_REST, LONGEST_REST = 8, 64
@@ -29,12 +34,21 @@ _TRIAL = 4
 class Plan:
     """What a round has laid out, as far as judging it needs."""
 
-    expected_B: Tensor
+    expected_B: Array
     """Accepted tokens that the draft's probabilities promise."""
-    nodes_B: Tensor
+    nodes_B: Array
     """Candidates of each row's tree."""
-    levels_B: Tensor
+    levels_B: Array
     """Draft levels of each row; 0 for rows that rest."""
+
+
+@dataclass(frozen=True, eq=False)
+class Allotment:
+    """How many children the nodes of a level draw."""
+
+    counts_BW: Array
+    net_B: Array
+    """Accepted tokens that they promise, less those that plain decoding would yield in the time of their verification."""
 
 
 class RowPolicy:
@@ -57,9 +71,11 @@ class RowPolicy:
     def __init__(self, costs: Costs, batch_size: int, nodes: int, device: torch.device, adaptive: bool) -> None:
         self.adaptive = adaptive
         self._level_cost, self._overhead = costs.draft_level, costs.overhead
-        self._pass_N = torch.tensor([costs.tree_pass(count + 1) for count in range(nodes)], device=device)
-        self._shape = (batch_size,)
-        self._device = device
+        passes = [costs.tree_pass(count + 1) for count in range(nodes)]
+        self._pass_N = small(torch.tensor(passes, device=device, dtype=torch.float64))
+        self._price_N = self._pass_N[:1] + _prices(self._pass_N).cumsum(-1)
+        self._ones_B = small(torch.ones(batch_size, device=device, dtype=torch.float64))
+        self._most = nodes - 1
         fitting = [one for one in _TYPICAL if one[0] <= nodes] or [_TYPICAL[0]]
         rate = max(tokens / costs.of_round(levels, count) for count, levels, tokens in fitting)
         self._first_rate = min(rate, _MOST_RATE)
@@ -67,77 +83,130 @@ class RowPolicy:
 
     def begin(self) -> None:
         """Forget: new texts begin."""
-        ones_B = torch.ones(self._shape, device=self._device)
-        self._promised_B, self._accepted_B = _PRIOR * ones_B, _PRIOR * ones_B
-        self._tokens_B, self._spent_B = self._first_rate * _PRIOR * ones_B, _PRIOR * ones_B
-        self._masses_B, self._grown_B = _PRIOR * ones_B, _FIRST_GROWTH * _PRIOR * ones_B
-        whole_B = torch.zeros(self._shape, dtype=torch.long, device=self._device)
-        self._rest_B, self._trial_B = whole_B, whole_B + _TRIAL
-        self._next_rest_B = whole_B + SHORTEST_REST
-        if (
-            self.adaptive and self._first_rate < _LOSING
-        ):  # a machine on which drafting can hardly pay: plain first, then a trial
-            self._rest_B = whole_B + SHORTEST_REST
-            self._tokens_B, self._spent_B = _PRIOR * ones_B, _PRIOR * ones_B
+        prior_B = _PRIOR * self._ones_B
+        self._promised_B, self._accepted_B = prior_B, prior_B
+        self._tokens_B, self._spent_B = self._first_rate * _RATE_PRIOR * self._ones_B, _RATE_PRIOR * self._ones_B
+        self._masses_B, self._grown_B = prior_B, _FIRST_GROWTH * prior_B
+        none_B = 0 * ranks(len(prior_B), prior_B)
+        self._rest_B, self._trial_B = none_B, none_B + _TRIAL
+        self._next_rest_B = none_B + SHORTEST_REST
+        if self.adaptive and self._first_rate < _LOSING:
+            # A machine on which drafting can hardly pay: plain first, then a trial.
+            self._rest_B = none_B + SHORTEST_REST
+            self._tokens_B = self._spent_B
 
     @property
-    def worth_B(self) -> Tensor:
+    def worth_B(self) -> Array:
         """Accepted tokens for each that the draft promised, lately."""
         return self._accepted_B / self._promised_B
 
     @property
-    def rate_B(self) -> Tensor:
+    def rate_B(self) -> Array:
         """λ: tokens in the time of a plain pass; plain decoding is always there, and gives one."""
-        return (self._tokens_B / self._spent_B).clamp(min=1.0)
+        return no_less(self._tokens_B / self._spent_B, 1.0)
 
     @property
-    def drafting_B(self) -> Tensor:
+    def drafting_B(self) -> Array:
         """Rows that want drafts in the next round."""
         return self._rest_B == 0
 
-    def wants_level(self, mass_B: Tensor) -> Tensor:
+    def wants_level(self, mass_B: Array) -> Array:
         """Say which rows want one more level below candidates of that total probability."""
         if not self.adaptive:
-            return torch.ones_like(mass_B, dtype=torch.bool)
+            return mass_B == mass_B
         growth_B = self._grown_B / self._masses_B
         return self.worth_B * mass_B * growth_B > self.rate_B * self._level_cost
 
-    def saw_level(self, mass_B: Tensor, next_B: Tensor, asked_B: Tensor) -> None:
+    def saw_level(self, mass_B: Array, next_B: Array, asked_B: Array) -> None:
         """Learn how much probability a further level found, where one was asked for."""
-        self._masses_B = torch.where(asked_B, _MEMORY * self._masses_B + mass_B, self._masses_B)
-        self._grown_B = torch.where(asked_B, _MEMORY * self._grown_B + next_B, self._grown_B)
+        where = library(mass_B).where
+        self._masses_B = where(asked_B, _MEMORY * self._masses_B + mass_B, self._masses_B)
+        self._grown_B = where(asked_B, _MEMORY * self._grown_B + next_B, self._grown_B)
 
-    def counts(self, probs_BM: Tensor) -> Tensor:
+    def saw_allotment(self, mass_B: Array, allotment: Allotment, asked_B: Array) -> None:
+        """Learn the same where children are drawn: what a level found is what is left once its nodes are paid for."""
+        self.saw_level(mass_B, no_less(allotment.net_B, 0.0) / self.worth_B, asked_B)
+
+    def counts(self, probs_BM: Array) -> Array:
         """Return how many of the candidates, likeliest first, each row's tree should have."""
+        whole_B = 0 * self._rest_B
         if not self.adaptive:
-            return torch.full(self._shape, probs_BM.shape[1], device=self._device)
-        gain_BN = torch.nn.functional.pad(self.worth_B[:, None] * probs_BM.cumsum(-1), (1, 0))
+            return whole_B + probs_BM.shape[1]
+        gain_BM = self.worth_B[:, None] * probs_BM.cumsum(-1)
+        gain_BN = library(gain_BM).concatenate([0 * self._ones_B[:, None], gain_BM], 1)
         cost_N = self._pass_N[: gain_BN.shape[1]]
         return (gain_BN - self.rate_B[:, None] * cost_N).argmax(-1)
 
-    def learn(self, plan: Plan, accepted_B: Tensor, active_B: Tensor) -> None:
+    def allot(self, gain_BWK: Array, nodes_B: Array, share: int, least: int) -> Allotment:
+        """Say how many children the nodes of a level draw.
+
+        Parameters
+        ----------
+        gain_BWK : Array
+            Expected tokens of each further child of each node, falling.
+        nodes_B : Array
+            Candidates that the rows have already.
+        share : int
+            What a level has in trees that use their limits up.
+        least : int
+            What it has in any case.
+        """
+        batch_size, width, most = gain_BWK.shape
+        gain_BX, functions = gain_BWK.reshape(batch_size, width * most), library(gain_BWK)
+        order_BX, number_X = _falling(gain_BX), ranks(width * most, nodes_B) + 1
+        value_BX = self.worth_B[:, None] * take(gain_BX, order_BX).cumsum(-1)
+        place_BX = no_more(nodes_B[:, None] + number_X, self._most)
+        cost_BX = self.rate_B[:, None] * (self._price_N[place_BX] - self._price_N[nodes_B][:, None])
+        room_B1 = (self._most - nodes_B)[:, None]
+        if self.adaptive:
+            net_BX = functions.where(number_X <= room_B1, _FURTHER * value_BX - cost_BX, -torch.inf)
+            best_B1 = net_BX.argmax(-1, keepdims=True)
+            number_B1 = functions.where(take(net_BX, best_B1) > 0, best_B1 + 1, 0)
+            number_B1 = functions.where(number_B1 < least, least, number_B1)
+        else:
+            number_B1 = no_more(room_B1, share)
+        picked_BX = gain_BX < 0
+        put(picked_BX, order_BX, (number_X <= number_B1) & (take(gain_BX, order_BX) > 0))
+        last_B1 = no_less(picked_BX.sum(-1, keepdims=True) - 1, 0)
+        net_B = take(value_BX - cost_BX, last_B1)[:, 0] * picked_BX.any(-1)
+        return Allotment(picked_BX.reshape(batch_size, width, most).sum(-1), net_B)
+
+    def learn(self, plan: Plan, accepted_B: Array, active_B: Array) -> None:
         """Compare a round with its plan; rows that rest count down."""
+        where = library(active_B).where
         drafted_B = active_B & (plan.levels_B > 0)
         cost_B = self._pass_N[plan.nodes_B] + self._level_cost * plan.levels_B + self._overhead
-        self._promised_B = torch.where(drafted_B, _MEMORY * self._promised_B + plan.expected_B, self._promised_B)
-        self._accepted_B = torch.where(drafted_B, _MEMORY * self._accepted_B + accepted_B, self._accepted_B)
-        self._tokens_B = torch.where(drafted_B, _RATE_MEMORY * self._tokens_B + accepted_B + 1, self._tokens_B)
-        self._spent_B = torch.where(drafted_B, _RATE_MEMORY * self._spent_B + cost_B, self._spent_B)
+        self._promised_B = where(drafted_B, _MEMORY * self._promised_B + plan.expected_B, self._promised_B)
+        self._accepted_B = where(drafted_B, _MEMORY * self._accepted_B + accepted_B, self._accepted_B)
+        self._tokens_B = where(drafted_B, _RATE_MEMORY * self._tokens_B + accepted_B + 1, self._tokens_B)
+        self._spent_B = where(drafted_B, _RATE_MEMORY * self._spent_B + cost_B, self._spent_B)
         if self.adaptive:
             self._rest(drafted_B, active_B)
 
-    def _rest(self, drafted_B: Tensor, active_B: Tensor) -> None:
+    def _rest(self, drafted_B: Array, active_B: Array) -> None:
         """Let rows rest that lose by drafting, each time longer; after a rest they try again."""
-        resting_B = active_B & ~drafted_B
-        self._rest_B = torch.where(resting_B, (self._rest_B - 1).clamp(min=0), self._rest_B)
-        self._trial_B = torch.where(drafted_B, (self._trial_B - 1).clamp(min=0), self._trial_B)
+        where = library(active_B).where
+        self._rest_B = where(active_B & ~drafted_B, no_less(self._rest_B - 1, 0), self._rest_B)
+        self._trial_B = where(drafted_B, no_less(self._trial_B - 1, 0), self._trial_B)
         rate_B = self._tokens_B / self._spent_B
         loses_B = drafted_B & (self._trial_B == 0) & (rate_B < _LOSING)
-        self._rest_B = torch.where(loses_B, self._next_rest_B, self._rest_B)
-        self._trial_B = torch.where(loses_B, _TRIAL, self._trial_B)
-        longer_B = (2 * self._next_rest_B).clamp(max=LONGEST_REST)
-        self._next_rest_B = torch.where(loses_B, longer_B, self._next_rest_B)
-        self._next_rest_B = torch.where(drafted_B & (rate_B > _WINNING), SHORTEST_REST, self._next_rest_B)
+        self._rest_B = where(loses_B, self._next_rest_B, self._rest_B)
+        self._trial_B = where(loses_B, _TRIAL, self._trial_B)
+        self._next_rest_B = where(loses_B, no_more(2 * self._next_rest_B, LONGEST_REST), self._next_rest_B)
+        self._next_rest_B = where(drafted_B & (rate_B > _WINNING), SHORTEST_REST, self._next_rest_B)
         # After a rest the trial counts anew: what was lost before it must not end it at once.
-        self._tokens_B = torch.where(loses_B, _PRIOR, self._tokens_B)
-        self._spent_B = torch.where(loses_B, _PRIOR, self._spent_B)
+        self._tokens_B = where(loses_B, _RATE_PRIOR, self._tokens_B)
+        self._spent_B = where(loses_B, _RATE_PRIOR, self._spent_B)
+
+
+def _prices(pass_N: Array) -> Array:
+    """Return what each node adds to the cost of its tree, nothing for the first."""
+    steps_N = no_less(pass_N[1:] - pass_N[:-1], _LEAST_PRICE)
+    return library(pass_N).concatenate([0 * pass_N[:1], steps_N], 0)
+
+
+def _falling(values_BX: Array) -> Array:
+    """Return where the largest value of each row is, the next, and so on; of equal ones the first comes first."""
+    if isinstance(values_BX, torch.Tensor):
+        return values_BX.sort(dim=1, descending=True, stable=True).indices
+    return (-values_BX).argsort(1, kind="stable")

@@ -106,14 +106,24 @@ class FeatureHead(nn.Module):
         joined_BTH: Tensor = self.join(torch.cat([self.feature_norm(fused_BTH), self.token_norm(embedded_BTH)], dim=-1))
         return joined_BTH
 
-    def projected(self, joined_BTH: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values `[B, heads, T, C]`, turned by their positions."""
+    def angles(self, positions_X: Tensor) -> Tensor:
+        """Return how far the channels of some positions are turned (RoPE): cosines, sines of either sign, `[X, 3, C/2]`."""
+        channels = self.shape.head_size
+        exponents_C = torch.arange(0, channels, 2, device=positions_X.device, dtype=torch.float32) / channels
+        angles_XC = positions_X[..., None].float() * self.shape.rope_theta**-exponents_C
+        sines_XC = angles_XC.sin()
+        return torch.stack([angles_XC.cos(), -sines_XC, sines_XC], dim=-2).to(self.dtype)
+
+    def projected(
+        self, joined_BTH: Tensor, positions_BT: Tensor, angles_BT3C: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values `[B, heads, T, C]`, turned by their positions; their angles may be known already."""
         shape = self.shape
         batch_size, size, _ = joined_BTH.shape
         heads_BTHC = self.qkv(self.attention_norm(joined_BTH)).view(batch_size, size, -1, shape.head_size)
         turning = shape.num_heads + shape.num_key_heads
         plain_BTHC = heads_BTHC[:, :, :turning]
-        turned_BTHC = _turned(plain_BTHC, positions_BT, shape.rope_theta)
+        turned_BTHC = _turned(plain_BTHC, self.angles(positions_BT) if angles_BT3C is None else angles_BT3C)
         return (
             turned_BTHC[:, :, : shape.num_heads].transpose(1, 2),
             turned_BTHC[:, :, shape.num_heads :].transpose(1, 2),
@@ -161,13 +171,34 @@ class HeadContext(Context):
         self._head = head
         self.cache: SlotCache = SlotCache(1, capacity)
         self._fused_BTH: Tensor | None = None
+        self._angles_P3C = head.angles(torch.arange(capacity, device=head.device))
+        """Of every position, as long as the memory."""
         runs = head.device.type == "cuda" and obstacle(head.device, head.dtype) is None
         self._fused = FusedHead(head, _NORM_EPSILON) if runs else None
 
     def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
         """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""
         self._fused_BTH = fused_BTH
+        # Where all rows are equally long the host knows every place, and a level is half as many calls.
+        if self._fused is None and self.aligned:
+            return self._read_aligned(tokens_BT, fused_BTH, block)
         return self.extend(tokens_BT, block)
+
+    def _read_aligned(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
+        """Do what `extend` and `_forward` do."""
+        start, window = self.lengths[0], self._head.shape.window
+        first, used = start + block.start, start + block.stop
+        assert used <= self.capacity, (used, self.capacity)
+        positions_BT = block.depths_BT + start
+        self._positions_BS[:, first:used] = positions_BT
+        visible_BTS = functional.pad(block.visible_BTU, (start, 0), value=True)
+        if used > window:
+            visible_BTS = visible_BTS & (positions_BT[:, :, None] - self._positions_BS[:, None, :used] < window)
+        self.cache.aim(positions_BT, first, used)
+        joined_BTH = self._head.entry(fused_BTH, tokens_BT.clamp(min=0))
+        query_BHTC, key_BHTC, value_BHTC = self._head.projected(joined_BTH, positions_BT, self._angles_P3C[positions_BT])
+        key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
+        return self._head.attended(joined_BTH, query_BHTC, key_BHSC, value_BHSC, visible_BTS[:, None])
 
     def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
         from polydraft.models.fused import MOST_TOKENS, TreeView
@@ -187,7 +218,7 @@ class HeadContext(Context):
         self.cache.aim(slots_BT, used - size if self.aligned else None, used)
         near_BTS = positions_BT[:, :, None] - self._positions_BS[:, None, :used] < self._head.shape.window
         joined_BTH = self._head.entry(self._fused_BTH, tokens_BT)
-        query_BHTC, key_BHTC, value_BHTC = self._head.projected(joined_BTH, positions_BT)
+        query_BHTC, key_BHTC, value_BHTC = self._head.projected(joined_BTH, positions_BT, self._angles_P3C[positions_BT])
         key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
         return self._head.attended(joined_BTH, query_BHTC, key_BHSC, value_BHSC, (visible_BTS & near_BTS)[:, None])
 
@@ -201,6 +232,7 @@ class HeadContext(Context):
 
     def _grow(self, capacity: int) -> None:
         self.cache.grow(capacity)
+        self._angles_P3C = self._head.angles(torch.arange(capacity, device=self.device))
 
 
 class _Norm(nn.Module):
@@ -212,11 +244,8 @@ class _Norm(nn.Module):
         return functional.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), _NORM_EPSILON)
 
 
-def _turned(heads_BTHC: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
-    """Rotate pairs of channels by angles that grow with the position (RoPE)."""
-    channels = heads_BTHC.shape[-1]
-    exponents_C = torch.arange(0, channels, 2, device=heads_BTHC.device, dtype=torch.float32) / channels
-    angles_BT1C = positions_BT[:, :, None, None].float() * theta**-exponents_C
-    cos_BT1C, sin_BT1C = angles_BT1C.cos().to(heads_BTHC.dtype), angles_BT1C.sin().to(heads_BTHC.dtype)
-    first, second = heads_BTHC.chunk(2, dim=-1)
-    return torch.cat([first * cos_BT1C - second * sin_BT1C, second * cos_BT1C + first * sin_BT1C], dim=-1)
+def _turned(heads_BTHC: Tensor, angles_BT3C: Tensor) -> Tensor:
+    """Rotate pairs of channels, one of either half: (x, y) becomes (x cos − y sin, y cos + x sin)."""
+    halves_BTH2C = heads_BTHC.view(*heads_BTHC.shape[:-1], 2, -1)
+    angles_BT13C = angles_BT3C[:, :, None].to(heads_BTHC.dtype)
+    return (halves_BTH2C * angles_BT13C[..., :1, :] + halves_BTH2C.flip(-2) * angles_BT13C[..., 1:, :]).flatten(-2)

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes.arrays import Array, ranks, small, take, top
+from polydraft.schemes.arrays import Array, looks, ranks, small, take, top
 
 _BLOCK = 256
+_SHORT = 2**14
+"""Tokens of a law up to which torch finds its largest weights on a CPU in a third of the time that blocks take."""
 
 
 def normalised(weights_RV: Tensor) -> Tensor:
@@ -39,6 +41,9 @@ def largest(weights_RV: Tensor, count: int) -> tuple[Array, Array]:
     weights_RV = weights_RV.to(torch.promote_types(weights_RV.dtype, torch.float32))  # numpy knows no bfloat16
     rows, vocabulary = weights_RV.shape
     count = min(count, vocabulary)
+    if vocabulary <= _SHORT and looks(weights_RV) and not torch.compiler.is_compiling():
+        found = weights_RV.topk(count)
+        return small(found.values), small(found.indices)
     blocks = vocabulary // _BLOCK
     if blocks * _BLOCK != vocabulary or blocks < 2 * count:
         return top(small(weights_RV), count)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
-from polydraft.sampling import draw_independent
+from polydraft.sampling import NO_TOKEN, draw_independent
 from polydraft.schemes.arithmetic import largest, normalised
 from polydraft.schemes.arrays import Array, as_tensor, quietly, ranks, small
 from polydraft.schemes.cells import BUCKETS
@@ -71,7 +71,15 @@ class Hybrid(Race):
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Take the top tokens, draw the others from the rest."""
-        token_RK, certain_RK, rest_RV = self._split(draft_probs_RV, uniforms_RK.shape[1])
+        return self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1]))
+
+    def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor) -> Tensor:
+        """Draw all that a row may have; those behind its number of children are cut off, the others do not know of them."""
+        children_RK = self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1], small(count_R1)))
+        return torch.where(torch.arange(children_RK.shape[1], device=count_R1.device) < count_R1, children_RK, NO_TOKEN)
+
+    @staticmethod
+    def _drawn(uniforms_RK: Tensor, token_RK: Tensor, certain_RK: Tensor, rest_RV: Tensor) -> Tensor:
         children_RK = draw_independent(rest_RV, uniforms_RK)
         width = token_RK.shape[1]
         children_RK[:, :width] = torch.where(certain_RK, token_RK, children_RK[:, :width])
@@ -81,11 +89,13 @@ class Hybrid(Race):
         """Set up the race of the children that are not certain."""
         return Contest.of(target_probs_RV, draft_probs_RV, children_RK, self._certain_children, self.buckets)
 
-    def _split(self, draft_probs_RV: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return top tokens, which of them are certain, and the weights without these."""
+    def _split(self, draft_probs_RV: Tensor, count: int, count_R1: Array | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return top tokens, which of them are certain, and the weights without these; rows may have fewer children."""
         value_RK, token_RK = largest(draft_probs_RV, count)
         total_R1 = small(draft_probs_RV.double().sum(-1, keepdim=True))
-        certain_RK = ranks(token_RK.shape[1], token_RK) < certain_of_top(value_RK, total_R1, count, self.threshold)
+        certain_RK = ranks(token_RK.shape[1], token_RK) < certain_of_top(
+            value_RK, total_R1, count if count_R1 is None else count_R1, self.threshold
+        )
         token_RK, left_RK = as_tensor(token_RK), as_tensor(value_RK * ~certain_RK).to(draft_probs_RV.dtype)
         return token_RK, as_tensor(certain_RK), draft_probs_RV.scatter(1, token_RK, left_RK)
 
@@ -109,7 +119,7 @@ def _with_threshold(kind: type[Hybrid], threshold: float) -> type[Scheme]:
 
 
 @quietly
-def certain_of_top(value_RK: Array, total_R1: Array, count: int, threshold: float | Tensor) -> Array:
+def certain_of_top(value_RK: Array, total_R1: Array, count: Array | int, threshold: float | Tensor) -> Array:
     """Return m of each row, from its largest weights, in order, and their total.
 
     The rest always keeps a token, so that all children exist or none does.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.registry import Registry
-from polydraft.sampling import draw_one
+from polydraft.sampling import NO_TOKEN, draw_one
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +73,14 @@ class Scheme(ABC):
             child_R = draw_one(law_RV, uniforms_RK[:, rank])
             children_RJ = torch.cat([children_RJ, child_R[:, None]], dim=1)
         return children_RJ
+
+    def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor) -> Tensor:
+        """Draw as many of K children as each row says, `NO_TOKEN` behind them. Override where there is a faster way."""
+        children_RK = torch.full_like(uniforms_RK, NO_TOKEN, dtype=torch.long)
+        for count in range(1, uniforms_RK.shape[1] + 1):
+            drawn_RJ = self.draw(draft_probs_RV, uniforms_RK[:, :count])
+            children_RK[:, :count] = torch.where(count_R1 == count, drawn_RJ, children_RK[:, :count])
+        return children_RK
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
         """Return the emitted token of each row: one draw from `law`."""

@@ -1,0 +1,51 @@
+"""Costs that dynamic trees are chosen by: what noise may do to them, and what a table means."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from polydraft.certify.pairs import echo_pair
+from polydraft.drafters import dynamic_costs
+from polydraft.drafters.dynamic_costs import SCHEMES_MEASURED, costs_of, measure, measured_costs, rising
+
+NOISY = {1: 44.2, 4: 55.2, 8: 47.5, 16: 49.9, 24: 59.6}
+"""Milliseconds as one busy machine gave them: a pass of 4 tokens slower than one of 16."""
+
+
+def test_times_that_fall_are_evened_out_and_others_stay() -> None:
+    smooth = rising(NOISY)
+    assert all(small <= large for small, large in pairwise(smooth.values()))
+    assert smooth[1] == 44.2 and smooth[24] == 59.6
+    assert smooth[4] == smooth[8] == smooth[16] == pytest.approx((55.2 + 47.5 + 49.9) / 3)
+    assert rising({1: 1.0, 2: 1.0, 4: 3.0}) == {1: 1.0, 2: 1.0, 4: 3.0}
+    assert set(rising({1: 3.0, 2: 2.0, 4: 1.0}).values()) == {2.0}
+
+
+def test_costs_are_in_plain_rounds() -> None:
+    table = {
+        "target": {"1": 30.0, "8": 40.0},
+        "level": {"top": 4.0, "hybrid": 5.0},
+        "verification": {"plain": 10.0, "top": 0.0, "hybrid": 3.0},
+    }
+    chosen, drawn = costs_of(table, "top"), costs_of(table, "hybrid")
+    assert (chosen.draft_level, drawn.draft_level) == (0.1, 0.2)
+    assert drawn.tree_pass(1) == 1 and drawn.tree_pass(8) == 50 / 40
+
+
+def test_a_table_is_measured_kept_and_measured_again_if_it_is_an_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(dynamic_costs, "_tables", {})
+    monkeypatch.setattr(dynamic_costs, "_SECONDS", 0.0)
+    pair = echo_pair()
+    table = measure(pair.target, pair.draft, 8)
+    assert set(table["target"]) == {"1", "4", "8"} and set(table["level"]) == set(SCHEMES_MEASURED)
+    times = [measured_costs(pair.target, pair.draft, 8, "hybrid").draft_level for _ in range(2)]
+    assert times[0] == times[1] > 0
+    (file,) = (tmp_path / "costs").iterdir()
+    file.write_text('{"target": {"1": 1.0}, "level": 0.1, "verification": {"top": 0.1, "hybrid": 0.1}}')
+    monkeypatch.setattr(dynamic_costs, "_tables", {})
+    measured_costs(pair.target, pair.draft, 8, "hybrid")
+    assert '"plain"' in file.read_text()
