@@ -1,6 +1,7 @@
 """Dynamic trees of drawn children: how many follows from the laws before they are drawn, which of them get children after."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -114,8 +115,14 @@ def _law_of(probs_BWV: Tensor, columns_RK: Array) -> Array:
 
 def _unlisted(like: Array) -> Array:
     """Return the shares by number of children, from none on, in the library of `like`."""
+    return _shares(None if isinstance(like, np.ndarray) else like.device)
+
+
+@lru_cache(maxsize=8)
+def _shares(device: torch.device | None) -> Array:
+    """Make them once a device; numpy's for None."""
     shares = [0.0, *_UNLISTED, *[_UNLISTED[-1]] * (_WIDEST - len(_UNLISTED))]
-    return np.array(shares) if isinstance(like, np.ndarray) else torch.tensor(shares, device=like.device, dtype=torch.float64)
+    return np.array(shares) if device is None else torch.tensor(shares, device=device, dtype=torch.float64)
 
 
 def _running_min(table_RC: Array) -> Array:
