@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,7 +78,7 @@ class Growth:
         temperature = params.temperature if draft_temperature is None else draft_temperature
         name = "top" if temperature == 0 else _automatic(topology) if scheme == "auto" else scheme
         self.scheme = SCHEMES.get(name)()
-        self._draw = self.scheme.draw
+        self._compiled = False
         self.topology = topology
         self._params = dataclasses.replace(params, temperature=temperature)
         self._vocab_size, self._device = vocab_size, device
@@ -97,8 +96,7 @@ class Growth:
 
     def compile(self) -> None:
         """Draw in a few kernels, compiled when first used, where it takes dozens otherwise."""
-        if not self.scheme.needs_order_only:
-            self._draw = partial(compiled(type(self.scheme).draw), self.scheme)
+        self._compiled = True
 
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of the certain texts, as penalties need them."""
@@ -127,19 +125,31 @@ class Growth:
         weigh = self._warper.ranking if self.scheme.needs_order_only else self._warper.probs
         paths_GP = level.paths_GP if self._params.needs_history else level.paths_GP[:, :0]
         probs_BGV = weigh(self._columns.aligned(logits_BGV), tokens_BN[:, paths_GP])
-        for group in level.groups:
-            law_RV = probs_BGV[:, group.rows].flatten(0, 1)
-            uniforms_RK = uniforms_BU[:, group.uniforms].reshape(len(law_RV), group.width)
-            children_RK = self._draw(law_RV, uniforms_RK)
-            if self._vocabulary is not None:
-                children_RK = self._vocabulary.tokens(children_RK)
-            children_BX = children_RK.view(len(tokens_BN), -1)
-            if self._going_B is not None:
-                children_BX = torch.where(self._going_B[:, None], children_BX, NO_TOKEN)
-            tokens_BN[:, group.children] = children_BX
+        if self.scheme.needs_order_only:
+            # Fewer children are the first of more: one look serves all nodes of the level.
+            children_RK = self._draw(probs_BGV.flatten(0, 1), uniforms_BU.new_empty(probs_BGV.shape[:2].numel(), level.widest))
+            self._plant(tokens_BN, level.children, children_RK.view(len(tokens_BN), -1)[:, level.picks])
+        else:
+            for group in level.groups:
+                law_RV = probs_BGV[:, group.rows].flatten(0, 1)
+                uniforms_RK = uniforms_BU[:, group.uniforms].reshape(len(law_RV), group.width)
+                self._plant(tokens_BN, group.children, self._draw(law_RV, uniforms_RK).view(len(tokens_BN), -1))
         self._drawn += 1
         if not self.scheme.follows_target:
             self._laws.append(probs_BGV)
+
+    def _draw(self, law_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+        if not self._compiled or self.scheme.needs_order_only:
+            return self.scheme.draw(law_RV, uniforms_RK)
+        children_RK: Tensor = compiled(type(self.scheme).draw)(self.scheme, law_RV, uniforms_RK)
+        return children_RK
+
+    def _plant(self, tokens_BN: Tensor, nodes: Tensor | slice, columns_BX: Tensor) -> None:
+        """Put drawn columns of the draft's laws into their nodes, as tokens."""
+        children_BX = columns_BX if self._vocabulary is None else self._vocabulary.tokens(columns_BX)
+        if self._going_B is not None:
+            children_BX = torch.where(self._going_B[:, None], children_BX, NO_TOKEN)
+        tokens_BN[:, nodes] = children_BX
 
     def stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
         """Let the decision model look at the nodes that drew last; say whether all rows stop there.

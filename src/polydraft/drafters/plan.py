@@ -40,6 +40,11 @@ class LevelPlan:
     paths_GP: Tensor
     """Nodes from below the root to each drawing node."""
     groups: tuple[GroupPlan, ...]
+    children: Tensor | slice
+    """All nodes that are drawn."""
+    picks: Tensor | slice
+    """Which they are of `widest` children of each law, laws side by side."""
+    widest: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,17 +70,22 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
         first, stop = nodes.start, drawing[-1] + 1  # leaves at the level's end need no pass
         block = mask.level(first, stop)
         ancestors = [tables.ancestors_NN[node].nonzero()[1:, 0].tolist() for node in drawing]
-        groups = []
+        groups: list[GroupPlan] = []
+        picks: dict[int, int] = {}
+        widest = max(len(group.children[0]) for group in draws)
         for group in draws:
+            rows = law_rows_N[list(group.nodes)].tolist()
             children = [child for siblings in group.children for child in siblings]
             groups.append(
                 GroupPlan(
-                    _places(law_rows_N[list(group.nodes)].tolist(), device),
+                    _places(rows, device),
                     _places(children, device),
                     _places([child - 1 for child in children], device),
                     len(group.children[0]),
                 )
             )
+            for row, siblings in zip(rows, group.children, strict=True):
+                picks |= {child: row * widest + rank for rank, child in enumerate(siblings)}
         levels.append(
             LevelPlan(
                 first,
@@ -85,6 +95,9 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
                 _places([node + lead - block.start for node in drawing], device),
                 torch.tensor(ancestors, dtype=torch.long, device=device).reshape(len(drawing), -1),
                 tuple(groups),
+                _places(sorted(picks), device),
+                _places([picks[child] for child in sorted(picks)], device),
+                widest,
             )
         )
     return Plan(tuple(levels), law_rows_N.to(device))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.models.language_model import Context
+from polydraft.models.products import by_rows
 from polydraft.models.tree_attention import obstacle
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
@@ -148,7 +149,8 @@ class FeatureHead(nn.Module):
 
     def head(self, outputs_RH: Tensor) -> Tensor:
         """Apply the target's output head, or the part of it for the draft's own vocabulary."""
-        return functional.linear(outputs_RH, self.tables[1].to(outputs_RH.dtype))
+        table_VH = self.tables[1].to(outputs_RH.dtype)
+        return by_rows(lambda rows_RH: functional.linear(rows_RH, table_VH), outputs_RH)
 
     def start(self, batch_size: int, capacity: int) -> "HeadContext":
         """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""

@@ -13,6 +13,7 @@ from polydraft.models.families import FAMILIES
 from polydraft.models.fused import MOST_TOKENS, TreeView, fused_body
 from polydraft.models.language_model import Context, LanguageModel
 from polydraft.models.lean import lean_body
+from polydraft.models.products import by_rows
 from polydraft.models.spread import SpreadCache, home_device, spread_obstacle
 from polydraft.models.support import FULL, SLIDING, context_limit, layer_kinds, refuse_unsupported, text_config
 from polydraft.sampling import PartialVocabulary
@@ -88,9 +89,9 @@ class HFModel(LanguageModel):
             return features_RF
         hidden_RF = features_RF[..., : self.hidden_size] if self.taps else features_RF
         if self._output is not None:
-            return functional.linear(hidden_RF, *self._output)
-        logits: Tensor = self.hf_model.get_output_embeddings()(hidden_RF)
-        return logits.to(self.device)
+            table_VF, bias_V = self._output
+            return by_rows(lambda rows_RF: functional.linear(rows_RF, table_VF, bias_V), hidden_RF)
+        return by_rows(self.hf_model.get_output_embeddings(), hidden_RF).to(self.device)
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache) -> Tensor:
         """Run the model and return features: the last hidden states, or logits where the head cannot be split off."""
