@@ -44,7 +44,7 @@ RANK_ACCEPTANCE = [0.6, 0.115, 0.045, 0.025, 0.015, 0.01, 0.008, 0.006]
 
 
 NAMED_TREES = {str(nodes): largest_tree(RANK_ACCEPTANCE, nodes, max_depth=6) for nodes in (32, 64, 100)}
-TREES = {False: ("4x2x2x1x1", "64"), True: ("4x2x2x1x1", "4x2x1x1x1")}
+TREES = {False: ("4x2x2x1x1", "64", "100"), True: ("4x2x1x1x1", "6x2x1x1x1", "6x2x2x1x1")}
 """What the end-to-end run tries if not told otherwise, at temperature 0 and above: drawn trees are cheaper if regular."""
 OPTIONS = argparse.Namespace()
 

@@ -30,7 +30,7 @@ def add_norm(
     tl.store(normed + row * normed_row + channel_C, (value_C * scale * weight_C).to(normed.dtype.element_ty), mask=real_C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])  # it differs from tree to tree, and is no reason to compile anew
 def rotate_store(
     projected, cos, sin, slots, query, keys, values, size, angle_row,
     key_row, key_head, key_slot, value_row, value_head, value_slot,

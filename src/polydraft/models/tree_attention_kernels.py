@@ -30,7 +30,9 @@ def _absorb(queries_MC, scores_mask, keys_NC, values_NC, peak_M, sum_M, mixed_MC
     return new_peak_M, sum_M, mixed_MC
 
 
-@triton.jit
+# Triton compiles a kernel anew for whole numbers that are 1 or divisible by 16. What differs from tree to tree must not
+# count: forests of beams would compile for seconds on end.
+@triton.jit(do_not_specialize=["size", "places", "splits", "visible_row", "visible_token"])
 def attend(
     query, key, value, lengths, visible, starts, output, mixed, peaks, sums,
     scale, size, places, splits,
@@ -110,7 +112,7 @@ def attend(
         tl.store(mixed + mixed_offsets_MC, mixed_MC, mask=real_M[:, None] & real_C[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "places", "splits"])
 def join(
     output, mixed, peaks, sums, lengths, lines, places, splits, output_row, output_token, output_head,
     GROUP: tl.constexpr, CHANNELS: tl.constexpr,
