@@ -20,11 +20,13 @@ from polydraft.trees import Topology, parse_dynamic, parse_tree
 from polydraft.walks import check_walk
 
 DEFAULT_TREE = "4x2x2x1x1"
-DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "4x2x1")}
+DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "dynamic:64")}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
 FLAT_BLOCKS = "flat-blocks"
-NARROW_TREE = "chain:3"
-"""The tree of such a pair on a CPU in float32, where every node costs: nothing pays there, this loses least."""
+NARROW_TREE = "dynamic:16"
+"""The tree of such a pair on a CPU in float32, where every node costs: drafting hardly pays there, so it mostly rests."""
+STATIC_TREE = "4x2x1"
+"""The tree of such a pair on a CPU where a scheme, a walk or n-grams beside it are asked for."""
 
 
 def usual_pair(target: str) -> tuple[str, str]:
@@ -67,8 +69,8 @@ def load(
         draft: ``"self-draft"``, ``"ngram"``, ``"lookup"``, ``"suffix"``, ``"corpus"``; any of them joined by ``+``.
     tree : str
         Shape of the draft tree, see `polydraft.trees.parse_tree`, or ``"dynamic:NODES:DEPTH"`` for one that is chosen anew in
-        every round, see `polydraft.trees.parse_dynamic`; ``"auto"`` is ``"4x2x2x1x1"``, or what suits the
-        draft that ``draft="auto"`` picked.
+        every round, see `polydraft.trees.parse_dynamic`; ``"auto"`` is ``"4x2x2x1x1"``, or on a CPU, with
+        the draft that ``draft="auto"`` picked, a dynamic one.
     scheme : str
         How candidates are drawn and verified, or ``"auto"``. Every scheme is exact; they differ in speed.
     walk : str
@@ -109,6 +111,8 @@ def load(
         # On a GPU a pass of 64 nodes costs little more than one of a single token.
         wide = draft != "auto" or place.type == "cuda"
         tree = DEFAULT_TREE if wide else NARROW_TREE if narrow else usual_tree
+        if parse_dynamic(tree) and not (scheme == walk == drafter == "auto" and lossy is None):
+            tree = STATIC_TREE
     dynamic = parse_dynamic(tree)
     topology = Topology() if dynamic is not None else parse_tree(tree)
     if dynamic is not None and scheme != "auto":

@@ -67,8 +67,8 @@ def test_texts_follow_the_target_law(name: str, monkeypatch: pytest.MonkeyPatch)
     configuration = Configuration(label=f"dynamic: {name}", samples=2_000)
     monkeypatch.setattr(Configuration, "decoder", lambda self: DECODERS[name]())
     # Short, so that texts of four tokens see rests, trials and what lies between.
-    monkeypatch.setattr("polydraft.drafters.policy.SHORTEST_REST", 1)
-    monkeypatch.setattr("polydraft.drafters.policy._TRIAL", 1)
+    for name_of_length in ("SHORTEST_REST", "_FIRST_REST", "_TRIAL", "_SHORT_TRIAL"):
+        monkeypatch.setattr(f"polydraft.drafters.policy.{name_of_length}", 1)
     results = configuration.generate()
     # Fifteen tests of three kinds on each of nine decoders: false alarm below 1e-4 together.
     assert min(configuration.p_values(results)) > 1e-4 / (15 * len(DECODERS))
@@ -116,7 +116,7 @@ def test_rows_rest_where_drafting_loses_and_try_again() -> None:
     decoder = dynamic(DRAFT, LOSING)
     stats = decoder.generate([RAGGED_PROMPTS[1]] * 3, max_new_tokens=120, seed=1)[0].stats
     share = stats.offers_by_depth[0] / stats.passes
-    assert 0.05 < share < 0.6, "mostly plain, with trials"
+    assert 0.01 < share < 0.1, "mostly plain, with trials"
     winning = dynamic(DRAFT, CHEAP).generate([RAGGED_PROMPTS[1]] * 3, max_new_tokens=60, seed=1)[0].stats
     assert winning.offers_by_depth[0] / winning.passes > 0.9
 

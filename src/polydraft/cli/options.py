@@ -38,7 +38,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--device-map", default=None, help="For targets larger than one device: auto, balanced, sequential, or tp under torchrun."),
     DTYPE,
     click.option("--graphs/--no-graphs", default=True, show_default=True, help="On a GPU, replay whole rounds as CUDA graphs."),
-    click.option("--compiled", is_flag=True, help="On a GPU, compile verification too: 20 seconds once, then faster above temperature 0."),
+    click.option("--compiled", is_flag=True, help="On a GPU, compile drawing and verification: 20 seconds once, then faster above T=0."),
     THREADS,
 ]  # fmt: skip
 

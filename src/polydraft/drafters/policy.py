@@ -26,8 +26,10 @@ _LEAST_PRICE = 0.005
 _LOSING, _WINNING = 0.97, 1.03
 """Tokens in the time of a plain pass: below the first a row rests from drafting; above the second its next rest is short."""
 SHORTEST_REST, LONGEST_REST = 8, 64
-_TRIAL = 4
-"""Rounds that a row drafts at least before it may rest again."""
+_FIRST_REST = 32
+"""Where a fair draft cannot pay, plain rounds before the first trial."""
+_TRIAL, _SHORT_TRIAL = 4, 2
+"""Rounds that a row drafts at least before it may rest again; the second where a fair draft cannot pay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +81,7 @@ class RowPolicy:
         fitting = [one for one in _TYPICAL if one[0] <= nodes] or [_TYPICAL[0]]
         rate = max(tokens / costs.of_round(levels, count) for count, levels, tokens in fitting)
         self._first_rate = min(rate, _MOST_RATE)
+        self._trial = _TRIAL if rate >= _LOSING else _SHORT_TRIAL
         self.begin()
 
     def begin(self) -> None:
@@ -88,11 +91,11 @@ class RowPolicy:
         self._tokens_B, self._spent_B = self._first_rate * _RATE_PRIOR * self._ones_B, _RATE_PRIOR * self._ones_B
         self._masses_B, self._grown_B = prior_B, _FIRST_GROWTH * prior_B
         none_B = 0 * ranks(len(prior_B), prior_B)
-        self._rest_B, self._trial_B = none_B, none_B + _TRIAL
+        self._rest_B, self._trial_B = none_B, none_B + self._trial
         self._next_rest_B = none_B + SHORTEST_REST
         if self.adaptive and self._first_rate < _LOSING:
-            # A machine on which drafting can hardly pay: plain first, then a trial.
-            self._rest_B = none_B + SHORTEST_REST
+            # A machine on which drafting can hardly pay: plain first, then now and then a trial, for a draft better than most.
+            self._rest_B, self._next_rest_B = none_B + _FIRST_REST, none_B + 2 * _FIRST_REST
             self._tokens_B = self._spent_B
 
     @property
@@ -191,7 +194,7 @@ class RowPolicy:
         rate_B = self._tokens_B / self._spent_B
         loses_B = drafted_B & (self._trial_B == 0) & (rate_B < _LOSING)
         self._rest_B = where(loses_B, self._next_rest_B, self._rest_B)
-        self._trial_B = where(loses_B, _TRIAL, self._trial_B)
+        self._trial_B = where(loses_B, self._trial, self._trial_B)
         self._next_rest_B = where(loses_B, no_more(2 * self._next_rest_B, LONGEST_REST), self._next_rest_B)
         self._next_rest_B = where(drafted_B & (rate_B > _WINNING), SHORTEST_REST, self._next_rest_B)
         # After a rest the trial counts anew: what was lost before it must not end it at once.
