@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from polydraft.drafters.trie import WIDTH, TokenTrie, as_draft_tree, rounded
+from polydraft.drafters.trie import FEW_STEPS, WIDTH, TokenTrie, as_draft_tree, rounded
 from polydraft.sampling import NO_TOKEN
 
 CPU = torch.device("cpu")
@@ -51,6 +51,7 @@ def test_chains_that_share_nothing_keep_their_sources() -> None:
 
 def test_rounds_have_few_sizes_and_nothing_to_propose_is_one_token() -> None:
     assert [rounded(count, 20) for count in (0, 1, 4, 5, 12, 17, 20)] == [0, 4, 4, 8, 12, 20, 20]
+    assert [rounded(count, 64, FEW_STEPS) for count in (0, 1, 9, 25, 64)] == [0, 8, 24, 64, 64]
     assert rounded(3, 2) == 2 and rounded(65, 100) == 80 and rounded(97, 100) == 100
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from polydraft.drafters.trie import WIDTH, TokenTrie, rounded
+from polydraft.drafters.trie import STEPS, WIDTH, TokenTrie, rounded
 from polydraft.ngrams import GramMemory
 
 _SPARE = 0.25
@@ -32,6 +32,8 @@ class Limits:
     """Most tokens that each memory is asked for at a node."""
     least: float
     """Least chance that a candidate is reached and right; below it, it costs more in the pass than it yields."""
+    steps: tuple[int, ...] = STEPS
+    """Numbers of candidates that a round is filled up to, once it is begun."""
 
 
 def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits: Limits) -> TokenTrie:
@@ -68,7 +70,7 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
         if len(trie) > room:
             if -negative < limits.least:
                 break
-            room = rounded(len(trie), limits.nodes)
+            room = rounded(len(trie), limits.nodes, limits.steps)
         child = trie.child(node, token, name)
         places.append(None)
         if trie.depths[child] < limits.depth:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from polydraft.drafters.riders import RiderOptions
+from polydraft.drafters.trie import FEW_STEPS, STEPS
 from polydraft.errors import UsageError
 from polydraft.ngrams import GramOptions, tokenizer_fingerprint
 from polydraft.trees import MAX_NODES
@@ -78,7 +79,8 @@ class GramTreeOptions:
         # On a CPU a pass costs by its tokens, so branches take the place of as many candidates.
         nodes = self.nodes or (max(_TOKENS_ON_CPU - riders.most, _LEAST_TOKENS) if cpu else _USUAL_TOKENS)
         least = self.least_chance if self.least_chance is not None else _LEAST_CHANCE_ON_CPU if cpu else _LEAST_CHANCE
-        return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders, least=least)
+        steps = FEW_STEPS if device.type == "cuda" else STEPS
+        return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders, least=least, steps=steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +92,5 @@ class Sizes:
     """Levels of the trie: a continuation never has more tokens than there are nodes."""
     riders: RiderOptions
     least: float
+    steps: tuple[int, ...]
+    """Numbers of candidates that a round is filled up to."""

@@ -81,8 +81,9 @@ class GramTreeSession(DraftSession):
     def __init__(self, drafter: GramTree, batch_size: int, target: LanguageModel) -> None:
         self._options, self._device = drafter.options, target.device
         self._sizes = drafter.options.on(target.device)
+        sizes = self._sizes
         self._limits = Limits(
-            nodes=self._sizes.nodes, depth=self._sizes.depth, width=self._options.candidates, least=self._sizes.least
+            nodes=sizes.nodes, depth=sizes.depth, width=self._options.candidates, least=sizes.least, steps=sizes.steps
         )
         self._riders = Riders(self._sizes.riders, target)
         self._names = [cache.name for cache in drafter.caches]
@@ -126,7 +127,7 @@ class GramTreeSession(DraftSession):
             self._trie(memories, read[-1]) if not idle else TokenTrie(read[-1])
             for memories, read, idle in zip(self._memories, self._read, self._idle, strict=True)
         ]
-        size = 1 + rounded(max(map(len, self._tries)) - 1, self._sizes.nodes)
+        size = 1 + rounded(max(map(len, self._tries)) - 1, self._sizes.nodes, self._sizes.steps)
         tree = as_draft_tree(self._tries, size, self.depth, self._device)
         return self._riders.attach(tree, uniforms_BU)
 

@@ -9,8 +9,10 @@ from polydraft.trees import DraftTree
 
 WIDTH = 8
 """Most children of a node: a fixed number, so that shapes do not change from round to round."""
-_STEPS = (0, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64)
+STEPS = (0, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64)
 """Numbers of candidates that a round may have; a pass costs by its tokens, and each size may be prepared once."""
+FEW_STEPS = (0, 8, 24, 64)
+"""The same where tokens cost little and preparing much: on a GPU, which records a round of every size."""
 
 
 class TokenTrie:
@@ -76,9 +78,9 @@ class TokenTrie:
         return sources
 
 
-def rounded(count: int, limit: int) -> int:
+def rounded(count: int, limit: int, steps: Sequence[int] = STEPS) -> int:
     """Return the size of a round that has room for `count` candidates, at most `limit`."""
-    return min(next((step for step in _STEPS if step >= count), -(-count // 16) * 16), limit)
+    return min(next((step for step in steps if step >= count), -(-count // 16) * 16), limit)
 
 
 def as_draft_tree(tries: Sequence[TokenTrie], size: int, depth: int, device: torch.device) -> DraftTree:
