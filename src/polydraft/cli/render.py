@@ -11,6 +11,8 @@ from rich.text import Text
 from polydraft.engine import Stats, TokenEvent
 
 DRAFTED_STYLE = "green"
+_FEW = 0.5
+"""Share of rounds with drafts below which the mean round says little about them."""
 
 
 def output_console() -> Console:
@@ -85,7 +87,13 @@ def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
 
 
 def break_even_line(plain: Stats, drafted: Stats) -> str:
-    """Say what a round with drafts costs on this machine, and so what it must yield to pay."""
+    """Say what a round with drafts costs on this machine, and so what it must yield to pay; or that few rounds had any."""
+    offered = drafted.offers_by_depth[0] if drafted.offers_by_depth else 0
+    if offered < _FEW * drafted.rounds:
+        return (
+            f"{offered} of {drafted.rounds} rounds had drafts; for the others there was nothing to propose, or it was not "
+            "expected to pay on this machine"
+        )
     plain_round = plain.decode_seconds / plain.rounds
     drafted_round = drafted.decode_seconds / drafted.rounds
     drafting, target = (drafted.seconds[phase] / drafted.rounds / plain_round for phase in ("draft", "target"))
