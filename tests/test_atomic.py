@@ -101,3 +101,25 @@ def test_of_a_folder_nothing_is_left_either(tmp_path):
         (partial / "file").write_text("whole")
         os.replace(partial, tmp_path / "folder")
     assert names(tmp_path) == ["folder"] and names(tmp_path / "folder") == ["file"]
+
+
+def test_a_link_stays_one_and_its_file_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    file, link = tmp_path / "there" / "file", tmp_path / "link"
+    file.write_text("old")
+    link.symlink_to(file)
+    with written_whole(link) as partial:
+        partial.write_text("new")
+    assert link.is_symlink() and file.read_text() == "new" and names(tmp_path / "there") == ["file"]
+
+
+def test_what_is_no_file_is_written_to(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    with written_whole(pipe) as place:
+        place.write_text("new")
+    reader.join(timeout=10)
+    assert read == ["new"] and pipe.is_fifo()

@@ -23,7 +23,7 @@ def partial_beside(path: Path) -> Iterator[Path]:
         A hidden name on the same file system, so that it can be renamed to `path`, and one that no other writer is given.
         Nothing is there yet: what is written has the permissions that any new file has.
     """
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    partial = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:16]}")
     try:
         yield partial
     finally:
@@ -51,6 +51,10 @@ def written_whole(path: Path) -> Iterator[Path]:
     Path
         Where to write.
     """
+    path = Path(os.path.realpath(path))  # of a link, what it points to
+    if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
+        yield path
+        return
     with partial_beside(path) as partial:
         yield partial
         os.replace(partial, path)

@@ -25,8 +25,10 @@ DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "dynamic:64")}
 FLAT_BLOCKS = "flat-blocks"
 NARROW_TREE = "dynamic:16"
 """The tree of such a pair on a CPU in float32, where every node costs: drafting hardly pays there, so it mostly rests."""
-STATIC_TREE = "4x2x1"
-"""The tree of such a pair on a CPU where a scheme, a walk or n-grams beside it are asked for."""
+STATIC_TREE, NARROW_STATIC_TREE = "4x2x1", "chain:3"
+"""Trees of such a pair on a CPU where a scheme, a walk, a drafter or a lossy rule is asked for; the second in float32, and for
+schemes of few children."""
+_WIDEST_STATIC = 4
 
 
 def usual_pair(target: str) -> tuple[str, str]:
@@ -69,8 +71,8 @@ def load(
         draft: ``"self-draft"``, ``"ngram"``, ``"lookup"``, ``"suffix"``, ``"corpus"``; any of them joined by ``+``.
     tree : str
         Shape of the draft tree, see `polydraft.trees.parse_tree`, or ``"dynamic:NODES:DEPTH"`` for one that is chosen anew in
-        every round, see `polydraft.trees.parse_dynamic`; ``"auto"`` is ``"4x2x2x1x1"``, or on a CPU, with
-        the draft that ``draft="auto"`` picked, a dynamic one.
+        every round, see `polydraft.trees.parse_dynamic`; ``"auto"`` is ``"4x2x2x1x1"``, or, with the draft
+        that ``draft="auto"`` picked and no GPU, a dynamic one, or a small one where scheme, walk, drafter or lossy are given.
     scheme : str
         How candidates are drawn and verified, or ``"auto"``. Every scheme is exact; they differ in speed.
     walk : str
@@ -91,7 +93,7 @@ def load(
     graphs : bool
         On a GPU, replay whole rounds as CUDA graphs.
     compiled : bool
-        On a GPU, compile verification too: some 20 seconds at first, half a millisecond less a round above temperature 0.
+        On a GPU, compile drawing and verification: some 20 seconds at first, a millisecond less a round above temperature 0.
     grams : GramTreeOptions, optional
         Sizes and caches of n-gram drafters.
     lossless : bool
@@ -112,7 +114,8 @@ def load(
         wide = draft != "auto" or place.type == "cuda"
         tree = DEFAULT_TREE if wide else NARROW_TREE if narrow else usual_tree
         if parse_dynamic(tree) and not (scheme == walk == drafter == "auto" and lossy is None):
-            tree = STATIC_TREE
+            most = None if scheme == "auto" else SCHEMES.get(scheme).max_children
+            tree = NARROW_STATIC_TREE if narrow or (most is not None and most < _WIDEST_STATIC) else STATIC_TREE
     dynamic = parse_dynamic(tree)
     topology = Topology() if dynamic is not None else parse_tree(tree)
     if dynamic is not None and scheme != "auto":
@@ -124,6 +127,8 @@ def load(
     elif lossy is not None:
         if lossy not in LOSSY_DRAFTERS:
             raise unknown_name("lossy rule", lossy, [*LOSSY_DRAFTERS, FLAT_BLOCKS])
+        if dynamic is not None:
+            raise UsageError(f"--lossy {lossy} grows forks only, not tree {tree}; use a tree such as fork:16x5")
         check_lossy(lossy, topology)
     if scheme != "auto":
         SCHEMES.get(scheme)

@@ -40,8 +40,9 @@ def test_a_table_is_measured_kept_and_measured_again_if_it_is_an_old_one(
     monkeypatch.setattr(dynamic_costs, "_tables", {})
     monkeypatch.setattr(dynamic_costs, "_SECONDS", 0.0)
     pair = echo_pair()
-    table = measure(pair.target, pair.draft, 8)
-    assert set(table["target"]) == {"1", "4", "8"} and set(table["level"]) == set(SCHEMES_MEASURED)
+    for nodes, sizes in ((2, {"1", "4"}), (4, {"1", "4"}), (8, {"1", "4", "8"})):
+        table = measure(pair.target, pair.draft, nodes)
+        assert set(table["target"]) == sizes and set(table["level"]) == set(SCHEMES_MEASURED)
     times = [measured_costs(pair.target, pair.draft, 8, "hybrid").draft_level for _ in range(2)]
     assert times[0] == times[1] > 0
     (file,) = (tmp_path / "costs").iterdir()

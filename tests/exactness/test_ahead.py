@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import polydraft.models.language_model as language_model
 from polydraft.engine import Decoder, Generation, StopReason
+from polydraft.engine.outstanding import Outstanding
 from polydraft.engine.recorder import Recorder
 from polydraft.engine.workspace import Workspace
 from polydraft.models import TabularModel
@@ -151,7 +153,7 @@ def test_the_host_knows_how_much_the_memories_hold(drafter: str) -> None:
             run = decoder.stream(RAGGED_PROMPTS, max_new_tokens=30, seed=SEEDS)._run
             while not run.done:
                 run.step()
-                for context in run._workspace._contexts if run._ahead is None else ():
+                for context in run._workspace._contexts if not run._launched else ():
                     assert context.lengths_B.tolist() == context.lengths
 
 
@@ -252,6 +254,27 @@ def test_a_stream_gives_every_round_by_itself(drafter: str) -> None:
     pair = decoders(drafter, eos_token_ids=[13])
     events, expected = (list(one.stream(RAGGED_PROMPTS, max_new_tokens=25, seed=SEEDS)) for one in pair)
     assert events == expected
+
+
+@ahead_drafters
+def test_an_interruption_while_waiting_loses_no_round(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, behind = decoders(drafter)
+    (expected,) = behind.generate([PROMPT], max_new_tokens=30, seed=3)
+    run = ahead.stream([PROMPT], max_new_tokens=30, seed=3)._run
+    interrupted, wait = [], Outstanding.wait
+
+    def wait_or_not(outstanding: Outstanding) -> list[list[int]]:
+        if len(interrupted) < 3 and len(run.texts[0]) > len(PROMPT) + 6 * (len(interrupted) + 1):
+            interrupted.append(outstanding)
+            raise KeyboardInterrupt
+        return wait(outstanding)
+
+    monkeypatch.setattr(Outstanding, "wait", wait_or_not)
+    while not run.done:
+        with suppress(KeyboardInterrupt):
+            run.step()
+    assert len(interrupted) == 3 and run.new_tokens(0) == expected.token_ids
+    assert run.stats.rounds == expected.stats.rounds and run.stats.rounds_ahead > 3
 
 
 @ahead_drafters

@@ -65,7 +65,7 @@ def test_a_hub_that_is_found_is_asked(endpoint, asked, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *address: found.append(address))
     assert hub_options(NAME) == {}
-    assert found == [("hub.example", 8080 if "8080" in endpoint else "https")]
+    assert found == [("hub.example", 8080 if "8080" in endpoint else 443)]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--min-p", type=float, default=0.0, show_default=True, help="Keep tokens this likely relative to the likeliest."),
     click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1 discourages repetition."),
     click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same text (dynamic trees: on one machine, with as many threads)."),
     click.option("--stop", multiple=True, help="String that ends the text; may be given several times."),
     DEVICE,
     click.option("--device-map", default=None, help="For targets larger than one device: auto, balanced, sequential, or tp under torchrun."),

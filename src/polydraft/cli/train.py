@@ -94,7 +94,6 @@ def _layers(taps: str | None) -> tuple[int, ...] | None:
 
 
 def _train(size: Any, options: dict[str, Any]) -> None:
-
     from polydraft.cli.options import arrange_messages
     from polydraft.cli.progress import PhaseProgress
     from polydraft.models.loading import load_model

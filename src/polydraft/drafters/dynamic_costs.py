@@ -108,6 +108,7 @@ def measure(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: in
         if size > 1:
             turns.append(levels[turn % len(levels)])
         turns.append(("target", str(size), target_pass(size)))
+    turns += [level for level in levels if level not in turns]  # small trees have fewer passes than there are levels
     turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *SCHEMES_MEASURED)]
     times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind, name, _ in turns}
     for _, _, work in turns:  # the first time is not like the others
@@ -215,4 +216,8 @@ def _write(file: Path, table: dict[str, Any]) -> None:
         with written_whole(file) as partial:
             partial.write_text(json.dumps(table))
     except OSError as error:
-        logger.info("cannot keep the measured costs in %s (%s)", file, error.strerror)
+        logger.warning(
+            "cannot keep the measured costs in %s (%s): dynamic trees, and so sampled texts, may differ from run to run",
+            file,
+            error.strerror,
+        )

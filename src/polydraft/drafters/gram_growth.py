@@ -68,8 +68,10 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
                     heappush(waiting, (chance * own, found, node, following, source))
             continue
         if len(trie) > room:
-            if -negative < limits.least:
+            if -negative < limits.least * _HOPE:
                 break
+            if -negative < limits.least:  # children of a node that waits at less than its chance may still be likely enough
+                continue
             room = rounded(len(trie), limits.nodes, limits.steps)
         child = trie.child(node, token, name)
         places.append(None)

@@ -15,8 +15,8 @@ _USUAL_TOKENS, _TOKENS_ON_CPU = 64, 20
 _LEAST_TOKENS = 8
 """Candidates a round where nothing else was asked for; docs/ngrams.md has the reckoning."""
 _LEAST_CHANCE, _LEAST_CHANCE_ON_CPU = 0.005, 0.04
-"""Where a candidate yields what it costs: a token is worth some 0.4 of a plain pass; one more in the pass costs 0.002 of it on
-a GPU, and 0.025 on two cores with matrix units."""
+"""Where a candidate yields what it costs: a token is worth some 0.4 of a plain pass; one more in the pass costs 0.002 to 0.003
+of it on a GPU, and 0.025 on two cores with matrix units."""
 
 
 @dataclass(frozen=True, kw_only=True)

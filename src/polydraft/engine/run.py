@@ -72,8 +72,8 @@ class Run:
         self._workspace = workspace
         workspace.claim = weakref.ref(self)
         self.stop_reasons: list[StopReason | None] = [None] * len(prompts)
-        self._ahead: Outstanding | None = None
-        """The round that was launched before the outcome of the last one was known."""
+        self._launched: list[Outstanding] = []
+        """Rounds whose outcomes are not known yet: between steps the one ahead, if there is one."""
         self._retiring = False
         """Whether rows have ended that the round ahead still takes for active ones."""
         with torch.inference_mode(), self.stats.clock("prefill"), _device_errors():
@@ -96,12 +96,16 @@ class Run:
                 "a later call with keep=True has taken over the memory of this stream; finish one stream before the next, "
                 "or leave keep out"
             )
-        depth, was_ahead = self._session.depth, self._ahead is not None
+        depth, was_ahead = self._session.depth, bool(self._launched)
         with _device_errors():
-            now = self._ahead or self._launch()
-            self._ahead = self._launch() if self._runs_ahead(now) else None
+            if not self._launched:
+                self._launched.append(self._launch())
+            now = self._launched[0]
+            if len(self._launched) == 1 and self._runs_ahead(now):
+                self._launched.append(self._launch())
             with self.stats.clock("verify"):
-                outcome = now.wait()
+                outcome = now.wait()  # an interruption loses no round
+            del self._launched[0]
         self.stats.replayed_rounds += now.replayed
         self.stats.rounds_ahead += was_ahead
         told = depth + 1 + _NUMBERS
@@ -186,8 +190,8 @@ class Run:
         if self._workspace.claim() is not self:
             return
         if self.done:
-            self._ahead = None  # it runs in vain; the device cuts the memories behind it
-        self._retiring = self._ahead is not None
+            self._launched.clear()  # what runs, runs in vain; the device cuts the memories behind it
+        self._retiring = bool(self._launched)
         if not self._retiring:
             self._workspace.retire(self.texts, [reason is None for reason in self.stop_reasons])
 

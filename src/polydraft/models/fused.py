@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module, functional
+from torch.nn import Linear, Module, Parameter, functional
 
 from polydraft.models.cache import SlotCache
 from polydraft.models.lean import LeanBody, LeanLayer
@@ -78,7 +78,8 @@ def _attended(
 
 def _through(layer: Module, input_BTX: Tensor) -> Tensor:
     """Apply a layer, by our own product if it is a plain one."""
-    if type(layer) is Linear and not layer._forward_hooks and not layer._forward_pre_hooks:
+    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    if type(layer) is Linear and type(layer.weight) is Parameter and not changed:
         return linear(input_BTX, layer.weight, layer.bias)
     output_BTF: Tensor = layer(input_BTX)
     return output_BTF

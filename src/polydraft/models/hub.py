@@ -20,7 +20,8 @@ def hub_options(name: str) -> dict[str, Any]:
         return {}
     address = urlsplit(constants.ENDPOINT)
     try:
-        socket.getaddrinfo(address.hostname, address.port or address.scheme)
+        # By number: not every machine has a list of services to look "https" up in.
+        socket.getaddrinfo(address.hostname, address.port or (80 if address.scheme == "http" else 443))
     except OSError:
         return {"local_files_only": True}
     return {}
