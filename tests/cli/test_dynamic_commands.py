@@ -36,6 +36,17 @@ def test_wrong_usage_is_one_line_and_exit_code_2(invoke, tiny: str, case: str) -
     assert err.startswith("polydraft: error: ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("rests", [True, False])
+def test_a_comparison_shows_what_drafting_would_cost_where_a_tree_rests(
+    invoke, tiny: str, rests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polydraft.cli.render.rested", lambda stats: rests)
+    options = ("--target", tiny, "--draft", "early-exit:1", "--max-new-tokens", "8", "--tree", "dynamic:8", "--compare")
+    code, out, err = invoke("generate", "hello", *options)
+    assert code == 0 and "tree dynamic:8" in out
+    assert ("tree 1x1x1" in out) == ("to show what that would cost" in err) == rests
+
+
 def test_dynamic_trees_generate_the_same_text(invoke, tiny: str, tmp_path: Path) -> None:
     options = ("generate", "hello", "--target", tiny, "--draft", "early-exit:1", "--json", "--max-new-tokens", "20")
     code, plain, _ = invoke(*options, "--tree", "2x1")

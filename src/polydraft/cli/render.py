@@ -86,13 +86,21 @@ def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
     return table
 
 
+def rested(stats: Stats) -> bool:
+    """Whether most rounds had no drafts."""
+    return _offered(stats) < _FEW * stats.rounds
+
+
+def _offered(stats: Stats) -> int:
+    return stats.offers_by_depth[0] if stats.offers_by_depth else 0
+
+
 def break_even_line(plain: Stats, drafted: Stats) -> str:
     """Say what a round with drafts costs on this machine, and so what it must yield to pay; or that few rounds had any."""
-    offered = drafted.offers_by_depth[0] if drafted.offers_by_depth else 0
-    if offered < _FEW * drafted.rounds:
+    if rested(drafted):
         return (
-            f"{offered} of {drafted.rounds} rounds had drafts; for the others there was nothing to propose, or it was not "
-            "expected to pay on this machine"
+            f"{_offered(drafted)} of {drafted.rounds} rounds had drafts; for the others there was nothing to propose, or it "
+            "was not expected to pay on this machine"
         )
     plain_round = plain.decode_seconds / plain.rounds
     drafted_round = drafted.decode_seconds / drafted.rounds
