@@ -103,17 +103,15 @@ def _plain(decoder: "Decoder") -> "Decoder":
 
 def _restless(decoder: "Decoder") -> "Decoder | None":
     """Return a decoder whose draft works in every round, where a dynamic tree may rest."""
-    from polydraft.drafters import Dynamic, HeadTree, ModelTree
+    from polydraft.drafters import Dynamic, Parts, make_drafter
     from polydraft.engine import Decoder
     from polydraft.loading import NARROW_STATIC_TREE
-    from polydraft.models import FeatureHead
     from polydraft.trees import parse_tree
 
     if not isinstance(decoder.drafter, Dynamic):
         return None
-    draft, tree = decoder.drafter.model, parse_tree(NARROW_STATIC_TREE)
-    drafter = HeadTree(draft, tree) if isinstance(draft, FeatureHead) else ModelTree(draft, tree)
-    return Decoder(decoder.target, drafter, tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids)
+    parts = Parts(target=decoder.target, draft=decoder.drafter.model, topology=parse_tree(NARROW_STATIC_TREE))
+    return Decoder(decoder.target, make_drafter(parts), tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids)
 
 
 def decoder_draft(decoder: "Decoder") -> str:
