@@ -18,6 +18,12 @@ from polydraft.models import FAMILIES
 # Test tensors are small: threads cost more than they give, and pytest-xdist already fills the cores.
 torch.set_num_threads(1)
 
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Names no case by raw bytes: packed ones may carry the time, and every worker must collect the same names."""
+    return argname if isinstance(val, bytes) else None
+
+
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
