@@ -12,6 +12,7 @@ from polydraft.beam.result import BeamGeneration
 from polydraft.beam.run import BeamRun
 from polydraft.beam.sample import SampleRun
 from polydraft.beam.search import SearchRun
+from polydraft.beam.stops import Stops
 from polydraft.beam.stream import BeamStream
 from polydraft.engine import Decoder
 from polydraft.engine.request import Request
@@ -50,7 +51,7 @@ class BeamDecoder:
         ----------
         prompts : str, token ids, or a list of either
         **options
-            Fields of `BeamOptions`, and of a request: sampling (penalties only), max_new_tokens, chat, cancel.
+            Fields of `BeamOptions`, and of a request: sampling (penalties only), max_new_tokens, stop, chat, cancel.
 
         Returns
         -------
@@ -95,13 +96,13 @@ class BeamDecoder:
         names = BeamOptions.__dataclass_fields__
         for name in options:
             if not any(name in known for known in (names, Request.__dataclass_fields__, SamplingParams.__dataclass_fields__)):
-                raise unknown_name("option", name, [*names, "sampling", "max_new_tokens", "seed", "chat", "cancel"])
+                raise unknown_name("option", name, [*names, "sampling", "max_new_tokens", "seed", "stop", "chat", "cancel"])
         beam = BeamOptions(**{name: value for name, value in options.items() if name in names})
         rest: Any = {name: value for name, value in options.items() if name not in names}
         request = Request.from_options(rest)
-        if request.stop_strings or request.keep:
-            what = "stop strings" if request.stop_strings else "keep=True"
-            raise UsageError(f"{what} do not go with beams, whose texts end by themselves or by length; leave them out")
+        if request.keep:
+            raise UsageError("keep=True does not go with beams, whose memory is a request's own; leave it out")
+        assembler = self.decoder.assembler(request.stop_strings)
         params, target = check_law(beam, request.sampling), self.decoder.target
         if params.top_k > target.vocab_size:
             allowed = f"0 (keep all) to {target.vocab_size}"
@@ -111,11 +112,18 @@ class BeamDecoder:
         seed = request.seeds(row + 1)[row]
         settings = {"seed": seed, "max_new_tokens": request.max_new_tokens, "draft": getattr(self.draft, "name", None)}
         settings |= {name: getattr(beam, name) for name in names}
-        run = self._run(beam, params, token_ids, request.max_new_tokens, torch.Generator().manual_seed(seed % 2**32))
-        return BeamStream(run, self.decoder.tokenizer, settings, request.cancel)
+        generator = torch.Generator().manual_seed(seed % 2**32)
+        run = self._run(beam, params, token_ids, request.max_new_tokens, Stops(assembler), generator)
+        return BeamStream(run, self.decoder.tokenizer, assembler.fork(), settings, request.cancel)
 
     def _run(
-        self, options: BeamOptions, params: SamplingParams, prompt: list[int], max_new_tokens: int, generator: torch.Generator
+        self,
+        options: BeamOptions,
+        params: SamplingParams,
+        prompt: list[int],
+        max_new_tokens: int,
+        stops: Stops,
+        generator: torch.Generator,
     ) -> BeamRun:
         parts: dict[str, Any] = {
             "target": self.decoder.target,
@@ -125,6 +133,7 @@ class BeamDecoder:
             "options": options,
             "eos_token_ids": frozenset(self.decoder.eos_token_ids),
             "max_new_tokens": max_new_tokens,
+            "stops": stops,
         }
         if options.mode == BeamMode.SEARCH:
             return SearchRun(**parts)

@@ -24,7 +24,7 @@ class ForestLayer:
 
 
 def grow_forest(
-    beams: Sequence[Beam], depth: int, law: Callable[[list[Node]], Continuations], ends: frozenset[int], choose: Choose
+    beams: Sequence[Beam], depth: int, law: Callable[[list[Node]], Continuations], ends: Callable[[Node], bool], choose: Choose
 ) -> list[ForestLayer]:
     """Let the draft run `depth` steps of beam decoding from the input beams.
 
@@ -48,5 +48,5 @@ def grow_forest(
             parent = parents[int(continuations.rows_X[entry])].node
             drafts.append(Beam(parent.child(int(continuations.tokens_X[entry])), float(totals_X[entry])))
         layers.append(ForestLayer(parents, continuations, drawn, drafts))
-        parents = [beam for beam in drafts if beam.node.token not in ends]
+        parents = [beam for beam in drafts if not ends(beam.node)]
     return layers

@@ -14,6 +14,7 @@ from polydraft.beam.options import BeamOptions
 from polydraft.beam.pool import Hypothesis, Pool
 from polydraft.beam.reader import TreeReader, tree_reader
 from polydraft.beam.slots import SlotTree
+from polydraft.beam.stops import Stops
 from polydraft.engine import Stats, StopReason
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import SamplingParams
@@ -38,6 +39,8 @@ class BeamRun(ABC):
     options : BeamOptions
     eos_token_ids : frozenset of int
     max_new_tokens : int
+    stops : Stops, optional
+        Stop strings, none if not given.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class BeamRun(ABC):
         options: BeamOptions,
         eos_token_ids: frozenset[int],
         max_new_tokens: int,
+        stops: Stops | None = None,
     ) -> None:
-        self.target, self.options = target, options
+        self.target, self.options, self.stops = target, options, stops or Stops()
         self.stats = Stats()
         self._started = time.perf_counter()
         self._eos = eos_token_ids
@@ -128,7 +132,7 @@ class BeamRun(ABC):
         with stats.clock("target"):
             nodes = [beam.node for beam in self.beams]
             # Nothing follows a text that has ended: no step will ask for its law.
-            nodes += [beam.node for layer in layers for beam in layer.beams if beam.node.token not in self._eos]
+            nodes += [beam.node for layer in layers for beam in layer.beams if not self._ends(beam.node)]
             nodes = list(dict.fromkeys(nodes))
             self.tree.read(nodes)
             self._prepare(nodes)
@@ -138,6 +142,7 @@ class BeamRun(ABC):
             if not self.done:
                 leaves = [beam.node for beam in self.beams]
                 self.tree.keep(leaves)
+                self.stops.keep([*leaves, *(one.node for one in self.pool.best)])
                 if self.reader is not None:
                     self.reader.keep(leaves)
         if layers:
@@ -220,8 +225,7 @@ class BeamRun(ABC):
         """Close a step: beams that ended go to the pool, the others on, unless the pool says that it is enough."""
         length = self.length + 1
         for beam in ended:
-            is_eos = beam.node.token in self._eos
-            self.pool.add(beam.node, beam.score, StopReason.EOS if is_eos else self._end_reason)
+            self.pool.add(beam.node, beam.score, self._reason(beam.node))
         self.pass_of_step.append(self.stats.rounds)
         best = max((beam.score for beam in running), default=float("-inf"))
         enough = not running or self.pool.is_done(best, length)
@@ -229,7 +233,13 @@ class BeamRun(ABC):
 
     def _ends(self, node: Node) -> bool:
         """Whether a text ends with this node."""
-        return node.token in self._eos or node.depth >= self._longest
+        return node.token in self._eos or node.depth >= self._longest or self.stops.found(node)
+
+    def _reason(self, node: Node) -> StopReason:
+        """Why a text ends with this node, if it does."""
+        if node.token in self._eos:
+            return StopReason.EOS
+        return StopReason.STOP if self.stops.found(node) else self._end_reason
 
     def settled(self) -> list[Node]:
         """Return the beginning that all texts share which can still come out first."""

@@ -48,7 +48,7 @@ class SampleRun(BeamRun):
         return self.options.beams
 
     def _grow(self, depth: int) -> list[ForestLayer]:
-        return grow_forest(self.beams, depth, self._draft_rows, self._eos, self._choose_drafts)
+        return grow_forest(self.beams, depth, self._draft_rows, self._ends, self._choose_drafts)
 
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
         probs_X = normalised(continuations.totals([beam.score for beam in parents]))
@@ -120,7 +120,7 @@ class SampleRun(BeamRun):
         beams = [self._child(self.beams, continuations, entry, float(totals_X[entry])) for entry in entries]
         for beam in beams[: len(verdict.drafts)]:
             beam.node.drafted = True
-        unfinished = [number for number, beam in enumerate(layer.beams) if beam.node.token not in self._eos]
+        unfinished = [number for number, beam in enumerate(layer.beams) if not self._ends(beam.node)]
         row_of = {number: row for row, number in enumerate(unfinished)}
         rows = {id(beam): row_of.get(numbers[draft]) for beam, draft in zip(beams, verdict.drafts, strict=False)}
         self._close(beams)

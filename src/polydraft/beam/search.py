@@ -1,12 +1,13 @@
 """Deterministic beam search, speculatively: the same texts and scores as without a draft."""
 
 import math
+from itertools import islice
 from typing import ClassVar
 
 import numpy as np
 
 from polydraft.beam.forest import ForestLayer, grow_forest
-from polydraft.beam.law import Continuations, Floats
+from polydraft.beam.law import Continuations, Floats, Indices
 from polydraft.beam.node import Beam, Node
 from polydraft.beam.reader import TreeReader
 from polydraft.beam.run import BeamRun
@@ -31,7 +32,10 @@ class SearchRun(BeamRun):
 
     @property
     def _candidates(self) -> int:
-        """Continuations looked at in each step: enough that W of them go on even if every beam may end."""
+        """Continuations looked at in each step, by Hugging Face's rule: enough that W of them go on whichever end by a token.
+
+        Stop strings may end more of them. Then fewer than W beams go on, and where all end, none.
+        """
         return max(2, 1 + len(self._eos)) * self.options.beams
 
     @property
@@ -39,7 +43,7 @@ class SearchRun(BeamRun):
         return self.options.draft_width or 2 * self.options.beams
 
     def _grow(self, depth: int) -> list[ForestLayer]:
-        return grow_forest(self.beams, depth, self._draft_rows, self._eos, self._choose_drafts)
+        return grow_forest(self.beams, depth, self._draft_rows, self._ends, self._choose_drafts)
 
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
         totals_X = continuations.totals([beam.score for beam in parents])
@@ -56,10 +60,30 @@ class SearchRun(BeamRun):
         ends_X = np.isin(continuations.tokens_X, list(self._eos))
         certain_X = passed_R[continuations.rows_X]
         lasting_X = np.flatnonzero(certain_X & ~ends_X if self._ends_are_extra else certain_X)
-        winners = largest(totals_X[lasting_X], self._kept)
-        least = totals_X[lasting_X[winners[-1]]] if len(winners) == self._kept else -np.inf
+        if self._ends_are_extra:
+            winners = self._open(totals_X, lasting_X, continuations, parents, self._kept)
+        else:
+            winners = [int(lasting_X[entry]) for entry in largest(totals_X[lasting_X], self._kept)]
+        least = totals_X[winners[-1]] if len(winners) == self._kept else -np.inf
         open_X = np.flatnonzero(~ends_X & ~(certain_X & (totals_X < least)))
-        return [int(open_X[entry]) for entry in largest(totals_X[open_X], count)]
+        return self._open(totals_X, open_X, continuations, parents, count)
+
+    def _open(
+        self, totals_X: Floats, entries_X: Indices, continuations: Continuations, parents: list[Beam], count: int
+    ) -> list[int]:
+        """Return those of some entries that have the largest totals, less those that a stop string ends."""
+        looked_at = count
+        while True:
+            found = [int(entries_X[entry]) for entry in largest(totals_X[entries_X], looked_at)]
+            lasting = [entry for entry in found if not self._stops_at(entry, continuations, parents)]
+            if len(lasting) >= count or len(found) == len(entries_X):
+                return lasting[:count]
+            looked_at += count - len(lasting)
+
+    def _stops_at(self, entry: int, continuations: Continuations, parents: list[Beam]) -> bool:
+        if not self.stops.any:
+            return False
+        return self.stops.found(parents[int(continuations.rows_X[entry])].node.child(int(continuations.tokens_X[entry])))
 
     @property
     def _kept(self) -> int:
@@ -89,7 +113,7 @@ class SearchRun(BeamRun):
         candidates = [
             self._child(known, continuations, entry, float(totals_X[entry])) for entry in largest(totals_X, self._candidates)
         ]
-        running = [beam for beam in candidates if not self._ends(beam.node)][: self.options.beams]
+        running = list(islice((beam for beam in candidates if not self._ends(beam.node)), self.options.beams))
         reach = max((beam.score for beam in unknown), default=-math.inf)
         full = len(running) == self.options.beams
         if unknown and not (full and running[-1].score > reach):

@@ -21,10 +21,16 @@ class BeamStream(Iterator[TokenEvent]):
     taken back.
     """
 
-    def __init__(self, run: BeamRun, tokenizer: Any, settings: dict[str, Any], cancel: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        run: BeamRun,
+        tokenizer: Any,
+        assembler: TextAssembler,
+        settings: dict[str, Any],
+        cancel: threading.Event | None = None,
+    ) -> None:
         self.settings = settings
-        self._run, self._tokenizer, self._cancel = run, tokenizer, cancel
-        self._assembler = TextAssembler(tokenizer, ())
+        self._run, self._tokenizer, self._assembler, self._cancel = run, tokenizer, assembler, cancel
         self._queue: deque[TokenEvent] = deque()
         self._sent = 0
         self._finished = False
@@ -89,6 +95,9 @@ class BeamStream(Iterator[TokenEvent]):
 
     def _scored(self, one: Hypothesis) -> ScoredText:
         tokens = one.node.tokens()
-        text = "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
+        if self._run.stops.any:
+            text = self._run.stops.text(one.node)
+        else:
+            text = "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
         log_probs = [node.log_prob for node in one.node.path()]
         return ScoredText(text, tokens, log_probs, self._sources(one.node), one.reason, one.score)

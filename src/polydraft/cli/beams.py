@@ -129,7 +129,13 @@ def _run(
 ) -> "BeamGeneration":
     fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
     stream = beams.stream(
-        text, sampling=params, max_new_tokens=choices.max_new_tokens, seed=choices.seed, chat=not raw, **fields
+        text,
+        sampling=params,
+        max_new_tokens=choices.max_new_tokens,
+        seed=choices.seed,
+        stop=choices.stop,
+        chat=not raw,
+        **fields,
     )
     try:
         for event in stream:
@@ -164,8 +170,6 @@ def _refuse_what_does_not_apply(choices: Choices) -> None:
             raise UsageError(f"{flag} {value} does not apply to beams: {what}; leave it out, or see {remedy}")
     if choices.draft_temperature is not None:
         raise UsageError("--draft-temperature does not apply to beams, whose draft samples as the target does; leave it out")
-    if choices.stop:
-        raise UsageError("--stop does not go with --beams, whose texts end by themselves or by length; leave it out")
 
 
 def _print_texts(texts: "list[ScoredText]") -> None:

@@ -126,8 +126,7 @@ class Decoder:
             An iterator of `TokenEvent`; its `results()` are complete once it is exhausted.
         """
         request = Request.from_options(options)
-        if request.stop_strings and self.tokenizer is None:
-            raise UsageError("stop strings need a tokenizer; pass tokenizer=... to the Decoder")
+        assembler = self.assembler(request.stop_strings)
         if request.params.top_k > self.target.vocab_size:
             raise UsageError(
                 f"top_k={request.params.top_k} is larger than the vocabulary; allowed: 0 (keep all) to {self.target.vocab_size}"
@@ -154,8 +153,13 @@ class Decoder:
             "scheme": scheme.name if workspace.session.depth else None,
             "walk": walk.name if workspace.session.depth else None,
         }
-        assemblers = [TextAssembler(self.tokenizer, request.stop_strings) for _ in texts]
-        return Stream(run, assemblers, settings, request.cancel)
+        return Stream(run, [assembler.fork() for _ in texts], settings, request.cancel)
+
+    def assembler(self, stop: Sequence[str]) -> TextAssembler:
+        """Return what turns new tokens into text, which ends before the first of these strings."""
+        if stop and self.tokenizer is None:
+            raise UsageError("stop strings need a tokenizer; pass tokenizer=... to the Decoder")
+        return TextAssembler(self.tokenizer, stop)
 
     def encode(self, prompt: Prompt, chat: bool = False) -> list[int]:
         """Turn a prompt into token ids."""

@@ -1,5 +1,6 @@
 """Token by token to text, with stop strings."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,8 @@ class TextAssembler:
         self._tokenizer, self._stop = tokenizer, [string for string in stop if string]
         special = getattr(tokenizer, "all_special_tokens", ()) if self._stop else ()
         self._stop_tokens = {tokenizer.convert_tokens_to_ids(string) for string in self._stop if string in special}
-        self._tokens: list[int] = []
-        self._settled_tokens = 0
+        self._window: list[int] = []
+        """Tokens that are still decoded; those before it are in the settled text."""
         self._settled_text = ""
         self._overlap = 0
         """Characters at the window's beginning that are in the settled text already."""
@@ -34,20 +35,30 @@ class TextAssembler:
         """All text so far, held back or not; cut before the stop string once one is found."""
         self.stopped = False
 
+    @property
+    def can_stop(self) -> bool:
+        """Whether there are stop strings."""
+        return bool(self._stop)
+
+    def fork(self) -> "TextAssembler":
+        """Return one that goes on from here by itself."""
+        fork = copy.copy(self)
+        fork._window = self._window.copy()
+        return fork
+
     def add(self, token: int) -> str:
         """Take one more token and return the text that became certain."""
-        self._tokens.append(token)
         if self._tokenizer is None:
             return ""
         if token in self._stop_tokens:
             self.stopped = True
             return self._release(len(self.text))
         # Decoding from a little before the new token keeps this linear in the length of the text.
-        window = self._tokens[self._settled_tokens :]
-        decoded = self._tokenizer.decode(window, skip_special_tokens=True)
+        self._window.append(token)
+        decoded = self._tokenizer.decode(self._window, skip_special_tokens=True)
         self.text = self._settled_text + decoded[self._overlap :]
-        if len(window) > 16 and not decoded.endswith(_INCOMPLETE):
-            self._settle(window, decoded)
+        if len(self._window) > 16 and not decoded.endswith(_INCOMPLETE):
+            self._settle(self._window, decoded)
         searched_from = max(0, self._released - max(map(len, self._stop), default=0))
         found = [at for string in self._stop if (at := self.text.find(string, searched_from)) >= 0]
         if found:
@@ -71,7 +82,7 @@ class TextAssembler:
         )
         if head + rest[len(overlap) :] == decoded:
             self._settled_text += head[self._overlap :]
-            self._settled_tokens += half
+            self._window = window[half:]
             self._overlap = len(overlap)
 
     def _possible_stop(self) -> int:
