@@ -9,7 +9,14 @@ Rows = Callable[[tuple[int, ...]], np.ndarray]
 
 
 def beam_sampling_law(
-    rows: Rows, *, width: int, steps: int, draws: str, ends: Sequence[int] = (), penalty: float = 1.0
+    rows: Rows,
+    *,
+    width: int,
+    steps: int,
+    draws: str,
+    ends: Sequence[int] = (),
+    stops: Callable[[tuple[int, ...]], bool] = lambda text: False,
+    penalty: float = 1.0,
 ) -> dict[tuple[tuple[int, ...], ...], float]:
     """Return the law of the finished texts, best first, of beam sampling that never stops early."""
     count = max(2, 1 + len(ends)) * width if draws == "hf" else width
@@ -20,7 +27,7 @@ def beam_sampling_law(
         for (beams, finished), chance in states.items():
             options = [((*text, token), total + score) for text, total in beams for token, score in enumerate(rows(text))]
             for drawn, share in _drawings(options, count, draws == "iid"):
-                over = [text[-1] in ends or length == steps for text, _ in drawn]
+                over = [text[-1] in ends or length == steps or stops(text) for text, _ in drawn]
                 running = [beam for beam, ended in zip(drawn, over, strict=True) if not ended]
                 may_end = drawn[:width] if draws == "hf" else drawn
                 new = [(text, total / length**penalty) for (text, total), ended in zip(may_end, over, strict=False) if ended]

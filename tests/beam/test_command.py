@@ -5,6 +5,7 @@ import json
 import pytest
 
 from polydraft.beam import BeamDecoder, BeamOptions
+from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.loading import load
 
@@ -24,7 +25,6 @@ USAGE = {
     "a walk": (["--beams", "2", "--walk", "block"], "--walk block does not apply to beams"),
     "a tree": (["--beams", "2", "--tree", "4x2"], "--tree 4x2 does not apply to beams"),
     "a draft temperature": (["--beams", "2", "--draft-temperature", "0.5"], "--draft-temperature does not apply"),
-    "a stop string": (["--beams", "2", "--stop", "x"], "--stop does not go with --beams"),
     "more beams than memory": (["--beams", "100000"], "beams=100000 is out of range; allowed: whole numbers from 1 to 1024"),
     "drafts too wide": (["--beams", "2", "--draft-width", "99999"], "draft_width=99999 is out of range"),
     "penalty that is no number": (["--beams", "2", "--length-penalty", "nan"], "length_penalty=nan is out of range"),
@@ -74,6 +74,18 @@ def test_beams_as_json_hold_every_text_with_its_log_probabilities(invoke, tiny):
     assert found["settings"]["mode"] == "search" and found["settings"]["draft"] == "early-exit:2"
 
 
+@pytest.mark.parametrize("options", [[], ["--temperature", "1"], ["--temperature", "1", "--width-threshold", "0.5"]])
+def test_beams_end_at_stop_strings(invoke, tiny, options):
+    arguments = ["--target", tiny, "--draft", "early-exit:2", "--raw", "--beams", "3", "--max-new-tokens", "20", "--seed", "1"]
+    arguments += [*options, "--num-return-sequences", "3", "--json"]
+    letters = [argument for letter in "abcdefghij" for argument in ("--stop", letter)]
+    code, out, _ = invoke("generate", "hello", *arguments, *letters)
+    assert code == 0
+    texts = json.loads(out)["texts"]
+    assert "stop" in [text["stop_reason"] for text in texts]
+    assert not set("abcdefghij") & set("".join(text["text"] for text in texts))
+
+
 def test_samples_come_with_their_log_probabilities(invoke, tiny):
     arguments = ["--target", tiny, "--draft", "early-exit:1", "--raw", "--temperature", "1", "--max-new-tokens", "6", "--json"]
     code, out, _ = invoke("generate", "hello", *arguments, "--num-return-sequences", "4")
@@ -101,8 +113,12 @@ def test_the_api_says_what_is_wrong(tiny):
         beams.search("hello", beam=3)
     with pytest.raises(UsageError, match="top_k is a sampling parameter"):
         beams.sample("hello", top_k=3)
-    with pytest.raises(UsageError, match="stop strings"):
-        beams.search("hello", stop="x")
+    with pytest.raises(UsageError, match="stop=3 is not text"):
+        beams.search("hello", stop=3)
+    with pytest.raises(UsageError, match="keep=True does not go with beams"):
+        beams.search("hello", keep=True)
+    with pytest.raises(UsageError, match="stop strings need a tokenizer"):
+        BeamDecoder(Decoder(beams.decoder.target)).search([5, 6], stop="x")
     with pytest.raises(UsageError, match="empty prompt"):
         beams.search("")
     with pytest.raises(UsageError, match="early_stopping='soon'"):
