@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from polydraft.beam import BeamDecoder
+from polydraft.beam.chance import RandomChance
 from polydraft.beam.coupled import CoupledRun
 from polydraft.beam.node import Node
 from polydraft.beam.run import BeamRun
@@ -133,7 +134,7 @@ class Words:
 
 
 EXACT = {
-    "one beam, two layers": (("a", "b"), ("b",), dict(steps=3, beams=1, draft_width=2, draft_depth=2)),
+    "one beam, two layers": (("a", "b"), ("a",), dict(steps=3, beams=1, draft_width=2, draft_depth=2)),
     "a string of two tokens": (("a", "ba"), ("ab",), dict(steps=3, beams=1, draft_width=2, draft_depth=1)),
     "two beams": (("a", "b"), ("b",), dict(steps=2, beams=2, draft_width=3, draft_depth=1)),
     "no draft": (("a", "b", "ba"), ("ab", "bb"), dict(steps=2, beams=2)),
@@ -169,6 +170,13 @@ def test_the_law_of_whole_runs_by_enumeration(case, draws):
 WORDS = ("a", "b", "ab", "ba", "aab", "c", "ca", "bc", "d", "da", "cd", "dd")
 
 
+def new_run(kind, seed, kept):
+    generator = torch.Generator().manual_seed(seed)
+    if kind is SearchRun:
+        return kind(**kept | {"prompt": [*PROMPT, seed]})
+    return kind(**kept, generator=generator) if kind is CoupledRun else kind(**kept, chance=RandomChance(generator))
+
+
 def both_runs(kind, seed, draws="distinct"):
     """Run with and without a draft."""
     target, draft = pair(len(WORDS), seed=3)
@@ -177,11 +185,7 @@ def both_runs(kind, seed, draws="distinct"):
         options = dict(draws=draws, beams=3, draft_width=6, draft_depth=3)
         kept = parts(target, draft if with_draft else None, 9, (11,), **options)
         kept["stops"] = Words(*WORDS).stops("aba", "cd", "bb")
-        if kind is CoupledRun:
-            kept["generator"] = torch.Generator().manual_seed(seed)
-        else:
-            kept["prompt"] = [*PROMPT, seed]
-        run = kind(**kept)
+        run = new_run(kind, seed, kept)
         grow = run._grow
         run._grow = lambda depth, grow=grow: layers.append(grow(depth)) or layers[-1]
         finish(run)
@@ -204,6 +208,36 @@ def test_a_draft_changes_no_text(kind, draws):
         wide += [len(layer.beams) == 6 for layer in layers]
     assert StopReason.STOP in reasons and len(reasons) > 1
     assert passes[0] < passes[1] and sum(wide) > 0.8 * len(wide), "others take those places"
+
+
+ALIKE = {
+    "search": (SearchRun, {}),
+    "coupled": (CoupledRun, {}),
+    "coupled as Hugging Face": (CoupledRun, {"draws": "hf"}),
+    "layers": (SampleRun, {"verification": "layers"}),
+    "independent": (SampleRun, {"draws": "iid"}),
+    "dynamic width": (SampleRun, {"width_threshold": 0.6}),
+    "independent, dynamic width": (SampleRun, {"draws": "iid", "width_threshold": 0.6, "min_width": 2}),
+    "one cache": (SampleRun, {"one_cache": True}),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_a_string_that_is_one_token_ends_texts_as_that_token_does(case):
+    """Whatever holds of texts that end by a token, laws included, holds of stop strings: nothing else depends on the end."""
+    kind, options = ALIKE[case]
+    target, draft = pair(12, seed=3, share=0.8)
+    reasons = set()
+    for seed in range(4):
+        found = []
+        for ends, strings in (((5,), ()), ((), ("f",))):
+            kept = parts(target, draft, 9, ends, **{"beams": 3, "draft_width": 6, "draft_depth": 3, **options})
+            run = new_run(kind, seed, kept | {"stops": Words(*"abcdefghijkl").stops(*strings)})
+            finish(run)
+            reasons |= {one.reason for one in run.results()}
+            found.append(([(one.node.tokens(), one.score) for one in run.results()], run.pass_of_step, run.tree.passed_tokens))
+        assert found[0] == found[1]
+    assert {StopReason.EOS, StopReason.STOP} <= reasons
 
 
 @pytest.mark.slow
