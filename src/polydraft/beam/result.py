@@ -11,8 +11,9 @@ class ScoredText:
     """One finished text with its exact log-probabilities."""
 
     text: str
+    """Cut before its stop string, if one ended it."""
     token_ids: list[int]
-    """New tokens; an end-of-text token that ended it is included."""
+    """New tokens; the one that ended it, by itself or by completing a stop string, is included."""
     log_probs: list[float]
     """The target's own log-probability of each of them, before temperature, truncation and penalties."""
     sources: list[str]
