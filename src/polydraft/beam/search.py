@@ -15,6 +15,9 @@ from polydraft.beam.run import BeamRun
 _FEW_TOTALS = 1024
 """Up to so many, sorting all of them takes no longer than looking for the largest first."""
 
+_LOOKS = 4
+"""Continuations looked at for each place of a forest, where stop strings may end some."""
+
 
 class SearchRun(BeamRun):
     """Beam search whose steps need no target pass of their own as long as the beams that matter lie in the draft's forest.
@@ -71,19 +74,18 @@ class SearchRun(BeamRun):
     def _open(
         self, totals_X: Floats, entries_X: Indices, continuations: Continuations, parents: list[Beam], count: int
     ) -> list[int]:
-        """Return those of some entries that have the largest totals, less those that a stop string ends."""
-        looked_at = count
-        while True:
-            found = [int(entries_X[entry]) for entry in largest(totals_X[entries_X], looked_at)]
-            lasting = [entry for entry in found if not self._stops_at(entry, continuations, parents)]
-            if len(lasting) >= count or len(found) == len(entries_X):
-                return lasting[:count]
-            looked_at += count - len(lasting)
+        """Return those of some entries that have the largest totals, less those that a stop string ends.
 
-    def _stops_at(self, entry: int, continuations: Continuations, parents: list[Beam]) -> bool:
+        Fewer where strings end most of them: a forest need not be full, and each look costs a decoding.
+        """
         if not self.stops.any:
-            return False
-        return self.stops.found(parents[int(continuations.rows_X[entry])].node.child(int(continuations.tokens_X[entry])))
+            return [int(entries_X[entry]) for entry in largest(totals_X[entries_X], count)]
+
+        def child(entry: int) -> Node:
+            return parents[int(continuations.rows_X[entry])].node.child(int(continuations.tokens_X[entry]))
+
+        looked_at = (int(entries_X[entry]) for entry in largest(totals_X[entries_X], _LOOKS * count))
+        return list(islice((entry for entry in looked_at if not self.stops.found(child(entry))), count))
 
     @property
     def _kept(self) -> int:
