@@ -111,6 +111,23 @@ def test_heads_read_true_features_where_there_are_some(prompt):
         reader._tree.keep(beams, slack=0)
 
 
+@torch.inference_mode()
+def test_heads_read_guesses_one_after_another():
+    """Below nodes that the target has not passed an entry needs the head's own output for its parent, also unasked."""
+    target, head = target_and_head()
+    results = []
+    for stepwise in (True, False):
+        reader, context = HeadReader(head), target.start(1, 8)
+        context.prefill([[5, 9, 2, 44]], reader.observe)
+        tree, root = SlotTree(context), Node(17)
+        reader.begin([5, 9, 2, 44, 17], root, tree)
+        one, other = root.child(30).child(31), root.child(40)
+        for level in ([root], [root.child(30), other], [one]) if stepwise else ():
+            reader.logits(level)
+        results.append(reader.logits([one.child(32), other]))
+    assert (results[0] - results[1]).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("draft", ["head", "early", "noisy"])
 def test_every_kind_of_draft_gives_the_same_search(draft):
     target, head = target_and_head()

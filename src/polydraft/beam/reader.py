@@ -108,8 +108,20 @@ class HeadReader(TreeReader):
 
     def logits(self, nodes: Sequence[Node]) -> Tensor:
         """Pass the nodes' entries, and what is missing above them."""
-        self._tree.read(nodes)
+        for level in self._levels(nodes):
+            self._tree.read(level)
         return self._head.head(self._tree.features(nodes))
+
+    def _levels(self, nodes: Sequence[Node]) -> list[list[Node]]:
+        """Return the nodes that need passes one after another: a guess needs the head's own output for its parent first."""
+        levels: dict[int, dict[Node, None]] = {}
+        for leaf in nodes:
+            node = leaf
+            levels.setdefault(node.depth, {})[node] = None
+            while node.parent is not None and not self._is_known(node) and node.parent not in self._tree:
+                node = node.parent
+                levels.setdefault(node.depth, {})[node] = None
+        return [list(levels[depth]) for depth in sorted(levels)]
 
     def _pass(self, tokens_1T: Tensor, block: Block, nodes: Sequence[Node]) -> Tensor:
         fused_TH = torch.empty(len(nodes), self._head.shape.hidden_size, dtype=self._head.dtype, device=self._head.device)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from polydraft.beam.forest import ForestLayer
-from polydraft.beam.law import Continuations, LawMaker, interleaved
+from polydraft.beam.law import Continuations, LawMaker, averaged, interleaved
 from polydraft.beam.node import Beam, Node, common_path
 from polydraft.beam.options import BeamOptions
 from polydraft.beam.pool import Hypothesis, Pool
 from polydraft.beam.reader import TreeReader, tree_reader
 from polydraft.beam.slots import SlotTree
 from polydraft.beam.stops import Stops
+from polydraft.beam.twins import TRUSTED, Twins
 from polydraft.engine import Stats, StopReason
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import SamplingParams
@@ -24,6 +25,9 @@ _FEW_NODES = 16
 
 _NEWS = 0.2
 """Weight of the last round in that running mean."""
+
+_MOST_LAWS = 512
+"""Short laws of the target that stay on the host for texts that end alike."""
 
 
 class BeamRun(ABC):
@@ -78,7 +82,8 @@ class BeamRun(ABC):
         self._logits_RV: Tensor | None = None
         """Logits of the nodes above, where those of the last pass were computed together."""
         self._laws: dict[Node, tuple[Continuations, int]] = {}
-        """Laws of the target that are on the host already: of the last pass's nodes and of the beams that go on."""
+        """Laws of the target that are on the host: of beams that go on, and where laws are short, of the last few hundred."""
+        self._twins = Twins(prompt)
         with torch.inference_mode(), self.stats.clock("prefill"):
             context = target.start(1, len(prompt) + 64)
             context.prefill(
@@ -135,6 +140,8 @@ class BeamRun(ABC):
             nodes += [beam.node for layer in layers for beam in layer.beams if not self._ends(beam.node)]
             nodes = list(dict.fromkeys(nodes))
             self.tree.read(nodes)
+            if self.reader is not None:
+                self._twins.note(nodes)
             self._prepare(nodes)
         with stats.clock("verify"):
             steps = self._verify(layers)
@@ -160,7 +167,10 @@ class BeamRun(ABC):
 
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Compute the logits of all nodes of the pass together, where that costs little more than those of a few."""
-        self._laws = {beam.node: self._laws[beam.node] for beam in self.beams if beam.node in self._laws}
+        held = {beam.node: self._laws[beam.node] for beam in self.beams if beam.node in self._laws}
+        if self.reader is not None and self.law.is_short:
+            held = dict(list(self._laws.items())[-_MOST_LAWS:]) | held
+        self._laws = held
         nodes = [node for node in nodes if node not in self._laws]
         self._logit_rows, self._logits_RV = {}, None
         if not nodes:
@@ -202,18 +212,37 @@ class BeamRun(ABC):
     def _draft_rows(self, nodes: list[Node]) -> Continuations:
         """Return the draft's law after each node; where the target has passed one already, its own, which is the best draft.
 
-        Some input beams lie inside the last round's forest: what follows them needs no guess.
+        Some input beams lie inside the last round's forest: what follows them needs no guess. For the others the target's law
+        after a text that ends alike stands in for the draft's, or beside it.
         """
         assert self.reader is not None
-        known = [index for index, node in enumerate(nodes) if node in self.tree]
-        unknown = [index for index, node in enumerate(nodes) if node not in self.tree]
+        certain: dict[int, Node] = {}
+        hints: dict[int, Node] = {}
+        for index, node in enumerate(nodes):
+            twin, shared = self._passed_like(node)
+            if twin is not None:
+                (certain if shared >= TRUSTED else hints)[index] = twin
         parts = []
-        if known:
-            parts.append((self._rows([nodes[index] for index in known]), known))
-        if unknown:
-            texts = [nodes[index] for index in unknown]
-            parts.append((self.draft_law(self.reader.logits(texts), texts), unknown))
+        if certain:
+            parts.append((self._rows(list(certain.values())), list(certain)))
+        guessed = [index for index in range(len(nodes)) if index not in certain]
+        if guessed:
+            texts = [nodes[index] for index in guessed]
+            law = self.draft_law(self.reader.logits(texts), texts)
+            if hints:
+                law = averaged(law, self._rows(list(hints.values())), [guessed.index(index) for index in hints])
+            parts.append((law, guessed))
         return interleaved(parts) if len(parts) > 1 else parts[0][0]
+
+    def _passed_like(self, node: Node) -> tuple[Node | None, int]:
+        """Return whose law of the target can stand for this node's, and how many tokens the two texts share at their ends."""
+        if node in self.tree:
+            return node, TRUSTED
+        for twin, shared in self._twins.of(node):
+            # Long laws take longer to average than a hint is worth.
+            if (twin in self._laws or twin in self.tree) and (shared >= TRUSTED or self.law.is_short):
+                return twin, shared
+        return None, 0
 
     def _child(self, beams: Sequence[Beam], continuations: Continuations, entry: int, total: float) -> Beam:
         """Continue a beam."""

@@ -1,0 +1,62 @@
+"""Texts that end alike: what the target said after one is a good guess for the other."""
+
+from collections.abc import Sequence
+
+from polydraft.beam.node import Node
+
+_LONGEST = 4
+"""Tokens at the ends of texts that are compared at most."""
+TRUSTED = 3
+"""Texts that share so many tokens at their ends mostly go on alike; those that share fewer only hint at it."""
+_MOST = 2**14
+"""Endings that are kept; the oldest go first."""
+
+_Ending = tuple[int, ...]
+
+
+class Twins:
+    """Nodes that the target has passed, found by the last tokens of their texts.
+
+    Beams mostly differ in a word some tokens back, or are what another beam was a step ago. A beam that no draft foresaw has
+    such a twin more often than not, and the target's law after the twin is a good draft: it knows every token, and costs no
+    pass.
+
+    Parameters
+    ----------
+    prompt : sequence of int
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._above_root = tuple(prompt[-1 - _LONGEST : -1])
+        self._latest: dict[_Ending, Node] = {}
+
+    def note(self, nodes: Sequence[Node]) -> None:
+        """Take note of nodes that were passed."""
+        for node in nodes:
+            ending = self._ending(node)
+            for length in range(1, len(ending) + 1):
+                key = ending[-length:]
+                self._latest.pop(key, None)  # so that it is the youngest
+                self._latest[key] = node
+        while len(self._latest) > _MOST:
+            del self._latest[next(iter(self._latest))]
+
+    def of(self, node: Node) -> list[tuple[Node, int]]:
+        """Return passed nodes whose texts end as this one does, with how many tokens they share, most first."""
+        ending = self._ending(node)
+        found: dict[Node, int] = {}
+        for length in range(len(ending), 0, -1):
+            twin = self._latest.get(ending[-length:])
+            if twin is not None:
+                found.setdefault(twin, length)
+        return list(found.items())
+
+    def _ending(self, node: Node) -> _Ending:
+        backwards: list[int] = []
+        above: Node | None = node
+        while above is not None and len(backwards) < _LONGEST:
+            backwards.append(above.token)
+            above = above.parent
+        if above is None:
+            backwards += reversed(self._above_root[len(self._above_root) - (_LONGEST - len(backwards)) :])
+        return tuple(reversed(backwards))

@@ -1,0 +1,118 @@
+"""Texts that end alike lend each other the target's law: fewer passes, and nothing else changes."""
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from polydraft.beam import run as run_module
+from polydraft.beam.coupled import CoupledRun
+from polydraft.beam.law import Continuations, LawMaker, averaged
+from polydraft.beam.node import Node
+from polydraft.beam.sample import SampleRun
+from polydraft.beam.search import SearchRun
+from polydraft.beam.twins import Twins
+from polydraft.models import TabularModel
+from polydraft.sampling import SamplingParams
+
+from .enumeration import enumerate_outcomes, total_variation
+from .reference import beam_sampling_law, table_rows
+from .test_runs import PROMPT, finish, parts
+
+
+def test_twins_share_their_last_tokens_the_longest_first():
+    twins, root = Twins([1, 2, 3, 4]), Node(4)
+    near, far, other = root.child(7).child(8).child(9), root.child(6).child(9), root.child(7).child(8).child(5)
+    twins.note([far, near, other])
+    assert twins.of(root.child(5).child(7).child(8).child(9)) == [(near, 3)]
+    assert twins.of(root.child(5).child(6).child(9)) == [(far, 2), (near, 1)]
+    assert twins.of(root.child(2)) == []
+
+
+def test_endings_reach_into_the_prompt():
+    twins, root = Twins([1, 2, 3, 7, 8]), Node(8)
+    twins.note([root])
+    again = root.child(2).child(3).child(7).child(8)
+    assert twins.of(again) == [(root, 4)]
+    short = Twins([8])
+    short.note([root])
+    assert short.of(again) == [(root, 1)]
+
+
+def test_later_twins_take_the_place_of_earlier_ones_and_the_oldest_go(monkeypatch):
+    monkeypatch.setattr("polydraft.beam.twins._MOST", 4)
+    twins, root = Twins([0]), Node(0)
+    first, second = root.child(1).child(5), root.child(1).child(5).child(1).child(5)
+    twins.note([first])
+    twins.note([second])
+    assert twins.of(root.child(9).child(5)) == [(second, 1)]
+    assert len(twins._latest) == 4 and first not in twins._latest.values()
+
+
+def test_an_average_is_one_of_the_rows_that_have_another_law():
+    one = Continuations(np.array([0, 0, 1]), np.array([2, 5, 2]), np.log([0.5, 0.5, 1.0]), np.log([0.4, 0.6, 1.0]), 2, 8)
+    other = Continuations(np.array([0, 0]), np.array([0, 5]), np.log([0.25, 0.75]), np.log([0.1, 0.9]), 1, 8)
+    mean = averaged(one, other, [0])
+    assert mean.rows_X.tolist() == [0, 0, 0, 1] and mean.tokens_X.tolist() == [0, 2, 5, 2]
+    assert np.exp(mean.scores_X) == pytest.approx([0.125, 0.25, 0.625, 1.0])
+    assert np.exp(mean.log_probs_X) == pytest.approx([0.05, 0.2, 0.75, 1.0])
+
+
+class Counted(Twins):
+    """Twins that count what they found."""
+
+    found: ClassVar[int] = 0
+
+    def of(self, node):
+        """Count, and return, what the class below finds."""
+        twins = super().of(node)
+        Counted.found += bool(twins)
+        return twins
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(run_module, "Twins", Counted)
+    Counted.found = 0
+    return Counted
+
+
+WRONG_LAWS = {"stand in": dict(trusted=1, short=False), "hint": dict(trusted=9, short=True)}
+
+
+@pytest.mark.parametrize("use", WRONG_LAWS)
+@pytest.mark.parametrize("draws", ["iid", "distinct"])
+def test_whole_runs_keep_their_law_whatever_a_twin_says(monkeypatch, counted, use, draws):
+    """By enumeration, with twins that share one token where the law looks at three."""
+    monkeypatch.setattr(run_module, "TRUSTED", WRONG_LAWS[use]["trusted"])
+    monkeypatch.setattr(LawMaker, "is_short", WRONG_LAWS[use]["short"])
+    vocabulary = 2 if draws == "iid" else 3  # distinct drafts must not be all there is
+    target = TabularModel.random(vocabulary, 3, seed=0)
+    draft = target.mixed_with(TabularModel.random(vocabulary, 3, seed=100), 0.5)
+    kept = parts(target, draft, 3, draws=draws, verification="layers", beams=1, draft_width=2, draft_depth=1)
+    got = enumerate_outcomes(lambda chance: finish(SampleRun(chance=chance, **kept)))
+    law = beam_sampling_law(table_rows(target, PROMPT), width=1, steps=3, draws=draws)
+    assert total_variation(got, law) < 1e-6
+    assert counted.found
+
+
+@pytest.mark.parametrize("mode", ["search", "coupled"])
+def test_twins_spare_passes_and_change_no_text(monkeypatch, counted, mode):
+    """The target looks at one token only, so that a twin is always right; the draft knows nothing."""
+    target, draft = TabularModel.random(12, 1, seed=5, sharpness=3.0), TabularModel.random(12, 1, seed=6)
+    params = SamplingParams() if mode == "search" else SamplingParams(top_k=6)
+
+    def texts_and_passes(with_draft, seed):
+        kept = parts(target, draft if with_draft else None, 24, beams=3, draft_width=6, draft_depth=2) | {"params": params}
+        kept["prompt"] = [seed, 3]
+        run = SearchRun(**kept) if mode == "search" else CoupledRun(generator=torch.Generator().manual_seed(seed), **kept)
+        return finish(run), run.stats.passes
+
+    with_twins = [texts_and_passes(True, seed) for seed in range(3)]
+    assert counted.found
+    monkeypatch.setattr(Twins, "of", lambda twins, node: [])
+    without = [texts_and_passes(True, seed) for seed in range(3)]
+    plain = [texts_and_passes(False, seed) for seed in range(3)]
+    assert [texts for texts, _ in with_twins] == [texts for texts, _ in plain]
+    assert sum(passes for _, passes in with_twins) < 0.9 * sum(passes for _, passes in without)
