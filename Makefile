@@ -33,7 +33,7 @@ test: lint
 	$(PYTHON) -m pytest -n 2
 
 test-all: lint
-	-$(PIP) install triton  # its interpreter runs the GPU kernels' tests; absent on some platforms
+	-$(PIP) install triton  # its interpreter and its compiler test the GPU kernels; absent on some platforms
 	$(PYTHON) -m pytest -n 2 -m "not gpu"
 
 bench: $(READY)

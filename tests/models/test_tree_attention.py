@@ -95,6 +95,11 @@ def test_plans_fill_a_gpu_without_splits_that_have_no_keys(dtype, lines, keys):
     assert crowded.splits == 1, "many rows fill the GPU by themselves"
 
 
+def test_large_heads_take_fewer_keys_at_a_time():
+    sizes = {channels: plan_attention(1, 8, 64, channels, 600, torch.bfloat16).block_keys for channels in (64, 128, 256)}
+    assert sizes == {64: 64, 128: 64, 256: 32}
+
+
 def test_obstacles_are_named(monkeypatch):
     assert "not compute in float64" in (obstacle(CPU, torch.float64) or "") or importlib.util.find_spec("triton") is None
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)

@@ -27,6 +27,8 @@ _MULTIPROCESSORS = 132
 """Of an H100 or H200; on others the number of splits is a little off, nothing else."""
 _MOST_SPLITS = 64
 _SHORT_TEXT = 2048
+_USUAL_CHANNELS = 128
+"""Larger heads get fewer keys at a time, to fit into the 99 KiB of shared memory of compute capability 8.6 and 8.9."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,8 @@ def plan_attention(batch_size: int, key_heads: int, lines: int, channels: int, k
     wide = dtype == torch.float32  # twice the shared memory
     block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
     block_keys = 32 if wide else 64
+    if channels > _USUAL_CHANNELS:
+        block_keys //= 2
     programs = batch_size * key_heads * math.ceil(lines / block_lines)
     # A few multiprocessors without work cost less than a second turn of a few programs.
     wanted = math.ceil(_MULTIPROCESSORS / programs - 0.25 if keys <= _SHORT_TEXT else 2 * _MULTIPROCESSORS / programs)

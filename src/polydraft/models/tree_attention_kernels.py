@@ -30,9 +30,10 @@ def _absorb(queries_MC, scores_mask, keys_NC, values_NC, peak_M, sum_M, mixed_MC
     return new_peak_M, sum_M, mixed_MC
 
 
-# Triton compiles a kernel anew for whole numbers that are 1 or divisible by 16. What differs from tree to tree must not
-# count: forests of beams would compile for seconds on end.
-@triton.jit(do_not_specialize=["size", "places", "splits", "visible_row", "visible_token"])
+# Triton compiles a kernel anew for whole numbers that are 1 or divisible by 16, and for addresses that are divisible by 16.
+# What differs from tree to tree must not count: forests of beams would compile for seconds on end. A level's mask begins
+# anywhere in its tree's, and sums anywhere behind peaks.
+@triton.jit(do_not_specialize=["visible", "peaks", "sums", "size", "places", "splits", "visible_row", "visible_token"])
 def attend(
     query, key, value, lengths, visible, starts, output, mixed, peaks, sums,
     scale, size, places, splits,
@@ -112,7 +113,7 @@ def attend(
         tl.store(mixed + mixed_offsets_MC, mixed_MC, mask=real_M[:, None] & real_C[None, :])
 
 
-@triton.jit(do_not_specialize=["lines", "places", "splits"])
+@triton.jit(do_not_specialize=["peaks", "sums", "lines", "places", "splits"])
 def join(
     output, mixed, peaks, sums, lengths, lines, places, splits, output_row, output_token, output_head,
     GROUP: tl.constexpr, CHANNELS: tl.constexpr,

@@ -1,0 +1,147 @@
+"""Everything that the GPU kernels are launched with, compiled for GPUs that are not there; a script of its own.
+
+Run as ``python kernel_launches.py {shapes,trees} CAPABILITY DTYPE``, without Triton's interpreter, which replaces the compiler
+for a whole process. Each launch becomes a line of JSON.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from attention_cases import Case
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from polydraft.models import FAMILIES, FeatureHead
+from polydraft.models.cache import SlotCache
+from polydraft.models.feature_head import HeadShape
+from polydraft.models.fused import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
+from polydraft.models.fused_head import FusedHead
+from polydraft.models.lean import lean_body
+from polydraft.models.tree_attention import AttentionPlan, tree_attention
+from polydraft.trees import SlicedMask, parse_tree
+
+
+class AbsentGPU:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Compile what a launch would run, as Triton itself specialises it, and say what became of it."""
+    compiled = kernel.warmup(*arguments, grid=grid, **options)
+    report = {
+        "kernel": kernel.__name__,
+        "specialisation": compiled.hash,
+        "shared": compiled.metadata.shared,
+        "target": next(line for line in compiled.asm["ptx"].splitlines() if line.startswith(".target")),
+        "bytes": len(compiled.asm["cubin"]),
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+def _view(batch_size: int, size: int) -> TreeView:
+    return TreeView(
+        torch.zeros(batch_size, size, dtype=torch.long),
+        torch.zeros(batch_size, dtype=torch.long),
+        torch.ones(1, size, size, dtype=torch.bool).expand(batch_size, -1, -1),
+        max_length=400,
+        starts_BT=torch.zeros(batch_size, size, dtype=torch.long),
+    )
+
+
+def whole_models(dtype: torch.dtype) -> None:
+    """Pass a tree through a layer of a model and through a feature head, both of the bundled ones' sizes."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    body = lean_body(FAMILIES.get("qwen2").build(num_hidden_layers=1, **sizes).to(dtype))
+    assert body is not None
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    view = _view(2, 5)
+    whole = TreeView(view.slots_BT, view.lengths_B, view.visible_BTU, view.max_length)
+    FusedBody(body)(tokens, tokens, whole, SlotCache(1, 512))
+    shape = HeadShape(hidden_size=576, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512)
+    head = FeatureHead(shape, *torch.zeros(2, 96, 576, dtype=dtype)).to(dtype)
+    FusedHead(head, 1e-5)(torch.zeros(2, 5, 576, dtype=dtype), tokens, tokens, view, SlotCache(1, 512), 512)
+
+
+def large_models(dtype: torch.dtype) -> None:
+    """Launch with the sizes of models of 7 billion weights, and with heads twice as large."""
+    for channels, size in ((128, 64), (256, 64)):
+        case = Case(lengths=(3000,), size=size, key_heads=8, group=4, channels=channels, dtype=dtype)
+        attend(case)
+    empty = partial(torch.empty, dtype=dtype)
+    add_norm(empty(1, 64, 4096), empty(1, 64, 4096), empty(4096), 1e-5)
+    gate(empty(1, 64, 2 * 11008))
+    for rows, channels in ((12288, 4096), (4096, 11008)):
+        vector_product(empty(1, 1, channels), empty(rows, channels), empty(rows) if rows == 4096 else None)
+    turn(empty, queries=32, keys=8, channels=128)
+
+
+def odd_models(dtype: torch.dtype) -> None:
+    """Launch with sizes that no power of two divides."""
+    attend(Case(lengths=(7, 3), size=3, key_heads=1, group=5, channels=26, room=4, dtype=dtype))
+    empty = partial(torch.empty, dtype=dtype)
+    add_norm(empty(2, 3, 99), None, empty(99), 1e-5, empty(2, 3, 198)[..., 99:])
+    gate(empty(2, 3, 2 * 49))
+    vector_product(empty(1, 1, 77), empty(5, 77), empty(5))
+    turn(empty, queries=5, keys=1, channels=26)
+
+
+def attend(case: Case) -> None:
+    query, key, value, lengths, visible = case.build("cpu")
+    tree_attention(query, key, value, lengths, visible, 0.1, max(case.lengths))
+
+
+def turn(empty: Callable[..., torch.Tensor], queries: int, keys: int, channels: int) -> None:
+    angles, slots = empty(2, 3, channels), torch.zeros(2, 3, dtype=torch.long)
+    key, value = (empty(3, 2, keys, 11, channels)[1] for _ in range(2))
+    rotate_store(empty(2, 3, (queries + 2 * keys) * channels), angles, angles, slots, key, value)
+
+
+def trees(dtype: torch.dtype) -> None:
+    """Launch for trees of many sizes, and for the levels of one, whose masks are cut out of the whole tree's."""
+    shapes = [(size, 0, splits) for size, splits in ((1, 2), (16, 3), (17, 16), (64, 17))] + [(5, 3, 2), (1, 16, 5)]
+    mask = SlicedMask.of(parse_tree("5x3x2"), torch.device("cpu"), lead=1)
+    levels = [mask.level(first, stop).expand(1) for first, stop in zip((0, *mask.stops[:-1]), mask.stops, strict=True)]
+    for size, earlier, splits in shapes:
+        launch_level(dtype, torch.ones(1, size, earlier + size, dtype=torch.bool), splits)
+    for splits, level in enumerate(levels, start=2):
+        launch_level(dtype, level.visible_BTU, splits)
+
+
+def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None:
+    size, places = visible.shape[1:]
+    case = Case(lengths=(100,), size=size, earlier=places - size, group=3, dtype=dtype, room=256 - 100 - places)
+    query, key, value, lengths, _ = case.build("cpu")
+    plan = AttentionPlan(block_lines=16, block_keys=16, splits=splits, warps=4, stages=2)
+    tree_attention(query, key, value, lengths, visible, 0.1, 100, plan=plan)
+    angles, slots = torch.zeros(2, 1, size, 64, dtype=dtype), torch.zeros(1, size, dtype=torch.long)
+    rotate_store(torch.zeros(1, size, 10 * 64, dtype=dtype), *angles, slots, key, value)
+
+
+def main(what: str, capability: str, dtype: str) -> None:
+    driver.set_active(AbsentGPU(int(capability)))
+    JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
+    for launches in [trees] if what == "trees" else [whole_models, large_models, odd_models]:
+        launches(getattr(torch, dtype))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        main(*sys.argv[1:])
