@@ -16,7 +16,7 @@ from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.models.spread import check_device_map
 from polydraft.schemes import SCHEMES
-from polydraft.trees import Topology, parse_dynamic, parse_tree
+from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 from polydraft.walks import check_walk
 
 DEFAULT_TREE = "4x2x2x1x1"
@@ -109,43 +109,31 @@ def load(
     place = resolve_device(device)
     number_format = resolve_dtype(dtype, place)
     if tree == "auto":
+        plain = scheme == walk == drafter == "auto" and lossy is None
         narrow = place.type == "cpu" and number_format is torch.float32 and target in DEFAULT_PAIRS
         # On a GPU a pass of 64 nodes costs little more than one of a single token.
         wide = draft != "auto" or place.type == "cuda"
         tree = DEFAULT_TREE if wide else NARROW_TREE if narrow else usual_tree
-        if parse_dynamic(tree) and not (scheme == walk == drafter == "auto" and lossy is None):
-            most = None if scheme == "auto" else SCHEMES.get(scheme).max_children
-            tree = NARROW_STATIC_TREE if narrow or (most is not None and most < _WIDEST_STATIC) else STATIC_TREE
-    dynamic = parse_dynamic(tree)
-    topology = Topology() if dynamic is not None else parse_tree(tree)
-    if dynamic is not None and scheme != "auto":
-        raise UsageError(f"scheme {scheme!r} with tree {tree!r}; allowed: auto, because dynamic trees choose their own")
+        if parse_dynamic(tree) is not None and not plain:
+            tree = _static_tree(scheme, narrow)
+    dynamic, topology = _parsed(tree, scheme)
     check_threshold(stop_below)
     grams = grams or GramTreeOptions()
     if lossy == FLAT_BLOCKS:
         grams, lossless, lossy = dataclasses.replace(grams, flat_blocks=True), False, None
     elif lossy is not None:
-        if lossy not in LOSSY_DRAFTERS:
-            raise unknown_name("lossy rule", lossy, [*LOSSY_DRAFTERS, FLAT_BLOCKS])
-        if dynamic is not None:
-            raise UsageError(f"--lossy {lossy} grows forks only, not tree {tree}; use a tree such as fork:16x5")
-        check_lossy(lossy, topology)
+        _check_lossy_rule(lossy, tree, topology)
     if scheme != "auto":
         SCHEMES.get(scheme)
     check_walk(walk, scheme)
     check_drafter(drafter, walk)
     if grams.flat_blocks and lossless:
         raise UsageError("flat_blocks changes the law of the text above temperature 0; pass lossless=False to have it anyway")
-    if not needs_draft(drafter):
-        if draft not in ("auto", "none"):
-            raise UsageError(
-                f"drafter {drafter!r} uses no draft, but draft={draft!r} is given; use {drafter}+model, or leave it out"
-            )
-        draft = "none"
+    draft = _needed_draft(draft, drafter, usual_draft)
     if draft_temperature is not None and not 0 <= draft_temperature < math.inf:
         raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
     loaded = load_model(target, place, number_format, device_map)
-    draft_model = load_draft(usual_draft if draft == "auto" else draft, loaded)
+    draft_model = load_draft(draft, loaded)
     if decision is not None and draft_model is None:
         raise UsageError("a decision model needs a draft; pass draft=NAME, a folder, or early-exit:k")
     parts = Parts(
@@ -168,3 +156,39 @@ def load(
         graphs=graphs,
         compiled=compiled,
     )
+
+
+def _static_tree(scheme: str, narrow: bool) -> str:
+    """Return the tree of a pair where something is asked for that dynamic trees do not have."""
+    most = None if scheme == "auto" else SCHEMES.get(scheme).max_children
+    return NARROW_STATIC_TREE if narrow or (most is not None and most < _WIDEST_STATIC) else STATIC_TREE
+
+
+def _parsed(tree: str, scheme: str) -> tuple[DynamicShape | None, Topology]:
+    """Return what bounds a tree that is chosen anew in every round, or None, and the shape of one that is not."""
+    dynamic = parse_dynamic(tree)
+    if dynamic is None:
+        return None, parse_tree(tree)
+    if scheme != "auto":
+        raise UsageError(f"scheme {scheme!r} with tree {tree!r}; allowed: auto, because dynamic trees choose their own")
+    return dynamic, Topology()
+
+
+def _check_lossy_rule(lossy: str, tree: str, topology: Topology) -> None:
+    """Refuse unknown rules, and trees that a rule cannot grow."""
+    if lossy not in LOSSY_DRAFTERS:
+        raise unknown_name("lossy rule", lossy, [*LOSSY_DRAFTERS, FLAT_BLOCKS])
+    if parse_dynamic(tree) is not None:
+        raise UsageError(f"--lossy {lossy} grows forks only, not tree {tree}; use a tree such as fork:16x5")
+    check_lossy(lossy, topology)
+
+
+def _needed_draft(draft: str, drafter: str, usual: str) -> str:
+    """Return the draft to load, ``"none"`` for drafters that use none."""
+    if needs_draft(drafter):
+        return usual if draft == "auto" else draft
+    if draft not in ("auto", "none"):
+        raise UsageError(
+            f"drafter {drafter!r} uses no draft, but draft={draft!r} is given; use {drafter}+model, or leave it out"
+        )
+    return "none"

@@ -179,16 +179,19 @@ class PathGrowth:
             block = Block(visible_BWU.shape[-1] - visible_BWU.shape[1], as_tensor(depths_BW), as_tensor(visible_BWU))
             features, logits = expand(as_tensor(front.tokens_BW), as_tensor(front.parents_BW), block)
             level, allotment = self._children(len(levels), front.scores_BW, logits, paths_BWP, nodes_B, uniforms_BU)
-            level = level.masked(going_B)
-            if allotment is None:
-                best_BX = top(level.scores_BX, min(_FOUND, level.scores_BX.shape[1]))[0]
-                self.policy.saw_level(mass_B, library(best_BX).exp(best_BX).sum(-1), going_B)
-            else:
-                self.policy.saw_allotment(mass_B, allotment, going_B)
+            levels.append(level.masked(going_B))
             fronts.append(front)
-            levels.append(level)
+            self._report(mass_B, levels[-1], allotment, going_B)
             levels_B = levels_B + going_B
         return self._tree(root_B, levels, fronts, levels_B)
+
+    def _report(self, mass_B: Array, level: Level, allotment: Allotment | None, going_B: Array) -> None:
+        """Tell the policy what a level brought."""
+        if allotment is None:
+            best_BX = top(level.scores_BX, min(_FOUND, level.scores_BX.shape[1]))[0]
+            self.policy.saw_level(mass_B, library(best_BX).exp(best_BX).sum(-1), going_B)
+        else:
+            self.policy.saw_allotment(mass_B, allotment, going_B)
 
     @property
     def _depth(self) -> int:

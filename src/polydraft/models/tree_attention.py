@@ -120,31 +120,47 @@ def tree_attention(
         `[B, H, T, C]`, laid out as `[B, T, H, C]`: the output projection's input is a view of it. A token that sees
         nothing gets zeros.
     """
+    batch_size, query_heads, size, channels = query_BHTC.shape
+    key_heads, places = key_BHSC.shape[1], visible_BTU.shape[2]
+    assert query_heads % key_heads == 0, (query_heads, key_heads)
+    assert visible_BTU.shape == (batch_size, size, places) and visible_BTU.dtype == torch.bool, visible_BTU.shape
+    assert query_BHTC.stride(3) == key_BHSC.stride(3) == value_BHSC.stride(3) == 1, "channels must lie side by side"
+    assert starts_BT is None or starts_BT.is_contiguous()
+    assert lengths_B.is_contiguous() and max_length + places <= key_BHSC.shape[2], (max_length, places, key_BHSC.shape)
+    if plan is None:
+        lines = size * query_heads // key_heads
+        plan = plan_attention(batch_size, key_heads, lines, channels, max_length + places, query_BHTC.dtype)
+    return _launch(query_BHTC, key_BHSC, value_BHSC, lengths_B, visible_BTU.view(torch.uint8), scale, starts_BT, plan)
+
+
+def _launch(
+    query_BHTC: Tensor,
+    key_BHSC: Tensor,
+    value_BHSC: Tensor,
+    lengths_B: Tensor,
+    visible_BTU: Tensor,
+    scale: float,
+    starts_BT: Tensor | None,
+    plan: AttentionPlan,
+) -> Tensor:
+    """Attend as planned, and join the splits if there are several."""
     from polydraft.models import tree_attention_kernels as kernels
 
     batch_size, query_heads, size, channels = query_BHTC.shape
     key_heads, places = key_BHSC.shape[1], visible_BTU.shape[2]
     group = query_heads // key_heads
-    assert group * key_heads == query_heads, (query_heads, key_heads)
-    assert visible_BTU.shape == (batch_size, size, places) and visible_BTU.dtype == torch.bool, visible_BTU.shape
-    assert query_BHTC.stride(3) == key_BHSC.stride(3) == value_BHSC.stride(3) == 1, "channels must lie side by side"
-    assert starts_BT is None or starts_BT.is_contiguous()
-    assert lengths_B.is_contiguous() and max_length + places <= key_BHSC.shape[2], (max_length, places, key_BHSC.shape)
     lines = size * group
-    if plan is None:
-        plan = plan_attention(batch_size, key_heads, lines, channels, max_length + places, query_BHTC.dtype)
     output_BTHC = query_BHTC.new_empty(batch_size, size, query_heads, channels)
     parts = batch_size * key_heads * plan.splits * lines if plan.splits > 1 else 1
     mixed_XC = output_BTHC.new_empty(parts, channels, dtype=torch.float32)
     peaks_X, sums_X = output_BTHC.new_empty(2, parts, dtype=torch.float32)
-    visible = visible_BTU.view(torch.uint8)
     output_strides = output_BTHC.stride()[:3]
     sizes: dict[str, Any] = {"GROUP": group, "CHANNELS": channels, "BLOCK_KEYS": plan.block_keys}
     sizes["BLOCK_CHANNELS"] = max(power_of_two(channels), 16)  # the least that matrix units take
     kernels.attend[plan.splits, key_heads * math.ceil(lines / plan.block_lines), batch_size](
-        query_BHTC, key_BHSC, value_BHSC, lengths_B, visible, lengths_B if starts_BT is None else starts_BT,
+        query_BHTC, key_BHSC, value_BHSC, lengths_B, visible_BTU, lengths_B if starts_BT is None else starts_BT,
         output_BTHC, mixed_XC, peaks_X, sums_X, scale * math.log2(math.e), size, places, plan.splits,
-        *query_BHTC.stride()[:3], *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], *visible.stride(), *output_strides,
+        *query_BHTC.stride()[:3], *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], *visible_BTU.stride(), *output_strides,
         **sizes, ALONE=plan.splits == 1, PRECISION="ieee", CUT=starts_BT is not None,
         BLOCK_LINES=plan.block_lines, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip

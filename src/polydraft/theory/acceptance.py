@@ -86,17 +86,22 @@ def acceptance(
         value_R = exact(target_probs_RV, draft_probs_RV, count)
         return Estimate(value_R, torch.zeros_like(value_R))
     generator = torch.Generator().manual_seed(0) if generator is None else generator
-
-    def estimate(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
-        if name in _SAMPLED:
-            shape = (count, len(draft_RV), samples or _LOOKUP_SAMPLES)
-            uniforms_KRX = torch.rand(*shape, generator=generator, dtype=torch.float64).to(draft_RV.device)
-            return moments(_SAMPLED[name](target_RV, draft_RV, uniforms_KRX))
-        drawings = samples or (_RACE_SAMPLES if isinstance(instance, Race) else _LAW_SAMPLES)
-        return sampled_acceptance(instance, target_RV, draft_RV, count, generator, drawings)
-
+    estimate = partial(_sampled_moments, instance, count, generator, samples)
     moments_RX = by_rows(estimate, target_probs_RV, draft_probs_RV)
     return Estimate(moments_RX[:, 0], moments_RX[:, 1])
+
+
+def _sampled_moments(
+    scheme: Scheme, count: int, generator: torch.Generator, samples: int | None, target_RV: Tensor, draft_RV: Tensor
+) -> Tensor:
+    """Return mean and standard error of each row's acceptance over drawings of its children."""
+    name = _formula_name(scheme)
+    if name in _SAMPLED:
+        shape = (count, len(draft_RV), samples or _LOOKUP_SAMPLES)
+        uniforms_KRX = torch.rand(*shape, generator=generator, dtype=torch.float64).to(draft_RV.device)
+        return moments(_SAMPLED[name](target_RV, draft_RV, uniforms_KRX))
+    drawings = samples or (_RACE_SAMPLES if isinstance(scheme, Race) else _LAW_SAMPLES)
+    return sampled_acceptance(scheme, target_RV, draft_RV, count, generator, drawings)
 
 
 def _formula_name(scheme: Scheme) -> str:
