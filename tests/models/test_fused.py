@@ -11,7 +11,10 @@ from fused_cases import check_add_norm, check_gate, check_rotate_store, check_ve
 if importlib.util.find_spec("triton") is not None and "triton" not in sys.modules and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
+from polydraft.models.fused import FusedBody
+from polydraft.models.lean import lean_body
 from polydraft.models.tree_attention import obstacle
+from polydraft.trees import SlicedMask, parse_tree
 
 WHY_NOT = obstacle(torch.device("cpu"), torch.float32)
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"{WHY_NOT}; pip install triton, and no GPU, for this test")
@@ -37,3 +40,19 @@ def test_gate(channels: int) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_vector_product(rows: int, channels: int, biased: bool) -> None:
     check_vector_product("cpu", torch.float32, rows, channels, biased)
+
+
+def test_a_body_computes_what_the_plain_one_does_and_multiplies_by_its_product(tiny, monkeypatch) -> None:
+    model = tiny("llama")
+    body, shapes = FusedBody(lean_body(model.hf_model)), []
+    product, block = body.product, SlicedMask.of(parse_tree("2x1"), torch.device("cpu")).level(0, 5).expand(1)
+    body.product = lambda *inputs: (shapes.append(tuple(inputs[1].shape)), product(*inputs))[1]
+    found = []
+    for fused in (None, body):
+        monkeypatch.setattr(model, "fused", fused)
+        context = model.start(1, 16)
+        context.prefill([[5, 6, 7]])
+        found.append(context.extend(torch.tensor([[11, 12, 13, 14, 15]]), block))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    layers, passes = model.num_layers, 2
+    assert shapes == [(64, 32), (32, 32), (96, 32), (32, 48)] * layers * passes

@@ -5,7 +5,7 @@ matrix products of a layer is therefore six kernels, and the products of a singl
 costs what the text of the moment costs, whatever the size of the buffers, so that a recorded pass serves for many lengths.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,8 @@ class FusedBody:
 
     def __init__(self, body: LeanBody) -> None:
         self._body = body
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+        """Multiplies inputs by weights; `torch.nn.functional.linear` in its place does so without kernels of our own."""
 
     def __call__(
         self, tokens_BT: Tensor, positions_BT: Tensor, view: TreeView, cache: SlotCache, taps: Sequence[int] = ()
@@ -54,35 +56,33 @@ class FusedBody:
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, layer.input_norm.weight, layer.input_norm.variance_epsilon)
             if number in taps:
                 tapped.append(hidden_BTF)
-            attended_BTF = _attended(layer, normed_BTF, cos_BTC, sin_BTC, view, cache)
+            attended_BTF = self._attended(layer, normed_BTF, cos_BTC, sin_BTC, view, cache)
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, attended_BTF, layer.mlp_norm.weight, layer.mlp_norm.variance_epsilon)
-            delta_BTF = _through(layer.down, gate(linear(normed_BTF, layer.gate_up, layer.gate_up_bias)))
+            delta_BTF = self._through(layer.down, gate(self.product(normed_BTF, layer.gate_up, layer.gate_up_bias)))
         norm = self._body.norm
         hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, norm.weight, norm.variance_epsilon)
         if len(self._body.layers) in taps:
             tapped.append(hidden_BTF)
         return torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
 
+    def _attended(
+        self, layer: LeanLayer, normed_BTF: Tensor, cos_BTC: Tensor, sin_BTC: Tensor, view: TreeView, cache: SlotCache
+    ) -> Tensor:
+        projected_BTX = self.product(normed_BTF, layer.qkv, layer.qkv_bias)
+        key_BHSC, value_BHSC = cache.storage(layer.index, projected_BTX, layer.keys, layer.channels)
+        query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC)
+        mixed_BHTC = tree_attention(
+            query_BHTC, key_BHSC, value_BHSC, view.lengths_B, view.visible_BTU, layer.scale, view.max_length, view.starts_BT
+        )
+        return self._through(layer.output, mixed_BHTC.transpose(1, 2).flatten(2))
 
-def _attended(
-    layer: LeanLayer, normed_BTF: Tensor, cos_BTC: Tensor, sin_BTC: Tensor, view: TreeView, cache: SlotCache
-) -> Tensor:
-    projected_BTX = linear(normed_BTF, layer.qkv, layer.qkv_bias)
-    key_BHSC, value_BHSC = cache.storage(layer.index, projected_BTX, layer.keys, layer.channels)
-    query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC)
-    mixed_BHTC = tree_attention(
-        query_BHTC, key_BHSC, value_BHSC, view.lengths_B, view.visible_BTU, layer.scale, view.max_length, view.starts_BT
-    )
-    return _through(layer.output, mixed_BHTC.transpose(1, 2).flatten(2))
-
-
-def _through(layer: Module, input_BTX: Tensor) -> Tensor:
-    """Apply a layer, by our own product if it is a plain one."""
-    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    if type(layer) is Linear and type(layer.weight) is Parameter and not changed:
-        return linear(input_BTX, layer.weight, layer.bias)
-    output_BTF: Tensor = layer(input_BTX)
-    return output_BTF
+    def _through(self, layer: Module, input_BTX: Tensor) -> Tensor:
+        """Apply a layer, by our own product if it is a plain one."""
+        changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+        if type(layer) is Linear and type(layer.weight) is Parameter and not changed:
+            return self.product(input_BTX, layer.weight, layer.bias)
+        output_BTF: Tensor = layer(input_BTX)
+        return output_BTF
 
 
 def linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
