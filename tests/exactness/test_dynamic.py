@@ -9,13 +9,14 @@ from torch import Tensor
 
 from polydraft.certify.reference import greedy_text
 from polydraft.decision import Decision
-from polydraft.drafters import Dynamic, HeadTree, ModelTree
+from polydraft.drafters import Dynamic, HeadTree, ModelTree, path_growth
 from polydraft.drafters.drawn_children import fixed_shares, gains, room_of_levels
 from polydraft.drafters.dynamic_costs import rising
 from polydraft.drafters.policy import Plan, RowPolicy
 from polydraft.engine import Decoder
 from polydraft.sampling import NO_TOKEN, SamplingParams
-from polydraft.schemes import SCHEMES
+from polydraft.schemes import SCHEMES, hybrid
+from polydraft.schemes.arithmetic import largest
 from polydraft.schemes.arrays import small
 from polydraft.theory import Costs, cost_curve
 from polydraft.trees import DynamicShape, parse_tree
@@ -175,7 +176,8 @@ def root_children(law: tuple[float, ...], nodes: int = 64) -> int:
     costs = amx_costs()
     policy = RowPolicy(costs, 1, nodes, torch.device("cpu"), adaptive=True)
     rest = torch.full((4096,), (1 - sum(law)) / 4096)
-    gain_11K = gains(torch.cat([torch.tensor(law), rest])[None, None], small(torch.ones(1, 1)), 16)
+    value_1K, _ = largest(torch.cat([torch.tensor(law), rest])[None], 16)
+    gain_11K = gains(value_1K, small(torch.ones(1, 1)))
     return int(policy.allot(gain_11K, small(torch.zeros(1, dtype=torch.long)), share=16, least=1).counts_BW[0, 0])
 
 
@@ -202,6 +204,21 @@ def test_allotted_children_fit_the_room_and_take_the_best() -> None:
     assert full.counts_BW.sum() == 0 and (full.net_B == 0).all()
 
 
+def test_a_level_looks_for_the_likeliest_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels, looked = [], []
+
+    def counted(weights_RV: Tensor, count: int) -> object:
+        looked.append(count)
+        return largest(weights_RV, count)
+
+    drawn = path_growth.drawn_children
+    monkeypatch.setattr(path_growth, "drawn_children", lambda *inputs: (levels.append(1), drawn(*inputs))[1])
+    for module in (path_growth, hybrid):
+        monkeypatch.setattr(module, "largest", counted)
+    dynamic(DRAFT).generate(RAGGED_PROMPTS, sampling=SamplingParams(), max_new_tokens=10, seed=1)
+    assert len(looked) == len(levels) > 0
+
+
 @pytest.mark.parametrize("name", sorted(name for name in SCHEMES if SCHEMES.get(name).max_children != 1))
 def test_counts_of_ones_own_are_drawn_as_if_all_rows_had_them(name: str) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -211,6 +228,8 @@ def test_counts_of_ones_own_are_drawn_as_if_all_rows_had_them(name: str) -> None
     if scheme.max_children is not None and scheme.max_children < 4:
         uniforms_RK, count_R1 = uniforms_RK[:, : scheme.max_children], count_R1.clamp(max=scheme.max_children)
     children_RK = scheme.draw_some(laws_RV, uniforms_RK, count_R1)
+    ranked = largest(laws_RV, uniforms_RK.shape[1])
+    assert scheme.draw_some(laws_RV, uniforms_RK, count_R1, ranked).equal(children_RK)
     for row, count in enumerate(count_R1[:, 0].tolist()):
         alone_1J = scheme.draw(laws_RV[row : row + 1], uniforms_RK[row : row + 1, :count]) if count else torch.empty(1, 0)
         assert children_RK[row, :count].tolist() == alone_1J[0].tolist()

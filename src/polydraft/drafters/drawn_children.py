@@ -10,7 +10,7 @@ from torch import Tensor
 from polydraft.drafters.candidates import STEP, Level
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import Scheme
-from polydraft.schemes.arithmetic import largest
+from polydraft.schemes.arithmetic import Ranked
 from polydraft.schemes.arrays import Array, as_tensor, library, looks, no_less, quietly, ranks, small, take
 from polydraft.trees import DynamicShape
 
@@ -59,13 +59,13 @@ def fixed_shares(shape: DynamicShape, levels: tuple[Widths, ...]) -> tuple[int, 
 
 
 @quietly
-def gains(probs_BWV: Tensor, chances_BW: Array, most: int) -> Array:
+def gains(value_RK: Array, chances_BW: Array) -> Array:
     """Return the expected accepted tokens that one more child of each node brings, `[B, W, K]`, falling in K.
 
-    With S the draft's mass on its n likeliest tokens, u as in `_UNLISTED`, n children are accepted with chance S + u (1 − S).
+    `value_RK` holds the K largest probabilities of each node's law, R = B · W. With S the draft's mass on its n likeliest
+    tokens, u as in `_UNLISTED`, n children are accepted with chance S + u (1 − S).
     """
     (batch_size, width), functions = chances_BW.shape, library(chances_BW)
-    value_RK = largest(probs_BWV.flatten(0, 1), most)[0]
     count = value_RK.shape[1]
     mass_RK = value_RK.cumsum(-1)
     accepted_RK = mass_RK + _unlisted(chances_BW)[1 : count + 1] * (1 - mass_RK)
@@ -75,7 +75,9 @@ def gains(probs_BWV: Tensor, chances_BW: Array, most: int) -> Array:
     return more_RK.reshape(batch_size, width, count) * chances_BW[..., None]
 
 
-def drawn_children(scheme: Scheme, scores_BW: Array, probs_BWV: Tensor, counts_BW: Array, uniforms_BU: Tensor) -> Level:
+def drawn_children(
+    scheme: Scheme, scores_BW: Array, probs_BWV: Tensor, ranked: Ranked, counts_BW: Array, uniforms_BU: Tensor
+) -> Level:
     """Draw the children of W nodes a row, up to K of each; tokens are columns of the laws.
 
     Candidates stand parent by parent, in draw order. How many a node draws may depend on its law and on all that was drawn
@@ -83,7 +85,7 @@ def drawn_children(scheme: Scheme, scores_BW: Array, probs_BWV: Tensor, counts_B
     """
     batch_size, nodes, _ = probs_BWV.shape
     uniforms_RK = uniforms_BU.reshape(batch_size * nodes, -1)
-    children_RK = scheme.draw_some(probs_BWV.flatten(0, 1), uniforms_RK, as_tensor(counts_BW.reshape(-1, 1)))
+    children_RK = scheme.draw_some(probs_BWV.flatten(0, 1), uniforms_RK, as_tensor(counts_BW.reshape(-1, 1)), ranked)
     return _level(scores_BW, probs_BWV, small(children_RK))
 
 

@@ -20,6 +20,7 @@ from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.bundled import cache_root
 from polydraft.sampling import draw_one
 from polydraft.schemes import SCHEMES
+from polydraft.schemes.arithmetic import largest
 from polydraft.schemes.arrays import ranks, small
 from polydraft.theory import Costs, cost_curve
 from polydraft.trees import Block, causal_block
@@ -177,8 +178,9 @@ def _draft_level(draft: LanguageModel | FeatureHead, name: str) -> Callable[[], 
         if name == "top":
             best_children(scores_1W, probs_1WD, 2 * _BEAM, 8 * _BEAM)
         else:
-            gains(probs_1WD, scores_1W, _CHILDREN)
-            drawn_children(scheme, scores_1W, probs_1WD, counts_1W, uniforms_1U)
+            ranked = largest(probs_1WD.flatten(0, 1), _CHILDREN)
+            gains(ranked[0], scores_1W)
+            drawn_children(scheme, scores_1W, probs_1WD, ranked, counts_1W, uniforms_1U)
 
     return work
 

@@ -22,6 +22,7 @@ from polydraft.drafters.growth import DEFAULT_SCHEME
 from polydraft.drafters.policy import Allotment, Plan, RowPolicy
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
 from polydraft.schemes import SCHEMES
+from polydraft.schemes.arithmetic import largest
 from polydraft.schemes.arrays import Array, as_tensor, library, looks, put, ranks, small, top
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, Topology
@@ -262,10 +263,12 @@ class PathGrowth:
         allotment = None
         if self._drawn:
             most, used = self._widths[depth].children, sum(level.total for level in self._widths[:depth])
-            gain_BWK = gains(probs_BWV, library(scores_BW).exp(scores_BW), most)
+            # How many children pay and which of them are certain both follow from the likeliest tokens: found once.
+            ranked = largest(probs_BWV.flatten(0, 1), most)
+            gain_BWK = gains(ranked[0], library(scores_BW).exp(scores_BW))
             allotment = self.policy.allot(gain_BWK, nodes_B, self._shares[depth], least=int(depth == 0))
             own_BU = uniforms_BU[:, used : used + scores_BW.shape[1] * most]
-            level = drawn_children(self.scheme, scores_BW, probs_BWV, allotment.counts_BW, own_BU)
+            level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU)
             self._laws.append(probs_BWV)
         else:
             level = best_children(scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)

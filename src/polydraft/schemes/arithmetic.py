@@ -11,6 +11,10 @@ _SHORT = 2**14
 """Tokens of a law up to which torch finds its largest weights on a CPU in a third of the time that blocks take."""
 
 
+Ranked = tuple[Array, Array]
+"""The largest weights of each row in order, and their tokens."""
+
+
 def normalised(weights_RV: Tensor) -> Tensor:
     """Scale rows to sum one; rows without mass stay zero."""
     weights_RV = weights_RV.double()
@@ -32,7 +36,7 @@ def without(draft_RV: Tensor, tokens_RJ: Tensor) -> Tensor:
     return normalised(draft_RV.masked_fill(removed_RV > 0, 0.0))
 
 
-def largest(weights_RV: Tensor, count: int) -> tuple[Array, Array]:
+def largest(weights_RV: Tensor, count: int) -> Ranked:
     """Return the largest weights of each row in order, and their tokens; all of them where there are fewer than `count`.
 
     The `count` largest of a long row lie in the blocks with the `count` largest maxima, which takes one cheap pass to find;

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, draw_independent
-from polydraft.schemes.arithmetic import largest, normalised
+from polydraft.schemes.arithmetic import Ranked, largest, normalised
 from polydraft.schemes.arrays import Array, as_tensor, quietly, ranks, small
 from polydraft.schemes.cells import BUCKETS
 from polydraft.schemes.contest import Contest
@@ -73,9 +73,9 @@ class Hybrid(Race):
         """Take the top tokens, draw the others from the rest."""
         return self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1]))
 
-    def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor) -> Tensor:
+    def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
         """Draw all that a row may have; those behind its number of children are cut off, the others do not know of them."""
-        children_RK = self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1], small(count_R1)))
+        children_RK = self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1], small(count_R1), ranked))
         return torch.where(torch.arange(children_RK.shape[1], device=count_R1.device) < count_R1, children_RK, NO_TOKEN)
 
     @staticmethod
@@ -89,9 +89,12 @@ class Hybrid(Race):
         """Set up the race of the children that are not certain."""
         return Contest.of(target_probs_RV, draft_probs_RV, children_RK, self._certain_children, self.buckets)
 
-    def _split(self, draft_probs_RV: Tensor, count: int, count_R1: Array | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(
+        self, draft_probs_RV: Tensor, count: int, count_R1: Array | None = None, ranked: Ranked | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return top tokens, which of them are certain, and the weights without these; rows may have fewer children."""
-        value_RK, token_RK = largest(draft_probs_RV, count)
+        value_RK, token_RK = largest(draft_probs_RV, count) if ranked is None else ranked
+        assert value_RK.shape[1] == min(count, draft_probs_RV.shape[1]), (value_RK.shape, count)
         total_R1 = small(draft_probs_RV.double().sum(-1, keepdim=True))
         certain_RK = ranks(token_RK.shape[1], token_RK) < certain_of_top(
             value_RK, total_R1, count if count_R1 is None else count_R1, self.threshold

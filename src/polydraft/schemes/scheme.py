@@ -10,6 +10,7 @@ from torch import Tensor
 from polydraft.errors import UsageError
 from polydraft.registry import Registry
 from polydraft.sampling import NO_TOKEN, draw_one
+from polydraft.schemes.arithmetic import Ranked
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +75,11 @@ class Scheme(ABC):
             children_RJ = torch.cat([children_RJ, child_R[:, None]], dim=1)
         return children_RJ
 
-    def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor) -> Tensor:
-        """Draw as many of K children as each row says, `NO_TOKEN` behind them. Override where there is a faster way."""
+    def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
+        """Draw as many of K children as each row says, `NO_TOKEN` behind them. Override where there is a faster way.
+
+        Whoever has the K `largest` weights of these laws already may pass them on as `ranked`; nothing else depends on it.
+        """
         children_RK = torch.full_like(uniforms_RK, NO_TOKEN, dtype=torch.long)
         for count in range(1, uniforms_RK.shape[1] + 1):
             drawn_RJ = self.draw(draft_probs_RV, uniforms_RK[:, :count])
