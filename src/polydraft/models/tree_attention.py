@@ -58,11 +58,6 @@ def obstacle(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str |
     return f"the device is {device}, not a GPU"
 
 
-def available(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the kernels can run there; `obstacle` says why not."""
-    return obstacle(device, dtype) is None
-
-
 def plan_attention(batch_size: int, key_heads: int, lines: int, channels: int, keys: int, dtype: torch.dtype) -> AttentionPlan:
     """Choose sizes for `lines` = T · group lines over at most `keys` keys: as many programs as multiprocessors, no more splits.
 
