@@ -39,6 +39,8 @@ USAGE = {
     "no texts": (["--num-return-sequences", "0"], "--num-return-sequences 0"),
     "the same text many times": (["--num-return-sequences", "3"], "needs a temperature above 0"),
     "a draft width without beams": (["--draft-width", "8"], "--draft-width is for beams; add --beams"),
+    "self-drafts without beams": (["--self-draft"], "--self-draft is for beams"),
+    "self-drafts and a draft": (["--beams", "2", "--self-draft", "--draft", "early-exit:2"], "--self-draft needs no draft"),
     "draws without beams": (["--beam-draws", "iid"], "--beam-draws is for beams"),
     "coupled dynamic widths": (
         ["--beams", "2", "--temperature", "1", "--width-threshold", "0.5", "--beam-verification", "coupled"],
@@ -103,6 +105,13 @@ def test_beams_are_printed_and_compared(invoke, tiny, options):
     assert "2 beams, no draft" in out and "tokens/pass" in out and "without drafts first" in err
     if not options:
         assert "identical, token by token" in out
+
+
+def test_beams_draft_for_themselves(invoke, tiny):
+    arguments = ["--target", tiny, "--beams", "2", "--max-new-tokens", "5", "--compare", "--self-draft"]
+    code, out, _ = invoke("generate", "hello", *arguments)
+    assert code == 0
+    assert "2 beams, no draft" in out and "self-draft, 4 draft beams" in out and "identical, token by token" in out
 
 
 def test_the_api_says_what_is_wrong(tiny):

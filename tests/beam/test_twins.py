@@ -6,15 +6,20 @@ import numpy as np
 import pytest
 import torch
 
+from polydraft.beam import BeamDecoder
 from polydraft.beam import run as run_module
+from polydraft.beam.chance import RandomChance
 from polydraft.beam.coupled import CoupledRun
 from polydraft.beam.law import Continuations, LawMaker, averaged
 from polydraft.beam.node import Node
 from polydraft.beam.sample import SampleRun
 from polydraft.beam.search import SearchRun
 from polydraft.beam.twins import Twins
+from polydraft.drafters import ModelTree
+from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
+from polydraft.trees import parse_tree
 
 from .enumeration import enumerate_outcomes, total_variation
 from .reference import beam_sampling_law, table_rows
@@ -81,38 +86,69 @@ def counted(monkeypatch):
 WRONG_LAWS = {"stand in": dict(trusted=1, short=False), "hint": dict(trusted=9, short=True)}
 
 
+@pytest.mark.parametrize("self_draft", [False, True], ids=["model", "self"])
 @pytest.mark.parametrize("use", WRONG_LAWS)
 @pytest.mark.parametrize("draws", ["iid", "distinct"])
-def test_whole_runs_keep_their_law_whatever_a_twin_says(monkeypatch, counted, use, draws):
+def test_whole_runs_keep_their_law_whatever_a_twin_says(monkeypatch, counted, use, draws, self_draft):
     """By enumeration, with twins that share one token where the law looks at three."""
     monkeypatch.setattr(run_module, "TRUSTED", WRONG_LAWS[use]["trusted"])
     monkeypatch.setattr(LawMaker, "is_short", WRONG_LAWS[use]["short"])
     vocabulary = 2 if draws == "iid" else 3  # distinct drafts must not be all there is
     target = TabularModel.random(vocabulary, 3, seed=0)
     draft = target.mixed_with(TabularModel.random(vocabulary, 3, seed=100), 0.5)
-    kept = parts(target, draft, 3, draws=draws, verification="layers", beams=1, draft_width=2, draft_depth=1)
+    kept = parts(
+        target, draft, 3, draws=draws, verification="layers", beams=1, draft_width=2, draft_depth=1, self_draft=self_draft
+    )
     got = enumerate_outcomes(lambda chance: finish(SampleRun(chance=chance, **kept)))
     law = beam_sampling_law(table_rows(target, PROMPT), width=1, steps=3, draws=draws)
     assert total_variation(got, law) < 1e-6
     assert counted.found
 
 
-@pytest.mark.parametrize("mode", ["search", "coupled"])
+def decoded(mode, target, draft, seed, **options):
+    """Return the texts of a run, and its passes."""
+    params = SamplingParams() if mode == "search" else SamplingParams(top_k=6)
+    kept = parts(target, draft, 24, (11,), beams=3, draft_width=6, draft_depth=2, **options)
+    kept |= {"params": params, "prompt": [seed, 3]}
+    run = SearchRun(**kept) if mode == "search" else CoupledRun(generator=torch.Generator().manual_seed(seed), **kept)
+    return finish(run), run.stats.passes
+
+
+MODES = {"search": {}, "distinct": {"draws": "distinct"}, "hf": {"draws": "hf"}}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_twins_spare_passes_and_change_no_text(monkeypatch, counted, mode):
     """The target looks at one token only, so that a twin is always right; the draft knows nothing."""
     target, draft = TabularModel.random(12, 1, seed=5, sharpness=3.0), TabularModel.random(12, 1, seed=6)
-    params = SamplingParams() if mode == "search" else SamplingParams(top_k=6)
-
-    def texts_and_passes(with_draft, seed):
-        kept = parts(target, draft if with_draft else None, 24, beams=3, draft_width=6, draft_depth=2) | {"params": params}
-        kept["prompt"] = [seed, 3]
-        run = SearchRun(**kept) if mode == "search" else CoupledRun(generator=torch.Generator().manual_seed(seed), **kept)
-        return finish(run), run.stats.passes
-
-    with_twins = [texts_and_passes(True, seed) for seed in range(3)]
+    plain = [decoded(mode, target, None, seed, **MODES[mode]) for seed in range(3)]
+    drafted = [decoded(mode, target, draft, seed, **MODES[mode]) for seed in range(3)]
+    alone = [decoded(mode, target, None, seed, self_draft=True, **MODES[mode]) for seed in range(3)]
     assert counted.found
     monkeypatch.setattr(Twins, "of", lambda twins, node: [])
-    without = [texts_and_passes(True, seed) for seed in range(3)]
-    plain = [texts_and_passes(False, seed) for seed in range(3)]
-    assert [texts for texts, _ in with_twins] == [texts for texts, _ in plain]
-    assert sum(passes for _, passes in with_twins) < 0.9 * sum(passes for _, passes in without)
+    without = [decoded(mode, target, draft, seed, **MODES[mode]) for seed in range(3)]
+    assert [texts for texts, _ in plain] == [texts for texts, _ in drafted] == [texts for texts, _ in alone]
+    assert sum(passes for _, passes in drafted) < 0.9 * sum(passes for _, passes in without)
+    assert sum(passes for _, passes in alone) < 0.9 * sum(passes for _, passes in plain)
+
+
+@pytest.mark.parametrize("options", [{"width_threshold": 0.6}, {"width_threshold": 0.6, "min_width": 2}, {"one_cache": True}])
+def test_layers_of_any_width_go_without_a_draft(options):
+    """Rows of which nothing is foreseen, and forests that end at once, do no harm."""
+    target = TabularModel.random(12, 1, seed=5, sharpness=3.0)
+    passes = 0
+    for seed in range(4):
+        kept = parts(target, None, 20, (11,), beams=3, draft_width=6, draft_depth=2, draws="iid", self_draft=True, **options)
+        run = SampleRun(chance=RandomChance(torch.Generator().manual_seed(seed)), **kept)
+        texts = finish(run)
+        assert all(0 < len(text) <= 20 for text in texts)
+        passes += run.stats.passes / len(run.pass_of_step)
+    assert passes < 0.9 * 4
+
+
+def test_a_draft_that_is_there_is_left_out():
+    target, draft = TabularModel.random(12, 1, seed=5), TabularModel.random(12, 1, seed=6)
+    beams = BeamDecoder(Decoder(target, ModelTree(draft, parse_tree("1"))))
+    result = beams.search([1, 2], beams=2, max_new_tokens=12, self_draft=True)
+    assert result.settings["draft"] == "self-draft"
+    assert result.best.token_ids == beams.search([1, 2], beams=2, max_new_tokens=12).best.token_ids

@@ -32,7 +32,8 @@ def grow_forest(
     -----
     Input beams start with the target's own scores, which are known, and not with the draft's as in the paper: whatever law
     drafts are drawn from, verification with that law is exact, and this one is nearer to the target's; besides, truncation
-    may have ruled out for the draft what the target has said. Finished draft beams have no children.
+    may have ruled out for the draft what the target has said. Finished draft beams have no children. Nor have those after which
+    nothing is foreseen; where that is all of them, the forest ends.
     """
     layers: list[ForestLayer] = []
     parents = list(beams)
@@ -43,6 +44,8 @@ def grow_forest(
         continuations = law(nodes)
         totals_X = continuations.totals([beam.score for beam in parents])
         drawn = choose(continuations, parents)
+        if not drawn:
+            break
         drafts = []
         for entry in drawn:
             parent = parents[int(continuations.rows_X[entry])].node

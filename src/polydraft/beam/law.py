@@ -88,6 +88,12 @@ def interleaved(parts: Sequence[tuple["Continuations", Sequence[int]]]) -> "Cont
     )
 
 
+def nothing_foreseen(num_rows: int, vocab_size: int) -> Continuations:
+    """Return the law of texts of which nobody knows how they go on: no continuations."""
+    none_X = np.zeros(0, dtype=np.int64)
+    return Continuations(none_X, none_X, none_X.astype(np.float64), none_X.astype(np.float64), num_rows, vocab_size)
+
+
 def averaged(law: Continuations, other: Continuations, rows: Sequence[int]) -> Continuations:
     """Return a law whose given rows are the mean of its own and the other's, which has those rows only."""
     shares_R = np.ones(law.num_rows)

@@ -46,11 +46,13 @@ class SharedNoise:
         with np.errstate(over="ignore"):
             tokens_X = continuations.tokens_X.astype(np.uint64) + np.uint64(1)
             free_X = scores_R[rows_X] + continuations.scores_X + _gumbel(keys_R[rows_X] + np.uint64(_STEP) * tokens_X)
-        starts_R = np.searchsorted(rows_X, np.arange(len(beams)))
-        mass_R = np.add.reduceat(np.exp(continuations.scores_X), starts_R)
-        largest_X = (scores_R + np.log(mass_R) + _gumbel(keys_R))[rows_X]
+        found, starts, places_X = np.unique(rows_X, return_index=True, return_inverse=True)  # a row may have no continuations
+        if not len(found):
+            return free_X
+        masses = np.add.reduceat(np.exp(continuations.scores_X), starts)
+        largest_X = (scores_R[found] + np.log(masses) + _gumbel(keys_R[found]))[places_X]
         with np.errstate(divide="ignore"):  # the largest itself: log 0
-            below_X = np.log(-np.expm1(free_X - np.maximum.reduceat(free_X, starts_R)[rows_X]))
+            below_X = np.log(-np.expm1(free_X - np.maximum.reduceat(free_X, starts)[places_X]))
         shift_X = largest_X - free_X + below_X
         noisy_X: Floats = largest_X - np.maximum(shift_X, 0.0) - np.log1p(np.exp(-np.abs(shift_X)))
         return noisy_X

@@ -59,6 +59,8 @@ class BeamOptions:
     """Width W_S of the draft's own beams; twice the beams if not given."""
     draft_depth: int = 3
     """Most steps γ that the draft runs ahead; fewer where rounds of late have accepted few layers."""
+    self_draft: bool = False
+    """Draft without a draft model, from what the target said after texts that end alike; a draft that is there is left out."""
     width_threshold: float | None = None
     """Sampling: let each layer keep as many beams as its drafts yield with this chance; a fixed width if not given."""
     min_width: int | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polydraft.beam.forest import ForestLayer
-from polydraft.beam.law import Continuations, LawMaker, averaged, interleaved
+from polydraft.beam.law import Continuations, LawMaker, averaged, interleaved, nothing_foreseen
 from polydraft.beam.node import Beam, Node, common_path
 from polydraft.beam.options import BeamOptions
 from polydraft.beam.pool import Hypothesis, Pool
@@ -37,7 +37,7 @@ class BeamRun(ABC):
     ----------
     target : LanguageModel
     draft : LanguageModel or FeatureHead, optional
-        Without one every round is one step: the baseline.
+        Without one every round is one step: the baseline. Unless `options.self_draft` is set, which does without one.
     prompt : sequence of int
     params : SamplingParams
     options : BeamOptions
@@ -70,7 +70,7 @@ class BeamRun(ABC):
         root = Node(prompt[-1])
         self.beams = [Beam(root, 0.0)]
         """Beams that go on; they all have the same length."""
-        self.reader: TreeReader | None = tree_reader(draft) if draft is not None else None
+        self.reader: TreeReader | None = tree_reader(draft) if draft is not None and not options.self_draft else None
         self.law = self._law_maker(params, prompt, None)
         self.draft_law = self._law_maker(params, prompt, self.reader)
         self.pass_of_step: list[int] = []
@@ -132,7 +132,7 @@ class BeamRun(ABC):
         """Run one round."""
         stats = self.stats
         with stats.clock("draft"):
-            depth = self._depth() if self.reader is not None else 0
+            depth = self._depth() if self._drafts else 0
             layers = self._grow(depth) if depth > 0 else []
         with stats.clock("target"):
             nodes = [beam.node for beam in self.beams]
@@ -140,7 +140,7 @@ class BeamRun(ABC):
             nodes += [beam.node for layer in layers for beam in layer.beams if not self._ends(beam.node)]
             nodes = list(dict.fromkeys(nodes))
             self.tree.read(nodes)
-            if self.reader is not None:
+            if self._drafts:
                 self._twins.note(nodes)
             self._prepare(nodes)
         with stats.clock("verify"):
@@ -160,6 +160,10 @@ class BeamRun(ABC):
         stats.rounds += 1
         stats.total_seconds = time.perf_counter() - self._started
 
+    @property
+    def _drafts(self) -> bool:
+        return self.reader is not None or self.options.self_draft
+
     def _depth(self) -> int:
         """Layers worth drafting: one more than rounds of late have accepted, which looks at the past alone."""
         room = self._longest - self.length - 1
@@ -168,7 +172,7 @@ class BeamRun(ABC):
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Compute the logits of all nodes of the pass together, where that costs little more than those of a few."""
         held = {beam.node: self._laws[beam.node] for beam in self.beams if beam.node in self._laws}
-        if self.reader is not None and self.law.is_short:
+        if self._drafts and self.law.is_short:
             held = dict(list(self._laws.items())[-_MOST_LAWS:]) | held
         self._laws = held
         nodes = [node for node in nodes if node not in self._laws]
@@ -215,7 +219,6 @@ class BeamRun(ABC):
         Some input beams lie inside the last round's forest: what follows them needs no guess. For the others the target's law
         after a text that ends alike stands in for the draft's, or beside it.
         """
-        assert self.reader is not None
         certain: dict[int, Node] = {}
         hints: dict[int, Node] = {}
         for index, node in enumerate(nodes):
@@ -228,7 +231,10 @@ class BeamRun(ABC):
         guessed = [index for index in range(len(nodes)) if index not in certain]
         if guessed:
             texts = [nodes[index] for index in guessed]
-            law = self.draft_law(self.reader.logits(texts), texts)
+            if self.reader is None:
+                law = nothing_foreseen(len(texts), self.target.vocab_size)
+            else:
+                law = self.draft_law(self.reader.logits(texts), texts)
             if hints:
                 law = averaged(law, self._rows(list(hints.values())), [guessed.index(index) for index in hints])
             parts.append((law, guessed))

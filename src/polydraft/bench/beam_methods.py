@@ -11,9 +11,10 @@ from polydraft.errors import UsageError
 from polydraft.trees import parse_tree
 
 _SHARED = ("length_penalty", "early_stopping")
-_DRAFTS = ("width", "depth")
+_DRAFTS = ("width", "depth", "self")
 _SAMPLING = ("draws", "verification")
 _NAMES = {"width": "draft_width", "depth": "draft_depth", "threshold": "width_threshold", "min": "min_width"}
+_FLAGS = {"one": ("cache", "one_cache"), "self": ("draft", "self_draft")}
 _NUMBERS = {"draft_width": int, "draft_depth": int, "width_threshold": float, "min_width": int, "length_penalty": float}
 
 
@@ -28,6 +29,7 @@ def beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
 def speculative_beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
     """Beam sampling with drafts: ``dsbd:4,width=8,depth=3``, with ``,threshold=0.7,min=1`` for dynamic widths, ``,one=cache``.
 
+    With ``,self=draft`` it does without a draft model.
     Layers of the paper's ``iid`` beams unless ``,draws=`` or ``,verification=`` say otherwise.
     """
     spec.take("threshold", "min", "one", *_DRAFTS, *_SAMPLING, *_SHARED)
@@ -36,7 +38,10 @@ def speculative_beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
 
 @METHODS.register("beam-search")
 def beam_search(spec: MethodSpec, bench: Bench) -> Method:
-    """Deterministic beam search: ``beam-search:4``; with drafts ``beam-search:4,width=8,depth=3``, the same text."""
+    """Deterministic beam search: ``beam-search:4``; with drafts ``beam-search:4,width=8,depth=3``, the same text.
+
+    With ``,self=draft`` drafts need no draft model.
+    """
     spec.take(*_DRAFTS, *_SHARED)
     return _method(spec, bench, "search", with_draft=bool({*_DRAFTS} & {*spec.options}))
 
@@ -67,10 +72,11 @@ def _width(spec: MethodSpec) -> int:
 def _method(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Method:
     if mode == "sample" and bench.params.temperature == 0:
         raise UsageError(f"method {spec.text!r} samples; pass --temperature above 0, or use beam-search")
-    if with_draft and bench.draft is None:
+    with_model = with_draft and "self" not in spec.options
+    if with_model and bench.draft is None:
         raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
     drafter = None
-    if with_draft:
+    if with_model:
         drafter = make_drafter(Parts(target=bench.target.model, draft=bench.draft, topology=parse_tree("1")))
     decoder = BeamDecoder(Decoder(bench.target.model, drafter, eos_token_ids=bench.target.eos_token_ids))
     options = {"mode": mode, "beams": _width(spec), **_options(spec, mode, with_draft)}
@@ -92,10 +98,11 @@ def _options(spec: MethodSpec, mode: str, with_draft: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"draws": "iid"} if mode == "sample" and with_draft else {}
     for key, text in spec.options.items():
         name = _NAMES.get(key, key)
-        if name == "one":
-            if text != "cache":
-                raise UsageError(f"method {spec.text!r}: one={text!r}; allowed: one=cache")
-            found["one_cache"] = True
+        if name in _FLAGS:
+            word, option = _FLAGS[name]
+            if text != word:
+                raise UsageError(f"method {spec.text!r}: {name}={text!r}; allowed: {name}={word}")
+            found[option] = True
         elif name == "early_stopping":
             found[name] = {"true": True, "false": False}.get(text, text)
         elif name in _NUMBERS:

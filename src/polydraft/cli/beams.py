@@ -1,5 +1,6 @@
 """`polydraft generate` with beams, or with several samples."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--beam-verification", "verification", default=None, help="Sampling: layers (the paper's), coupled (shared noise) or auto."),
     click.option("--draft-width", type=int, default=None, help="Beams of the draft  [default: twice the beams]."),
     click.option("--draft-depth", type=int, default=None, help="Most steps that the draft's beams run ahead  [default: 3]."),
+    click.option("--self-draft", is_flag=True, help="Beams draft from what the target said after texts that end alike; needs no draft."),
     click.option("--width-threshold", type=float, default=None, help="Sampling: keep as many beams a layer as drafts yield with this chance."),
     click.option("--min-width", type=int, default=None, help="Least beams a layer, with --width-threshold."),
     click.option("--one-cache", is_flag=True, help="Sampling: go on with the likeliest beam after each round (a heuristic, no sampling law)."),
@@ -30,7 +32,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--num-return-sequences", type=int, default=None, help="Texts wanted, with log-probabilities: the best beams, or so many samples."),
 ]  # fmt: skip
 _NAMES = (
-    "beams", "beam_mode", "draws", "verification", "draft_width", "draft_depth", "width_threshold", "min_width", "one_cache",
+    "beams", "beam_mode", "draws", "verification", "draft_width", "draft_depth", "self_draft", "width_threshold", "min_width", "one_cache",
     "length_penalty", "early_stopping", "num_return_sequences",
 )  # fmt: skip
 _FLAGS = {"draws": "--beam-draws", "verification": "--beam-verification"}
@@ -93,6 +95,10 @@ def _beams(
 
     _refuse_what_does_not_apply(choices)
     options = _options(given, params)
+    if options.self_draft:
+        if choices.draft not in ("auto", "none"):
+            raise UsageError(f"--self-draft needs no draft, but --draft {choices.draft} is given; leave one of them out")
+        choices = dataclasses.replace(choices, draft="none")
     decoder = choices.decoder()
     beams = BeamDecoder(decoder)
     if as_json:
@@ -107,7 +113,9 @@ def _beams(
     if compare:
         click.echo("decoding with beams but without drafts first, for comparison ...", err=True)
         plain = Decoder(decoder.target, tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids)
-        baseline = _run(BeamDecoder(plain), options, text, choices, params, raw, printer=None)
+        baseline = _run(
+            BeamDecoder(plain), dataclasses.replace(options, self_draft=False), text, choices, params, raw, printer=None
+        )
     several = options.num_return_sequences > 1
     result = _run(beams, options, text, choices, params, raw, None if several else TokenPrinter(console))
     if several:
