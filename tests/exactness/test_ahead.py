@@ -2,20 +2,18 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 import polydraft.models.language_model as language_model
 from polydraft.engine import Decoder, Generation, StopReason
 from polydraft.engine.outstanding import Outstanding
-from polydraft.engine.recorder import Recorder
 from polydraft.engine.workspace import Workspace
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
+from stand_in import StandIn, round_recorder
 
 from .setups import EVERY_DRAFTER, PENALTIES, PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
 
@@ -28,28 +26,6 @@ ahead_drafters = pytest.mark.parametrize("drafter", RUNS_AHEAD)
 both_temperatures = pytest.mark.parametrize("temperature", [0.0, 1.0])
 
 
-class Replaying(Recorder):
-    """Calls what a recorder would replay, puts outcomes where the next one of the kind overwrites them, and leaves the host
-    as it was, as a replay does."""
-
-    def __init__(self, workspace: Workspace) -> None:
-        super().__init__()
-        self.workspace = workspace
-        self.kinds: list[tuple[Hashable, ...]] = []
-        self.outcomes: dict[Hashable, Tensor] = {}
-
-    def run(self, kind: Any, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
-        self.kinds.append(kind)
-        lengths = [context.lengths for context in self.workspace._contexts]
-        outcome_BX = function(*inputs)
-        if kind in self.outcomes:
-            for context, known in zip(self.workspace._contexts, lengths, strict=True):
-                context.settle(known)
-            return self.outcomes[kind].copy_(outcome_BX), True
-        self.outcomes[kind] = outcome_BX.clone()
-        return outcome_BX, False
-
-
 class Letters:
     """A tokenizer of a character a token."""
 
@@ -58,14 +34,14 @@ class Letters:
 
 
 @pytest.fixture
-def replaying(monkeypatch: pytest.MonkeyPatch) -> list[Replaying]:
+def replaying(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """Let all workspaces have such a recorder; return those made."""
-    made: list[Replaying] = []
+    made: list[StandIn] = []
     original = Workspace.__init__
 
     def with_recorder(workspace: Workspace, *arguments: Any) -> None:
         original(workspace, *arguments)
-        workspace._recorder = Replaying(workspace)
+        workspace._recorder = round_recorder(workspace)
         made.append(workspace._recorder)
 
     monkeypatch.setattr(Workspace, "__init__", with_recorder)
@@ -104,7 +80,7 @@ def assert_in_step(decoder: Decoder) -> None:
 @ahead_drafters
 @pytest.mark.parametrize("limit", [5, 20])
 @pytest.mark.parametrize("prompts", [[PROMPT], RAGGED_PROMPTS], ids=["single", "ragged"])
-def test_limits(replaying: list[Replaying], drafter: str, temperature: float, limit: int, prompts: list[list[int]]) -> None:
+def test_limits(replaying: list[StandIn], drafter: str, temperature: float, limit: int, prompts: list[list[int]]) -> None:
     sampling = SamplingParams(temperature=temperature)
     pair = decoders(drafter)
     for _ in range(2):
@@ -122,7 +98,7 @@ def test_limits(replaying: list[Replaying], drafter: str, temperature: float, li
 @both_temperatures
 @ahead_drafters
 @pytest.mark.parametrize(("row", "place"), [(0, 3), (1, 6), (2, 11)])
-def test_ends(replaying: list[Replaying], drafter: str, temperature: float, row: int, place: int) -> None:
+def test_ends(replaying: list[StandIn], drafter: str, temperature: float, row: int, place: int) -> None:
     """A token, then a string, that comes first at some place of one row ends it there, and the others where they have it."""
     options = {"sampling": SamplingParams(temperature=temperature), "max_new_tokens": 16, "seed": SEEDS}
     whole = make_decoder(drafter=drafter, tree=TREE).generate(RAGGED_PROMPTS, **options)[row].token_ids
@@ -159,7 +135,7 @@ def test_the_host_knows_how_much_the_memories_hold(drafter: str) -> None:
 
 @both_temperatures
 @ahead_drafters
-def test_a_round_that_runs_in_vain_leaves_no_trace(replaying: list[Replaying], drafter: str, temperature: float) -> None:
+def test_a_round_that_runs_in_vain_leaves_no_trace(replaying: list[StandIn], drafter: str, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature)
     whole = make_decoder(drafter=drafter, tree=TREE).generate(PROMPT, sampling=sampling, max_new_tokens=16, seed=5).token_ids
     place = max(at for at in range(9) if whole[at] not in whole[:at])
@@ -279,7 +255,7 @@ def test_an_interruption_while_waiting_loses_no_round(drafter: str, monkeypatch:
 
 @ahead_drafters
 def test_rounds_ahead_are_the_recordings_that_they_would_be(
-    monkeypatch: pytest.MonkeyPatch, replaying: list[Replaying], drafter: str
+    monkeypatch: pytest.MonkeyPatch, replaying: list[StandIn], drafter: str
 ) -> None:
     monkeypatch.setattr(language_model, "_SMALLEST_SPAN", 4)
     pair = decoders(drafter)

@@ -1,51 +1,20 @@
 """What a recorded round relies on, shown without a GPU: tensors that stay where they are, passes of a fixed span."""
 
-from collections.abc import Callable, Hashable
-
 import pytest
 import torch
-from torch import Tensor
 
 from polydraft.drafters import DRAFTERS, Parts, Plain
 from polydraft.drafters.drafter import Drafter
 from polydraft.engine import Decoder
-from polydraft.engine.recorder import Recorder
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
+from stand_in import round_recorder
 
 from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET
-
-
-class StandIn(Recorder):
-    """Calls what a recorder would replay, and watches the tensors that the recording would have named."""
-
-    def __init__(self, workspace: Workspace) -> None:
-        super().__init__()
-        self.workspace = workspace
-        self.kinds: list[Hashable] = []
-        self.places: dict[Hashable, dict[str, int]] = {}
-
-    def run(self, kind: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
-        self.kinds.append(kind)
-        before = self.addresses()
-        assert self.places.setdefault(kind, before) == before, "a tensor has moved between two replays"
-        outcome = function(*inputs)
-        assert self.addresses() == before, "a round has put a tensor elsewhere"
-        return outcome, True
-
-    def addresses(self) -> dict[str, int]:
-        """Addresses of the tensors that live from round to round."""
-        owners = [self.workspace, self.workspace.session, self.workspace.warper, *self.workspace._contexts]
-        return {
-            f"{number} {name}": value.data_ptr()
-            for number, owner in enumerate(owners)
-            for name, value in vars(owner).items()
-            if isinstance(value, Tensor) and name not in ("_fused_BTH",)
-        }
 
 
 def drafter(name: str) -> Drafter:
@@ -71,13 +40,13 @@ def recorded_drafters() -> list[str]:
 def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, name: str, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, repetition_penalty=1.2)
     expected = Decoder(TARGET, drafter(name)).generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=30, seed=3)
-    recorders = []
+    workspaces: list[Workspace] = []
     original = Workspace.__init__
 
     def with_stand_in(workspace: Workspace, *arguments: object) -> None:
         original(workspace, *arguments)
-        workspace._recorder = StandIn(workspace)
-        recorders.append(workspace._recorder)
+        workspace._recorder = round_recorder(workspace, before=0)
+        workspaces.append(workspace)
 
     monkeypatch.setattr(Workspace, "__init__", with_stand_in)
     decoder = Decoder(TARGET, drafter(name))
@@ -85,9 +54,9 @@ def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPa
         results = decoder.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=30, seed=3)
         assert [result.token_ids for result in results] == [result.token_ids for result in expected]
         assert results[0].stats.replayed_rounds == results[0].stats.rounds
-    if recorders[0].workspace.session.recordable:
-        assert len(recorders) == 1, "the second request must find the first one's recordings"
-        assert len(set(recorders[0].kinds)) == 1, "one recording must serve for both"
+    if workspaces[0].session.recordable:
+        assert len(workspaces) == 1, "the second request must find the first one's recordings"
+        assert len(set(workspaces[0]._recorder.kinds)) == 1, "one recording must serve for both"
 
 
 def test_the_usual_drafters_are_recorded() -> None:
@@ -99,7 +68,7 @@ def test_a_hugging_face_model_sees_no_more_through_a_wide_span(monkeypatch: pyte
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4]]
     expected = Decoder(target).generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=12)
     workspace = Workspace(target, Plain(), 3, SamplingParams(temperature=0))
-    workspace._recorder = StandIn(workspace)
+    workspace._recorder = round_recorder(workspace, before=0)
     decoder = Decoder(target)
     monkeypatch.setattr(decoder, "workspace", lambda *_: workspace)
     workspace.memory.context.reserve(1024)

@@ -1,5 +1,6 @@
 """Beams for users: text in, scored texts out."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from polydraft.beam.sample import SampleRun
 from polydraft.beam.search import SearchRun
 from polydraft.beam.stops import Stops
 from polydraft.beam.stream import BeamStream
+from polydraft.beam.workspace import BeamWorkspace
 from polydraft.engine import Decoder
 from polydraft.engine.request import Request
 from polydraft.errors import UsageError, unknown_name
@@ -21,6 +23,7 @@ from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.sampling import SamplingParams
 
 _GREEDY, _PLAIN = SamplingParams(temperature=0.0), SamplingParams()
+_MOST_SPARE = 2
 _LAW = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -43,6 +46,8 @@ class BeamDecoder:
         self.decoder = decoder
         draft = getattr(decoder.drafter, "model", None)
         self.draft: LanguageModel | FeatureHead | None = draft if isinstance(draft, LanguageModel | FeatureHead) else None
+        self._spare: deque[BeamWorkspace] = deque(maxlen=_MOST_SPARE)
+        """Memories of a GPU, whose recorded passes are worth keeping."""
 
     def search(self, prompts: Any, **options: Any) -> Any:
         """Return the likeliest texts that deterministic beam search finds: Hugging Face's, scores included.
@@ -136,11 +141,28 @@ class BeamDecoder:
             "max_new_tokens": max_new_tokens,
             "stops": stops,
         }
+        workspace = parts["workspace"] = self._workspace()
+        run: BeamRun
         if options.mode == BeamMode.SEARCH:
-            return SearchRun(**parts)
-        if options.is_coupled:
-            return CoupledRun(generator=generator, **parts)
-        return SampleRun(chance=RandomChance(generator), **parts)
+            run = SearchRun(**parts)
+        elif options.is_coupled:
+            run = CoupledRun(generator=generator, **parts)
+        else:
+            run = SampleRun(chance=RandomChance(generator), **parts)
+        if workspace.records:
+            self._spare.append(workspace)
+        return run
+
+    def _workspace(self) -> BeamWorkspace:
+        """Return memories that are nobody's until they are put back: spare ones where they fit, else new ones."""
+        fitting = (self.decoder.target, self.draft, self.decoder.graphs)
+        for workspace in [*self._spare]:
+            if workspace.spoiled or (workspace.target, workspace.draft, workspace.graphs) != fitting:
+                self._spare.remove(workspace)
+            elif workspace.idle:
+                self._spare.remove(workspace)
+                return workspace
+        return BeamWorkspace(*fitting)
 
 
 def check_law(options: BeamOptions, sampling: SamplingParams | None) -> SamplingParams:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from polydraft.beam.node import Node
 from polydraft.beam.slots import SlotTree
+from polydraft.beam.workspace import BeamMemory
 from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.feature_head import HeadContext
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block, causal_block
 
@@ -44,15 +46,15 @@ class TreeReader(ABC):
 class ModelReader(TreeReader):
     """A draft model; nodes that survive a round are not read again."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, memory: BeamMemory | None = None) -> None:
         self.name, self.vocabulary, self._model = model.name, model.vocabulary, model
+        self._memory = memory or BeamMemory(model, graphs=False)
         self._tree: SlotTree | None = None
 
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
         """Read the prompt with the draft."""
-        context = self._model.start(1, len(prompt))
-        context.prefill([prompt[:-1]])
-        self._tree = SlotTree(context)
+        self._memory.context.prefill([prompt[:-1]])
+        self._tree = SlotTree(self._memory.context, recorder=self._memory.recorder)
 
     def logits(self, nodes: Sequence[Node]) -> Tensor:
         """Pass the nodes, and what the draft has not seen above them."""
@@ -75,10 +77,12 @@ class HeadReader(TreeReader):
 
     reads_features = True
 
-    def __init__(self, head: FeatureHead) -> None:
+    def __init__(self, head: FeatureHead, memory: BeamMemory | None = None) -> None:
         self.name, self.vocabulary, self._head = head.name, head.vocabulary, head
-        self._context = head.start(1, 8)
-        self._tree = SlotTree(self._context, self._pass)
+        memory = memory or BeamMemory(head, graphs=False)
+        assert isinstance(memory.context, HeadContext)
+        self._context = memory.context
+        self._tree = SlotTree(self._context, self._read, self._fused_inputs, memory.recorder)
         self._prompt: Sequence[int] = ()
         self._before_root_F: Tensor | None = None
         self._target: SlotTree | None = None
@@ -123,8 +127,12 @@ class HeadReader(TreeReader):
                 levels.setdefault(node.depth, {})[node] = None
         return [list(levels[depth]) for depth in sorted(levels)]
 
-    def _pass(self, tokens_1T: Tensor, block: Block, nodes: Sequence[Node]) -> Tensor:
-        fused_TH = torch.empty(len(nodes), self._head.shape.hidden_size, dtype=self._head.dtype, device=self._head.device)
+    def _read(self, tokens_1T: Tensor, block: Block, fused_1TH: Tensor) -> Tensor:
+        return self._context.read(tokens_1T, fused_1TH, block)
+
+    def _fused_inputs(self, nodes: Sequence[Node], size: int) -> tuple[Tensor]:
+        """Return the features that entries join with their tokens."""
+        fused_TH = torch.zeros(size, self._head.shape.hidden_size, dtype=self._head.dtype, device=self._head.device)
         known: list[int] = []
         guessed: list[int] = []
         for index, node in enumerate(nodes):
@@ -135,9 +143,7 @@ class HeadReader(TreeReader):
             guesses = [nodes[index] for index in guessed]
             fused_TH[guessed] = self._tree.features([node.parent for node in guesses if node.parent is not None])
             self._guesses += guesses
-        filling = block.size - len(nodes)  # a token that only fills up
-        fused_TH = torch.cat([fused_TH, fused_TH[-1:]]) if filling else fused_TH
-        return self._context.read(tokens_1T, fused_TH[None], block)
+        return (fused_TH[None],)
 
     def _is_known(self, node: Node) -> bool:
         assert self._target is not None, "begin() comes first"
@@ -163,6 +169,6 @@ class HeadReader(TreeReader):
         self._tree.keep(leaves)
 
 
-def tree_reader(draft: LanguageModel | FeatureHead) -> TreeReader:
-    """Return the reader that a draft calls for."""
-    return HeadReader(draft) if isinstance(draft, FeatureHead) else ModelReader(draft)
+def tree_reader(draft: LanguageModel | FeatureHead, memory: BeamMemory | None = None) -> TreeReader:
+    """Return the reader that a draft calls for; with a memory of that draft's it reads into that one."""
+    return HeadReader(draft, memory) if isinstance(draft, FeatureHead) else ModelReader(draft, memory)

@@ -1,6 +1,7 @@
 """One request with beams, from its prompt to its finished texts: what search and sampling share."""
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from polydraft.beam.reader import TreeReader, tree_reader
 from polydraft.beam.slots import SlotTree
 from polydraft.beam.stops import Stops
 from polydraft.beam.twins import TRUSTED, Twins
+from polydraft.beam.workspace import BeamWorkspace
 from polydraft.engine import Stats, StopReason
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import SamplingParams
@@ -45,6 +47,8 @@ class BeamRun(ABC):
     max_new_tokens : int
     stops : Stops, optional
         Stop strings, none if not given.
+    workspace : BeamWorkspace, optional
+        Memories of target and draft that nobody works on; new ones otherwise.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class BeamRun(ABC):
         eos_token_ids: frozenset[int],
         max_new_tokens: int,
         stops: Stops | None = None,
+        workspace: BeamWorkspace | None = None,
     ) -> None:
         self.target, self.options, self.stops = target, options, stops or Stops()
         self.stats = Stats()
@@ -70,7 +75,12 @@ class BeamRun(ABC):
         root = Node(prompt[-1])
         self.beams = [Beam(root, 0.0)]
         """Beams that go on; they all have the same length."""
-        self.reader: TreeReader | None = tree_reader(draft) if draft is not None and not options.self_draft else None
+        if options.self_draft:
+            draft = None
+        self._workspace = workspace or BeamWorkspace(target, draft, graphs=False)
+        self._workspace.claim = weakref.ref(self)
+        self._workspace.begin(len(prompt), len(prompt) + self._longest)
+        self.reader: TreeReader | None = tree_reader(draft, self._workspace.draft_memory) if draft is not None else None
         self.law = self._law_maker(params, prompt, None)
         self.draft_law = self._law_maker(params, prompt, self.reader)
         self.pass_of_step: list[int] = []
@@ -84,12 +94,12 @@ class BeamRun(ABC):
         self._laws: dict[Node, tuple[Continuations, int]] = {}
         """Laws of the target that are on the host: of beams that go on, and where laws are short, of the last few hundred."""
         self._twins = Twins(prompt)
-        with torch.inference_mode(), self.stats.clock("prefill"):
-            context = target.start(1, len(prompt) + 64)
-            context.prefill(
+        with torch.inference_mode(), self.stats.clock("prefill"), self._workspace.at_work():
+            memory = self._workspace.target_memory
+            memory.context.prefill(
                 [prompt[:-1]], self.reader.observe if self.reader is not None and self.reader.reads_features else None
             )
-            self.tree = SlotTree(context)
+            self.tree = SlotTree(memory.context, recorder=memory.recorder)
             if self.reader is not None:
                 self.reader.begin(prompt, root, self.tree)
 
@@ -130,6 +140,12 @@ class BeamRun(ABC):
     @torch.inference_mode()
     def step(self) -> None:
         """Run one round."""
+        replayed = self.tree.replayed_passes
+        with self._workspace.at_work():
+            self._round()
+        self.stats.replayed_rounds += self.tree.replayed_passes - replayed
+
+    def _round(self) -> None:
         stats = self.stats
         with stats.clock("draft"):
             depth = self._depth() if self._drafts else 0

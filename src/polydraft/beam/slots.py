@@ -1,21 +1,31 @@
 """One request's beams in one row of a model's memory: the prompt once, below it a tree of slots."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polydraft.beam.node import Node, common_path, with_ancestors
+from polydraft.engine.recorder import Recorder
 from polydraft.models import Context
+from polydraft.models.tree_attention import power_of_two
 from polydraft.trees import Block
 
 _SLACK = 96
 """Dead slots that are left where they are: masked work on a few costs less than moving all layers' keys about."""
 _COMMITTED = -1
 
-Pass = Callable[[Tensor, Block, Sequence[Node]], Tensor]
-"""`(tokens_1T, block, nodes) -> features_1TF`: how tokens go through the model."""
+FEWEST_PLACES = 128
+"""Uncommitted places that a recorded pass looks at; from there on powers of two."""
+_PASS_SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
+"""Tokens of recorded passes: few sizes, because each is a recording of its own. Larger passes hide their launches by work."""
+
+Inputs = Callable[[Sequence[Node], int], tuple[Tensor, ...]]
+"""`(nodes, size) -> tensors [1, size, ..]`: what a pass takes beside tokens, filled up to `size`."""
+Pass = Callable[..., Tensor]
+"""`(tokens_1T, block, *inputs) -> features_1TF`: how tokens go through the model, a function of these and of the memory."""
 
 
 class SlotTree:
@@ -31,12 +41,20 @@ class SlotTree:
         One row, with what precedes the tree committed.
     forward : callable, optional
         How tokens go through the model; `Context.extend` otherwise.
+    inputs : callable, optional
+        What it takes beside tokens; nothing otherwise.
+    recorder : Recorder, optional
+        Records passes and replays them: they are filled up to a few sizes then, so that a few recordings serve for all.
     """
 
-    def __init__(self, context: Context, forward: Pass | None = None) -> None:
+    def __init__(
+        self, context: Context, forward: Pass | None = None, inputs: Inputs | None = None, recorder: Recorder | None = None
+    ) -> None:
         assert context.batch_size == 1
         self.context = context
-        self._forward = forward or (lambda tokens_1T, block, nodes: context.extend(tokens_1T, block))
+        self._forward = forward or context.extend
+        self._inputs = inputs or (lambda nodes, size: ())
+        self._recorder = recorder
         self._places: dict[Node, int] = {}
         self._features: dict[Node, tuple[Tensor, int]] = {}
         self._visible_UU = np.zeros((64, 64), dtype=bool)
@@ -45,6 +63,7 @@ class SlotTree:
         """Depth of the first node that is not committed text."""
         self.passes = 0
         self.passed_tokens = 0
+        self.replayed_passes = 0
 
     def __contains__(self, node: Node) -> bool:
         return node in self._features
@@ -68,12 +87,23 @@ class SlotTree:
     def _pass(self, nodes: Sequence[Node]) -> None:
         """Pass nodes, parents first, through the model."""
         start, stop = self._used, self._used + len(nodes)
-        self._make_room(stop + 1)
+        size = None if self._recorder is None else next((size for size in _PASS_SIZES if size >= len(nodes)), None)
+        places = stop + 1 if size is None else max(power_of_two(start + size), FEWEST_PLACES)
+        self._make_room(places)
         for place, node in enumerate(nodes, start):
             above = _COMMITTED if node.parent is None else self._places.get(node.parent, _COMMITTED)
             self._visible_UU[place] = False if above == _COMMITTED else self._visible_UU[above]
             self._visible_UU[place, place] = True
             self._places[node] = place
+        features_TF = self._extend(nodes) if size is None else self._replay(nodes, size, places)
+        for row, node in enumerate(nodes):
+            self._features[node] = (features_TF, row)
+        self.passes += 1
+        self.passed_tokens += len(nodes)
+
+    def _extend(self, nodes: Sequence[Node]) -> Tensor:
+        """Compute the features of nodes, as many as there are."""
+        start, stop = self._used, self._used + len(nodes)
         tokens = [node.token for node in nodes]
         depths = [node.depth - self._base for node in nodes]
         if len(nodes) == 1 and not self._visible_UU[start, :stop].all():
@@ -81,15 +111,49 @@ class SlotTree:
             self._visible_UU[stop] = False
             self._visible_UU[stop, stop] = True
             tokens, depths, stop = tokens * 2, depths * 2, stop + 1
-        device = self.context.device
+        device, self.context.span = self.context.device, None
         visible_1TU = torch.from_numpy(self._visible_UU[None, start:stop, :stop].copy()).to(device)
         block = Block(start, torch.tensor([depths], device=device), visible_1TU)
-        features_1TF = self._forward(torch.tensor([tokens], device=device), block, nodes)
-        for row, node in enumerate(nodes):
-            self._features[node] = (features_1TF[0], row)
+        inputs = self._inputs(nodes, len(tokens))
         self._used = stop
-        self.passes += 1
-        self.passed_tokens += len(nodes)
+        return self._forward(torch.tensor([tokens], device=device), block, *inputs)[0]
+
+    def _replay(self, nodes: Sequence[Node], size: int, places: int) -> Tensor:
+        """Compute the features of nodes together with tokens that fill them up to `size`.
+
+        These come behind the nodes, see nobody but the committed text and themselves, and nobody sees them: the next pass
+        overwrites them. Where all of them go is an input, so that a recording serves for every place.
+        """
+        assert self._recorder is not None
+        start, count = self._used, len(nodes)
+        numbers_31T = np.zeros((3, 1, size), dtype=np.int64)
+        numbers_31T[0, 0, :count] = [node.token for node in nodes]
+        numbers_31T[1, 0, :count] = [node.depth - self._base for node in nodes]
+        numbers_31T[2, 0] = np.arange(start, start + size)
+        visible_1TU = np.zeros((1, size, places), dtype=bool)
+        visible_1TU[0, :count, : start + count] = self._visible_UU[start : start + count, : start + count]
+        filling = np.arange(count, size)
+        visible_1TU[0, filling, start + filling] = True
+        context, forward = self.context, self._forward
+        context.places = places
+        kind = (size, places, context.fix_span(), context.capacity, context.address)
+
+        def function(numbers_31T: Tensor, visible_1TU: Tensor, *inputs: Tensor) -> Tensor:
+            tokens_1T, depths_1T, places_1T = numbers_31T
+            return forward(tokens_1T, Block(0, depths_1T, visible_1TU, places_1T), *inputs)
+
+        sent = (self._sent(numbers_31T), self._sent(visible_1TU), *self._inputs(nodes, size))
+        features_1TF, replayed = self._recorder.run(kind, function, *sent)
+        self._used += count
+        self.replayed_passes += replayed
+        # The next replay overwrites what this one returned.
+        return features_1TF[0, :count].clone() if replayed else features_1TF[0]
+
+    def _sent(self, values: np.ndarray[Any, Any]) -> Tensor:
+        """Bring values to the device without waiting for it."""
+        if self.context.device.type != "cuda":
+            return torch.from_numpy(values).to(self.context.device)
+        return torch.from_numpy(values).pin_memory().to(self.context.device, non_blocking=True)
 
     def features(self, nodes: Sequence[Node]) -> Tensor:
         """Return the features `[R, F]` of nodes that were read."""

@@ -5,12 +5,23 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 _MOST_RECORDINGS = 16
 _LOGGER = logging.getLogger("polydraft")
+_TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""Why passes of a model are not recorded, as far as it was said."""
+
+
+def tell_obstacle(model: Any, obstacle: str) -> None:
+    """Log, once for each model, why nothing is recorded."""
+    told = _TOLD.setdefault(model, set())
+    if obstacle not in told:
+        told.add(obstacle)
+        _LOGGER.warning("rounds run without CUDA graphs: %s", obstacle)
 
 
 @dataclass(frozen=True, eq=False)

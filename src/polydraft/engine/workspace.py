@@ -1,11 +1,9 @@
 """Memories of a batch, and the round that works on them."""
 
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from polydraft.compilation import compiled as compiled_form
 from polydraft.drafters import Drafter
 from polydraft.engine.outstanding import Outstanding
-from polydraft.engine.recorder import Recorder
+from polydraft.engine.recorder import Recorder, tell_obstacle
 from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError
 from polydraft.models import Context, LanguageModel, Memory
@@ -25,9 +23,6 @@ from polydraft.walks import TargetLaws, Walk
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
 _FEW_NODES = 16
-_LOGGER = logging.getLogger("polydraft")
-_TOLD: WeakKeyDictionary[LanguageModel, set[str]] = WeakKeyDictionary()
-"""Why rounds of a target are not recorded, as far as it was said."""
 
 
 class User(Protocol):
@@ -227,10 +222,8 @@ class Workspace:
             lasting = self.session.obstacle() or "the drafter works on the host"
         elif self.params.processors:
             lasting = "logits processors work on the host"
-        told = _TOLD.setdefault(self.target, set())
-        if lasting and lasting not in told:
-            told.add(lasting)
-            _LOGGER.warning("rounds run without CUDA graphs: %s", lasting)
+        if lasting:
+            tell_obstacle(self.target, lasting)
         return lasting or self.session.obstacle()
 
 

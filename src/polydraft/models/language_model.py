@@ -55,7 +55,9 @@ class Context(ABC):
             position_BT = position_BT.clamp(max=self.max_positions - 1)
         used = self.span or max(self.lengths) + block.stop
         assert used <= self.capacity, (used, self.capacity)
-        slots_BT = self.lengths_B[:, None] + torch.arange(block.start, block.stop, device=self.device)
+        assert block.places_BT is None or not self.aligned, "tokens go to places that are not known only under a fixed span"
+        places_BT = torch.arange(block.start, block.stop, device=self.device) if block.places_BT is None else block.places_BT
+        slots_BT = self.lengths_B[:, None] + places_BT
         self._positions_BS[self._rows_B1, slots_BT] = position_BT
         return self._pass(tokens_BT.clamp(min=0), position_BT, slots_BT, block, used)
 

@@ -19,7 +19,10 @@ class Block:
     depths_BT: Tensor
     """Position of each token relative to the first uncommitted one."""
     visible_BTU: Tensor
-    """Which of the `U = start + T` uncommitted places each token attends to, its own included."""
+    """Which of the uncommitted places each token attends to, its own included; `U = start + T` of them, or more with
+    `places_BT`."""
+    places_BT: Tensor | None = None
+    """The places themselves, any of the U, where a recorded pass must not know them; `start` does not count then."""
 
     @property
     def size(self) -> int:
@@ -28,8 +31,8 @@ class Block:
 
     @property
     def stop(self) -> int:
-        """First place after the block."""
-        return self.start + self.size
+        """First place after all that the block may look at."""
+        return self.start + self.size if self.places_BT is None else self.visible_BTU.shape[2]
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,81 @@
+"""A recorder without a GPU, for tests of what recordings rely on."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from polydraft.engine.recorder import Recorder
+from polydraft.engine.workspace import Workspace
+from polydraft.models import Context
+
+_WITHIN_A_PASS = ("_fused_BTH",)
+
+
+class StandIn(Recorder):
+    """Holds on to what a CUDA graph holds on to, in the order and number of the real recorder.
+
+    A recording is the first function of its kind and copies of its inputs: a replay calls that function, on those copies, puts
+    the outcome where the next replay overwrites it, and leaves the host as it was. Whatever else the function looks at must not
+    change from one replay to the next, or the texts will tell. Tensors of the owners must stay where they are.
+
+    Parameters
+    ----------
+    owners : callable
+        Whatever holds tensors that live from round to round.
+    before : int
+        Runs before a recording.
+    """
+
+    def __init__(self, owners: Callable[[], Sequence[object]], before: int = 1) -> None:
+        super().__init__(before)
+        self.owners = owners
+        self.kinds: list[Any] = []
+        """Of all runs, in order."""
+        self.replays = 0
+        self._addresses: dict[Hashable, dict[str, int]] = {}
+
+    def run(self, kind: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
+        self.kinds.append(kind)
+        before = self.addresses()
+        assert self._addresses.setdefault(kind, before) == before, "a tensor has moved between two replays"
+        outcome, replayed = super().run(kind, function, *inputs)
+        assert self.addresses() == before, "a round has put a tensor elsewhere"
+        self.replays += replayed
+        return outcome, replayed
+
+    def _record(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        contexts = [owner for owner in self.owners() if isinstance(owner, Context)]
+        return _Recording(function, tuple(tensor.clone() for tensor in inputs), contexts)
+
+    def addresses(self) -> dict[str, int]:
+        """Addresses of the tensors that live from round to round."""
+        return {
+            f"{number} {name}": value.data_ptr()
+            for number, owner in enumerate(self.owners())
+            for name, value in vars(owner).items()
+            if isinstance(value, Tensor) and name not in _WITHIN_A_PASS
+        }
+
+
+def round_recorder(workspace: Workspace, before: int = 1) -> StandIn:
+    """Return one for the rounds of a workspace."""
+    return StandIn(lambda: [workspace, workspace.session, workspace.warper, *workspace._contexts], before)
+
+
+class _Recording:
+    """One recorded function of some tensors."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], contexts: Sequence[Context]) -> None:
+        self._function, self._inputs, self._contexts = function, inputs, contexts
+        self._output: Tensor | None = None
+
+    def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        for own, new in zip(self._inputs, inputs, strict=True):
+            own.copy_(new)
+        lengths = [context.lengths for context in self._contexts]
+        output = self._function(*self._inputs)
+        for context, known in zip(self._contexts, lengths, strict=True):
+            context.settle(known)
+        self._output = output.clone() if self._output is None else self._output.copy_(output)
+        return self._output
