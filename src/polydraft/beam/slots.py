@@ -17,9 +17,9 @@ _SLACK = 96
 """Dead slots that are left where they are: masked work on a few costs less than moving all layers' keys about."""
 _COMMITTED = -1
 
-FEWEST_PLACES = 128
+FEWEST_PLACES = 256
 """Uncommitted places that a recorded pass looks at; from there on powers of two."""
-_PASS_SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
+_PASS_SIZES = (16, 32, 64, 96, 128, 192, 256)
 """Tokens of recorded passes: few sizes, because each is a recording of its own. Larger passes hide their launches by work."""
 
 Inputs = Callable[[Sequence[Node], int], tuple[Tensor, ...]]
