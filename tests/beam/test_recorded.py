@@ -14,6 +14,7 @@ import polydraft.beam.slots as slots
 import polydraft.beam.workspace as workspace
 import polydraft.models.language_model as language_model
 from polydraft.beam import BeamDecoder
+from polydraft.beam.node import Node
 from polydraft.beam.workspace import BeamMemory
 from polydraft.drafters import HeadTree, ModelTree
 from polydraft.engine import Decoder, StopReason
@@ -159,6 +160,34 @@ def test_spans_storage_and_large_passes_may_change_on_the_way(monkeypatch, recor
         assert len(kinds) < passes, "none was too large: nothing is proven"
     else:
         assert len({kind[2 if where == "spans" else 3] for kind in kinds}) > 1, "nothing has changed: nothing is proven"
+
+
+@pytest.mark.parametrize("name", ["head", "llama/noisy"])
+def test_a_short_text_leaves_no_narrow_span_behind(monkeypatch, recorders, name):
+    monkeypatch.setattr(language_model, "_SMALLEST_SPAN", 4)
+    monkeypatch.setattr(slots, "FEWEST_PLACES", 8)
+    recorded, plain = beams(name), beams(name, graphs=False)
+    outcome(recorded, PROMPTS[0], max_new_tokens=2)
+    assert all(recorder.kinds[-1][2] <= 64 for recorder in recorders)
+    assert_same(*(outcome(one, 3 * PROMPTS[1], max_new_tokens=4) for one in (recorded, plain)))
+    assert len(recorders) == 2
+
+
+@torch.inference_mode()
+def test_a_pass_too_large_to_be_recorded_sees_all_slots(monkeypatch):
+    monkeypatch.setattr(language_model, "_SMALLEST_SPAN", 4)
+    monkeypatch.setattr(slots, "FEWEST_PLACES", 8)
+    monkeypatch.setattr(slots, "_PASS_SIZES", (16,))
+    found = []
+    for recorder in (StandIn(lambda: []), None):
+        context = pair("table")[0].start(1, 256)
+        context.prefill([[1, 2]])
+        tree, root = slots.SlotTree(context, recorder=recorder), Node(3)
+        for count in (8, 50, 9):
+            leaves = [root.child(4 + count % 3).child(token) for token in range(count)]
+            tree.read(leaves)
+            found.append(tree.features(leaves))
+    assert all(torch.equal(one, other) for one, other in zip(found[:3], found[3:], strict=True))
 
 
 def test_the_end_of_the_context(recorders):

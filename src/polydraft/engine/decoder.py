@@ -36,7 +36,7 @@ class Decoder:
     walk : str
         How trees are verified: a registered walk, or ``"auto"`` for the best one that fits the scheme.
     graphs : bool
-        On a GPU, replay whole rounds as CUDA graphs.
+        On a GPU, replay whole rounds as CUDA graphs; of beams, their passes.
     compiled : bool
         On a GPU, compile drawing and verification: some 20 seconds at first, a millisecond less a round above temperature 0.
     ahead : bool

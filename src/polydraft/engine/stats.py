@@ -29,7 +29,7 @@ class Stats:
     """The same by who proposed them: a draft, or one of the n-gram caches."""
     rounds: int = 0
     replayed_rounds: int = 0
-    """Rounds that ran as one recorded CUDA graph."""
+    """Rounds that ran as one recorded CUDA graph; of beams, whose target pass did."""
     rounds_ahead: int = 0
     """Those of them that were launched before the outcome of the round before was known."""
     passes: int = 0
