@@ -271,8 +271,12 @@ def test_what_a_failure_leaves_behind_reaches_nobody(recorders, name, broken):
 def test_a_failure_while_the_prompt_is_read_reaches_nobody(monkeypatch, recorders):
     recorded, plain = beams("table"), beams("table", graphs=False)
     outcome(recorded, PROMPTS[0])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(language_model.Context, "prefill", lambda *_: exec("raise KeyboardInterrupt"))
+        patch.setattr(language_model.Context, "prefill", interrupted)
         outcome(recorded, PROMPTS[1])
     assert_same(*(outcome(one, PROMPTS[1]) for one in (recorded, plain)))
     assert len(recorders) == 4
