@@ -9,8 +9,8 @@ from polydraft.bench.energy import EnergyMeter
 
 CPU = torch.device("cpu")
 METHODS = "ar beam:2 beam:2,draws=hf beam-search:2 beam-search:2,width=4,depth=2 dsbd:2,width=4,depth=2 " + (
-    "dsbd:2,width=4,threshold=0.5,min=1 dsbd:2,width=4,threshold=0.5,one=cache dsbd:2,draws=distinct hf-beam:2 hf-beam-search:2 "
-    "beam-search:2,self=draft dsbd:2,self=draft,width=4"
+    "dsbd:2,width=4,threshold=0.5,min=1 dsbd:2,width=4,threshold=0.5,one=cache dsbd:2,draws=distinct hf-beam:2 "
+    "hf-beam-search:2 beam-search:2,self=draft dsbd:2,self=draft,width=4"
 )
 
 
