@@ -62,6 +62,7 @@ class SlotTree:
         self._base = 0
         """Depth of the first node that is not committed text."""
         self.passes = 0
+        self.passed_tokens = 0
         self.replayed_passes = 0
 
     def __contains__(self, node: Node) -> bool:
@@ -98,6 +99,7 @@ class SlotTree:
         for row, node in enumerate(nodes):
             self._features[node] = (features_TF, row)
         self.passes += 1
+        self.passed_tokens += len(nodes)
 
     def _extend(self, nodes: Sequence[Node]) -> Tensor:
         """Compute the features of nodes, as many as there are."""
