@@ -10,7 +10,7 @@ from polydraft.bench.energy import EnergyMeter
 CPU = torch.device("cpu")
 METHODS = "ar beam:2 beam:2,draws=hf beam-search:2 beam-search:2,width=4,depth=2 dsbd:2,width=4,depth=2 " + (
     "dsbd:2,width=4,threshold=0.5,min=1 dsbd:2,width=4,threshold=0.5,one=cache dsbd:2,draws=distinct hf-beam:2 "
-    "hf-beam-search:2 beam-search:2,self=draft dsbd:2,self=draft,width=4"
+    "hf-beam-search:2 beam-search:2,draft=twins dsbd:2,draft=twins,width=4"
 )
 
 
@@ -32,7 +32,7 @@ def test_all_methods_with_beams_are_measured(invoke, roomy, tmp_path):
     # Beam search is what Hugging Face's is, and drafts leave its text alone.
     searched = [
         methods[name]
-        for name in ("beam-search:2", "beam-search:2,width=4,depth=2", "hf-beam-search:2", "beam-search:2,self=draft")
+        for name in ("beam-search:2", "beam-search:2,width=4,depth=2", "hf-beam-search:2", "beam-search:2,draft=twins")
     ]
     assert [one["log_likelihood_per_token"] for one in searched] == pytest.approx([searched[0]["log_likelihood_per_token"]] * 4)
     assert searched[0]["log_likelihood_per_token"] >= methods["ar"]["log_likelihood_per_token"]
@@ -43,7 +43,7 @@ BAD = {
     "dsbd:4,width=8,threshold=2": "width_threshold=2.0 is out of range",
     "dsbd:4,width=x": "width='x' is not a number",
     "dsbd:4,one=beam": "allowed: one=cache",
-    "dsbd:4,self=help": "allowed: self=draft",
+    "dsbd:4,draft=help": "allowed: draft=twins",
     "dsbd:4,scheme=rrs-wr": "has no option 'scheme'",
     "beam:0": "whole numbers from 1",
     "beam-search:2,threshold=0.5": "has no option 'threshold'",

@@ -1,12 +1,13 @@
 """`polydraft generate` with beams and with several samples; wrong usage is one line."""
 
 import json
+import threading
 
 import pytest
 
 from polydraft.beam import BeamDecoder, BeamOptions
 from polydraft.engine import Decoder
-from polydraft.errors import UsageError
+from polydraft.errors import FailureError, UsageError
 from polydraft.loading import load
 
 USAGE = {
@@ -39,8 +40,10 @@ USAGE = {
     "no texts": (["--num-return-sequences", "0"], "--num-return-sequences 0"),
     "the same text many times": (["--num-return-sequences", "3"], "needs a temperature above 0"),
     "a draft width without beams": (["--draft-width", "8"], "--draft-width is for beams; add --beams"),
-    "self-drafts without beams": (["--self-draft"], "--self-draft is for beams"),
-    "self-drafts and a draft": (["--beams", "2", "--self-draft", "--draft", "early-exit:2"], "--self-draft needs no draft"),
+    "twins without beams": (["--twins"], "--twins is for beams"),
+    "twins and a draft": (["--beams", "2", "--twins", "--draft", "early-exit:2"], "--twins needs no draft"),
+    "another kind of draft": (["--beams", "2", "--drafter", "self-draft"], "--drafter self-draft does not apply to beams"),
+    "a decision model": (["--beams", "2", "--decision", "auto"], "--decision does not apply to beams"),
     "draws without beams": (["--beam-draws", "iid"], "--beam-draws is for beams"),
     "coupled dynamic widths": (
         ["--beams", "2", "--temperature", "1", "--width-threshold", "0.5", "--beam-verification", "coupled"],
@@ -108,10 +111,10 @@ def test_beams_are_printed_and_compared(invoke, tiny, options):
 
 
 def test_beams_draft_for_themselves(invoke, tiny):
-    arguments = ["--target", tiny, "--beams", "2", "--max-new-tokens", "5", "--compare", "--self-draft"]
+    arguments = ["--target", tiny, "--beams", "2", "--max-new-tokens", "5", "--compare", "--twins"]
     code, out, _ = invoke("generate", "hello", *arguments)
     assert code == 0
-    assert "2 beams, no draft" in out and "self-draft, 4 draft beams" in out and "identical, token by token" in out
+    assert "2 beams, no draft" in out and "twins, 4 draft beams" in out and "identical, token by token" in out
 
 
 def test_the_api_says_what_is_wrong(tiny):
@@ -130,6 +133,12 @@ def test_the_api_says_what_is_wrong(tiny):
         BeamDecoder(Decoder(beams.decoder.target)).search([5, 6], stop="x")
     with pytest.raises(UsageError, match="empty prompt"):
         beams.search("")
+    with pytest.raises(UsageError, match="twins='no'; allowed: True, False"):
+        BeamOptions(twins="no")
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(FailureError, match="cancelled before its first token"):
+        _ = beams.search("hello", beams=2, cancel=cancelled).best
     with pytest.raises(UsageError, match="early_stopping='soon'"):
         BeamOptions(early_stopping="soon")
     with pytest.raises(UsageError, match="length_penalty='long' is not a number"):

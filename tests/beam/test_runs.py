@@ -11,7 +11,7 @@ from polydraft.beam.node import Beam, Node
 from polydraft.beam.noise import SharedNoise
 from polydraft.beam.options import BeamOptions
 from polydraft.beam.sample import SampleRun, _Universe
-from polydraft.beam.search import largest
+from polydraft.beam.search import SearchRun, largest
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
@@ -136,6 +136,19 @@ def test_shared_noise_draws_without_replacement():
         noisy = SharedNoise(torch.Generator().manual_seed(seed)).perturbed(continuations, beams)
         counts[places[tuple(int(entry) for entry in np.argsort(-noisy)[:2])]] += 1
     assert chi_square_p_value(counts, np.array(list(law.values()))) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("draws", ["distinct", "hf"])
+def test_cold_coupled_runs_find_what_search_finds(draws):
+    """At a temperature so low that no weight is a number any more, drawing is searching."""
+    target, _ = pair(12, seed=3)
+    found = []
+    for kind, params in ((CoupledRun, SamplingParams(temperature=1e-4)), (SearchRun, SamplingParams())):
+        kept = parts(target, None, 9, (11,), draws=draws, beams=2) | {"params": params}
+        if kind is CoupledRun:
+            kept["generator"] = torch.Generator().manual_seed(1)
+        found.append(finish(kind(**kept))[0])
+    assert found[0] == found[1]
 
 
 # Where texts can gain by going on, a beam outside the forest always matters.

@@ -24,6 +24,7 @@ from polydraft.trees import parse_tree
 from .enumeration import enumerate_outcomes, total_variation
 from .reference import beam_sampling_law, table_rows
 from .test_runs import PROMPT, finish, parts
+from .test_stops import Words
 
 
 def test_twins_share_their_last_tokens_the_longest_first():
@@ -40,9 +41,10 @@ def test_endings_reach_into_the_prompt():
     twins.note([root])
     again = root.child(2).child(3).child(7).child(8)
     assert twins.of(again) == [(root, 4)]
-    short = Twins([8])
-    short.note([root])
-    assert short.of(again) == [(root, 1)]
+    for prompt, shared in (([8], 1), ([7, 8], 2), ([3, 7, 8], 3), ([2, 3, 7, 8], 4)):
+        short = Twins(prompt)
+        short.note([root])
+        assert short.of(again) == [(root, shared)]
 
 
 def test_later_twins_take_the_place_of_earlier_ones_and_the_oldest_go(monkeypatch):
@@ -86,19 +88,17 @@ def counted(monkeypatch):
 WRONG_LAWS = {"stand in": dict(trusted=1, short=False), "hint": dict(trusted=9, short=True)}
 
 
-@pytest.mark.parametrize("self_draft", [False, True], ids=["model", "self"])
+@pytest.mark.parametrize("twins", [False, True], ids=["model", "self"])
 @pytest.mark.parametrize("use", WRONG_LAWS)
 @pytest.mark.parametrize("draws", ["iid", "distinct"])
-def test_whole_runs_keep_their_law_whatever_a_twin_says(monkeypatch, counted, use, draws, self_draft):
+def test_whole_runs_keep_their_law_whatever_a_twin_says(monkeypatch, counted, use, draws, twins):
     """By enumeration, with twins that share one token where the law looks at three."""
     monkeypatch.setattr(run_module, "TRUSTED", WRONG_LAWS[use]["trusted"])
     monkeypatch.setattr(LawMaker, "is_short", WRONG_LAWS[use]["short"])
     vocabulary = 2 if draws == "iid" else 3  # distinct drafts must not be all there is
     target = TabularModel.random(vocabulary, 3, seed=0)
     draft = target.mixed_with(TabularModel.random(vocabulary, 3, seed=100), 0.5)
-    kept = parts(
-        target, draft, 3, draws=draws, verification="layers", beams=1, draft_width=2, draft_depth=1, self_draft=self_draft
-    )
+    kept = parts(target, draft, 3, draws=draws, verification="layers", beams=1, draft_width=2, draft_depth=1, twins=twins)
     got = enumerate_outcomes(lambda chance: finish(SampleRun(chance=chance, **kept)))
     law = beam_sampling_law(table_rows(target, PROMPT), width=1, steps=3, draws=draws)
     assert total_variation(got, law) < 1e-6
@@ -123,7 +123,7 @@ def test_twins_spare_passes_and_change_no_text(monkeypatch, counted, mode):
     target, draft = TabularModel.random(12, 1, seed=5, sharpness=3.0), TabularModel.random(12, 1, seed=6)
     plain = [decoded(mode, target, None, seed, **MODES[mode]) for seed in range(3)]
     drafted = [decoded(mode, target, draft, seed, **MODES[mode]) for seed in range(3)]
-    alone = [decoded(mode, target, None, seed, self_draft=True, **MODES[mode]) for seed in range(3)]
+    alone = [decoded(mode, target, None, seed, twins=True, **MODES[mode]) for seed in range(3)]
     assert counted.found
     monkeypatch.setattr(Twins, "of", lambda twins, node: [])
     without = [decoded(mode, target, draft, seed, **MODES[mode]) for seed in range(3)]
@@ -132,13 +132,48 @@ def test_twins_spare_passes_and_change_no_text(monkeypatch, counted, mode):
     assert sum(passes for _, passes in alone) < 0.9 * sum(passes for _, passes in plain)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_twins_alone_change_no_text_whatever_ends_and_bends_it(seed):
+    """Penalties, biases, stop strings, several ends, short prompts: all with and without twins."""
+    rng = np.random.default_rng(seed)
+    target = TabularModel.random(12, 2, seed=seed, sharpness=3.0)
+    law = {"repetition_penalty": 1.2, "logit_bias": {3: 1.0}} if seed % 2 else {"top_k": 5, "temperature": 0.8}
+    prompt = [int(token) for token in rng.integers(0, 12, 1 + seed % 4)]
+    results = []
+    for twins in (False, True):
+        kept = parts(
+            target, None, 16, (11, 10)[: seed % 3], beams=3, draft_width=6, draft_depth=2, draws="distinct", twins=twins
+        )
+        stops = Words(*"abcdefghijkl").stops("cd", "f")
+        kept |= {"params": SamplingParams(**law), "prompt": prompt, "stops": stops}
+        run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept)
+        results.append(finish(run))
+    assert results[0] == results[1]
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    """Laws, endings and assembled texts stay few however long the text is."""
+    monkeypatch.setattr(run_module, "_MOST_LAWS", 20)
+    monkeypatch.setattr("polydraft.beam.twins._MOST", 50)
+    target = TabularModel.random(12, 2, seed=5, sharpness=3.0)
+    kept = parts(target, None, 60, (11,), beams=3, draft_width=6, draft_depth=2, draws="distinct", twins=True)
+    kept |= {"params": SamplingParams(top_k=6), "stops": Words(*"abcdefghijkl").stops("lllll")}
+    run = CoupledRun(generator=torch.Generator().manual_seed(1), **kept)
+    while not run.done:
+        run.step()
+        assert len(run._twins._latest) <= 50
+        assert len(run._laws) <= 20 + 3 + 64  # those of the last pass come on top
+        assert run.done or len(run.stops._assemblers) <= 3 + len(run.pool.best)
+    assert run.length > 30
+
+
 @pytest.mark.parametrize("options", [{"width_threshold": 0.6}, {"width_threshold": 0.6, "min_width": 2}, {"one_cache": True}])
 def test_layers_of_any_width_go_without_a_draft(options):
     """Rows of which nothing is foreseen, and forests that end at once, do no harm."""
     target = TabularModel.random(12, 1, seed=5, sharpness=3.0)
     passes = 0
     for seed in range(4):
-        kept = parts(target, None, 20, (11,), beams=3, draft_width=6, draft_depth=2, draws="iid", self_draft=True, **options)
+        kept = parts(target, None, 20, (11,), beams=3, draft_width=6, draft_depth=2, draws="iid", twins=True, **options)
         run = SampleRun(chance=RandomChance(torch.Generator().manual_seed(seed)), **kept)
         texts = finish(run)
         assert all(0 < len(text) <= 20 for text in texts)
@@ -146,9 +181,12 @@ def test_layers_of_any_width_go_without_a_draft(options):
     assert passes < 0.9 * 4
 
 
-def test_a_draft_that_is_there_is_left_out():
+def test_a_draft_that_is_there_is_left_out(monkeypatch):
     target, draft = TabularModel.random(12, 1, seed=5), TabularModel.random(12, 1, seed=6)
     beams = BeamDecoder(Decoder(target, ModelTree(draft, parse_tree("1"))))
-    result = beams.search([1, 2], beams=2, max_new_tokens=12, self_draft=True)
-    assert result.settings["draft"] == "self-draft"
-    assert result.best.token_ids == beams.search([1, 2], beams=2, max_new_tokens=12).best.token_ids
+    expected = beams.search([1, 2], beams=2, max_new_tokens=24).best.token_ids
+    monkeypatch.setattr(draft, "head", lambda features: pytest.fail("the draft was asked"))
+    result = beams.search([1, 2], beams=2, max_new_tokens=24, twins=True)
+    assert result.settings["draft"] == "twins" and result.best.token_ids == expected
+    # What twins foresaw is told apart from what the target added.
+    assert 0 < result.stats.drafted_tokens == result.best.sources.count("twins")

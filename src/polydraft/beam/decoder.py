@@ -115,11 +115,10 @@ class BeamDecoder:
         token_ids = self.decoder.encode(prompt, request.chat)
         check_prompts([token_ids], target.max_positions, target.vocab_size)
         seed = request.seeds(row + 1)[row]
-        draft = "self-draft" if beam.self_draft else getattr(self.draft, "name", None)
-        settings = {"seed": seed, "max_new_tokens": request.max_new_tokens, "draft": draft}
-        settings |= {name: getattr(beam, name) for name in names}
         generator = torch.Generator().manual_seed(seed % 2**32)
         run = self._run(beam, params, token_ids, request.max_new_tokens, Stops(assembler), generator)
+        settings = {"seed": seed, "max_new_tokens": request.max_new_tokens, "draft": run.draft_name}
+        settings |= {name: getattr(beam, name) for name in names}
         return BeamStream(run, self.decoder.tokenizer, assembler.fork(), settings, request.cancel)
 
     def _run(

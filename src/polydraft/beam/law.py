@@ -95,19 +95,21 @@ def nothing_foreseen(num_rows: int, vocab_size: int) -> Continuations:
 
 
 def averaged(law: Continuations, other: Continuations, rows: Sequence[int]) -> Continuations:
-    """Return a law whose given rows are the mean of its own and the other's, which has those rows only."""
-    shares_R = np.ones(law.num_rows)
-    shares_R[list(rows)] = 0.5
+    """Return a law whose given rows are the mean of its own and the other's, which has those rows only.
+
+    Where a row of `law` foresees nothing, the other's keeps half its mass all the same: a hint is no certainty.
+    """
+    shares_R = np.zeros(law.num_rows)
+    shares_R[list(rows)] = np.log(0.5)
     own_X, other_X = law.keys(), np.asarray(rows, dtype=np.int64)[other.rows_X] * law.vocab_size + other.tokens_X
     keys_X = np.union1d(own_X, other_X)
     own_places_X, other_places_X = np.searchsorted(keys_X, own_X), np.searchsorted(keys_X, other_X)
 
     def mean(values_X: Floats, other_values_X: Floats) -> Floats:
-        mean_X = np.zeros(len(keys_X))
-        mean_X[own_places_X] = np.exp(values_X) * shares_R[law.rows_X]
-        mean_X[other_places_X] += np.exp(other_values_X) * 0.5
-        log_mean_X: Floats = np.log(mean_X)
-        return log_mean_X
+        mean_X = np.full(len(keys_X), -np.inf)
+        mean_X[own_places_X] = values_X + shares_R[law.rows_X]
+        mean_X[other_places_X] = np.logaddexp(mean_X[other_places_X], other_values_X + np.log(0.5))
+        return mean_X
 
     return Continuations(
         keys_X // law.vocab_size,

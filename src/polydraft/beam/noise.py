@@ -49,8 +49,10 @@ class SharedNoise:
         found, starts, places_X = np.unique(rows_X, return_index=True, return_inverse=True)  # a row may have no continuations
         if not len(found):
             return free_X
-        masses = np.add.reduceat(np.exp(continuations.scores_X), starts)
-        largest_X = (scores_R[found] + np.log(masses) + _gumbel(keys_R[found]))[places_X]
+        # Sums beside their largest term: at low temperatures all weights of a row may be too small for a number.
+        peaks = np.maximum.reduceat(continuations.scores_X, starts)
+        masses = np.add.reduceat(np.exp(continuations.scores_X - peaks[places_X]), starts)
+        largest_X = (scores_R[found] + peaks + np.log(masses) + _gumbel(keys_R[found]))[places_X]
         with np.errstate(divide="ignore"):  # the largest itself: log 0
             below_X = np.log(-np.expm1(free_X - np.maximum.reduceat(free_X, starts)[places_X]))
         shift_X = largest_X - free_X + below_X

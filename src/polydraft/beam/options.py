@@ -59,7 +59,7 @@ class BeamOptions:
     """Width W_S of the draft's own beams; twice the beams if not given."""
     draft_depth: int = 3
     """Most steps γ that the draft runs ahead; fewer where rounds of late have accepted few layers."""
-    self_draft: bool = False
+    twins: bool = False
     """Draft without a draft model, from what the target said after texts that end alike; a draft that is there is left out."""
     width_threshold: float | None = None
     """Sampling: let each layer keep as many beams as its drafts yield with this chance; a fixed width if not given."""
@@ -90,6 +90,9 @@ class BeamOptions:
         _number("length_penalty", self.length_penalty)
         if not math.isfinite(self.length_penalty):
             raise UsageError(f"length_penalty={self.length_penalty!r} is out of range; allowed: finite numbers")
+        for name in ("twins", "one_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={getattr(self, name)!r}; allowed: True, False")
         early: Any = self.early_stopping
         if early not in (True, False, "never"):
             raise UsageError(f"early_stopping={early!r}; allowed: True, False, 'never'")

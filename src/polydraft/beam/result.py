@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polydraft.engine import Stats, StopReason
+from polydraft.errors import FailureError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,4 +52,6 @@ class BeamGeneration:
     @property
     def best(self) -> ScoredText:
         """The first of them."""
+        if not self.texts:
+            raise FailureError("there is no text: decoding was cancelled before its first token")
         return self.texts[0]

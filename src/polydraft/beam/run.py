@@ -39,7 +39,7 @@ class BeamRun(ABC):
     ----------
     target : LanguageModel
     draft : LanguageModel or FeatureHead, optional
-        Without one every round is one step: the baseline. Unless `options.self_draft` is set, which does without one.
+        Without one every round is one step: the baseline. Unless `options.twins` is set, which does without one.
     prompt : sequence of int
     params : SamplingParams
     options : BeamOptions
@@ -75,11 +75,14 @@ class BeamRun(ABC):
         root = Node(prompt[-1])
         self.beams = [Beam(root, 0.0)]
         """Beams that go on; they all have the same length."""
-        if options.self_draft:
+        if options.twins:
             draft = None
+        self.draft_name = "twins" if options.twins else None if draft is None else draft.name
+        """Who drafts, if anyone."""
         self._workspace = workspace or BeamWorkspace(target, draft, graphs=False)
         self._workspace.claim = weakref.ref(self)
-        self._workspace.begin(len(prompt), len(prompt) + self._longest)
+        with self.stats.clock("prefill"):
+            self._workspace.begin(len(prompt), len(prompt) + self._longest)
         self.reader: TreeReader | None = tree_reader(draft, self._workspace.draft_memory) if draft is not None else None
         self.law = self._law_maker(params, prompt, None)
         self.draft_law = self._law_maker(params, prompt, self.reader)
@@ -178,7 +181,7 @@ class BeamRun(ABC):
 
     @property
     def _drafts(self) -> bool:
-        return self.reader is not None or self.options.self_draft
+        return self.draft_name is not None
 
     def _depth(self) -> int:
         """Layers worth drafting: one more than rounds of late have accepted, which looks at the past alone."""

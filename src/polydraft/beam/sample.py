@@ -102,7 +102,7 @@ class SampleRun(BeamRun):
 
     def _layer_width(self, target_probs_U: Floats, draft_probs_U: Floats, drafts: int) -> int:
         threshold = self.options.width_threshold
-        if threshold is None:
+        if threshold is None or not drafts:  # nothing to go by: as wide as a layer that no draft reached
             return self._width
         return dynamic_width(target_probs_U, draft_probs_U, drafts, threshold=threshold, least=self.options.min_width or 1)
 

@@ -84,7 +84,7 @@ class BeamStream(Iterator[TokenEvent]):
         self._sent = max(self._sent, len(path))
 
     def _source(self, node: Node) -> str:
-        return self._run.reader.name if node.drafted and self._run.reader is not None else TARGET
+        return self._run.draft_name if node.drafted and self._run.draft_name is not None else TARGET
 
     def _sources(self, leaf: Node) -> list[str]:
         return [self._source(node) for node in leaf.path()]

@@ -27,7 +27,8 @@ class Twins:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._above_root = tuple(prompt[-1 - _LONGEST : -1])
+        self._above_root = tuple(reversed(prompt[-1 - _LONGEST : -1]))
+        """The tokens before the prompt's last, that one's neighbour first."""
         self._latest: dict[_Ending, Node] = {}
 
     def note(self, nodes: Sequence[Node]) -> None:
@@ -58,5 +59,5 @@ class Twins:
             backwards.append(above.token)
             above = above.parent
         if above is None:
-            backwards += reversed(self._above_root[len(self._above_root) - (_LONGEST - len(backwards)) :])
+            backwards += self._above_root[: _LONGEST - len(backwards)]
         return tuple(reversed(backwards))

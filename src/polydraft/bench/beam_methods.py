@@ -11,10 +11,10 @@ from polydraft.errors import UsageError
 from polydraft.trees import parse_tree
 
 _SHARED = ("length_penalty", "early_stopping")
-_DRAFTS = ("width", "depth", "self")
+_DRAFTS = ("width", "depth", "draft")
 _SAMPLING = ("draws", "verification")
 _NAMES = {"width": "draft_width", "depth": "draft_depth", "threshold": "width_threshold", "min": "min_width"}
-_FLAGS = {"one": ("cache", "one_cache"), "self": ("draft", "self_draft")}
+_FLAGS = {"one": ("cache", "one_cache"), "draft": ("twins", "twins")}
 _NUMBERS = {"draft_width": int, "draft_depth": int, "width_threshold": float, "min_width": int, "length_penalty": float}
 
 
@@ -29,7 +29,7 @@ def beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
 def speculative_beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
     """Beam sampling with drafts: ``dsbd:4,width=8,depth=3``, with ``,threshold=0.7,min=1`` for dynamic widths, ``,one=cache``.
 
-    With ``,self=draft`` it does without a draft model.
+    With ``,draft=twins`` it does without a draft model.
     Layers of the paper's ``iid`` beams unless ``,draws=`` or ``,verification=`` say otherwise.
     """
     spec.take("threshold", "min", "one", *_DRAFTS, *_SAMPLING, *_SHARED)
@@ -40,7 +40,7 @@ def speculative_beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
 def beam_search(spec: MethodSpec, bench: Bench) -> Method:
     """Deterministic beam search: ``beam-search:4``; with drafts ``beam-search:4,width=8,depth=3``, the same text.
 
-    With ``,self=draft`` drafts need no draft model.
+    With ``,draft=twins`` drafts need no draft model.
     """
     spec.take(*_DRAFTS, *_SHARED)
     return _method(spec, bench, "search", with_draft=bool({*_DRAFTS} & {*spec.options}))
@@ -72,7 +72,7 @@ def _width(spec: MethodSpec) -> int:
 def _method(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Method:
     if mode == "sample" and bench.params.temperature == 0:
         raise UsageError(f"method {spec.text!r} samples; pass --temperature above 0, or use beam-search")
-    with_model = with_draft and "self" not in spec.options
+    with_model = with_draft and "draft" not in spec.options
     if with_model and bench.draft is None:
         raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
     drafter = None

@@ -23,7 +23,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--beam-verification", "verification", default=None, help="Sampling: layers (the paper's), coupled (shared noise) or auto."),
     click.option("--draft-width", type=int, default=None, help="Beams of the draft  [default: twice the beams]."),
     click.option("--draft-depth", type=int, default=None, help="Most steps that the draft's beams run ahead  [default: 3]."),
-    click.option("--self-draft", is_flag=True, help="Beams draft from what the target said after texts that end alike; needs no draft."),
+    click.option("--twins", is_flag=True, help="Draft beams from what the target said after texts that end alike; needs no draft model."),
     click.option("--width-threshold", type=float, default=None, help="Sampling: keep as many beams a layer as drafts yield with this chance."),
     click.option("--min-width", type=int, default=None, help="Least beams a layer, with --width-threshold."),
     click.option("--one-cache", is_flag=True, help="Sampling: go on with the likeliest beam after each round (a heuristic, no sampling law)."),
@@ -32,7 +32,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--num-return-sequences", type=int, default=None, help="Texts wanted, with log-probabilities: the best beams, or so many samples."),
 ]  # fmt: skip
 _NAMES = (
-    "beams", "beam_mode", "draws", "verification", "draft_width", "draft_depth", "self_draft", "width_threshold", "min_width", "one_cache",
+    "beams", "beam_mode", "draws", "verification", "draft_width", "draft_depth", "twins", "width_threshold", "min_width", "one_cache",
     "length_penalty", "early_stopping", "num_return_sequences",
 )  # fmt: skip
 _FLAGS = {"draws": "--beam-draws", "verification": "--beam-verification"}
@@ -95,9 +95,9 @@ def _beams(
 
     _refuse_what_does_not_apply(choices)
     options = _options(given, params)
-    if options.self_draft:
+    if options.twins:
         if choices.draft not in ("auto", "none"):
-            raise UsageError(f"--self-draft needs no draft, but --draft {choices.draft} is given; leave one of them out")
+            raise UsageError(f"--twins needs no draft, but --draft {choices.draft} is given; leave one of them out")
         choices = dataclasses.replace(choices, draft="none")
     decoder = choices.decoder()
     beams = BeamDecoder(decoder)
@@ -112,10 +112,8 @@ def _beams(
     baseline = None
     if compare:
         click.echo("decoding with beams but without drafts first, for comparison ...", err=True)
-        plain = Decoder(decoder.target, tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids)
-        baseline = _run(
-            BeamDecoder(plain), dataclasses.replace(options, self_draft=False), text, choices, params, raw, printer=None
-        )
+        plain = Decoder(decoder.target, tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids, graphs=decoder.graphs)
+        baseline = _run(BeamDecoder(plain), dataclasses.replace(options, twins=False), text, choices, params, raw, printer=None)
     several = options.num_return_sequences > 1
     result = _run(beams, options, text, choices, params, raw, None if several else TokenPrinter(console))
     if several:
@@ -124,7 +122,8 @@ def _beams(
         click.echo(summary_line(result.stats), err=True)
         return
     console.print()
-    name = f"{result.settings['draft']}, {options.width_of_drafts} draft beams"
+    draft = result.settings["draft"]
+    name = f"{options.beams} beams again" if draft is None else f"{draft}, {options.width_of_drafts} draft beams"
     console.print(comparison_table([(f"{options.beams} beams, no draft", baseline.stats), (name, result.stats)]))
     console.print(break_even_line(baseline.stats, result.stats))
     same = [one.token_ids for one in baseline.texts] == [one.token_ids for one in result.texts]
@@ -176,6 +175,13 @@ def _refuse_what_does_not_apply(choices: Choices) -> None:
             what = "beams have forests and a verification of their own" if flag != "--tree" else "beams grow forests"
             remedy = "--draft-width and --draft-depth" if flag == "--tree" else "--beam-verification"
             raise UsageError(f"{flag} {value} does not apply to beams: {what}; leave it out, or see {remedy}")
+    if choices.drafter not in ("auto", "model"):
+        raise UsageError(
+            f"--drafter {choices.drafter} does not apply to beams, which take their drafts from a model or, with --twins, from the "
+            "target; leave it out"
+        )
+    if choices.decision is not None:
+        raise UsageError("--decision does not apply to beams, which end their forests by themselves; leave it out")
     if choices.draft_temperature is not None:
         raise UsageError("--draft-temperature does not apply to beams, whose draft samples as the target does; leave it out")
 

@@ -98,7 +98,7 @@ def _run(decoder: "Decoder", text: str, choices: Choices, params: "SamplingParam
 def _plain(decoder: "Decoder") -> "Decoder":
     from polydraft.engine import Decoder
 
-    return Decoder(decoder.target, tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids)
+    return Decoder(decoder.target, tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids, graphs=decoder.graphs)
 
 
 def _restless(decoder: "Decoder") -> "Decoder | None":

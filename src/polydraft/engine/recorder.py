@@ -1,4 +1,4 @@
-"""CUDA graphs of whole rounds."""
+"""CUDA graphs of whole rounds, or of the passes of beams."""
 
 import logging
 from collections import Counter, OrderedDict
