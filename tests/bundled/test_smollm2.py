@@ -24,13 +24,13 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return load("smollm2", "early-exit:2", tree="2x2x1", dtype="float32", device="cpu")
+    return load("smollm2", tree="2x2x1", dtype="float32", device="cpu")
 
 
 def test_greedy_text_equals_hugging_face_generate_on_20_prompts(decoder: Decoder, record_property) -> None:
     prompts = [decoder.encode(prompt, chat=True) for prompt in PROMPTS]
     results = decoder.generate(prompts, max_new_tokens=NEW_TOKENS, sampling=SamplingParams(temperature=0))
-    assert results[0].stats.acceptance_rate > 0.03  # drafts are accepted at all, and most are not
+    assert 0.1 < results[0].stats.acceptance_rate < 0.9  # some drafts are accepted and some are not
     near_ties = []
     for prompt, result in zip(prompts, results, strict=True):
         ids = torch.tensor([prompt])
