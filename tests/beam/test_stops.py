@@ -133,6 +133,22 @@ class Words:
         return Stops(TextAssembler(self, strings))
 
 
+def test_forests_decode_few_texts_where_strings_end_nearly_all(monkeypatch):
+    """Every look is a decoding: of a large vocabulary only so many as places ask for, whatever ends."""
+    target, draft = pair(64, seed=3)
+
+    def decodings():
+        words = Words(*("z" if token % 16 else "a" for token in range(64)))
+        for seed in range(8):
+            kept = parts(target, draft, 6, beams=4, draft_width=8, draft_depth=2) | {"stops": words.stops("z")}
+            finish(CoupledRun(generator=torch.Generator().manual_seed(seed), **kept))
+        return words.decodings
+
+    few = decodings()
+    monkeypatch.setattr("polydraft.beam.search._LOOKS", 10**6)
+    assert 0 < few < decodings() / 2
+
+
 EXACT = {
     "one beam, two layers": (("a", "b"), ("a",), dict(steps=3, beams=1, draft_width=2, draft_depth=2)),
     "a string of two tokens": (("a", "ba"), ("ab",), dict(steps=3, beams=1, draft_width=2, draft_depth=1)),

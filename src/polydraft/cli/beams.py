@@ -75,9 +75,7 @@ def _samples(count: int, text: str, choices: Choices, params: "SamplingParams", 
 
     decoder = choices.decoder()
     prompt = decoder.encode(text, chat=not raw)
-    generations = decoder.generate(
-        [prompt] * count, sampling=params, max_new_tokens=choices.max_new_tokens, seed=choices.seed, stop=choices.stop
-    )
+    generations = decoder.generate([prompt] * count, **choices.request(params))
     texts = scored(decoder.target, prompt, generations)
     stats = generations[0].stats
     if as_json:
@@ -134,23 +132,11 @@ def _beams(
 def _run(
     beams: "BeamDecoder", options: "BeamOptions", text: str, choices: Choices, params: "SamplingParams", raw: bool, printer: Any
 ) -> "BeamGeneration":
+    from polydraft.cli.render import play
+
     fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-    stream = beams.stream(
-        text,
-        sampling=params,
-        max_new_tokens=choices.max_new_tokens,
-        seed=choices.seed,
-        stop=choices.stop,
-        chat=not raw,
-        **fields,
-    )
-    try:
-        for event in stream:
-            if printer is not None:
-                printer.print(event)
-    finally:
-        if printer is not None:
-            printer.finish()
+    stream = beams.stream(text, chat=not raw, **choices.request(params), **fields)
+    play(stream, printer)
     return stream.result()
 
 

@@ -1,6 +1,7 @@
 """`polydraft chat`."""
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -67,20 +68,12 @@ def _answer(
     decoder: "Decoder", messages: list[dict[str, str]], choices: Choices, params: "SamplingParams", printer: "TokenPrinter"
 ) -> "Generation":
     """Print an answer as it comes; Ctrl-C ends the answer, not the conversation."""
-    stream = decoder.stream(
-        decoder.encode_chat(messages),
-        sampling=params,
-        max_new_tokens=choices.max_new_tokens,
-        seed=choices.seed + len(messages),
-        stop=choices.stop,
-        keep=True,
-    )
-    try:
-        for event in stream:
-            printer.print(event)
-    except KeyboardInterrupt:
-        stream.close()
-    printer.finish()
+    from polydraft.cli.render import play
+
+    request = choices.request(params) | {"seed": choices.seed + len(messages)}
+    stream = decoder.stream(decoder.encode_chat(messages), keep=True, **request)
+    with suppress(KeyboardInterrupt):
+        play(stream, printer)
     return stream.results()[0]
 
 

@@ -74,24 +74,10 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
 
 
 def _run(decoder: "Decoder", text: str, choices: Choices, params: "SamplingParams", raw: bool, printer: Any) -> "Generation":
-    stream = decoder.stream(
-        text,
-        sampling=params,
-        max_new_tokens=choices.max_new_tokens,
-        seed=choices.seed,
-        stop=choices.stop,
-        chat=not raw,
-    )
-    try:
-        for event in stream:
-            if printer is not None:
-                printer.print(event)
-    except KeyboardInterrupt:
-        stream.close()
-        raise
-    finally:
-        if printer is not None:
-            printer.finish()
+    from polydraft.cli.render import play
+
+    stream = decoder.stream(text, chat=not raw, **choices.request(params))
+    play(stream, printer)
     return stream.results()[0]
 
 

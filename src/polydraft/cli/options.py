@@ -106,6 +106,10 @@ class Choices(NgramChoices):
             repetition_penalty=self.repetition_penalty,
         )
 
+    def request(self, params: "SamplingParams") -> dict[str, Any]:
+        """Return what every request asks for."""
+        return {"sampling": params, "max_new_tokens": self.max_new_tokens, "seed": self.seed, "stop": self.stop}
+
     def decoder(self) -> "Decoder":
         """Load the models."""
         from polydraft.loading import load

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from polydraft.engine import Stats, TokenEvent
+from polydraft.beam.stream import BeamStream
+from polydraft.engine import Stats, Stream, TokenEvent
 
 DRAFTED_STYLE = "green"
 _FEW = 0.5
@@ -43,6 +44,20 @@ class TokenPrinter:
         """End the line."""
         self._console.file.write("\n")
         self._console.file.flush()
+
+
+def play(stream: Stream | BeamStream, printer: TokenPrinter | None) -> None:
+    """Run a stream to its end, and print its tokens as they come; Ctrl-C closes it first."""
+    try:
+        for event in stream:
+            if printer is not None:
+                printer.print(event)
+    except KeyboardInterrupt:
+        stream.close()
+        raise
+    finally:
+        if printer is not None:
+            printer.finish()
 
 
 def summary_line(stats: Stats) -> str:
