@@ -37,14 +37,10 @@ def test_twins_share_their_last_tokens_the_longest_first():
 
 
 def test_endings_reach_into_the_prompt():
-    twins, root = Twins([1, 2, 3, 7, 8]), Node(8)
-    twins.note([root])
-    again = root.child(2).child(3).child(7).child(8)
-    assert twins.of(again) == [(root, 4)]
-    for prompt, shared in (([8], 1), ([7, 8], 2), ([3, 7, 8], 3), ([2, 3, 7, 8], 4)):
-        short = Twins(prompt)
-        short.note([root])
-        assert short.of(again) == [(root, shared)]
+    for prompt, shared in (([8], 1), ([7, 8], 2), ([3, 7, 8], 3), ([2, 3, 7, 8], 4), ([1, 2, 3, 7, 8], 4)):
+        twins, root = Twins(prompt), Node(8)
+        twins.note([root])
+        assert twins.of(root.child(2).child(3).child(7).child(8)) == [(root, shared)]
 
 
 def test_later_twins_take_the_place_of_earlier_ones_and_the_oldest_go(monkeypatch):

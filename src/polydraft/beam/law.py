@@ -1,8 +1,9 @@
 """The law by which beams go on: all continuations of all beams, each with its score."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -53,38 +54,30 @@ class Continuations:
         )
         return part, kept_X
 
-    def picked(self, rows: Sequence[int]) -> "Continuations":
-        """Return the continuations of some texts in the order asked for; a text may be asked for twice."""
-        starts, stops = np.searchsorted(self.rows_X, rows), np.searchsorted(self.rows_X, rows, side="right")
-        entries_X = np.concatenate([np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
-        return Continuations(
-            np.repeat(np.arange(len(rows)), stops - starts),
-            self.tokens_X[entries_X],
-            self.scores_X[entries_X],
-            self.log_probs_X[entries_X],
-            len(rows),
-            self.vocab_size,
-        )
+    @cached_property
+    def bounds(self) -> list[int]:
+        """Where the entries of each row begin, and where those of the last one end."""
+        bounds: list[int] = np.searchsorted(self.rows_X, np.arange(self.num_rows + 1)).tolist()
+        return bounds
 
     def keys(self) -> Indices:
         """Return a number for each entry that means the same row and token in every law."""
         return self.rows_X * self.vocab_size + self.tokens_X
 
 
-def interleaved(parts: Sequence[tuple["Continuations", Sequence[int]]]) -> "Continuations":
-    """Put laws of different texts together: row r of a part becomes the row that its list names."""
-    places = sorted((row, part, index) for part, (_, rows) in enumerate(parts) for index, row in enumerate(rows))
-    slices = []
-    for _, part, index in places:
-        law = parts[part][0]
-        slices.append((law, *np.searchsorted(law.rows_X, [index, index + 1])))
+def joined(pieces: Sequence[tuple[Continuations, int]]) -> Continuations:
+    """Put rows of any laws together, in the order asked for; a row may be asked for twice."""
+    first = pieces[0][0]
+    if len(pieces) == first.num_rows and all(law is first and row == place for place, (law, row) in enumerate(pieces)):
+        return first
+    slices = [(law, law.bounds[row], law.bounds[row + 1]) for law, row in pieces]
     return Continuations(
-        np.concatenate([np.full(stop - start, row) for row, (_, start, stop) in enumerate(slices)]),
+        np.repeat(np.arange(len(slices)), [stop - start for _, start, stop in slices]),
         np.concatenate([law.tokens_X[start:stop] for law, start, stop in slices]),
         np.concatenate([law.scores_X[start:stop] for law, start, stop in slices]),
         np.concatenate([law.log_probs_X[start:stop] for law, start, stop in slices]),
         len(slices),
-        parts[0][0].vocab_size,
+        first.vocab_size,
     )
 
 
@@ -183,17 +176,42 @@ class LawMaker:
         """Whether few continuations of a text have mass, so that the laws of many texts are little to bring to the host."""
         return not self._adjusted and (self._best is not None or bool(self._params.top_k))
 
+    @property
+    def kind(self) -> Hashable:
+        """What `packed` depends on."""
+        params = self._params
+        return self._best, params.temperature, params.top_k, params.top_p, params.min_p
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `packed` is for this law: a short one, of which no token is cut that might belong to it."""
+        columns = self._vocab_size if self._vocabulary is None else len(self._vocabulary.tokens_D)
+        return self.is_short and (self._best is not None or self._params.top_k + _TIES < columns)
+
+    def packed(self, logits_RV: Tensor) -> Tensor:
+        """Return all that makes up the law of some texts, on their device, in one tensor."""
+        logits_RV = self._own(logits_RV)
+        norm_R1 = logits_RV.logsumexp(-1, keepdim=True)
+        short = self._shortened(logits_RV, norm_R1)
+        assert short is not None, "is_packed says when"
+        columns_RK, scores_RK, log_probs_RK, tied_R1 = short
+        return _one_tensor(tied_R1, norm_R1, scores_RK, log_probs_RK, columns_RK)
+
+    def unpacked(self, packed_RX: Floats, nodes: Sequence[Node]) -> Continuations | None:
+        """Return the continuations of the texts that end in `nodes`; None where tokens that were left out might have mass."""
+        return self._listed(packed_RX, (packed_RX.shape[1] - 2) // 3, nodes)
+
     def __call__(self, logits_RV: Tensor, nodes: Sequence[Node]) -> Continuations:
         """Return the continuations of the texts that end in `nodes`."""
-        logits_RV = logits_RV.float()
-        if self._vocabulary is None:
-            logits_RV = logits_RV[:, : self._vocab_size]
+        logits_RV = self._own(logits_RV)
         if self._adjusted and self._vocabulary is not None:
             logits_RV = self._vocabulary.spread(logits_RV, fill=-torch.inf)
         norm_R1 = logits_RV.logsumexp(-1, keepdim=True)
         short = None if self._adjusted else self._shortened(logits_RV, norm_R1)
         if short is not None:
-            law = self._gathered(*short, norm_R1, nodes)
+            columns_RK, scores_RK, log_probs_RK, tied_R1 = short
+            packed_RX = _one_tensor(tied_R1, norm_R1, scores_RK, log_probs_RK, columns_RK)
+            law = self.unpacked(packed_RX.cpu().numpy(), nodes)
             if law is not None:
                 return law
         log_probs_RV = logits_RV - norm_R1
@@ -201,13 +219,18 @@ class LawMaker:
         if missing:  # padding rows of either model's table never get mass
             log_probs_RV = torch.nn.functional.pad(log_probs_RV, (0, missing), value=-torch.inf)
         scores_RV = self._warper.scores(log_probs_RV[None], self._paths(nodes))[0]
-        columns_RK, tied_R1 = None, torch.zeros_like(norm_R1, dtype=torch.bool)
+        parts = [torch.zeros_like(norm_R1), norm_R1, scores_RV, log_probs_RV]
         if self._best is not None:
-            scores_RV, columns_RK = scores_RV.topk(min(self._best, scores_RV.shape[1]), dim=-1)
-            log_probs_RV = log_probs_RV.gather(1, columns_RK)
-        law = self._gathered(columns_RK, scores_RV, log_probs_RV, tied_R1, norm_R1, nodes)
+            scores_RK, columns_RK = scores_RV.topk(min(self._best, scores_RV.shape[1]), dim=-1)
+            parts[2:] = [scores_RK, log_probs_RV.gather(1, columns_RK), columns_RK]
+        law = self._listed(_one_tensor(*parts).cpu().numpy(), parts[2].shape[1], nodes)
         assert law is not None
         return law
+
+    def _own(self, logits_RV: Tensor) -> Tensor:
+        """Return the logits of tokens, less padding."""
+        logits_RV = logits_RV.float()
+        return logits_RV[:, : self._vocab_size] if self._vocabulary is None else logits_RV
 
     def _shortened(self, logits_RV: Tensor, norm_R1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """Return columns, scores and log-probabilities of the few best tokens, and where others might get mass; or None."""
@@ -233,31 +256,18 @@ class LawMaker:
             scores_RK = scores_RK.masked_fill(probs_RK < params.min_p * probs_RK.amax(-1, keepdim=True), -torch.inf)
         return columns_RK, scores_RK, log_probs_RK, kept_RK[:, -1:]
 
-    def _gathered(
-        self,
-        columns_RK: Tensor | None,
-        scores_RK: Tensor,
-        log_probs_RK: Tensor,
-        tied_R1: Tensor,
-        norm_R1: Tensor,
-        nodes: Sequence[Node],
-    ) -> Continuations | None:
-        """Bring what has mass to the host, as a flat list; None where tokens that were left out might have some.
-
-        All of it is one copy, checks included: on a GPU each copy waits for everything before it.
-        """
-        parts = [scores_RK, log_probs_RK] if columns_RK is None else [scores_RK, log_probs_RK, columns_RK]
-        packed = torch.cat([part.double() for part in [tied_R1, norm_R1, *parts]], dim=-1).cpu().numpy()
-        tied, norms, width = packed[:, 0], packed[:, 1], scores_RK.shape[-1]
-        if not np.isfinite(norms).all():
+    def _listed(self, packed_RX: Floats, width: int, nodes: Sequence[Node]) -> Continuations | None:
+        """Return what has mass, of `width` tokens of each text, as a flat list."""
+        tied_R, norms_R = packed_RX[:, 0], packed_RX[:, 1]
+        if not np.isfinite(norms_R).all():
             raise FailureError(
                 f"{self._who} returned logits that are not numbers after {nodes[0].depth} new tokens; try dtype float32, or "
                 "check the weights"
             )
-        if tied.any():
+        if tied_R.any():
             return None
-        scores, log_probs, columns = (packed[:, start : start + width] for start in (2, 2 + width, 2 + 2 * width))
-        tokens_RK = np.broadcast_to(np.arange(width), scores.shape) if columns_RK is None else columns.astype(np.int64)
+        scores, log_probs, columns = (packed_RX[:, start : start + width] for start in (2, 2 + width, 2 + 2 * width))
+        tokens_RK = columns.astype(np.int64) if columns.shape[1] else np.broadcast_to(np.arange(width), scores.shape)
         if self._tokens_D is not None and not self._adjusted:
             tokens_RK = self._tokens_D[tokens_RK]
         rows_RK = np.broadcast_to(np.arange(len(scores))[:, None], scores.shape)
@@ -272,3 +282,8 @@ class LawMaker:
         longest = max(map(len, texts))
         padded = [text + [NO_TOKEN] * (longest - len(text)) for text in texts]
         return torch.tensor([padded], dtype=torch.long, device=self._device)
+
+
+def _one_tensor(*parts: Tensor) -> Tensor:
+    """Put what the host wants to know into one tensor: on a GPU each copy waits for everything before it."""
+    return torch.cat([part.double() for part in parts], dim=-1)

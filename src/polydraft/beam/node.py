@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Node:
     """A token below the end of the prompt; beams that begin alike share their first nodes."""
 
-    __slots__ = ("children", "depth", "drafted", "log_prob", "parent", "token")
+    __slots__ = ("children", "depth", "drafted", "ending", "log_prob", "parent", "token")
 
     def __init__(self, token: int, parent: "Node | None" = None) -> None:
         self.token, self.parent = token, parent
@@ -18,6 +18,8 @@ class Node:
         """The target's own log-probability of this token, once a beam took it."""
         self.drafted = False
         """Whether a draft proposed it before a beam took it."""
+        self.ending: tuple[int, ...] | None = None
+        """The last few tokens of the text that ends here, once somebody asked."""
 
     def child(self, token: int) -> "Node":
         """Return the node of a further token, made if it is not there."""

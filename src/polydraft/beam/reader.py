@@ -4,11 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from polydraft.beam.bank import BEFORE, NOWHERE
+from polydraft.beam.law import Indices
 from polydraft.beam.node import Node
-from polydraft.beam.slots import SlotTree
+from polydraft.beam.slots import Inputs, SlotTree
 from polydraft.beam.workspace import BeamMemory
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.feature_head import HeadContext
@@ -35,8 +38,22 @@ class TreeReader(ABC):
         """Read the prompt; `root` is its last token, `target` holds the target's features of nodes that it has passed."""
 
     @abstractmethod
+    def read(self, nodes: Sequence[Node]) -> None:
+        """Pass nodes, and what is missing above them."""
+
+    @abstractmethod
+    def head(self, features_RF: Tensor) -> Tensor:
+        """Return the logits that features mean."""
+
     def logits(self, nodes: Sequence[Node]) -> Tensor:
-        """Return the logits of what follows each node."""
+        """Return the logits of what follows each node, read first where it has to be."""
+        self.read(nodes)
+        return self.head(self.tree.features(nodes))
+
+    @property
+    @abstractmethod
+    def tree(self) -> SlotTree:
+        """What it has read."""
 
     @abstractmethod
     def keep(self, leaves: Sequence[Node]) -> None:
@@ -54,18 +71,25 @@ class ModelReader(TreeReader):
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
         """Read the prompt with the draft."""
         self._memory.context.prefill([prompt[:-1]])
-        self._tree = SlotTree(self._memory.context, recorder=self._memory.recorder)
+        self._tree = SlotTree(self._memory.context, self._memory.bank, recorder=self._memory.recorder)
 
-    def logits(self, nodes: Sequence[Node]) -> Tensor:
-        """Pass the nodes, and what the draft has not seen above them."""
+    @property
+    def tree(self) -> SlotTree:
+        """What the draft has read."""
         assert self._tree is not None, "begin() comes first"
-        self._tree.read(nodes)
-        return self._model.head(self._tree.features(nodes))
+        return self._tree
+
+    def read(self, nodes: Sequence[Node]) -> None:
+        """Pass the nodes, and what the draft has not seen above them."""
+        self.tree.read(nodes)
+
+    def head(self, features_RF: Tensor) -> Tensor:
+        """Apply the draft's output head."""
+        return self._model.head(features_RF)
 
     def keep(self, leaves: Sequence[Node]) -> None:
         """Let dead nodes go."""
-        assert self._tree is not None, "begin() comes first"
-        self._tree.keep(leaves)
+        self.tree.keep(leaves)
 
 
 class HeadReader(TreeReader):
@@ -82,9 +106,10 @@ class HeadReader(TreeReader):
         memory = memory or BeamMemory(head, graphs=False)
         assert isinstance(memory.context, HeadContext)
         self._context = memory.context
-        self._tree = SlotTree(self._context, self._read, self._fused_inputs, memory.recorder)
-        self._prompt: Sequence[int] = ()
-        self._before_root_F: Tensor | None = None
+        inputs = Inputs(self._feature_rows, lambda: self._target and self._target.bank.address)
+        self._tree = SlotTree(self._context, memory.bank, forward=self._read, inputs=inputs, recorder=memory.recorder)
+        self._begun = False
+        """Whether something precedes the root."""
         self._target: SlotTree | None = None
         self._guesses: list[Node] = []
         self._observed: list[Tensor] = []
@@ -98,7 +123,8 @@ class HeadReader(TreeReader):
         self._target, device = target, self._head.device
         if not self._observed:
             return
-        self._before_root_F = self._observed[-1][0, -1].clone()
+        self._begun = True
+        target.bank.write_before(self._observed[-1][0, -1])
         following, position = list(prompt[1:-1]), 0
         for features_1TF in self._observed:
             tokens = following[position : position + features_1TF.shape[1]]
@@ -110,11 +136,19 @@ class HeadReader(TreeReader):
                 self._context.rewind([position])
         self._observed = []
 
-    def logits(self, nodes: Sequence[Node]) -> Tensor:
+    @property
+    def tree(self) -> SlotTree:
+        """The entries that the head has read."""
+        return self._tree
+
+    def read(self, nodes: Sequence[Node]) -> None:
         """Pass the nodes' entries, and what is missing above them."""
         for level in self._levels(nodes):
             self._tree.read(level)
-        return self._head.head(self._tree.features(nodes))
+
+    def head(self, features_RF: Tensor) -> Tensor:
+        """Apply the head's part of the target's output head."""
+        return self._head.head(features_RF)
 
     def _levels(self, nodes: Sequence[Node]) -> list[list[Node]]:
         """Return the nodes that need passes one after another: a guess needs the head's own output for its parent first."""
@@ -127,42 +161,51 @@ class HeadReader(TreeReader):
                 levels.setdefault(node.depth, {})[node] = None
         return [list(levels[depth]) for depth in sorted(levels)]
 
-    def _read(self, tokens_1T: Tensor, block: Block, fused_1TH: Tensor) -> Tensor:
-        return self._context.read(tokens_1T, fused_1TH, block)
+    def _read(self, tokens_1T: Tensor, block: Block, known_1T: Tensor, guessed_1T: Tensor) -> Tensor:
+        return self._context.read(tokens_1T, self._joined(known_1T[0], guessed_1T[0])[None], block)
 
-    def _fused_inputs(self, nodes: Sequence[Node], size: int) -> tuple[Tensor]:
-        """Return the features that entries join with their tokens."""
-        fused_TH = torch.zeros(size, self._head.shape.hidden_size, dtype=self._head.dtype, device=self._head.device)
-        known: list[int] = []
-        guessed: list[int] = []
+    def _feature_rows(self, nodes: Sequence[Node]) -> Indices:
+        """Return where the features lie that entries join with their tokens: in the target's bank, or in the head's own."""
+        assert self._target is not None, "begin() comes first"
+        rows_2T = np.full((2, len(nodes)), NOWHERE)
         for index, node in enumerate(nodes):
-            (known if self._is_known(node) else guessed).append(index)
-        if known:
-            fused_TH[known] = self._fused([nodes[index] for index in known])
-        if guessed:
-            guesses = [nodes[index] for index in guessed]
-            fused_TH[guessed] = self._tree.features([node.parent for node in guesses if node.parent is not None])
-            self._guesses += guesses
-        return (fused_TH[None],)
+            if not self._is_known(node):
+                rows_2T[1, index] = self._tree.bank.row(node.parent)
+                self._guesses.append(node)
+            elif node.parent is not None:
+                rows_2T[0, index] = self._target.bank.row(node.parent)
+            elif self._begun:  # a text of one token has nothing before its entry
+                rows_2T[0, index] = BEFORE
+        return rows_2T
+
+    def _joined(self, known_T: Tensor, guessed_T: Tensor) -> Tensor:
+        """Return the features `[T, H]` that rows of the two banks hold, zeros where there are none."""
+        assert self._target is not None, "begin() comes first"
+        head, (own_NH, theirs_NF) = self._head, (self._tree.bank.values_NF, self._target.bank.values_NF)
+        joined_TH = torch.zeros(len(known_T), head.shape.hidden_size, dtype=head.dtype, device=head.device)
+        if head.device.type == "cpu" and not self._tree.records:
+            # Of few nodes at a time: what nobody asks for is not computed.
+            for rows_T, bank, mean in ((guessed_T, own_NH, lambda rows: rows), (known_T, theirs_NF, head.fused)):
+                here_T = rows_T >= 0
+                if bank is not None and here_T.any():
+                    joined_TH[here_T] = mean(bank[rows_T[here_T]]).to(head.dtype)
+            return joined_TH
+        if own_NH is not None:
+            joined_TH = torch.where(guessed_T[:, None] >= 0, own_NH[guessed_T.clamp(min=0)], joined_TH)
+        if theirs_NF is not None:
+            fused_TH = head.fused(theirs_NF[known_T.clamp(min=0)]).to(head.dtype)
+            joined_TH = torch.where(known_T[:, None] >= 0, fused_TH, joined_TH)
+        return joined_TH
 
     def _is_known(self, node: Node) -> bool:
         assert self._target is not None, "begin() comes first"
-        return node.parent is None or node.parent in self._target
-
-    def _fused(self, nodes: Sequence[Node]) -> Tensor:
-        """Return the target's features of the nodes' parents, ready for the head."""
-        assert self._target is not None, "begin() comes first"
-        if nodes[0].parent is None:  # the root comes first, and in a first round alone
-            if self._before_root_F is None:  # a text of one token: nothing precedes its entry
-                return torch.zeros(1, self._head.shape.hidden_size, dtype=self._head.dtype, device=self._head.device)
-            return self._head.fused(self._before_root_F[None])
-        return self._head.fused(self._target.features([node.parent for node in nodes if node.parent is not None]))
+        return node.parent is None or node.parent in self._target.bank
 
     def keep(self, leaves: Sequence[Node]) -> None:
         """Let dead nodes and guesses go."""
         self._tree.forget(self._guesses)
         self._guesses = []
-        if self._before_root_F is None:
+        if not self._begun:
             root = leaves[0].path()[0].parent if leaves and leaves[0].depth else None
             if root is not None:
                 self._tree.pretend(root)

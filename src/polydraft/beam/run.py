@@ -3,18 +3,18 @@
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from polydraft.beam.forest import ForestLayer
-from polydraft.beam.law import Continuations, LawMaker, averaged, interleaved, nothing_foreseen
+from polydraft.beam.law import Continuations, LawMaker, averaged, joined, nothing_foreseen
 from polydraft.beam.node import Beam, Node, common_path
 from polydraft.beam.options import BeamOptions
 from polydraft.beam.pool import Hypothesis, Pool
 from polydraft.beam.reader import TreeReader, tree_reader
-from polydraft.beam.slots import SlotTree
+from polydraft.beam.slots import Reading, SlotTree
 from polydraft.beam.stops import Stops
 from polydraft.beam.twins import TRUSTED, Twins
 from polydraft.beam.workspace import BeamWorkspace
@@ -102,9 +102,11 @@ class BeamRun(ABC):
             memory.context.prefill(
                 [prompt[:-1]], self.reader.observe if self.reader is not None and self.reader.reads_features else None
             )
-            self.tree = SlotTree(memory.context, recorder=memory.recorder)
+            self.tree = SlotTree(memory.context, memory.bank, recorder=memory.recorder)
+            self.tree.reading = self._law_reading(self.law, target.head)
             if self.reader is not None:
                 self.reader.begin(prompt, root, self.tree)
+                self.reader.tree.reading = self._law_reading(self.draft_law, self.reader.head)
 
     def _law_maker(self, params: SamplingParams, prompt: Sequence[int], reader: TreeReader | None) -> LawMaker:
         """Make the law of the target, or of a draft."""
@@ -117,6 +119,17 @@ class BeamRun(ABC):
             best=self._best(reader),
             who="the target" if reader is None else f"the draft {reader.name!r}",
         )
+
+    def _law_reading(self, law: LawMaker, head: Callable[[Tensor], Tensor]) -> Reading | None:
+        """Have passes compute the laws of all their nodes."""
+        if not (self._laws_together and law.is_packed):
+            return None
+        return Reading(law.kind, lambda features_TF: law.packed(head(features_TF)))
+
+    @property
+    def _laws_together(self) -> bool:
+        """Whether short laws come with the pass: where each copy to the host has to wait for the device."""
+        return self.target.device.type != "cpu"
 
     @abstractmethod
     def _best(self, reader: TreeReader | None) -> int | None:
@@ -198,39 +211,40 @@ class BeamRun(ABC):
         self._logit_rows, self._logits_RV = {}, None
         if not nodes:
             return
+        if self.tree.reading is not None:
+            self._note_laws(nodes)
+            return
         features_RF = self.tree.features(nodes)
         half = features_RF.dtype in (torch.bfloat16, torch.float16)
-        if half or self._laws_together or len(nodes) <= _FEW_NODES:
+        if half or len(nodes) <= _FEW_NODES:
             self._logits_RV = self.target.head(features_RF)
             self._logit_rows = {node: row for row, node in enumerate(nodes)}
-            if self._laws_together:
-                self._note_laws(nodes)
-
-    @property
-    def _laws_together(self) -> bool:
-        """Whether all laws of a pass are brought to the host at once: where each copy has to wait for the device."""
-        return self.target.device.type != "cpu" and self.law.is_short
 
     def _note_laws(self, nodes: Sequence[Node]) -> None:
         """Compute the target's law after each node, to be had by `_rows`."""
-        if self._logits_RV is not None and all(node in self._logit_rows for node in nodes):
-            rows = [self._logit_rows[node] for node in nodes]
-            law = self.law(self._logits_RV if rows == list(range(len(self._logits_RV))) else self._logits_RV[rows], nodes)
-        else:
-            law = self.law(self.target.head(self.tree.features(nodes)), nodes)
+        packed_RX = self.tree.readings(nodes)
+        law = None if packed_RX is None else self.law.unpacked(packed_RX, nodes)
+        if law is None:
+            law = self.law(self._logits(nodes), nodes)
         self._laws.update({node: (law, row) for row, node in enumerate(nodes)})
 
-    def _rows(self, nodes: Sequence[Node]) -> Continuations:
-        """Return the target's law after each node."""
+    def _logits(self, nodes: Sequence[Node]) -> Tensor:
+        if self._logits_RV is None or any(node not in self._logit_rows for node in nodes):
+            return self.target.head(self.tree.features(nodes))
+        rows = [self._logit_rows[node] for node in nodes]
+        return self._logits_RV if rows == list(range(len(self._logits_RV))) else self._logits_RV[rows]
+
+    def _pieces(self, nodes: Iterable[Node]) -> list[tuple[Continuations, int]]:
+        """Return where the target's law after each node stands."""
         # One text may be several beams: independent ones can be alike.
         missing = list(dict.fromkeys(node for node in nodes if node not in self._laws))
         if missing:
             self._note_laws(missing)
-        held = [self._laws[node] for node in nodes]
-        first = held[0][0]
-        if all(law is first for law, _ in held):
-            return first if [row for _, row in held] == list(range(first.num_rows)) else first.picked([row for _, row in held])
-        return interleaved([(law.picked([row]), [place]) for place, (law, row) in enumerate(held)])
+        return [self._laws[node] for node in nodes]
+
+    def _rows(self, nodes: Sequence[Node]) -> Continuations:
+        """Return the target's law after each node."""
+        return joined(self._pieces(nodes))
 
     def _draft_rows(self, nodes: list[Node]) -> Continuations:
         """Return the draft's law after each node; where the target has passed one already, its own, which is the best draft.
@@ -244,20 +258,23 @@ class BeamRun(ABC):
             twin, shared = self._passed_like(node)
             if twin is not None:
                 (certain if shared >= TRUSTED else hints)[index] = twin
-        parts = []
-        if certain:
-            parts.append((self._rows(list(certain.values())), list(certain)))
+        pieces = dict(zip(certain, self._pieces(certain.values()), strict=True))
         guessed = [index for index in range(len(nodes)) if index not in certain]
         if guessed:
-            texts = [nodes[index] for index in guessed]
-            if self.reader is None:
-                law = nothing_foreseen(len(texts), self.target.vocab_size)
-            else:
-                law = self.draft_law(self.reader.logits(texts), texts)
+            law = self._guess([nodes[index] for index in guessed])
             if hints:
                 law = averaged(law, self._rows(list(hints.values())), [guessed.index(index) for index in hints])
-            parts.append((law, guessed))
-        return interleaved(parts) if len(parts) > 1 else parts[0][0]
+            pieces |= {index: (law, row) for row, index in enumerate(guessed)}
+        return joined([pieces[index] for index in range(len(nodes))])
+
+    def _guess(self, nodes: Sequence[Node]) -> Continuations:
+        """Return the draft's own law after each node."""
+        if self.reader is None:
+            return nothing_foreseen(len(nodes), self.target.vocab_size)
+        self.reader.read(nodes)
+        packed_RX = self.reader.tree.readings(nodes)
+        law = None if packed_RX is None else self.draft_law.unpacked(packed_RX, nodes)
+        return self.draft_law(self.reader.logits(nodes), nodes) if law is None else law
 
     def _passed_like(self, node: Node) -> tuple[Node | None, int]:
         """Return whose law of the target can stand for this node's, and how many tokens the two texts share at their ends."""

@@ -1,13 +1,16 @@
 """One request's beams in one row of a model's memory: the prompt once, below it a tree of slots."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from polydraft.beam.bank import NOWHERE, FeatureBank
+from polydraft.beam.law import Floats, Indices
 from polydraft.beam.node import Node, common_path, with_ancestors
+from polydraft.engine.outstanding import Outstanding
 from polydraft.engine.recorder import Recorder
 from polydraft.models import Context
 from polydraft.models.tree_attention import power_of_two
@@ -16,16 +19,38 @@ from polydraft.trees import Block
 _SLACK = 96
 """Dead slots that are left where they are: masked work on a few costs less than moving all layers' keys about."""
 _COMMITTED = -1
+_OWN_NUMBERS = 4
+"""Of every node: token, depth, place, row of the bank."""
 
 FEWEST_PLACES = 256
 """Uncommitted places that a recorded pass looks at; from there on powers of two."""
 _PASS_SIZES = (16, 32, 64, 96, 128, 192, 256)
 """Tokens of recorded passes: few sizes, because each is a recording of its own. Larger passes hide their launches by work."""
 
-Inputs = Callable[[Sequence[Node], int], tuple[Tensor, ...]]
-"""`(nodes, size) -> tensors [1, size, ..]`: what a pass takes beside tokens, filled up to `size`."""
 Pass = Callable[..., Tensor]
-"""`(tokens_1T, block, *inputs) -> features_1TF`: how tokens go through the model, a function of these and of the memory."""
+"""`(tokens_1T, block, *rows_1T) -> features_1TF`: how tokens go through the model, a function of these and of memories."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a pass takes beside tokens: numbers, a few of each node."""
+
+    rows: Callable[[Sequence[Node]], Indices]
+    """`nodes -> rows_KT`; to tokens that fill a pass up it means `NOWHERE`."""
+    kind: Callable[[], Hashable]
+    """What recordings rely on that takes them."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a pass computes of its features for the host, in the same recording."""
+
+    kind: Hashable
+    function: Callable[[Tensor], Tensor]
+    """`features_TF -> values_TX`."""
+
+
+_NO_INPUTS = Inputs(lambda nodes: np.empty((0, len(nodes)), dtype=np.int64), lambda: None)
 
 
 class SlotTree:
@@ -39,24 +64,35 @@ class SlotTree:
     ----------
     context : Context
         One row, with what precedes the tree committed.
+    bank : FeatureBank, optional
+        Where features go; empty.
     forward : callable, optional
         How tokens go through the model; `Context.extend` otherwise.
-    inputs : callable, optional
+    inputs : Inputs, optional
         What it takes beside tokens; nothing otherwise.
     recorder : Recorder, optional
         Records passes and replays them: they are filled up to a few sizes then, so that a few recordings serve for all.
     """
 
     def __init__(
-        self, context: Context, forward: Pass | None = None, inputs: Inputs | None = None, recorder: Recorder | None = None
+        self,
+        context: Context,
+        bank: FeatureBank | None = None,
+        *,
+        forward: Pass | None = None,
+        inputs: Inputs | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         assert context.batch_size == 1
-        self.context = context
+        self.context, self.bank = context, bank or FeatureBank()
+        self.reading: Reading | None = None
+        """What passes compute for the host, to be had by `readings`."""
         self._forward = forward or context.extend
-        self._inputs = inputs or (lambda nodes, size: ())
-        self._recorder = recorder
+        self._inputs, self._recorder = inputs or _NO_INPUTS, recorder
         self._places: dict[Node, int] = {}
-        self._features: dict[Node, tuple[Tensor, int]] = {}
+        self._latest: dict[Node, int] = {}
+        self._outstanding: Outstanding | None = None
+        """What the last pass computes for the host of these nodes."""
         self._visible_UU = np.zeros((64, 64), dtype=bool)
         self._used = 0
         self._base = 0
@@ -66,7 +102,12 @@ class SlotTree:
         self.replayed_passes = 0
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._features
+        return node in self.bank
+
+    @property
+    def records(self) -> bool:
+        """Whether passes may be recorded."""
+        return self._recorder is not None
 
     def read(self, leaves: Sequence[Node]) -> None:
         """Pass the leaves, and whatever of their ancestors is missing, through the model together."""
@@ -95,84 +136,102 @@ class SlotTree:
             self._visible_UU[place] = False if above == _COMMITTED else self._visible_UU[above]
             self._visible_UU[place, place] = True
             self._places[node] = place
-        features_TF = self._extend(nodes) if size is None else self._replay(nodes, size, places)
-        for row, node in enumerate(nodes):
-            self._features[node] = (features_TF, row)
+        outcome, replayed = (*self._extend(nodes), False) if size is None else self._replay(nodes, size, places)
+        self._latest = {node: row for row, node in enumerate(nodes)}
+        self._outstanding = None if self.reading is None else Outstanding.send(outcome, replayed)
         self.passes += 1
         self.passed_tokens += len(nodes)
+        self.replayed_passes += replayed
 
-    def _extend(self, nodes: Sequence[Node]) -> Tensor:
-        """Compute the features of nodes, as many as there are."""
+    def readings(self, nodes: Sequence[Node]) -> Floats | None:
+        """Wait for what the last pass computed of nodes, and return it; None where it is not about all of them."""
+        if self._outstanding is None or any(node not in self._latest for node in nodes):
+            return None
+        values_TX: Floats = self._outstanding.arrived().numpy()
+        return values_TX[[self._latest[node] for node in nodes]]
+
+    def _extend(self, nodes: Sequence[Node]) -> tuple[Tensor]:
+        """Pass nodes, as many as there are."""
         start, stop = self._used, self._used + len(nodes)
         tokens = [node.token for node in nodes]
         depths = [node.depth - self._base for node in nodes]
+        rows_KT = self._inputs.rows(nodes)
         if len(nodes) == 1 and not self._visible_UU[start, :stop].all():
             # A context takes one token alone to see everything: a second one, which nobody will see, calls for the mask.
             self._visible_UU[stop] = False
             self._visible_UU[stop, stop] = True
             tokens, depths, stop = tokens * 2, depths * 2, stop + 1
+            rows_KT = np.repeat(rows_KT, 2, axis=1)
         device, self.context.span = self.context.device, None
         visible_1TU = torch.from_numpy(self._visible_UU[None, start:stop, :stop].copy()).to(device)
         block = Block(start, torch.tensor([depths], device=device), visible_1TU)
-        inputs = self._inputs(nodes, len(tokens))
+        rows_1T = [torch.from_numpy(rows_T[None]).to(device) for rows_T in rows_KT]
+        first = self.bank.claim(nodes, len(tokens))
+        features_TF = self._forward(torch.tensor([tokens], device=device), block, *rows_1T)[0]
+        self.bank.write(torch.arange(first, first + len(tokens), device=features_TF.device), features_TF)
         self._used = stop
-        return self._forward(torch.tensor([tokens], device=device), block, *inputs)[0]
+        return (features_TF if self.reading is None else self.reading.function(features_TF),)
 
-    def _replay(self, nodes: Sequence[Node], size: int, places: int) -> Tensor:
-        """Compute the features of nodes together with tokens that fill them up to `size`.
+    def _replay(self, nodes: Sequence[Node], size: int, places: int) -> tuple[Tensor, bool]:
+        """Pass nodes together with tokens that fill them up to `size`.
 
         These come behind the nodes, see nobody but the committed text and themselves, and nobody sees them: the next pass
-        overwrites them. Where all of them go is an input, so that a recording serves for every place.
+        overwrites them. Where all of them go is an input, so that a recording serves for every place. All inputs travel as one.
         """
         assert self._recorder is not None
         start, count = self._used, len(nodes)
-        numbers_31T = np.zeros((3, 1, size), dtype=np.int64)
-        numbers_31T[0, 0, :count] = [node.token for node in nodes]
-        numbers_31T[1, 0, :count] = [node.depth - self._base for node in nodes]
-        numbers_31T[2, 0] = np.arange(start, start + size)
-        visible_1TU = np.zeros((1, size, places), dtype=bool)
-        visible_1TU[0, :count, : start + count] = self._visible_UU[start : start + count, : start + count]
+        rows_KT = self._inputs.rows(nodes)
+        first = self.bank.claim(nodes, size)
+        kinds = _OWN_NUMBERS + len(rows_KT)
+        sent_X = np.zeros(size * (8 * kinds + places), dtype=np.uint8)
+        numbers_N1T = sent_X[: 8 * kinds * size].view(np.int64).reshape(kinds, 1, size)
+        numbers_N1T[0, 0, :count] = [node.token for node in nodes]
+        numbers_N1T[1, 0, :count] = [node.depth - self._base for node in nodes]
+        numbers_N1T[2, 0] = np.arange(start, start + size)
+        numbers_N1T[3, 0] = np.arange(first, first + size)
+        numbers_N1T[_OWN_NUMBERS:, 0, :count] = rows_KT
+        numbers_N1T[_OWN_NUMBERS:, 0, count:] = NOWHERE
+        visible_TU = sent_X[8 * kinds * size :].view(bool).reshape(size, places)
+        visible_TU[:count, : start + count] = self._visible_UU[start : start + count, : start + count]
         filling = np.arange(count, size)
-        visible_1TU[0, filling, start + filling] = True
-        context, forward = self.context, self._forward
+        visible_TU[filling, start + filling] = True
+        context, bank, forward, reading = self.context, self.bank, self._forward, self.reading
         context.places = places
-        kind = (size, places, context.fix_span(), context.capacity, context.address)
 
-        def function(numbers_31T: Tensor, visible_1TU: Tensor, *inputs: Tensor) -> Tensor:
-            tokens_1T, depths_1T, places_1T = numbers_31T
-            return forward(tokens_1T, Block(0, depths_1T, visible_1TU, places_1T), *inputs)
+        def function(sent_X: Tensor) -> Tensor:
+            numbers_N1T = sent_X[: 8 * kinds * size].view(torch.int64).view(kinds, 1, size)
+            visible_1TU = sent_X[8 * kinds * size :].view(torch.bool).view(1, size, places)
+            tokens_1T, depths_1T, places_1T, bank_1T, *rows_1T = numbers_N1T
+            features_1TF = forward(tokens_1T, Block(0, depths_1T, visible_1TU, places_1T), *rows_1T)
+            bank.write(bank_1T[0], features_1TF[0])
+            return features_1TF[0] if reading is None else reading.function(features_1TF[0])
 
-        sent = (self._sent(numbers_31T), self._sent(visible_1TU), *self._inputs(nodes, size))
-        features_1TF, replayed = self._recorder.run(kind, function, *sent)
+        reads = reading and reading.kind
+        kind = (size, places, context.fix_span(), context.capacity, context.address, bank.address, self._inputs.kind(), reads)
         self._used += count
-        self.replayed_passes += replayed
-        # The next replay overwrites what this one returned.
-        return features_1TF[0, :count].clone() if replayed else features_1TF[0]
+        if not bank.address:  # no recording may make it
+            return function(self._sent(sent_X).to(context.device)), False
+        return self._recorder.run(kind, function, self._sent(sent_X))
 
-    def _sent(self, values: np.ndarray[Any, Any]) -> Tensor:
-        """Bring values to the device without waiting for it."""
-        if self.context.device.type != "cuda":
-            return torch.from_numpy(values).to(self.context.device)
-        return torch.from_numpy(values).pin_memory().to(self.context.device, non_blocking=True)
+    def _sent(self, values_X: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Tensor:
+        """Make values ready to be brought to the device without waiting for it."""
+        tensor = torch.from_numpy(values_X)
+        return tensor.pin_memory() if self.context.device.type == "cuda" else tensor
 
     def features(self, nodes: Sequence[Node]) -> Tensor:
         """Return the features `[R, F]` of nodes that were read."""
-        held = [self._features[node] for node in nodes]
-        first = held[0][0]
-        if all(block is first for block, _ in held):
-            return first[[row for _, row in held]]
-        return torch.stack([block[row] for block, row in held])
+        return self.bank.features(nodes)
 
     def pretend(self, node: Node) -> None:
         """Take a node for committed text although it has no slot: nothing precedes what follows it."""
-        self._features.pop(node, None)
+        self.bank.drop([node])
         self._places[node] = _COMMITTED
 
     def forget(self, nodes: Sequence[Node]) -> None:
         """Take nodes out again, to be read anew; nothing that is kept may lie below them."""
         for node in nodes:
             self._places.pop(node, None)
-            self._features.pop(node, None)
+        self.bank.drop(nodes)
 
     def keep(self, leaves: Sequence[Node], slack: int = _SLACK) -> None:
         """Reclaim the slots of nodes that no leaf has above it, if more than `slack` of them are dead."""
@@ -195,10 +254,7 @@ class SlotTree:
         committed = [node for node, place in self._places.items() if place == _COMMITTED and node in alive]
         self._places = dict.fromkeys([*committed, *shared], _COMMITTED)
         self._places.update({node: place for place, node in enumerate(order[count:])})
-        # Clones, because a view would hold on to the features of all that was passed together with it.
-        self._features = {
-            node: (block[row : row + 1].clone(), 0) for node, (block, row) in self._features.items() if node in alive
-        }
+        self.bank.keep(alive)
         self._used, self._base = len(rest), self._base + count
 
     def _make_room(self, places: int) -> None:

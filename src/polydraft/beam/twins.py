@@ -27,8 +27,8 @@ class Twins:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._above_root = tuple(reversed(prompt[-1 - _LONGEST : -1]))
-        """The tokens before the prompt's last, that one's neighbour first."""
+        self._above_root = tuple(prompt[-1 - _LONGEST : -1])
+        """The tokens before the prompt's last."""
         self._latest: dict[_Ending, Node] = {}
 
     def note(self, nodes: Sequence[Node]) -> None:
@@ -53,11 +53,7 @@ class Twins:
         return list(found.items())
 
     def _ending(self, node: Node) -> _Ending:
-        backwards: list[int] = []
-        above: Node | None = node
-        while above is not None and len(backwards) < _LONGEST:
-            backwards.append(above.token)
-            above = above.parent
-        if above is None:
-            backwards += self._above_root[: _LONGEST - len(backwards)]
-        return tuple(reversed(backwards))
+        if node.ending is None:
+            above = self._above_root if node.parent is None else self._ending(node.parent)
+            node.ending = (*above, node.token)[-_LONGEST:]
+        return node.ending

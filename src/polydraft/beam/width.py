@@ -35,8 +35,7 @@ def count_law(chances: list[float]) -> Floats:
     law_MK[:, 0] = none_before
     first = np.array(chances) * none_before[:-1]
     for drafts in range(1, total + 1):
-        for count in range(1, drafts + 1):
-            law_MK[drafts, count] = sum(first[i - 1] * law_MK[drafts - i, count - 1] for i in range(1, drafts + 1))
+        law_MK[drafts, 1:] = first[:drafts] @ law_MK[drafts - 1 :: -1, :-1]
     chances_K: Floats = law_MK[total]
     return chances_K
 

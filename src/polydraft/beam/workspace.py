@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from polydraft.beam.bank import FeatureBank
 from polydraft.beam.slots import FEWEST_PLACES
 from polydraft.engine.recorder import Recorder, tell_obstacle
 from polydraft.engine.workspace import User
@@ -27,16 +28,18 @@ class BeamMemory:
     def __init__(self, model: LanguageModel | FeatureHead, graphs: bool) -> None:
         self._model = model
         self.context: Context = model.start(1, 8)
+        self.bank = FeatureBank()
         self.recorder: Recorder | None = None
         obstacle: str | None = getattr(model, "graph_obstacle", None)
         if graphs and model.device.type == "cuda":
             if obstacle is None:
-                self.recorder = Recorder()
+                self.recorder = Recorder(device=model.device)
             else:
                 tell_obstacle(model, obstacle)
 
     def restart(self, room: int, longest: int) -> None:
         """Hold nothing, with room for so many tokens, or for a text of `longest` if the memory should not move."""
+        self.bank.clear()
         if self.recorder is None:
             self.context = self._model.start(1, room)
             return

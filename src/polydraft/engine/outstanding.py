@@ -11,7 +11,7 @@ class Outstanding:
     """A launched round, whose outcome is on its way to the host."""
 
     outcome_BX: Tensor
-    """On the host; it may be read once the copy is over."""
+    """On the host; to be had by `arrived` once the copy is over."""
     copied: torch.cuda.Event | None
     replayed: bool
     """Whether the round is a replayed recording."""
@@ -29,9 +29,13 @@ class Outstanding:
             copied.record(torch.cuda.current_stream(outcome_BX.device))
         return cls(arriving_BX, copied, replayed)
 
-    def wait(self) -> list[list[int]]:
-        """Return the outcome; rounds launched later go on meanwhile."""
+    def arrived(self) -> Tensor:
+        """Return the outcome once it is on the host; rounds launched later go on meanwhile."""
         if self.copied is not None:
             self.copied.synchronize()
-        rows: list[list[int]] = self.outcome_BX.tolist()
+        return self.outcome_BX
+
+    def wait(self) -> list[list[int]]:
+        """Return the outcome as lists."""
+        rows: list[list[int]] = self.arrived().tolist()
         return rows

@@ -35,7 +35,7 @@ class Recording:
     def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """Run it on new values; the output is overwritten by the next replay."""
         for own, new in zip(self.inputs, inputs, strict=True):
-            own.copy_(new)
+            own.copy_(new, non_blocking=True)
         self.graph.replay()
         return self.output
 
@@ -46,11 +46,17 @@ class Recorder:
     The first times it runs as it is: libraries set themselves up and kernels are compiled, which no recording may contain.
     What a function leaves behind must be in tensors that stay where they are; recordings share the memory for everything
     in between. The longest unused recording goes when there are too many.
+
+    Parameters
+    ----------
+    before : int
+        Runs before a recording.
+    device : torch.device, optional
+        Where inputs are brought that may come from the host, page-locked; they need be nowhere else if not given.
     """
 
-    def __init__(self, before: int = 1) -> None:
-        self._before = before
-        """Runs before a recording."""
+    def __init__(self, before: int = 1, device: torch.device | None = None) -> None:
+        self._before, self._device = before, device
         self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
         self._known: Counter[Hashable] = Counter()
         self._refused: set[Hashable] = set()
@@ -66,6 +72,8 @@ class Recorder:
         if kind in self._recordings:
             self._recordings.move_to_end(kind)
             return self._recordings[kind].replay(inputs), True
+        if self._device is not None:
+            inputs = tuple(tensor.to(self._device, non_blocking=True) for tensor in inputs)
         if self._known[kind] < self._before or kind in self._refused:
             self._known[kind] += 1
             return function(*inputs), False

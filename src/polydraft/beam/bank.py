@@ -1,0 +1,92 @@
+"""Features of a tree's nodes, in rows of one tensor."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.beam.node import Node
+
+BEFORE = 0
+"""The row of what precedes the tree."""
+NOWHERE = -1
+_FIRST_ROWS = 512
+
+
+class FeatureBank:
+    """What a model has computed of each node that it has passed.
+
+    All of it lies in one tensor, which stays where it is as long as it is large enough: recorded passes write to its rows and
+    read from them, and a request hands it on to the next.
+    """
+
+    def __init__(self) -> None:
+        self.values_NF: Tensor | None = None
+        """Made by the first features, which show what they look like."""
+        self._rows: dict[Node, int] = {}
+        self._used = 1
+        self._needed = _FIRST_ROWS
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._rows
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._rows)
+
+    @property
+    def address(self) -> int:
+        """Where the rows begin; 0 before there are some."""
+        return 0 if self.values_NF is None else self.values_NF.data_ptr()
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._rows, self._used = {}, 1
+
+    def row(self, node: Node | None) -> int:
+        """Return where a node's features lie."""
+        return NOWHERE if node is None else self._rows.get(node, NOWHERE)
+
+    def features(self, nodes: Sequence[Node]) -> Tensor:
+        """Return the features `[R, F]` of nodes that are here."""
+        assert self.values_NF is not None
+        return self.values_NF[[self._rows[node] for node in nodes]]
+
+    def claim(self, nodes: Sequence[Node], size: int) -> int:
+        """Give nodes rows in a row, with room for `size`, and return the first; the next claim takes what they do not fill."""
+        start = self._used
+        self._rows.update(zip(nodes, range(start, start + len(nodes)), strict=True))
+        self._used += len(nodes)
+        self._needed = max(self._needed, start + size)
+        if self.values_NF is not None and start + size > len(self.values_NF):
+            kept_NF = self.values_NF[:start]
+            self.values_NF = self._made(kept_NF, 2 * (start + size))
+            self.values_NF[:start] = kept_NF
+        return start
+
+    def write(self, rows_T: Tensor, features_TF: Tensor) -> None:
+        """Put features into rows that were claimed."""
+        if self.values_NF is None:
+            self.values_NF = self._made(features_TF, self._needed)
+        self.values_NF.index_copy_(0, rows_T, features_TF)
+
+    def write_before(self, features_F: Tensor) -> None:
+        """Put down the features of what precedes the tree."""
+        if self.values_NF is None:
+            self.values_NF = self._made(features_F[None], self._needed)
+        self.values_NF[BEFORE] = features_F
+
+    def drop(self, nodes: Sequence[Node]) -> None:
+        """Forget nodes; their rows are free again after the next `keep`."""
+        for node in nodes:
+            self._rows.pop(node, None)
+
+    def keep(self, alive: Collection[Node]) -> None:
+        """Forget all other nodes, and move what is left together."""
+        rows = [(node, row) for node, row in self._rows.items() if node in alive]
+        if rows and self.values_NF is not None:
+            self.values_NF[1 : 1 + len(rows)] = self.values_NF[[row for _, row in rows]]
+        self._rows = {node: row for row, (node, _) in enumerate(rows, start=1)}
+        self._used = 1 + len(rows)
+
+    def _made(self, like_TF: Tensor, rows: int) -> Tensor:
+        return torch.zeros(rows, like_TF.shape[-1], dtype=like_TF.dtype, device=like_TF.device)
