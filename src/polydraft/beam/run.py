@@ -4,6 +4,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +31,14 @@ _NEWS = 0.2
 
 _MOST_LAWS = 512
 """Short laws of the target that stay on the host for texts that end alike."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Launched:
+    """A target pass under way."""
+
+    layers: list[ForestLayer]
+    nodes: list[Node]
 
 
 class BeamRun(ABC):
@@ -91,6 +100,7 @@ class BeamRun(ABC):
         self._reach = float(options.draft_depth)
         """Layers that a round accepts, as a running mean."""
         self._cancelled = False
+        self._launched: _Launched | None = None
         self._logit_rows: dict[Node, int] = {}
         self._logits_RV: Tensor | None = None
         """Logits of the nodes above, where those of the last pass were computed together."""
@@ -155,35 +165,41 @@ class BeamRun(ABC):
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one round."""
+        """Run one round. Where laws come with the pass, the next one is under way when this returns."""
         replayed = self.tree.replayed_passes
         with self._workspace.at_work():
-            self._round()
+            if self._launched is None:
+                self._launched = self._launch()
+            self._decide(self._launched)
+            self._launched = None
+            if not self.done:
+                if self.tree.reading is not None:
+                    self._launched = self._launch()
+                self._tidy()
         self.stats.replayed_rounds += self.tree.replayed_passes - replayed
 
-    def _round(self) -> None:
-        stats = self.stats
-        with stats.clock("draft"):
+    def _launch(self) -> _Launched:
+        """Let the draft run ahead, and the target begin to pass its forest."""
+        with self.stats.clock("draft"):
             depth = self._depth() if self._drafts else 0
             layers = self._grow(depth) if depth > 0 else []
-        with stats.clock("target"):
+        with self.stats.clock("target"):
             nodes = [beam.node for beam in self.beams]
             # Nothing follows a text that has ended: no step will ask for its law.
             nodes += [beam.node for layer in layers for beam in layer.beams if not self._ends(beam.node)]
             nodes = list(dict.fromkeys(nodes))
             self.tree.read(nodes)
+        return _Launched(layers, nodes)
+
+    def _decide(self, launched: _Launched) -> None:
+        """Take the steps that the target's pass allows."""
+        stats, layers = self.stats, launched.layers
+        with stats.clock("target"):
             if self._drafts:
-                self._twins.note(nodes)
-            self._prepare(nodes)
+                self._twins.note(launched.nodes)
+            self._prepare(launched.nodes)
         with stats.clock("verify"):
             steps = self._verify(layers)
-        with stats.clock("commit"):
-            if not self.done:
-                leaves = [beam.node for beam in self.beams]
-                self.tree.keep(leaves)
-                self.stops.keep([*leaves, *(one.node for one in self.pool.best)])
-                if self.reader is not None:
-                    self.reader.keep(leaves)
         if layers:
             # A forest accepted to its end might have gone on.
             found = steps - 1 + (steps > len(layers))
@@ -191,6 +207,16 @@ class BeamRun(ABC):
         stats.count(steps - 1, min(steps, len(layers)))
         stats.rounds += 1
         stats.total_seconds = time.perf_counter() - self._started
+
+    def _tidy(self) -> None:
+        """Let go what no beam needs, while the device works on the next pass if there is one under way."""
+        with self.stats.clock("commit"):
+            beams = [beam.node for beam in self.beams]
+            leaves = beams if self._launched is None else self._launched.nodes
+            self.tree.keep(leaves)
+            self.stops.keep([*leaves, *(one.node for one in self.pool.best)])
+            if self.reader is not None:
+                self.reader.keep(beams)
 
     @property
     def _drafts(self) -> bool:
