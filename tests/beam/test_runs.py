@@ -202,7 +202,7 @@ def short_runs(seed):
         calls.clear()
         run.step()
         rounds.append(len(calls))
-    assert not any(node.token in (11, 12) for node in run.tree.bank), "a text that ended was passed"
+    assert not any(node.token in (11, 12) for node in run.tree.bank.rows), "a text that ended was passed"
     return [one.node.tokens() for one in run.results()], rounds
 
 

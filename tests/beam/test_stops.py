@@ -219,7 +219,7 @@ def test_a_draft_changes_no_text(kind, draws):
         ]
         reasons |= {one.reason for one in plain.results()}
         passes = [passes[0] + drafted.stats.passes, passes[1] + plain.stats.passes]
-        assert not any(drafted._ends(node) for node in drafted.tree.bank), "a text that ended was passed"
+        assert not any(drafted._ends(node) for node in drafted.tree.bank.rows), "a text that ended was passed"
         assert not any(drafted._ends(beam.node) for layer in layers for beam in layer.beams), "a place for a text that ended"
         wide += [len(layer.beams) == 6 for layer in layers]
     assert StopReason.STOP in reasons and len(reasons) > 1

@@ -31,16 +31,16 @@ def test_twins_share_their_last_tokens_the_longest_first():
     twins, root = Twins([1, 2, 3, 4]), Node(4)
     near, far, other = root.child(7).child(8).child(9), root.child(6).child(9), root.child(7).child(8).child(5)
     twins.note([far, near, other])
-    assert twins.of(root.child(5).child(7).child(8).child(9)) == [(near, 3)]
-    assert twins.of(root.child(5).child(6).child(9)) == [(far, 2), (near, 1)]
-    assert twins.of(root.child(2)) == []
+    assert list(twins.of(root.child(5).child(7).child(8).child(9))) == [(near, 3)]
+    assert list(twins.of(root.child(5).child(6).child(9))) == [(far, 2), (near, 1)]
+    assert list(twins.of(root.child(2))) == []
 
 
 def test_endings_reach_into_the_prompt():
     for prompt, shared in (([8], 1), ([7, 8], 2), ([3, 7, 8], 3), ([2, 3, 7, 8], 4), ([1, 2, 3, 7, 8], 4)):
         twins, root = Twins(prompt), Node(8)
         twins.note([root])
-        assert twins.of(root.child(2).child(3).child(7).child(8)) == [(root, shared)]
+        assert list(twins.of(root.child(2).child(3).child(7).child(8))) == [(root, shared)]
 
 
 def test_later_twins_take_the_place_of_earlier_ones_and_the_oldest_go(monkeypatch):
@@ -49,7 +49,7 @@ def test_later_twins_take_the_place_of_earlier_ones_and_the_oldest_go(monkeypatc
     first, second = root.child(1).child(5), root.child(1).child(5).child(1).child(5)
     twins.note([first])
     twins.note([second])
-    assert twins.of(root.child(9).child(5)) == [(second, 1)]
+    assert list(twins.of(root.child(9).child(5))) == [(second, 1)]
     assert len(twins._latest) == 4 and first not in twins._latest.values()
 
 

@@ -1,6 +1,6 @@
 """Features of a tree's nodes, in rows of one tensor."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -23,15 +23,13 @@ class FeatureBank:
     def __init__(self) -> None:
         self.values_NF: Tensor | None = None
         """Made by the first features, which show what they look like."""
-        self._rows: dict[Node, int] = {}
+        self.rows: dict[Node, int] = {}
+        """Where each node's features lie."""
         self._used = 1
         self._needed = _FIRST_ROWS
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._rows
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self._rows)
+        return node in self.rows
 
     @property
     def address(self) -> int:
@@ -40,21 +38,17 @@ class FeatureBank:
 
     def clear(self) -> None:
         """Hold nothing."""
-        self._rows, self._used = {}, 1
-
-    def row(self, node: Node | None) -> int:
-        """Return where a node's features lie."""
-        return NOWHERE if node is None else self._rows.get(node, NOWHERE)
+        self.rows, self._used = {}, 1
 
     def features(self, nodes: Sequence[Node]) -> Tensor:
         """Return the features `[R, F]` of nodes that are here."""
         assert self.values_NF is not None
-        return self.values_NF[[self._rows[node] for node in nodes]]
+        return self.values_NF[[self.rows[node] for node in nodes]]
 
     def claim(self, nodes: Sequence[Node], size: int) -> int:
         """Give nodes rows in a row, with room for `size`, and return the first; the next claim takes what they do not fill."""
         start = self._used
-        self._rows.update(zip(nodes, range(start, start + len(nodes)), strict=True))
+        self.rows.update(zip(nodes, range(start, start + len(nodes)), strict=True))
         self._used += len(nodes)
         self._needed = max(self._needed, start + size)
         if self.values_NF is not None and start + size > len(self.values_NF):
@@ -78,14 +72,14 @@ class FeatureBank:
     def drop(self, nodes: Sequence[Node]) -> None:
         """Forget nodes; their rows are free again after the next `keep`."""
         for node in nodes:
-            self._rows.pop(node, None)
+            self.rows.pop(node, None)
 
     def keep(self, alive: Collection[Node]) -> None:
         """Forget all other nodes, and move what is left together."""
-        rows = [(node, row) for node, row in self._rows.items() if node in alive]
+        rows = [(node, row) for node, row in self.rows.items() if node in alive]
         if rows and self.values_NF is not None:
             self.values_NF[1 : 1 + len(rows)] = self.values_NF[[row for _, row in rows]]
-        self._rows = {node: row for row, (node, _) in enumerate(rows, start=1)}
+        self.rows = {node: row for row, (node, _) in enumerate(rows, start=1)}
         self._used = 1 + len(rows)
 
     def _made(self, like_TF: Tensor, rows: int) -> Tensor:

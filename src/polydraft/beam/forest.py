@@ -46,10 +46,8 @@ def grow_forest(
         drawn = choose(continuations, parents)
         if not drawn:
             break
-        drafts = []
-        for entry in drawn:
-            parent = parents[int(continuations.rows_X[entry])].node
-            drafts.append(Beam(parent.child(int(continuations.tokens_X[entry])), float(totals_X[entry])))
+        chosen = (values_X[drawn].tolist() for values_X in (continuations.rows_X, continuations.tokens_X, totals_X))
+        drafts = [Beam(nodes[row].child(token), total) for row, token, total in zip(*chosen, strict=True)]
         layers.append(ForestLayer(parents, continuations, drawn, drafts))
         parents = [beam for beam in drafts if not ends(beam.node)]
     return layers

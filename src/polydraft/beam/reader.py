@@ -1,7 +1,7 @@
 """Drafts that read a tree of beams: what each says of the token after a node."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -153,30 +153,37 @@ class HeadReader(TreeReader):
     def _levels(self, nodes: Sequence[Node]) -> list[list[Node]]:
         """Return the nodes that need passes one after another: a guess needs the head's own output for its parent first."""
         levels: dict[int, dict[Node, None]] = {}
+        passed, read = self._passed, self._tree.bank.rows
         for leaf in nodes:
             node = leaf
             levels.setdefault(node.depth, {})[node] = None
-            while node.parent is not None and not self._is_known(node) and node.parent not in self._tree:
+            while node.parent is not None and node.parent not in passed and node.parent not in read:
                 node = node.parent
                 levels.setdefault(node.depth, {})[node] = None
         return [list(levels[depth]) for depth in sorted(levels)]
+
+    @property
+    def _passed(self) -> Mapping[Node, int]:
+        """Nodes that the target has passed, and where their features lie: entries of their children are no guesses."""
+        assert self._target is not None, "begin() comes first"
+        return self._target.bank.rows
 
     def _read(self, tokens_1T: Tensor, block: Block, known_1T: Tensor, guessed_1T: Tensor) -> Tensor:
         return self._context.read(tokens_1T, self._joined(known_1T[0], guessed_1T[0])[None], block)
 
     def _feature_rows(self, nodes: Sequence[Node]) -> Indices:
         """Return where the features lie that entries join with their tokens: in the target's bank, or in the head's own."""
-        assert self._target is not None, "begin() comes first"
-        rows_2T = np.full((2, len(nodes)), NOWHERE)
+        passed, read = self._passed, self._tree.bank.rows
+        known, guessed = [NOWHERE] * len(nodes), [NOWHERE] * len(nodes)
         for index, node in enumerate(nodes):
-            if not self._is_known(node):
-                rows_2T[1, index] = self._tree.bank.row(node.parent)
+            if node.parent is None:
+                known[index] = BEFORE if self._begun else NOWHERE  # a text of one token has nothing before its entry
+            elif node.parent in passed:
+                known[index] = passed[node.parent]
+            else:
+                guessed[index] = read[node.parent]
                 self._guesses.append(node)
-            elif node.parent is not None:
-                rows_2T[0, index] = self._target.bank.row(node.parent)
-            elif self._begun:  # a text of one token has nothing before its entry
-                rows_2T[0, index] = BEFORE
-        return rows_2T
+        return np.array([known, guessed])
 
     def _joined(self, known_T: Tensor, guessed_T: Tensor) -> Tensor:
         """Return the features `[T, H]` that rows of the two banks hold, zeros where there are none."""
@@ -196,10 +203,6 @@ class HeadReader(TreeReader):
             fused_TH = head.fused(theirs_NF[known_T.clamp(min=0)]).to(head.dtype)
             joined_TH = torch.where(known_T[:, None] >= 0, fused_TH, joined_TH)
         return joined_TH
-
-    def _is_known(self, node: Node) -> bool:
-        assert self._target is not None, "begin() comes first"
-        return node.parent is None or node.parent in self._target.bank
 
     def keep(self, leaves: Sequence[Node]) -> None:
         """Let dead nodes and guesses go."""

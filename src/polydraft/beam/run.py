@@ -304,11 +304,12 @@ class BeamRun(ABC):
 
     def _passed_like(self, node: Node) -> tuple[Node | None, int]:
         """Return whose law of the target can stand for this node's, and how many tokens the two texts share at their ends."""
-        if node in self.tree:
+        passed = self.tree.bank.rows
+        if node in passed:
             return node, TRUSTED
         for twin, shared in self._twins.of(node):
             # Long laws take longer to average than a hint is worth.
-            if (twin in self._laws or twin in self.tree) and (shared >= TRUSTED or self.law.is_short):
+            if (twin in self._laws or twin in passed) and (shared >= TRUSTED or self.law.is_short):
                 return twin, shared
         return None, 0
 

@@ -60,7 +60,9 @@ class SearchRun(BeamRun):
         """
         running = parents[0].node.depth == self.length
         passed_R = np.array([running and beam.node in self.tree for beam in parents])
-        ends_X = np.isin(continuations.tokens_X, list(self._eos))
+        ends_X = np.zeros(len(totals_X), dtype=bool)
+        for token in self._eos:
+            ends_X |= continuations.tokens_X == token
         certain_X = passed_R[continuations.rows_X]
         lasting_X = np.flatnonzero(certain_X & ~ends_X if self._ends_are_extra else certain_X)
         if self._ends_are_extra:

@@ -183,7 +183,8 @@ class SlotTree:
         rows_KT = self._inputs.rows(nodes)
         first = self.bank.claim(nodes, size)
         kinds = _OWN_NUMBERS + len(rows_KT)
-        sent_X = np.zeros(size * (8 * kinds + places), dtype=np.uint8)
+        sending_X = torch.zeros(size * (8 * kinds + places), dtype=torch.uint8, pin_memory=self.context.device.type == "cuda")
+        sent_X = sending_X.numpy()
         numbers_N1T = sent_X[: 8 * kinds * size].view(np.int64).reshape(kinds, 1, size)
         numbers_N1T[0, 0, :count] = [node.token for node in nodes]
         numbers_N1T[1, 0, :count] = [node.depth - self._base for node in nodes]
@@ -210,13 +211,8 @@ class SlotTree:
         kind = (size, places, context.fix_span(), context.capacity, context.address, bank.address, self._inputs.kind(), reads)
         self._used += count
         if not bank.address:  # no recording may make it
-            return function(self._sent(sent_X).to(context.device)), False
-        return self._recorder.run(kind, function, self._sent(sent_X))
-
-    def _sent(self, values_X: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Tensor:
-        """Make values ready to be brought to the device without waiting for it."""
-        tensor = torch.from_numpy(values_X)
-        return tensor.pin_memory() if self.context.device.type == "cuda" else tensor
+            return function(sending_X.to(context.device)), False
+        return self._recorder.run(kind, function, sending_X)
 
     def features(self, nodes: Sequence[Node]) -> Tensor:
         """Return the features `[R, F]` of nodes that were read."""

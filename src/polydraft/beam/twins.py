@@ -1,6 +1,6 @@
 """Texts that end alike: what the target said after one is a good guess for the other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from polydraft.beam.node import Node
 
@@ -42,15 +42,14 @@ class Twins:
         while len(self._latest) > _MOST:
             del self._latest[next(iter(self._latest))]
 
-    def of(self, node: Node) -> list[tuple[Node, int]]:
-        """Return passed nodes whose texts end as this one does, with how many tokens they share, most first."""
-        ending = self._ending(node)
-        found: dict[Node, int] = {}
-        for length in range(len(ending), 0, -1):
-            twin = self._latest.get(ending[-length:])
-            if twin is not None:
-                found.setdefault(twin, length)
-        return list(found.items())
+    def of(self, node: Node) -> Iterator[tuple[Node, int]]:
+        """Give out passed nodes whose texts end as this one does, with how many tokens they share, most first."""
+        ending, latest, before = self._ending(node), self._latest, None
+        for start in range(len(ending)):
+            twin = latest.get(ending[start:])
+            if twin is not None and twin is not before:
+                before = twin
+                yield twin, len(ending) - start
 
     def _ending(self, node: Node) -> _Ending:
         if node.ending is None:
