@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,24 +95,19 @@ def averaged(law: Continuations, other: Continuations, rows: Sequence[int]) -> C
     """
     shares_R = np.zeros(law.num_rows)
     shares_R[list(rows)] = np.log(0.5)
-    own_X, other_X = law.keys(), np.asarray(rows, dtype=np.int64)[other.rows_X] * law.vocab_size + other.tokens_X
-    keys_X = np.union1d(own_X, other_X)
-    own_places_X, other_places_X = np.searchsorted(keys_X, own_X), np.searchsorted(keys_X, other_X)
-
-    def mean(values_X: Floats, other_values_X: Floats) -> Floats:
-        mean_X = np.full(len(keys_X), -np.inf)
-        mean_X[own_places_X] = values_X + shares_R[law.rows_X]
-        mean_X[other_places_X] = np.logaddexp(mean_X[other_places_X], other_values_X + np.log(0.5))
-        return mean_X
-
-    return Continuations(
-        keys_X // law.vocab_size,
-        keys_X % law.vocab_size,
-        mean(law.scores_X, other.scores_X),
-        mean(law.log_probs_X, other.log_probs_X),
-        law.num_rows,
-        law.vocab_size,
-    )
+    other_keys_X = np.asarray(rows, dtype=np.int64)[other.rows_X] * law.vocab_size + other.tokens_X
+    own_2X = np.stack([law.scores_X, law.log_probs_X]) + shares_R[law.rows_X]
+    other_2X = np.stack([other.scores_X, other.log_probs_X]) + np.log(0.5)
+    keys_X = np.concatenate([law.keys(), other_keys_X])
+    order_X = np.argsort(keys_X, kind="stable")
+    keys_X, values_2X = keys_X[order_X], np.concatenate([own_2X, other_2X], axis=1)[:, order_X]
+    # What both laws know comes twice in a row.
+    again_X = np.flatnonzero(keys_X[1:] == keys_X[:-1]) + 1
+    values_2X[:, again_X - 1] = np.logaddexp(values_2X[:, again_X - 1], values_2X[:, again_X])
+    once_X = np.ones(len(keys_X), dtype=bool)
+    once_X[again_X] = False
+    keys_X, (scores_X, log_probs_X) = keys_X[once_X], values_2X[:, once_X]
+    return Continuations(keys_X // law.vocab_size, keys_X % law.vocab_size, scores_X, log_probs_X, law.num_rows, law.vocab_size)
 
 
 def normalised(totals_X: Floats) -> Floats:
@@ -271,10 +267,13 @@ class LawMaker:
         if self._tokens_D is not None and not self._adjusted:
             tokens_RK = self._tokens_D[tokens_RK]
         rows_RK = np.broadcast_to(np.arange(len(scores))[:, None], scores.shape)
-        kept_RK = scores > -np.inf
-        return Continuations(
-            rows_RK[kept_RK], tokens_RK[kept_RK], scores[kept_RK], log_probs[kept_RK], len(scores), self._vocab_size
+        kept_RK: Any = scores > -np.inf
+        if kept_RK.all():
+            kept_RK = ...
+        rows_X, tokens_X, scores_X, log_probs_X = (
+            values[kept_RK].reshape(-1) for values in (rows_RK, tokens_RK, scores, log_probs)
         )
+        return Continuations(rows_X, tokens_X, scores_X, log_probs_X, len(scores), self._vocab_size)
 
     def _paths(self, nodes: Sequence[Node]) -> Tensor:
         """Return the new tokens of each text `[1, R, P]`, as far as penalties need them."""

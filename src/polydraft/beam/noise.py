@@ -46,9 +46,11 @@ class SharedNoise:
         with np.errstate(over="ignore"):
             tokens_X = continuations.tokens_X.astype(np.uint64) + np.uint64(1)
             free_X = scores_R[rows_X] + continuations.scores_X + _gumbel(keys_R[rows_X] + np.uint64(_STEP) * tokens_X)
-        found, starts, places_X = np.unique(rows_X, return_index=True, return_inverse=True)  # a row may have no continuations
-        if not len(found):
+        if not len(free_X):
             return free_X
+        bounds = np.array(continuations.bounds)
+        found = np.flatnonzero(bounds[1:] > bounds[:-1])  # a row may have no continuations
+        starts, places_X = bounds[found], np.repeat(np.arange(len(found)), np.diff(bounds)[found])
         # Sums beside their largest term: at low temperatures all weights of a row may be too small for a number.
         peaks = np.maximum.reduceat(continuations.scores_X, starts)
         masses = np.add.reduceat(np.exp(continuations.scores_X - peaks[places_X]), starts)
