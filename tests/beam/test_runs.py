@@ -196,8 +196,8 @@ def short_runs(seed):
     target, draft = pair(64, seed=3)
     kept = parts(target, draft, 9, (11, 12), draws="distinct", beams=3, draft_width=6, draft_depth=3)
     run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept | {"params": SamplingParams(top_k=8)})
-    listed, calls, rounds = run.law._listed, [], []
-    run.law._listed = lambda *given: calls.append(1) or listed(*given)
+    unpacked, calls, rounds = run.law.unpacked, [], []
+    run.law.unpacked = lambda packed_RX: calls.append(1) or unpacked(packed_RX)
     while not run.done:
         calls.clear()
         run.step()

@@ -59,7 +59,6 @@ def test_an_average_is_one_of_the_rows_that_have_another_law():
     mean = averaged(one, other, [0])
     assert mean.rows_X.tolist() == [0, 0, 0, 1] and mean.tokens_X.tolist() == [0, 2, 5, 2]
     assert np.exp(mean.scores_X) == pytest.approx([0.125, 0.25, 0.625, 1.0])
-    assert np.exp(mean.log_probs_X) == pytest.approx([0.05, 0.2, 0.75, 1.0])
 
 
 class Counted(Twins):
@@ -69,7 +68,7 @@ class Counted(Twins):
 
     def of(self, node):
         """Count, and return, what the class below finds."""
-        twins = super().of(node)
+        twins = list(super().of(node))
         Counted.found += bool(twins)
         return twins
 

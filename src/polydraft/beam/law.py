@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warp
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
+_ONE_TRUE = np.ones(1, dtype=bool)
 _TIES = 16
 """Tokens beyond the k-th that are looked at for ties with it; more of them take the long way."""
 
@@ -91,23 +91,24 @@ def nothing_foreseen(num_rows: int, vocab_size: int) -> Continuations:
 def averaged(law: Continuations, other: Continuations, rows: Sequence[int]) -> Continuations:
     """Return a law whose given rows are the mean of its own and the other's, which has those rows only.
 
-    Where a row of `law` foresees nothing, the other's keeps half its mass all the same: a hint is no certainty.
+    Where a row of `law` foresees nothing, the other's keeps half its mass all the same: a hint is no certainty. This is for
+    drafts, of whom nobody asks log-probabilities: its scores stand for them.
     """
     shares_R = np.zeros(law.num_rows)
     shares_R[list(rows)] = np.log(0.5)
     other_keys_X = np.asarray(rows, dtype=np.int64)[other.rows_X] * law.vocab_size + other.tokens_X
-    own_2X = np.stack([law.scores_X, law.log_probs_X]) + shares_R[law.rows_X]
-    other_2X = np.stack([other.scores_X, other.log_probs_X]) + np.log(0.5)
     keys_X = np.concatenate([law.keys(), other_keys_X])
+    scores_X = np.concatenate([law.scores_X + shares_R[law.rows_X], other.scores_X + np.log(0.5)])
     order_X = np.argsort(keys_X, kind="stable")
-    keys_X, values_2X = keys_X[order_X], np.concatenate([own_2X, other_2X], axis=1)[:, order_X]
+    keys_X, scores_X = keys_X[order_X], scores_X[order_X]
     # What both laws know comes twice in a row.
-    again_X = np.flatnonzero(keys_X[1:] == keys_X[:-1]) + 1
-    values_2X[:, again_X - 1] = np.logaddexp(values_2X[:, again_X - 1], values_2X[:, again_X])
-    once_X = np.ones(len(keys_X), dtype=bool)
-    once_X[again_X] = False
-    keys_X, (scores_X, log_probs_X) = keys_X[once_X], values_2X[:, once_X]
-    return Continuations(keys_X // law.vocab_size, keys_X % law.vocab_size, scores_X, log_probs_X, law.num_rows, law.vocab_size)
+    again_X = keys_X[1:] == keys_X[:-1]
+    twice_X = np.flatnonzero(again_X)
+    scores_X[twice_X] = np.logaddexp(scores_X[twice_X], scores_X[twice_X + 1])
+    once_X = np.concatenate([_ONE_TRUE, ~again_X])
+    keys_X, scores_X = keys_X[once_X], scores_X[once_X]
+    rows_X = keys_X // law.vocab_size
+    return Continuations(rows_X, keys_X - rows_X * law.vocab_size, scores_X, scores_X, law.num_rows, law.vocab_size)
 
 
 def normalised(totals_X: Floats) -> Floats:
@@ -185,17 +186,26 @@ class LawMaker:
         return self.is_short and (self._best is not None or self._params.top_k + _TIES < columns)
 
     def packed(self, logits_RV: Tensor) -> Tensor:
-        """Return all that makes up the law of some texts, on their device, in one tensor."""
+        """Return all that makes up the law of some texts, on their device, in one tensor: each copy to the host is a wait."""
         logits_RV = self._own(logits_RV)
-        norm_R1 = logits_RV.logsumexp(-1, keepdim=True)
-        short = self._shortened(logits_RV, norm_R1)
+        short = self._shortened(logits_RV, logits_RV.logsumexp(-1, keepdim=True))
         assert short is not None, "is_packed says when"
-        columns_RK, scores_RK, log_probs_RK, tied_R1 = short
-        return _one_tensor(tied_R1, norm_R1, scores_RK, log_probs_RK, columns_RK)
+        return short
 
-    def unpacked(self, packed_RX: Floats, nodes: Sequence[Node]) -> Continuations | None:
-        """Return the continuations of the texts that end in `nodes`; None where tokens that were left out might have mass."""
-        return self._listed(packed_RX, (packed_RX.shape[1] - 2) // 3, nodes)
+    def unpacked(self, packed_RX: Floats) -> Continuations | None:
+        """Return the continuations of these texts; None where they have to be looked at as a whole."""
+        rows, width = len(packed_RX), packed_RX.shape[1] // 3
+        if np.isnan(packed_RX[:, 0]).any():
+            return None
+        scores_RK = packed_RX[:, :width]
+        kept_RK = scores_RK > -np.inf
+        if kept_RK.all():
+            rows_X = np.repeat(np.arange(rows), width)
+            values_3X = packed_RX.reshape(rows, 3, width).transpose(1, 0, 2).reshape(3, -1)
+        else:
+            rows_X, columns_X = np.nonzero(kept_RK)
+            values_3X = packed_RX.reshape(rows, 3, width)[rows_X, :, columns_X].T.copy()
+        return Continuations(rows_X, values_3X[2].astype(np.int64), values_3X[0], values_3X[1], rows, self._vocab_size)
 
     def __call__(self, logits_RV: Tensor, nodes: Sequence[Node]) -> Continuations:
         """Return the continuations of the texts that end in `nodes`."""
@@ -204,44 +214,66 @@ class LawMaker:
             logits_RV = self._vocabulary.spread(logits_RV, fill=-torch.inf)
         norm_R1 = logits_RV.logsumexp(-1, keepdim=True)
         short = None if self._adjusted else self._shortened(logits_RV, norm_R1)
-        if short is not None:
-            columns_RK, scores_RK, log_probs_RK, tied_R1 = short
-            packed_RX = _one_tensor(tied_R1, norm_R1, scores_RK, log_probs_RK, columns_RK)
-            law = self.unpacked(packed_RX.cpu().numpy(), nodes)
-            if law is not None:
-                return law
+        law = None if short is None else self.unpacked(short.cpu().numpy())
+        return self._whole(logits_RV, norm_R1, nodes) if law is None else law
+
+    def _whole(self, logits_RV: Tensor, norm_R1: Tensor, nodes: Sequence[Node]) -> Continuations:
+        """Return the continuations, whichever tokens they are."""
+        if not norm_R1.isfinite().all():
+            raise FailureError(
+                f"{self._who} returned logits that are not numbers after {nodes[0].depth} new tokens; try dtype float32, or "
+                "check the weights"
+            )
         log_probs_RV = logits_RV - norm_R1
         missing = 0 if self._vocabulary is not None and not self._adjusted else self._vocab_size - log_probs_RV.shape[-1]
         if missing:  # padding rows of either model's table never get mass
             log_probs_RV = torch.nn.functional.pad(log_probs_RV, (0, missing), value=-torch.inf)
         scores_RV = self._warper.scores(log_probs_RV[None], self._paths(nodes))[0]
-        parts = [torch.zeros_like(norm_R1), norm_R1, scores_RV, log_probs_RV]
         if self._best is not None:
-            scores_RK, columns_RK = scores_RV.topk(min(self._best, scores_RV.shape[1]), dim=-1)
-            parts[2:] = [scores_RK, log_probs_RV.gather(1, columns_RK), columns_RK]
-        law = self._listed(_one_tensor(*parts).cpu().numpy(), parts[2].shape[1], nodes)
-        assert law is not None
-        return law
+            scores_RV, columns_RV = scores_RV.topk(min(self._best, scores_RV.shape[1]), dim=-1)
+            log_probs_RV, tokens_RV = log_probs_RV.gather(1, columns_RV), columns_RV.cpu().numpy()
+        else:
+            tokens_RV = np.broadcast_to(np.arange(scores_RV.shape[1]), scores_RV.shape)
+        if self._tokens_D is not None and not self._adjusted:
+            tokens_RV = self._tokens_D[tokens_RV]
+        scores, log_probs = torch.stack([scores_RV, log_probs_RV]).double().cpu().numpy()
+        kept_RV = scores > -np.inf
+        return Continuations(
+            np.nonzero(kept_RV)[0], tokens_RV[kept_RV], scores[kept_RV], log_probs[kept_RV], len(scores), self._vocab_size
+        )
 
     def _own(self, logits_RV: Tensor) -> Tensor:
         """Return the logits of tokens, less padding."""
         logits_RV = logits_RV.float()
         return logits_RV[:, : self._vocab_size] if self._vocabulary is None else logits_RV
 
-    def _shortened(self, logits_RV: Tensor, norm_R1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """Return columns, scores and log-probabilities of the few best tokens, and where others might get mass; or None."""
+    def _shortened(self, logits_RV: Tensor, norm_R1: Tensor) -> Tensor | None:
+        """Return scores, log-probabilities and ids `[R, 3 K]` of the few best tokens, or None if they cannot be told so.
+
+        Rows begin with no number where tokens that were left out might have mass, or where logits are none.
+        """
         columns = logits_RV.shape[-1]
+        tied_R1 = ~norm_R1.isfinite()
         if self._best is not None:
             best_RK, columns_RK = logits_RV.topk(min(self._best, columns), dim=-1)
+            scores_RK = log_probs_RK = best_RK - norm_R1
+        else:
+            params = self._params
+            if not params.top_k or params.top_k + _TIES >= columns:
+                return None
+            best_RK, columns_RK = logits_RV.topk(params.top_k + _TIES, dim=-1)
+            kept_RK = best_RK >= best_RK[:, params.top_k - 1 : params.top_k]
+            tied_R1 = tied_R1 | kept_RK[:, -1:]
             log_probs_RK = best_RK - norm_R1
-            return columns_RK, log_probs_RK, log_probs_RK, torch.zeros_like(norm_R1, dtype=torch.bool)
+            scores_RK = self._truncated((log_probs_RK / params.temperature).masked_fill(~kept_RK, -torch.inf))
+        first_R1 = scores_RK[:, :1].masked_fill(tied_R1, torch.nan)
+        tokens_RK = columns_RK if self._vocabulary is None else self._vocabulary.tokens_D[columns_RK]
+        parts = [first_R1, scores_RK[:, 1:], log_probs_RK, tokens_RK]
+        return torch.cat([part.double() for part in parts], dim=-1)
+
+    def _truncated(self, scores_RK: Tensor) -> Tensor:
+        """Cut the tail off scores that fall from left to right, by top-p and min-p."""
         params = self._params
-        if not params.top_k or params.top_k + _TIES >= columns:
-            return None
-        best_RK, columns_RK = logits_RV.topk(params.top_k + _TIES, dim=-1)
-        kept_RK = best_RK >= best_RK[:, params.top_k - 1 : params.top_k]
-        log_probs_RK = best_RK - norm_R1
-        scores_RK = (log_probs_RK / params.temperature).masked_fill(~kept_RK, -torch.inf)
         if params.top_p < 1:
             probs_RK = torch.softmax(scores_RK, -1).double()
             low_RK = probs_RK.cumsum(-1) - probs_RK >= params.top_p
@@ -250,30 +282,7 @@ class LawMaker:
         if params.min_p > 0:
             probs_RK = torch.softmax(scores_RK, -1)
             scores_RK = scores_RK.masked_fill(probs_RK < params.min_p * probs_RK.amax(-1, keepdim=True), -torch.inf)
-        return columns_RK, scores_RK, log_probs_RK, kept_RK[:, -1:]
-
-    def _listed(self, packed_RX: Floats, width: int, nodes: Sequence[Node]) -> Continuations | None:
-        """Return what has mass, of `width` tokens of each text, as a flat list."""
-        tied_R, norms_R = packed_RX[:, 0], packed_RX[:, 1]
-        if not np.isfinite(norms_R).all():
-            raise FailureError(
-                f"{self._who} returned logits that are not numbers after {nodes[0].depth} new tokens; try dtype float32, or "
-                "check the weights"
-            )
-        if tied_R.any():
-            return None
-        scores, log_probs, columns = (packed_RX[:, start : start + width] for start in (2, 2 + width, 2 + 2 * width))
-        tokens_RK = columns.astype(np.int64) if columns.shape[1] else np.broadcast_to(np.arange(width), scores.shape)
-        if self._tokens_D is not None and not self._adjusted:
-            tokens_RK = self._tokens_D[tokens_RK]
-        rows_RK = np.broadcast_to(np.arange(len(scores))[:, None], scores.shape)
-        kept_RK: Any = scores > -np.inf
-        if kept_RK.all():
-            kept_RK = ...
-        rows_X, tokens_X, scores_X, log_probs_X = (
-            values[kept_RK].reshape(-1) for values in (rows_RK, tokens_RK, scores, log_probs)
-        )
-        return Continuations(rows_X, tokens_X, scores_X, log_probs_X, len(scores), self._vocab_size)
+        return scores_RK
 
     def _paths(self, nodes: Sequence[Node]) -> Tensor:
         """Return the new tokens of each text `[1, R, P]`, as far as penalties need them."""
@@ -281,8 +290,3 @@ class LawMaker:
         longest = max(map(len, texts))
         padded = [text + [NO_TOKEN] * (longest - len(text)) for text in texts]
         return torch.tensor([padded], dtype=torch.long, device=self._device)
-
-
-def _one_tensor(*parts: Tensor) -> Tensor:
-    """Put what the host wants to know into one tensor: on a GPU each copy waits for everything before it."""
-    return torch.cat([part.double() for part in parts], dim=-1)

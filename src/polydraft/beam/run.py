@@ -249,7 +249,7 @@ class BeamRun(ABC):
     def _note_laws(self, nodes: Sequence[Node]) -> None:
         """Compute the target's law after each node, to be had by `_rows`."""
         packed_RX = self.tree.readings(nodes)
-        law = None if packed_RX is None else self.law.unpacked(packed_RX, nodes)
+        law = None if packed_RX is None else self.law.unpacked(packed_RX)
         if law is None:
             law = self.law(self._logits(nodes), nodes)
         self._laws.update({node: (law, row) for row, node in enumerate(nodes)})
@@ -299,7 +299,7 @@ class BeamRun(ABC):
             return nothing_foreseen(len(nodes), self.target.vocab_size)
         self.reader.read(nodes)
         packed_RX = self.reader.tree.readings(nodes)
-        law = None if packed_RX is None else self.draft_law.unpacked(packed_RX, nodes)
+        law = None if packed_RX is None else self.draft_law.unpacked(packed_RX)
         return self.draft_law(self.reader.logits(nodes), nodes) if law is None else law
 
     def _passed_like(self, node: Node) -> tuple[Node | None, int]:

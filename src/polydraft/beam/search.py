@@ -58,20 +58,20 @@ class SearchRun(BeamRun):
         Texts that end have none. Continuations of running beams that the target has passed carry its own totals: they are out
         as soon as enough others of that kind are larger. Their places go to those that have to be guessed.
         """
-        running = parents[0].node.depth == self.length
-        passed_R = np.array([running and beam.node in self.tree for beam in parents])
         ends_X = np.zeros(len(totals_X), dtype=bool)
         for token in self._eos:
             ends_X |= continuations.tokens_X == token
-        certain_X = passed_R[continuations.rows_X]
-        lasting_X = np.flatnonzero(certain_X & ~ends_X if self._ends_are_extra else certain_X)
-        if self._ends_are_extra:
-            winners = self._open(totals_X, lasting_X, continuations, parents, self._kept)
-        else:
-            winners = [int(lasting_X[entry]) for entry in largest(totals_X[lasting_X], self._kept)]
-        least = totals_X[winners[-1]] if len(winners) == self._kept else -np.inf
-        open_X = np.flatnonzero(~ends_X & ~(certain_X & (totals_X < least)))
-        return self._open(totals_X, open_X, continuations, parents, count)
+        open_X = ~ends_X
+        if parents[0].node.depth == self.length:
+            certain_X = np.array([beam.node in self.tree for beam in parents])[continuations.rows_X]
+            lasting_X = np.flatnonzero(certain_X & open_X if self._ends_are_extra else certain_X)
+            if self._ends_are_extra:
+                winners = self._open(totals_X, lasting_X, continuations, parents, self._kept)
+            else:
+                winners = [int(lasting_X[entry]) for entry in largest(totals_X[lasting_X], self._kept)]
+            least = totals_X[winners[-1]] if len(winners) == self._kept else -np.inf
+            open_X &= ~(certain_X & (totals_X < least))
+        return self._open(totals_X, np.flatnonzero(open_X), continuations, parents, count)
 
     def _open(
         self, totals_X: Floats, entries_X: Indices, continuations: Continuations, parents: list[Beam], count: int
@@ -81,7 +81,8 @@ class SearchRun(BeamRun):
         Fewer where strings end most of them: a forest need not be full, and each look costs a decoding.
         """
         if not self.stops.any:
-            return [int(entries_X[entry]) for entry in largest(totals_X[entries_X], count)]
+            best: list[int] = entries_X[largest(totals_X[entries_X], count)].tolist()
+            return best
 
         def child(entry: int) -> Node:
             return parents[int(continuations.rows_X[entry])].node.child(int(continuations.tokens_X[entry]))
@@ -132,7 +133,8 @@ class SearchRun(BeamRun):
 def largest(totals_X: Floats, count: int) -> list[int]:
     """Return the entries of the largest totals, largest first; of equals the earlier first."""
     if len(totals_X) <= _FEW_TOTALS or count >= len(totals_X):
-        return [int(entry) for entry in np.argsort(-totals_X, kind="stable")[:count]]
+        best: list[int] = np.argsort(-totals_X, kind="stable")[:count].tolist()
+        return best
     least = np.partition(totals_X, -count)[-count]
     entries_X = np.flatnonzero(totals_X >= least)
     return [int(entry) for entry in entries_X[np.argsort(-totals_X[entries_X], kind="stable")[:count]]]

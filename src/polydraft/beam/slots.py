@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from polydraft.trees import Block
 _SLACK = 96
 """Dead slots that are left where they are: masked work on a few costs less than moving all layers' keys about."""
 _COMMITTED = -1
+"""Besides, the last row of what places see: nobody's, and all false."""
 _OWN_NUMBERS = 4
 """Of every node: token, depth, place, row of the bank."""
 
@@ -90,7 +92,7 @@ class SlotTree:
         self._forward = forward or context.extend
         self._inputs, self._recorder = inputs or _NO_INPUTS, recorder
         self._places: dict[Node, int] = {}
-        self._latest: dict[Node, int] = {}
+        self._latest: list[Node] = []
         self._outstanding: Outstanding | None = None
         """What the last pass computes for the host of these nodes."""
         self._visible_UU = np.zeros((64, 64), dtype=bool)
@@ -131,24 +133,45 @@ class SlotTree:
         size = None if self._recorder is None else next((size for size in _PASS_SIZES if size >= len(nodes)), None)
         places = stop + 1 if size is None else max(power_of_two(start + size), FEWEST_PLACES)
         self._make_room(places)
-        for place, node in enumerate(nodes, start):
-            above = _COMMITTED if node.parent is None else self._places.get(node.parent, _COMMITTED)
-            self._visible_UU[place] = False if above == _COMMITTED else self._visible_UU[above]
-            self._visible_UU[place, place] = True
-            self._places[node] = place
+        self._place(nodes)
         outcome, replayed = (*self._extend(nodes), False) if size is None else self._replay(nodes, size, places)
-        self._latest = {node: row for row, node in enumerate(nodes)}
+        self._latest = list(nodes)
         self._outstanding = None if self.reading is None else Outstanding.send(outcome, replayed)
         self.passes += 1
         self.passed_tokens += len(nodes)
         self.replayed_passes += replayed
 
+    def _place(self, nodes: Sequence[Node]) -> None:
+        """Give nodes the next places, and let them see themselves and what they come after."""
+        places, start = self._places, self._used
+        above: list[int] = []
+        for place, node in enumerate(nodes, start):
+            parent = _COMMITTED if node.parent is None else places.get(node.parent, _COMMITTED)
+            if parent >= start:  # what that one sees has to be known first
+                self._see(start, above)
+                start, above = place, []
+            above.append(parent)
+            places[node] = place
+        self._see(start, above)
+
+    def _see(self, start: int, above: list[int]) -> None:
+        """Let the places from `start` on see what those in `above` see, and themselves."""
+        stop = start + len(above)
+        self._visible_UU[start:stop] = self._visible_UU[above]
+        self._visible_UU[range(start, stop), range(start, stop)] = True
+
     def readings(self, nodes: Sequence[Node]) -> Floats | None:
         """Wait for what the last pass computed of nodes, and return it; None where it is not about all of them."""
-        if self._outstanding is None or any(node not in self._latest for node in nodes):
+        if self._outstanding is None:
             return None
-        values_TX: Floats = self._outstanding.arrived().numpy()
-        return values_TX[[self._latest[node] for node in nodes]]
+        rows: Any = slice(len(nodes))
+        if nodes != self._latest:
+            known = {node: row for row, node in enumerate(self._latest)}
+            if any(node not in known for node in nodes):
+                return None
+            rows = [known[node] for node in nodes]
+        values_RX: Floats = self._outstanding.arrived().numpy()[rows]
+        return values_RX
 
     def _extend(self, nodes: Sequence[Node]) -> tuple[Tensor]:
         """Pass nodes, as many as there are."""
@@ -254,7 +277,7 @@ class SlotTree:
         self._used, self._base = len(rest), self._base + count
 
     def _make_room(self, places: int) -> None:
-        if places > len(self._visible_UU):
+        if places >= len(self._visible_UU):
             size = 2 * max(places, len(self._visible_UU))
             wider_UU = np.zeros((size, size), dtype=bool)
             wider_UU[: self._used, : self._used] = self._visible_UU[: self._used, : self._used]
