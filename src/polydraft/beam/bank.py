@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from polydraft.beam.node import Node
+from polydraft.models.language_model import brought
 
 BEFORE = 0
 """The row of what precedes the tree."""
@@ -78,7 +79,8 @@ class FeatureBank:
         """Forget all other nodes, and move what is left together."""
         rows = [(node, row) for node, row in self.rows.items() if node in alive]
         if rows and self.values_NF is not None:
-            self.values_NF[1 : 1 + len(rows)] = self.values_NF[[row for _, row in rows]]
+            kept_R = brought(torch.tensor([row for _, row in rows]), self.values_NF.device)
+            self.values_NF[1 : 1 + len(rows)] = self.values_NF[kept_R]
         self.rows = {node: row for row, (node, _) in enumerate(rows, start=1)}
         self._used = 1 + len(rows)
 

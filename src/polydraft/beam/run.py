@@ -211,12 +211,11 @@ class BeamRun(ABC):
     def _tidy(self) -> None:
         """Let go what no beam needs, while the device works on the next pass if there is one under way."""
         with self.stats.clock("commit"):
-            beams = [beam.node for beam in self.beams]
-            leaves = beams if self._launched is None else self._launched.nodes
-            self.tree.keep(leaves)
-            self.stops.keep([*leaves, *(one.node for one in self.pool.best)])
+            leaves, below = [beam.node for beam in self.beams], [] if self._launched is None else self._launched.nodes
+            self.tree.keep(leaves, below)
+            self.stops.keep([*leaves, *below, *(one.node for one in self.pool.best)])
             if self.reader is not None:
-                self.reader.keep(beams)
+                self.reader.keep(leaves)
 
     @property
     def _drafts(self) -> bool:

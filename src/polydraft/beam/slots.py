@@ -14,6 +14,7 @@ from polydraft.beam.node import Node, common_path, with_ancestors
 from polydraft.engine.outstanding import Outstanding
 from polydraft.engine.recorder import Recorder
 from polydraft.models import Context
+from polydraft.models.language_model import brought
 from polydraft.models.tree_attention import power_of_two
 from polydraft.trees import Block
 
@@ -252,9 +253,12 @@ class SlotTree:
             self._places.pop(node, None)
         self.bank.drop(nodes)
 
-    def keep(self, leaves: Sequence[Node], slack: int = _SLACK) -> None:
-        """Reclaim the slots of nodes that no leaf has above it, if more than `slack` of them are dead."""
-        alive = with_ancestors(leaves)
+    def keep(self, leaves: Sequence[Node], below: Sequence[Node] = (), slack: int = _SLACK) -> None:
+        """Reclaim the slots of nodes that no leaf has above it, if more than `slack` of them are dead.
+
+        Nodes `below` leaves, which are being passed, stay too. Nothing here waits for them.
+        """
+        alive = with_ancestors([*leaves, *below])
         live = [node for node, place in self._places.items() if place != _COMMITTED and node in alive]
         if self._used - len(live) <= slack:
             return
@@ -264,9 +268,9 @@ class SlotTree:
         order = shared + [node for node in live if node not in on_all_paths]
         sources = [self._places[node] for node in order]
         if sources:
-            self.context.rearrange(torch.tensor([sources], device=self.context.device))
+            self.context.rearrange(brought(torch.tensor([sources]), self.context.device))
         count = len(shared)
-        self.context.advance(torch.tensor([count], device=self.context.device))
+        self.context.advance(brought(torch.tensor([count]), self.context.device))
         self.context.settle([self.context.lengths[0] + count])
         rest = np.array(sources[count:], dtype=np.int64)
         self._visible_UU[: len(rest), : len(rest)] = self._visible_UU[np.ix_(rest, rest)]

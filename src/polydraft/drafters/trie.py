@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from polydraft.models.language_model import brought
 from polydraft.trees import DraftTree
 
 WIDTH = 8
@@ -120,12 +121,6 @@ def as_draft_tree(tries: Sequence[TokenTrie], size: int, depth: int, device: tor
         for _ in range(max(trie.depths) - 1):
             ancestors_NN[nodes_N[:count], above_N] = True
             above_N = parents_N[above_N]
-    packed, ancestors = (_placed(array, device) for array in (packed_BNX, ancestors_BNN))
+    packed, ancestors = (brought(torch.from_numpy(array), device) for array in (packed_BNX, ancestors_BNN))
     reach = max(max(trie.depths) for trie in tries)
     return DraftTree(packed[..., 0], packed[..., 1], ancestors, packed[..., 2:], depth, reach=reach)
-
-
-def _placed(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for it."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

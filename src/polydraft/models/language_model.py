@@ -19,6 +19,11 @@ def round_up(slots: int) -> int:
     return max(1 << (slots - 1).bit_length(), _SMALLEST_SPAN)
 
 
+def brought(values: Tensor, device: torch.device) -> Tensor:
+    """Return numbers of the host on a device, behind all that it still has to do and without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 def assign(tensor: Tensor, values: Sequence[int]) -> None:
     """Overwrite a tensor with numbers of the host, behind all that its device still has to do and without waiting for it."""
     pinned = tensor.device.type == "cuda"
