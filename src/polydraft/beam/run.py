@@ -228,10 +228,10 @@ class BeamRun(ABC):
 
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Compute the logits of all nodes of the pass together, where that costs little more than those of a few."""
-        held = {beam.node: self._laws[beam.node] for beam in self.beams if beam.node in self._laws}
-        if self._drafts and self.law.is_short:
-            held = dict(list(self._laws.items())[-_MOST_LAWS:]) | held
-        self._laws = held
+        many = _MOST_LAWS if self._drafts and self.law.is_short else 0
+        if len(self._laws) > 2 * many:
+            held = {beam.node: self._laws[beam.node] for beam in self.beams if beam.node in self._laws}
+            self._laws = dict(list(self._laws.items())[len(self._laws) - many :]) | held
         nodes = [node for node in nodes if node not in self._laws]
         self._logit_rows, self._logits_RV = {}, None
         if not nodes:
