@@ -54,8 +54,8 @@ def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPa
         results = decoder.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=30, seed=3)
         assert [result.token_ids for result in results] == [result.token_ids for result in expected]
         assert results[0].stats.replayed_rounds == results[0].stats.rounds
+    assert len(workspaces) == 1, "the second request must find the first one's recordings"
     if workspaces[0].session.recordable:
-        assert len(workspaces) == 1, "the second request must find the first one's recordings"
         assert len(set(workspaces[0]._recorder.kinds)) == 1, "one recording must serve for both"
 
 
@@ -112,6 +112,22 @@ def test_a_request_without_keep_reads_its_whole_prompt(monkeypatch: pytest.Monke
     )
     decoder.stream(RAGGED_PROMPTS[1], max_new_tokens=4, seed=0)
     assert sum(passed) == len(RAGGED_PROMPTS[1]) - 1
+
+
+@pytest.mark.parametrize("name", ["lookup", "ngram"])
+def test_a_lent_workspace_has_read_nothing_of_earlier_texts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(Workspace, "records", True)
+    decoder = Decoder(TARGET, drafter(name))
+    first = decoder.generate(RAGGED_PROMPTS[1], max_new_tokens=12, seed=0)
+    session = decoder._spare[0][1].session
+    assert session.drafts_on_host and session._read == [[*RAGGED_PROMPTS[1], *first.token_ids]]
+    read: list[int] = []
+    for memory in session._memories[0]:
+        monkeypatch.setattr(memory, "read", lambda tokens, read_by=memory.read: read.extend(tokens) or read_by(tokens))
+    # Not even where the new text continues the old one.
+    longer = [*RAGGED_PROMPTS[1], *first.token_ids, 3]
+    decoder.stream(longer, max_new_tokens=4, seed=0)
+    assert read == len(session._memories[0]) * longer
 
 
 def test_errors_of_the_device_are_one_line() -> None:

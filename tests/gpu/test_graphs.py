@@ -8,6 +8,8 @@ import torch
 
 from polydraft.drafters import ModelTree, Plain
 from polydraft.drafters.drafter import Drafter
+from polydraft.drafters.gram_options import GramTreeOptions
+from polydraft.drafters.gram_tree import gram_tree
 from polydraft.engine import Decoder
 from polydraft.engine.recorder import Recorder
 from polydraft.models import FAMILIES, TabularModel
@@ -30,6 +32,8 @@ def build(name: str, kind: str) -> tuple[HFModel, Drafter]:
     target = HFModel(FAMILIES.get(name).build().to("cuda"))
     if kind == "none":
         return target, Plain()
+    if kind == "lookup":
+        return target, gram_tree(["lookup"], GramTreeOptions())
     return target, head_tree(target) if kind == "head" else ModelTree(perturbed(name, "cuda"), parse_tree("4x2x1"))
 
 
@@ -96,13 +100,30 @@ def test_penalties_wait_for_the_outcome() -> None:
     assert result.stats.replayed_rounds > 0 and result.stats.rounds_ahead == 0
 
 
-def test_a_second_request_records_nothing_new() -> None:
-    target, drafter = build("llama", "head")
+@pytest.mark.parametrize("kind", ["head", "lookup"])
+def test_a_second_request_records_nothing_new(kind: str) -> None:
+    target, drafter = build("llama", kind)
     decoder = Decoder(target, drafter)
     first = decoder.generate(PROMPTS, max_new_tokens=30, seed=1)
     again = decoder.generate(PROMPTS, max_new_tokens=30, seed=1)
     assert [one.token_ids for one in first] == [one.token_ids for one in again]
-    assert again[0].stats.replayed_rounds == again[0].stats.rounds
+    decoder.generate(PROMPTS, max_new_tokens=30, seed=1)  # a kind that came once in the first is recorded in the second
+    last = decoder.generate(PROMPTS, max_new_tokens=30, seed=1)
+    assert last[0].stats.replayed_rounds == last[0].stats.rounds
+
+
+@torch.inference_mode()
+def test_no_prompt_waits_for_plans_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = build("llama", "none")
+    used: list[bool] = []
+    forward = target.forward
+    monkeypatch.setattr(
+        target, "forward", lambda *given: used.append(torch.backends.cuda.cudnn_sdp_enabled()) or forward(*given)
+    )
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    context = target.start(1, 256)
+    context.prefill([list(range(3, 203)) if target.vocab_size > 203 else [3] * 200])
+    assert used and not any(used) and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_streams_side_by_side_do_not_meet() -> None:

@@ -88,6 +88,11 @@ class CombinationSession(DraftSession):
         """Show it the features."""
         self._tree.observe(starts, counts, features_BTF)
 
+    def forget(self) -> None:
+        """Let both forget."""
+        self._tree.forget()
+        self._grams.forget()
+
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Let both read."""
         self._longest = longest

@@ -42,7 +42,8 @@ class DraftSession(ABC):
     to the next, so that a round can be recorded as a CUDA graph; and whether nothing else is carried over to other texts."""
 
     drafts_on_host: ClassVar[bool] = False
-    """Whether `propose` works on the host while `commit` does not: then the rest of the round can be recorded."""
+    """Whether `propose` works on the host while `commit` does not: then the rest of the round can be recorded, and is replayed
+    for other texts too; `forget` must leave nothing of the earlier ones."""
 
     needs_outcome: ClassVar[bool] = True
     """Whether what the host learns of a round, through `receive` and `settle`, may change what the next one does."""
@@ -73,6 +74,9 @@ class DraftSession(ABC):
     def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
         """See the target's features of `counts` tokens of each text from position `starts` on."""
         raise NotImplementedError
+
+    def forget(self) -> None:  # noqa: B027 (most keep nothing that `prepare` does not govern)
+        """Drop what is known of earlier texts: those to come are somebody else's."""
 
     @abstractmethod
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:

@@ -101,6 +101,11 @@ class GramTreeSession(DraftSession):
         """Random numbers for the first tokens of branches, in the first round only."""
         return self._riders.num_uniforms
 
+    def forget(self) -> None:
+        """Empty all memories."""
+        for row in range(len(self._read)):
+            self._forget(row)
+
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Read the texts; memories of a row that its new text does not continue are emptied first."""
         for row, text in enumerate(texts):

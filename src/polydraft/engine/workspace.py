@@ -83,6 +83,8 @@ class Workspace:
         """Read the texts, which may grow to `longest` tokens; with `keep` only what is not in the memories already."""
         for context in self._contexts:
             context.span = None
+        if not keep:
+            self.session.forget()
         limits = self.session.prepare(texts, longest)
         if not keep:
             limits = [0] * len(texts)
@@ -202,8 +204,8 @@ class Workspace:
 
     @property
     def records(self) -> bool:
-        """Whether rounds are recorded, and worth keeping for other texts."""
-        return self._recorder is not None and self.session.recordable
+        """Whether rounds are recorded, in whole or behind a draft of the host's, and worth keeping for other texts."""
+        return self._recorder is not None and (self.session.recordable or self.session.drafts_on_host)
 
     @property
     def idle(self) -> bool:

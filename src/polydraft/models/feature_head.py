@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polydraft.models.attention import steady_attention
 from polydraft.models.language_model import Context
 from polydraft.models.products import by_rows
 from polydraft.models.tree_attention import obstacle
@@ -183,7 +184,8 @@ class HeadContext(Context):
         self._fused_BTH = fused_BTH
         # Where all rows are equally long the host knows every place, and a level is half as many calls.
         if self._fused is None and self.aligned:
-            return self._read_aligned(tokens_BT, fused_BTH, block)
+            with steady_attention(self.device):
+                return self._read_aligned(tokens_BT, fused_BTH, block)
         return self.extend(tokens_BT, block)
 
     def _read_aligned(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:

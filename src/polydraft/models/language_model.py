@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
+from polydraft.models.attention import steady_attention
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block, causal_block
 
@@ -91,7 +92,8 @@ class Context(ABC):
 
     def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
         """Store and compute a block; to be overridden where attention needs no mask over all slots."""
-        return self._forward(tokens_BT, positions_BT, slots_BT, self._visible(block, used))
+        with steady_attention(self.device):
+            return self._forward(tokens_BT, positions_BT, slots_BT, self._visible(block, used))
 
     def _visible(self, block: Block, used: int) -> Tensor:
         """Widen the block's own mask to all used slots: committed text is visible, leftovers are not."""
