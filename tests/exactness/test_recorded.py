@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from polydraft.drafters import DRAFTERS, Parts, Plain
+from polydraft.drafters.combination import Combination
 from polydraft.drafters.drafter import Drafter
+from polydraft.drafters.gram_options import GramTreeOptions
+from polydraft.drafters.gram_tree import gram_tree
 from polydraft.engine import Decoder
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import UsageError
@@ -18,14 +21,17 @@ from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET
 
 
 def drafter(name: str) -> Drafter:
-    parts = Parts(target=TARGET, draft=HEAD if name == "head" else DRAFT, topology=parse_tree("3x2x1"))
+    parts = Parts(target=TARGET, draft=HEAD if name.endswith("head") else DRAFT, topology=parse_tree("3x2x1"))
+    grams, _, tree = name.rpartition("+")
+    if grams:
+        return Combination(DRAFTERS.get(tree)(parts), gram_tree([grams], GramTreeOptions()))
     return DRAFTERS.get(name)(parts)
 
 
 def recorded_drafters() -> list[str]:
     """Names of drafters whose rounds are recorded, at least in part."""
     found = []
-    for name in DRAFTERS:
+    for name in [*DRAFTERS, "lookup+model", "lookup+head"]:
         try:
             session = drafter(name).start(1, SamplingParams(), TARGET)
         except UsageError:  # it needs parts of its own
@@ -60,7 +66,7 @@ def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_usual_drafters_are_recorded() -> None:
-    assert {"none", "model", "head", "lookup", "ngram"} <= set(recorded_drafters())
+    assert {"none", "model", "head", "lookup", "ngram", "lookup+model", "lookup+head"} <= set(recorded_drafters())
 
 
 def test_a_hugging_face_model_sees_no_more_through_a_wide_span(monkeypatch: pytest.MonkeyPatch) -> None:

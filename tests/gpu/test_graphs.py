@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from polydraft.drafters import ModelTree, Plain
+from polydraft.drafters.combination import Combination
 from polydraft.drafters.drafter import Drafter
 from polydraft.drafters.gram_options import GramTreeOptions
 from polydraft.drafters.gram_tree import gram_tree
@@ -30,15 +31,19 @@ SAMPLINGS = {
 
 def build(name: str, kind: str) -> tuple[HFModel, Drafter]:
     target = HFModel(FAMILIES.get(name).build().to("cuda"))
+    grams, _, kind = kind.rpartition("+")
+    drafter: Drafter
     if kind == "none":
-        return target, Plain()
-    if kind == "lookup":
-        return target, gram_tree(["lookup"], GramTreeOptions())
-    return target, head_tree(target) if kind == "head" else ModelTree(perturbed(name, "cuda"), parse_tree("4x2x1"))
+        drafter = Plain()
+    elif kind == "lookup":
+        drafter = gram_tree(["lookup"], GramTreeOptions())
+    else:
+        drafter = head_tree(target) if kind == "head" else ModelTree(perturbed(name, "cuda"), parse_tree("4x2x1"))
+    return target, Combination(drafter, gram_tree([grams], GramTreeOptions())) if grams else drafter
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("kind", ["none", "model", "head"])
+@pytest.mark.parametrize("kind", ["none", "model", "head", "lookup", "lookup+model", "lookup+head"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_replayed_rounds_give_the_same_texts(name: str, kind: str, sampling: SamplingParams) -> None:
     target, drafter = build(name, kind)
@@ -100,7 +105,7 @@ def test_penalties_wait_for_the_outcome() -> None:
     assert result.stats.replayed_rounds > 0 and result.stats.rounds_ahead == 0
 
 
-@pytest.mark.parametrize("kind", ["head", "lookup"])
+@pytest.mark.parametrize("kind", ["head", "lookup", "lookup+head"])
 def test_a_second_request_records_nothing_new(kind: str) -> None:
     target, drafter = build("llama", kind)
     decoder = Decoder(target, drafter)

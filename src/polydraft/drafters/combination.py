@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polydraft.drafters.drafter import Drafter, DraftSession
 from polydraft.drafters.gram_tree import GramTree, GramTreeSession, check_node_walk
-from polydraft.models import LanguageModel
+from polydraft.models import Context, LanguageModel
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, union
@@ -57,6 +57,7 @@ class CombinationSession(DraftSession):
     def __init__(self, tree: DraftSession, grams: GramTreeSession, name: str) -> None:
         self._tree, self._grams, self._name = tree, grams, name
         self.reads_features = tree.reads_features  # type: ignore[misc]
+        self.drafts_on_host = tree.recordable and grams.drafts_on_host  # type: ignore[misc]
         self.num_nodes = tree.num_nodes + grams.num_nodes - 1
         self._own_nodes, self._longest = tree.num_nodes, 0
         self._own_kept: list[int] = []
@@ -80,6 +81,14 @@ class CombinationSession(DraftSession):
         """Random numbers of both."""
         return self._tree.num_uniforms + self._grams.num_uniforms
 
+    def contexts(self) -> Sequence[Context]:
+        """Return the drawn tree's memories."""
+        return self._tree.contexts()
+
+    def obstacle(self) -> str | None:
+        """Ask the drawn tree."""
+        return self._tree.obstacle()
+
     def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
         """Ask the drawn tree, which alone may want to see texts again."""
         return self._tree.prepare(texts, longest)
@@ -101,10 +110,17 @@ class CombinationSession(DraftSession):
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Unite the trees."""
-        split = self._tree.num_uniforms
-        drawn = self._tree.propose(tail_B2, uniforms_BU[:, :split])
+        return self.with_host_tree(self.host_tree(tail_B2, uniforms_BU), tail_B2, uniforms_BU)
+
+    def host_tree(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Return the trie."""
+        return self._grams.propose(tail_B2, uniforms_BU[:, self._tree.num_uniforms :])
+
+    def with_host_tree(self, tree: DraftTree, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Draw the other one, and unite them."""
+        drawn = self._tree.propose(tail_B2, uniforms_BU[:, : self._tree.num_uniforms])
         self._own_nodes = drawn.tokens_BN.shape[1]
-        return union(drawn, self._grams.propose(tail_B2, uniforms_BU[:, split:]))
+        return union(drawn, tree)
 
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
         """Tell each what concerns it; report where the path left the drawn tree."""

@@ -42,8 +42,9 @@ class DraftSession(ABC):
     to the next, so that a round can be recorded as a CUDA graph; and whether nothing else is carried over to other texts."""
 
     drafts_on_host: ClassVar[bool] = False
-    """Whether `propose` works on the host while `commit` does not: then the rest of the round can be recorded, and is replayed
-    for other texts too; `forget` must leave nothing of the earlier ones."""
+    """Whether `host_tree` and `with_host_tree` together do what `propose` does, and the latter and `commit` work on tensors
+    alone. Then all of a round but `host_tree` can be recorded, and is replayed for other texts too: `forget` must leave nothing
+    of the earlier ones."""
 
     needs_outcome: ClassVar[bool] = True
     """Whether what the host learns of a round, through `receive` and `settle`, may change what the next one does."""
@@ -88,6 +89,14 @@ class DraftSession(ABC):
 
         The first of them is 0 where a text has only one token.
         """
+
+    def host_tree(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Return what the host proposes; all of `propose` unless overridden."""
+        return self.propose(tail_B2, uniforms_BU)
+
+    def with_host_tree(self, tree: DraftTree, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Complete the host's proposal; it is complete unless this is overridden."""
+        return tree
 
     @abstractmethod
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:

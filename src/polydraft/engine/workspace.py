@@ -132,7 +132,7 @@ class Workspace:
         inputs: tuple[Tensor, ...] = (uniforms_BU,)
         if self.session.drafts_on_host:
             with stats.clock("draft"):
-                draft = self.session.propose(self.tail_B2, uniforms_BU[:, : self.session.num_uniforms])
+                draft = self.session.host_tree(self.tail_B2, uniforms_BU[:, : self.session.num_uniforms])
             inputs += (draft.tokens_BN, draft.depths_BN, draft.ancestors_BNN, draft.child_table_BNK)
             kind += (draft.depth, *draft.child_table_BNK.shape)
 
@@ -148,7 +148,8 @@ class Workspace:
                 child_table_BNK=child_table_BNK,
                 reach=None,  # later replays may reach further
             )
-            return self._score(walk, static, values_BU, Stats())
+            own_BU = values_BU[:, : self.session.num_uniforms]
+            return self._score(walk, self.session.with_host_tree(static, self.tail_B2, own_BU), values_BU, Stats())
 
         with stats.clock("graph"):
             outcome_BX, replayed = self._recorder.run(kind, function, *inputs)
