@@ -2,8 +2,10 @@
 
 import json
 import threading
+from typing import Any
 
 import pytest
+import torch
 
 from polydraft.beam import BeamDecoder, BeamOptions
 from polydraft.engine import Decoder
@@ -114,7 +116,7 @@ def test_beams_draft_for_themselves(invoke, tiny):
     arguments = ["--target", tiny, "--beams", "2", "--max-new-tokens", "5", "--compare", "--twins"]
     code, out, _ = invoke("generate", "hello", *arguments)
     assert code == 0
-    assert "2 beams, no draft" in out and "twins, 4 draft beams" in out and "identical, token by token" in out
+    assert "2 beams, no draft" in out and "twins, 3 draft beams" in out and "identical, token by token" in out
 
 
 def test_the_api_says_what_is_wrong(tiny):
@@ -144,3 +146,19 @@ def test_the_api_says_what_is_wrong(tiny):
     with pytest.raises(UsageError, match="length_penalty='long' is not a number"):
         BeamOptions(length_penalty="long")
     assert len(beams.search(["hi", "hello"], beams=2, max_new_tokens=2)) == 2
+
+
+def test_forests_are_as_large_as_the_device_likes_them() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+
+    def forest(device: torch.device, **options: Any) -> tuple[int, int]:
+        chosen = BeamOptions(**options).on(device)
+        return chosen.width_of_drafts, chosen.depth_of_drafts
+
+    assert forest(gpu) == (16, 4) and forest(cpu) == (6, 2) and forest(cpu, beams=1) == (2, 2)
+    assert forest(gpu, beams=1024) == (2048, 4)
+    assert forest(gpu, draft_width=9) == (9, 4) and forest(cpu, draft_depth=5) == (6, 5)
+    # What a dynamic width or one cache decodes depends on the forest: it must not depend on the device.
+    for heuristic in ({"width_threshold": 0.7}, {"one_cache": True}):
+        options = {"mode": "sample", "beams": 3, **heuristic}
+        assert forest(gpu, **options) == forest(cpu, **options) == (6, 3)

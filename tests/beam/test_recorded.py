@@ -67,7 +67,15 @@ def beams(name, **options):
 
 
 def outcome(decoder, prompt, **options):
-    chosen = {"beams": 3, "draft_width": 6, "num_return_sequences": 3, "max_new_tokens": 10, "seed": len(prompt), **options}
+    chosen = {
+        "beams": 3,
+        "draft_width": 6,
+        "draft_depth": 3,
+        "num_return_sequences": 3,
+        "max_new_tokens": 10,
+        "seed": len(prompt),
+        **options,
+    }
     stream = decoder.stream(prompt, **chosen)
     for _ in stream:
         pass
@@ -314,7 +322,7 @@ def test_without_recordings_nothing_is_kept_or_filled_up(monkeypatch):
             sizes.append((tokens_BT.shape[1], block.places_BT)) or extend(context, tokens_BT, block)
         ),
     )
-    outcome(plain, PROMPTS[0], beams=3, draft_width=None)
+    outcome(plain, PROMPTS[0], beams=3)
     assert not plain._spare
     assert sizes[0][0] == len(PROMPTS[0]) - 1 and 3 in {size for size, _ in sizes}
     assert all(places_BT is None for _, places_BT in sizes)

@@ -1,10 +1,12 @@
 """What a call asks of beams."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any
+
+import torch
 
 from polydraft.beam.pool import EarlyStopping
 from polydraft.errors import UsageError, unknown_name
@@ -56,9 +58,9 @@ class BeamOptions:
     verification: Verification | str = Verification.AUTO
     """Sampling: how drafts are verified."""
     draft_width: int | None = None
-    """Width W_S of the draft's own beams; twice the beams if not given."""
-    draft_depth: int = 3
-    """Most steps γ that the draft runs ahead; fewer where rounds of late have accepted few layers."""
+    """Width W_S of the draft's own beams; see `on` if it is not given."""
+    draft_depth: int | None = None
+    """Most steps γ that the draft runs ahead; fewer where rounds of late have accepted few layers. See `on` if not given."""
     twins: bool = False
     """Draft without a draft model, from what the target said after texts that end alike; a draft that is there is left out."""
     width_threshold: float | None = None
@@ -109,7 +111,7 @@ class BeamOptions:
     def _check_counts(self) -> None:
         for name in ("beams", "draft_depth", "num_return_sequences", "draft_width", "min_width"):
             value = getattr(self, name)
-            if value is None and name in ("draft_width", "min_width"):
+            if value is None and name in ("draft_width", "draft_depth", "min_width"):
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise UsageError(f"{name}={value!r} is out of range; allowed: whole numbers from 1")
@@ -136,6 +138,25 @@ class BeamOptions:
     def width_of_drafts(self) -> int:
         """W_S, also where it was not given."""
         return self.draft_width if self.draft_width is not None else 2 * self.beams
+
+    @property
+    def depth_of_drafts(self) -> int:
+        """γ, also where it was not given."""
+        return self.draft_depth if self.draft_depth is not None else 3
+
+    def on(self, device: torch.device) -> "BeamOptions":
+        """Return these options with a forest that pays on a device, where none was asked for.
+
+        Further nodes are nearly free on a GPU and dear on a CPU. Dynamic widths and one cache have a forest of the same size
+        everywhere, because what is decoded depends on it; beams of fixed width follow the same law whatever it is.
+        """
+        if self.width_threshold is not None or self.one_cache:
+            return self
+        wide = device.type != "cpu"
+        width, depth = self.draft_width, self.draft_depth
+        if width is None and self.draws != Draws.HUGGING_FACE:
+            width = min(4 * self.beams, 2 * _MOST_BEAMS) if wide else max(self.beams + 1, 3 * self.beams // 2)
+        return replace(self, draft_width=width, draft_depth=(4 if wide else 2) if depth is None else depth)
 
     @property
     def _can_be_coupled(self) -> bool:

@@ -97,7 +97,7 @@ class BeamRun(ABC):
         self.draft_law = self._law_maker(params, prompt, self.reader)
         self.pass_of_step: list[int] = []
         """Which target pass made each step certain."""
-        self._reach = float(options.draft_depth)
+        self._reach = float(options.depth_of_drafts)
         """Layers that a round accepts, as a running mean."""
         self._cancelled = False
         self._launched: _Launched | None = None
@@ -224,7 +224,7 @@ class BeamRun(ABC):
     def _depth(self) -> int:
         """Layers worth drafting: one more than rounds of late have accepted, which looks at the past alone."""
         room = self._longest - self.length - 1
-        return min(self.options.draft_depth, int(self._reach + 1.5), room)
+        return min(self.options.depth_of_drafts, int(self._reach + 1.5), room)
 
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Compute the logits of all nodes of the pass together, where that costs little more than those of a few."""

@@ -43,7 +43,7 @@ class SearchRun(BeamRun):
 
     @property
     def _draft_width(self) -> int:
-        return self.options.draft_width or 2 * self.options.beams
+        return self.options.width_of_drafts
 
     def _grow(self, depth: int) -> list[ForestLayer]:
         return grow_forest(self.beams, depth, self._draft_rows, self._ends, self._choose_drafts)

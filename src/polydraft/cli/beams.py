@@ -21,8 +21,8 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--beam-mode", default=None, help="search or sample  [default: by the temperature]."),
     click.option("--beam-draws", "draws", default=None, help="Sampling: distinct beams, iid ones, or hf (twice as many drawn, the best kept)."),
     click.option("--beam-verification", "verification", default=None, help="Sampling: layers (the paper's), coupled (shared noise) or auto."),
-    click.option("--draft-width", type=int, default=None, help="Beams of the draft  [default: twice the beams]."),
-    click.option("--draft-depth", type=int, default=None, help="Most steps that the draft's beams run ahead  [default: 3]."),
+    click.option("--draft-width", type=int, default=None, help="Beams of the draft  [default: 4 times the beams on a GPU, 1.5 times on a CPU; twice with --width-threshold]."),
+    click.option("--draft-depth", type=int, default=None, help="Most steps that the draft's beams run ahead  [default: 4 on a GPU, 2 on a CPU; 3 with --width-threshold]."),
     click.option("--twins", is_flag=True, help="Draft beams from what the target said after texts that end alike; needs no draft model."),
     click.option("--width-threshold", type=float, default=None, help="Sampling: keep as many beams a layer as drafts yield with this chance."),
     click.option("--min-width", type=int, default=None, help="Least beams a layer, with --width-threshold."),
@@ -121,7 +121,11 @@ def _beams(
         return
     console.print()
     draft = result.settings["draft"]
-    name = f"{options.beams} beams again" if draft is None else f"{draft}, {options.width_of_drafts} draft beams"
+    name = (
+        f"{options.beams} beams again"
+        if draft is None
+        else f"{draft}, {result.settings['draft_width'] or options.width_of_drafts} draft beams"
+    )
     console.print(comparison_table([(f"{options.beams} beams, no draft", baseline.stats), (name, result.stats)]))
     console.print(break_even_line(baseline.stats, result.stats))
     same = [one.token_ids for one in baseline.texts] == [one.token_ids for one in result.texts]
