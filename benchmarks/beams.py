@@ -6,7 +6,7 @@ python benchmarks/beams.py --target inflated:13b --draft smollm2-head --device c
 An arm takes all prompts one after the other, so that energy counters, which tick slowly, mean something. Arms take turns; a
 first turn, in which passes are recorded, does not count. Times leave the reading of prompts out, energy does not. The gain of
 an arm is its speed over that of the last plain one above it. Names of arms: `search`, `search:16x4` (width x depth of drafts),
-`search:16x4,twins`, `sample`, `sample:16x3`, `sample:6x3,threshold=0.7,beams=3`, `sample:16x4,draws=iid`.
+`search:16x4,twins`, `sample`, `sample:16x3`, `sample:6x3,threshold=0.7,min_width=2,beams=3`, `sample:16x4,draws=iid`.
 """
 
 import argparse
@@ -59,6 +59,10 @@ def parsed(arm: str, beams: int) -> dict[str, Any]:
     return options
 
 
+def drafts(options: dict[str, Any]) -> bool:
+    return "draft_width" in options or "twins" in options
+
+
 def take_turn(decoder: polydraft.BeamDecoder, prompts: list[str], options: dict[str, Any], meter: EnergyMeter) -> Turn:
     """Let an arm decode all prompts."""
     turn, device = Turn(), decoder.decoder.target.device
@@ -104,8 +108,7 @@ def main() -> None:
             options = {**parsed(arm, chosen.beams), "max_new_tokens": chosen.tokens}
             if options["mode"] == "sample":
                 options["sampling"] = law
-            drafts = "draft_width" in options
-            turn = take_turn(drafted if drafts else plain, prompts, options, meter)
+            turn = take_turn(drafted if drafts(options) else plain, prompts, options, meter)
             if number:
                 turns[arm].append(turn)
     name = torch.cuda.get_device_name() if decoder.target.device.type == "cuda" else "CPU"
@@ -115,7 +118,7 @@ def main() -> None:
     for arm, own in turns.items():
         speed = statistics.median(turn.tokens / turn.seconds for turn in own)
         energy = statistics.median(turn.joules / turn.tokens for turn in own) if own[0].joules is not None else None
-        if "x" not in arm:
+        if not drafts(parsed(arm, chosen.beams)):
             base = speed, energy
         last = own[-1]
         spent = f"{energy:7.3f}  {base[1] / energy if base[1] else 1:11.2f}" if energy else f"{'-':>7}  {'-':>11}"

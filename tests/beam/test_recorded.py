@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import polydraft.beam.bank as bank
 import polydraft.beam.slots as slots
 import polydraft.beam.workspace as workspace
 import polydraft.models.language_model as language_model
@@ -154,6 +155,53 @@ def test_a_long_text_needs_few_recordings(recorders, name, width, tokens):
 
 
 @pytest.mark.parametrize("name", ["table", "head"])
+def test_requests_with_other_laws_take_turns(recorders, name):
+    """A recording has a law in it: another temperature or truncation, or a search, needs one of its own."""
+    recorded, plain = beams(name), beams(name, graphs=False)
+    colder, wider = SamplingParams(temperature=0.4, top_k=12, top_p=0.95), SamplingParams(temperature=0.9, top_k=20, min_p=0.02)
+    ways = [WAYS["coupled"], WAYS["search"], {**WAYS["coupled"], "sampling": colder}, {**WAYS["layers"], "sampling": wider}]
+    for _ in range(2):
+        for way in ways:
+            assert_same(*(outcome(one, PROMPTS[1], **way) for one in (recorded, plain)))
+    assert len(recorders) == 2 and all(recorder.replays > 0 for recorder in recorders)
+
+
+@pytest.mark.parametrize("name", ["table", "head"])
+def test_the_bank_may_move_on_the_way(monkeypatch, recorders, name):
+    monkeypatch.setattr(bank, "_FIRST_ROWS", 3)
+    monkeypatch.setattr(workspace, "_FIRST_PLACES", -20)
+    recorded, plain = beams(name), beams(name, graphs=False)
+    for prompt in (PROMPTS[0], PROMPTS[1]):
+        assert_same(*(outcome(one, prompt, max_new_tokens=30 if name == "table" else 12) for one in (recorded, plain)))
+    for recorder in recorders:
+        assert len({kind[5] for kind in recorder.kinds}) > 1, "the bank has not moved: nothing is proven"
+        assert recorder.replays > 0
+
+
+def passed_nodes(monkeypatch, decoder, prompt):
+    """Return an outcome, and all nodes that went through either model, in order."""
+    nodes, original = [], slots.SlotTree._pass
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            slots.SlotTree, "_pass", lambda tree, own: nodes.extend((tree, one) for one in own) or original(tree, own)
+        )
+        return outcome(decoder, prompt, max_new_tokens=40, draft_width=9), nodes
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=[f"{len(prompt)} tokens" for prompt in PROMPTS])
+@pytest.mark.parametrize("name", ["table", "head", "llama/noisy"])
+def test_launching_ahead_changes_neither_texts_nor_figures(monkeypatch, name, prompt):
+    """What lies in slots and memories when a forest is being passed must be what lies there when nothing is."""
+    got, nodes = passed_nodes(monkeypatch, beams(name, graphs=False), prompt)
+    monkeypatch.setattr(BeamRun, "_runs_ahead", False)
+    expected, expected_nodes = passed_nodes(monkeypatch, beams(name, graphs=False), prompt)
+    assert_same(got, expected)
+    if name != "head":  # whose guesses are read again in any case
+        again, expected_again = (len(all_nodes) - len(set(all_nodes)) for all_nodes in (nodes, expected_nodes))
+        assert again <= expected_again, "nodes under way were taken for dead, and read once more"
+
+
+@pytest.mark.parametrize("name", ["table", "head"])
 @pytest.mark.parametrize("where", ["spans", "growth", "large passes"])
 def test_spans_storage_and_large_passes_may_change_on_the_way(monkeypatch, recorders, name, where):
     monkeypatch.setattr(slots, "FEWEST_PLACES", 8)
@@ -281,6 +329,45 @@ def test_what_a_failure_leaves_behind_reaches_nobody(recorders, name, broken):
     for prompt in PROMPTS[:2]:
         assert_same(*(outcome(one, prompt) for one in (recorded, plain)))
     assert held not in recorded._spare and len(recorders) == 4
+
+
+class Interrupted(BaseException):
+    """As by a key, which pytest would take for its own."""
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+@pytest.mark.parametrize("way", ["search", "iid"])
+@pytest.mark.parametrize("where", ["pass", "step"])
+def test_an_interrupted_request_does_not_go_on(monkeypatch, where, way, number):
+    """Nodes that were about to be passed, or beams that were about to step, would be taken for done."""
+    decoder, calls = beams("table", graphs=False), []
+    stream = decoder.stream(PROMPTS[1], beams=3, draft_width=6, max_new_tokens=30, seed=1, **WAYS[way])
+    owner, name = (stream._run.tree, "_forward") if where == "pass" else (stream._run, "_finish_step")
+    original = getattr(owner, name)
+
+    def interrupted(*given):
+        calls.append(1)
+        if len(calls) == number:
+            raise Interrupted
+        return original(*given)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(Interrupted):
+        list(stream)
+    with pytest.raises(FailureError, match="start the request again"):
+        list(stream)
+    stream.close()
+    assert stream.result().texts is not None
+
+
+def test_closing_a_stream_counts_no_pass_that_is_under_way(recorders):
+    decoder = beams("table")
+    for _ in range(2):
+        stream = decoder.stream(PROMPTS[1], beams=3, draft_width=6, max_new_tokens=40)
+        next(stream)
+        stream.close()
+        assert stream.stats.replayed_rounds <= stream.stats.rounds
+    assert stream.stats.replayed_rounds == stream.stats.rounds
 
 
 def test_a_failure_while_the_prompt_is_read_reaches_nobody(monkeypatch, recorders):

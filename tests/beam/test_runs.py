@@ -197,7 +197,7 @@ def short_runs(seed):
     kept = parts(target, draft, 9, (11, 12), draws="distinct", beams=3, draft_width=6, draft_depth=3)
     run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept | {"params": SamplingParams(top_k=8)})
     unpacked, calls, rounds = run.law.unpacked, [], []
-    run.law.unpacked = lambda packed_RX: calls.append(1) or unpacked(packed_RX)
+    run.law.unpacked = lambda *given: calls.append(1) or unpacked(*given)
     while not run.done:
         calls.clear()
         run.step()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polydraft.models import TabularModel
 from polydraft.models.attention import steady_attention
@@ -15,6 +16,19 @@ def test_a_gpu_does_without_plans_for_a_while() -> None:
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
     with steady_attention(torch.device("cpu")):
         assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+def test_threads_share_the_switch_and_what_else_was_switched_stays() -> None:
+    before, gpu = torch.backends.cuda.cudnn_sdp_enabled(), torch.device("cuda")
+    with sdpa_kernel(SDPBackend.MATH):
+        first, second = steady_attention(gpu), steady_attention(gpu)
+        first.__enter__()
+        assert not torch.backends.cuda.flash_sdp_enabled()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not torch.backends.cuda.cudnn_sdp_enabled(), "one thread is still inside"
+        second.__exit__(None, None, None)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_passes_with_a_mask_do_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:

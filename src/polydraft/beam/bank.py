@@ -11,6 +11,7 @@ from polydraft.models.language_model import brought
 BEFORE = 0
 """The row of what precedes the tree."""
 NOWHERE = -1
+"""In place of a row, for what has no features."""
 _FIRST_ROWS = 512
 
 
@@ -29,17 +30,15 @@ class FeatureBank:
         self._used = 1
         self._needed = _FIRST_ROWS
 
-    def __contains__(self, node: Node) -> bool:
-        return node in self.rows
-
     @property
-    def address(self) -> int:
-        """Where the rows begin; 0 before there are some."""
-        return 0 if self.values_NF is None else self.values_NF.data_ptr()
+    def place(self) -> tuple[int, int] | None:
+        """Where the rows begin and how many there are, once there are some: what recordings rely on."""
+        return None if self.values_NF is None else (self.values_NF.data_ptr(), len(self.values_NF))
 
-    def clear(self) -> None:
-        """Hold nothing."""
+    def restart(self, rows: int) -> None:
+        """Hold nothing, with room for so many rows."""
         self.rows, self._used = {}, 1
+        self._reserve(rows)
 
     def features(self, nodes: Sequence[Node]) -> Tensor:
         """Return the features `[R, F]` of nodes that are here."""
@@ -51,12 +50,15 @@ class FeatureBank:
         start = self._used
         self.rows.update(zip(nodes, range(start, start + len(nodes)), strict=True))
         self._used += len(nodes)
-        self._needed = max(self._needed, start + size)
-        if self.values_NF is not None and start + size > len(self.values_NF):
-            kept_NF = self.values_NF[:start]
-            self.values_NF = self._made(kept_NF, 2 * (start + size))
-            self.values_NF[:start] = kept_NF
+        self._reserve(start + size)
         return start
+
+    def _reserve(self, rows: int) -> None:
+        self._needed = max(self._needed, rows)
+        if self.values_NF is not None and rows > len(self.values_NF):
+            kept_NF = self.values_NF
+            self.values_NF = self._made(kept_NF, 2 * rows)
+            self.values_NF[: len(kept_NF)] = kept_NF
 
     def write(self, rows_T: Tensor, features_TF: Tensor) -> None:
         """Put features into rows that were claimed."""

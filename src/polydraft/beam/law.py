@@ -1,7 +1,7 @@
 """The law by which beams go on: all continuations of all beams, each with its score."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,6 @@ from polydraft.schemes.arrays import as_tensor
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-_ONE_TRUE = np.ones(1, dtype=bool)
 _TIES = 16
 """Tokens beyond the k-th that are looked at for ties with it; more of them take the long way."""
 
@@ -107,7 +106,7 @@ def averaged(law: Continuations, other: Continuations, rows: Sequence[int]) -> C
     again_X = keys_X[1:] == keys_X[:-1]
     twice_X = np.flatnonzero(again_X)
     scores_X[twice_X] = np.logaddexp(scores_X[twice_X], scores_X[twice_X + 1])
-    once_X = np.concatenate([_ONE_TRUE, ~again_X])
+    once_X = np.concatenate([[True], ~again_X])
     keys_X, scores_X = keys_X[once_X], scores_X[once_X]
     rows_X = keys_X // law.vocab_size
     return Continuations(rows_X, keys_X - rows_X * law.vocab_size, scores_X, scores_X, law.num_rows, law.vocab_size)
@@ -194,13 +193,23 @@ class LawMaker:
         assert short is not None, "is_packed says when"
         return short
 
-    def unpacked(self, packed_RX: Floats) -> Continuations | None:
-        """Return the continuations of these texts; None where they have to be looked at as a whole."""
+    def unpacked(self, packed_RX: Floats, nodes: Sequence[Node], logits: Callable[[Sequence[Node]], Tensor]) -> Continuations:
+        """Return the continuations of texts whose packed laws are here; asks for logits where a law must be looked at whole."""
+        odd_R = np.isnan(packed_RX[:, 0])
+        if not odd_R.any():
+            return self._listed(packed_RX)
+        # Text by text, so that nobody's law depends on who is passed along with it.
+        odd = np.flatnonzero(odd_R).tolist()
+        texts = [nodes[row] for row in odd]
+        whole, short = self._whole(self._own(logits(texts)), texts), self._listed(packed_RX[~odd_R])
+        pieces = {row: (whole, place) for place, row in enumerate(odd)}
+        pieces |= {row: (short, place) for place, row in enumerate(np.flatnonzero(~odd_R).tolist())}
+        return joined([pieces[row] for row in range(len(packed_RX))])
+
+    def _listed(self, packed_RX: Floats) -> Continuations:
+        """Return packed laws as a flat list."""
         rows, width = len(packed_RX), packed_RX.shape[1] // 3
-        if np.isnan(packed_RX[:, 0]).any():
-            return None
-        scores_RK = packed_RX[:, :width]
-        kept_RK = scores_RK > -np.inf
+        kept_RK = packed_RX[:, :width] > -np.inf
         if kept_RK.all():
             rows_X = np.repeat(np.arange(rows), width)
             values_3X = packed_RX.reshape(rows, 3, width).transpose(1, 0, 2).reshape(3, -1)
@@ -211,16 +220,18 @@ class LawMaker:
 
     def __call__(self, logits_RV: Tensor, nodes: Sequence[Node]) -> Continuations:
         """Return the continuations of the texts that end in `nodes`."""
-        logits_RV = self._own(logits_RV)
+        own_RV = self._own(logits_RV)
+        short = None if self._adjusted else self._shortened(own_RV, own_RV.logsumexp(-1, keepdim=True))
+        if short is None:
+            return self._whole(own_RV, nodes)
+        rows = {node: row for row, node in enumerate(nodes)}
+        return self.unpacked(short.cpu().numpy(), nodes, lambda texts: logits_RV[[rows[node] for node in texts]])
+
+    def _whole(self, logits_RV: Tensor, nodes: Sequence[Node]) -> Continuations:
+        """Return the continuations, whichever tokens they are."""
         if self._adjusted and self._vocabulary is not None:
             logits_RV = self._vocabulary.spread(logits_RV, fill=-torch.inf)
         norm_R1 = logits_RV.logsumexp(-1, keepdim=True)
-        short = None if self._adjusted else self._shortened(logits_RV, norm_R1)
-        law = None if short is None else self.unpacked(short.cpu().numpy())
-        return self._whole(logits_RV, norm_R1, nodes) if law is None else law
-
-    def _whole(self, logits_RV: Tensor, norm_R1: Tensor, nodes: Sequence[Node]) -> Continuations:
-        """Return the continuations, whichever tokens they are."""
         if not norm_R1.isfinite().all():
             raise FailureError(
                 f"{self._who} returned logits that are not numbers after {nodes[0].depth} new tokens; try dtype float32, or "
@@ -264,6 +275,11 @@ class LawMaker:
             if not params.top_k or params.top_k + _TIES >= columns:
                 return None
             best_RK, columns_RK = _top(logits_RV, params.top_k + _TIES)
+            if params.top_p < 1:
+                # Of equals the first tokens come first, as topk alone does not promise: the cut may go right through them.
+                columns_RK, order_RK = columns_RK.sort(-1)
+                best_RK, order_RK = best_RK.gather(1, order_RK).sort(dim=-1, descending=True, stable=True)
+                columns_RK = columns_RK.gather(1, order_RK)
             kept_RK = best_RK >= best_RK[:, params.top_k - 1 : params.top_k]
             tied_R1 = tied_R1 | kept_RK[:, -1:]
             log_probs_RK = best_RK - norm_R1

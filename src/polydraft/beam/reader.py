@@ -56,8 +56,8 @@ class TreeReader(ABC):
         """What it has read."""
 
     @abstractmethod
-    def keep(self, leaves: Sequence[Node]) -> None:
-        """Take note, after a round, of which texts go on."""
+    def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
+        """Take note, after a round, of which texts go on; nodes `below` them are drafts that are being verified."""
 
 
 class ModelReader(TreeReader):
@@ -87,9 +87,9 @@ class ModelReader(TreeReader):
         """Apply the draft's output head."""
         return self._model.head(features_RF)
 
-    def keep(self, leaves: Sequence[Node]) -> None:
+    def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
         """Let dead nodes go."""
-        self.tree.keep(leaves)
+        self.tree.keep(leaves, below)
 
 
 class HeadReader(TreeReader):
@@ -106,10 +106,11 @@ class HeadReader(TreeReader):
         memory = memory or BeamMemory(head, graphs=False)
         assert isinstance(memory.context, HeadContext)
         self._context = memory.context
-        inputs = Inputs(self._feature_rows, lambda: self._target and self._target.bank.address)
+        inputs = Inputs(self._feature_rows, lambda: self._target and self._target.bank.place)
         self._tree = SlotTree(self._context, memory.bank, forward=self._read, inputs=inputs, recorder=memory.recorder)
         self._begun = False
         """Whether something precedes the root."""
+        self._root: Node | None = None
         self._target: SlotTree | None = None
         self._guesses: list[Node] = []
         self._observed: list[Tensor] = []
@@ -120,7 +121,7 @@ class HeadReader(TreeReader):
 
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
         """Read the entries of the prompt, all but that of its last token."""
-        self._target, device = target, self._head.device
+        self._target, self._root, device = target, root, self._head.device
         if not self._observed:
             return
         self._begun = True
@@ -143,8 +144,14 @@ class HeadReader(TreeReader):
 
     def read(self, nodes: Sequence[Node]) -> None:
         """Pass the nodes' entries, and what is missing above them."""
+        self._take_back()
         for level in self._levels(nodes):
             self._tree.read(level)
+
+    def _take_back(self) -> None:
+        """Take the entry of a text's very first token back once the target knows better: in training there is none."""
+        if self._root is not None and not self._begun and self._root in self._passed:
+            self._tree.pretend(self._root)
 
     def head(self, features_RF: Tensor) -> Tensor:
         """Apply the head's part of the target's output head."""
@@ -204,14 +211,11 @@ class HeadReader(TreeReader):
             joined_TH = torch.where(known_T[:, None] >= 0, fused_TH, joined_TH)
         return joined_TH
 
-    def keep(self, leaves: Sequence[Node]) -> None:
-        """Let dead nodes and guesses go."""
+    def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
+        """Let dead nodes go, and all guesses: they are read anew with the target's features."""
+        self._take_back()
         self._tree.forget(self._guesses)
         self._guesses = []
-        if not self._begun:
-            root = leaves[0].path()[0].parent if leaves and leaves[0].depth else None
-            if root is not None:
-                self._tree.pretend(root)
         self._tree.keep(leaves)
 
 

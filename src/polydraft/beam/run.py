@@ -20,6 +20,7 @@ from polydraft.beam.stops import Stops
 from polydraft.beam.twins import TRUSTED, Twins
 from polydraft.beam.workspace import BeamWorkspace
 from polydraft.engine import Stats, StopReason
+from polydraft.errors import FailureError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import SamplingParams
 
@@ -39,6 +40,8 @@ class _Launched:
 
     layers: list[ForestLayer]
     nodes: list[Node]
+    replayed: int
+    """How many passes were replayed from a recording."""
 
 
 class BeamRun(ABC):
@@ -166,17 +169,22 @@ class BeamRun(ABC):
     @torch.inference_mode()
     def step(self) -> None:
         """Run one round. Where laws come with the pass, the next one is under way when this returns."""
-        replayed = self.tree.replayed_passes
+        if self._workspace.spoiled:
+            raise FailureError(
+                "a round of these beams was interrupted, and nobody knows how far it got; start the request again"
+            )
         with self._workspace.at_work():
-            if self._launched is None:
-                self._launched = self._launch()
-            self._decide(self._launched)
-            self._launched = None
+            launched, self._launched = self._launched or self._launch(), None
+            self._decide(launched)
             if not self.done:
-                if self.tree.reading is not None:
+                if self._runs_ahead:
                     self._launched = self._launch()
                 self._tidy()
-        self.stats.replayed_rounds += self.tree.replayed_passes - replayed
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether a pass is worth launching before the last one's tokens are handed out: where nobody waits for it yet."""
+        return self.tree.reading is not None
 
     def _launch(self) -> _Launched:
         """Let the draft run ahead, and the target begin to pass its forest."""
@@ -188,8 +196,9 @@ class BeamRun(ABC):
             # Nothing follows a text that has ended: no step will ask for its law.
             nodes += [beam.node for layer in layers for beam in layer.beams if not self._ends(beam.node)]
             nodes = list(dict.fromkeys(nodes))
+            replayed = self.tree.replayed_passes
             self.tree.read(nodes)
-        return _Launched(layers, nodes)
+        return _Launched(layers, nodes, self.tree.replayed_passes - replayed)
 
     def _decide(self, launched: _Launched) -> None:
         """Take the steps that the target's pass allows."""
@@ -206,6 +215,7 @@ class BeamRun(ABC):
             self._reach += _NEWS * (found - self._reach)
         stats.count(steps - 1, min(steps, len(layers)))
         stats.rounds += 1
+        stats.replayed_rounds += launched.replayed
         stats.total_seconds = time.perf_counter() - self._started
 
     def _tidy(self) -> None:
@@ -215,7 +225,7 @@ class BeamRun(ABC):
             self.tree.keep(leaves, below)
             self.stops.keep([*leaves, *below, *(one.node for one in self.pool.best)])
             if self.reader is not None:
-                self.reader.keep(leaves)
+                self.reader.keep(leaves, below)
 
     @property
     def _drafts(self) -> bool:
@@ -248,9 +258,7 @@ class BeamRun(ABC):
     def _note_laws(self, nodes: Sequence[Node]) -> None:
         """Compute the target's law after each node, to be had by `_rows`."""
         packed_RX = self.tree.readings(nodes)
-        law = None if packed_RX is None else self.law.unpacked(packed_RX)
-        if law is None:
-            law = self.law(self._logits(nodes), nodes)
+        law = self.law(self._logits(nodes), nodes) if packed_RX is None else self.law.unpacked(packed_RX, nodes, self._logits)
         self._laws.update({node: (law, row) for row, node in enumerate(nodes)})
 
     def _logits(self, nodes: Sequence[Node]) -> Tensor:
@@ -298,8 +306,9 @@ class BeamRun(ABC):
             return nothing_foreseen(len(nodes), self.target.vocab_size)
         self.reader.read(nodes)
         packed_RX = self.reader.tree.readings(nodes)
-        law = None if packed_RX is None else self.draft_law.unpacked(packed_RX)
-        return self.draft_law(self.reader.logits(nodes), nodes) if law is None else law
+        if packed_RX is None:
+            return self.draft_law(self.reader.logits(nodes), nodes)
+        return self.draft_law.unpacked(packed_RX, nodes, self.reader.logits)
 
     def _passed_like(self, node: Node) -> tuple[Node | None, int]:
         """Return whose law of the target can stand for this node's, and how many tokens the two texts share at their ends."""

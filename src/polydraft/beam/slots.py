@@ -39,7 +39,7 @@ class Inputs:
     """What a pass takes beside tokens: numbers, a few of each node."""
 
     rows: Callable[[Sequence[Node]], Indices]
-    """`nodes -> rows_KT`; to tokens that fill a pass up it means `NOWHERE`."""
+    """`nodes -> rows_XT`; to tokens that fill a pass up it means `NOWHERE`."""
     kind: Callable[[], Hashable]
     """What recordings rely on that takes them."""
 
@@ -105,7 +105,7 @@ class SlotTree:
         self.replayed_passes = 0
 
     def __contains__(self, node: Node) -> bool:
-        return node in self.bank
+        return node in self.bank.rows
 
     @property
     def records(self) -> bool:
@@ -135,7 +135,7 @@ class SlotTree:
         places = stop + 1 if size is None else max(power_of_two(start + size), FEWEST_PLACES)
         self._make_room(places)
         self._place(nodes)
-        outcome, replayed = (*self._extend(nodes), False) if size is None else self._replay(nodes, size, places)
+        outcome, replayed = self._extend(nodes) if size is None else self._replay(nodes, size, places)
         self._latest = list(nodes)
         self._outstanding = None if self.reading is None else Outstanding.send(outcome, replayed)
         self.passes += 1
@@ -158,6 +158,7 @@ class SlotTree:
     def _see(self, start: int, above: list[int]) -> None:
         """Let the places from `start` on see what those in `above` see, and themselves."""
         stop = start + len(above)
+        assert not self._visible_UU[_COMMITTED].any(), "committed text has become visible as what comes after it"
         self._visible_UU[start:stop] = self._visible_UU[above]
         self._visible_UU[range(start, stop), range(start, stop)] = True
 
@@ -174,27 +175,27 @@ class SlotTree:
         values_RX: Floats = self._outstanding.arrived().numpy()[rows]
         return values_RX
 
-    def _extend(self, nodes: Sequence[Node]) -> tuple[Tensor]:
+    def _extend(self, nodes: Sequence[Node]) -> tuple[Tensor, bool]:
         """Pass nodes, as many as there are."""
         start, stop = self._used, self._used + len(nodes)
         tokens = [node.token for node in nodes]
         depths = [node.depth - self._base for node in nodes]
-        rows_KT = self._inputs.rows(nodes)
+        rows_XT = self._inputs.rows(nodes)
         if len(nodes) == 1 and not self._visible_UU[start, :stop].all():
             # A context takes one token alone to see everything: a second one, which nobody will see, calls for the mask.
             self._visible_UU[stop] = False
             self._visible_UU[stop, stop] = True
             tokens, depths, stop = tokens * 2, depths * 2, stop + 1
-            rows_KT = np.repeat(rows_KT, 2, axis=1)
+            rows_XT = np.repeat(rows_XT, 2, axis=1)
         device, self.context.span = self.context.device, None
         visible_1TU = torch.from_numpy(self._visible_UU[None, start:stop, :stop].copy()).to(device)
         block = Block(start, torch.tensor([depths], device=device), visible_1TU)
-        rows_1T = [torch.from_numpy(rows_T[None]).to(device) for rows_T in rows_KT]
+        rows_1T = [torch.from_numpy(rows_T[None]).to(device) for rows_T in rows_XT]
         first = self.bank.claim(nodes, len(tokens))
         features_TF = self._forward(torch.tensor([tokens], device=device), block, *rows_1T)[0]
         self.bank.write(torch.arange(first, first + len(tokens), device=features_TF.device), features_TF)
         self._used = stop
-        return (features_TF if self.reading is None else self.reading.function(features_TF),)
+        return features_TF if self.reading is None else self.reading.function(features_TF), False
 
     def _replay(self, nodes: Sequence[Node], size: int, places: int) -> tuple[Tensor, bool]:
         """Pass nodes together with tokens that fill them up to `size`.
@@ -204,18 +205,18 @@ class SlotTree:
         """
         assert self._recorder is not None
         start, count = self._used, len(nodes)
-        rows_KT = self._inputs.rows(nodes)
+        rows_XT = self._inputs.rows(nodes)
         first = self.bank.claim(nodes, size)
-        kinds = _OWN_NUMBERS + len(rows_KT)
+        kinds = _OWN_NUMBERS + len(rows_XT)
         sending_X = torch.zeros(size * (8 * kinds + places), dtype=torch.uint8, pin_memory=self.context.device.type == "cuda")
         sent_X = sending_X.numpy()
-        numbers_N1T = sent_X[: 8 * kinds * size].view(np.int64).reshape(kinds, 1, size)
-        numbers_N1T[0, 0, :count] = [node.token for node in nodes]
-        numbers_N1T[1, 0, :count] = [node.depth - self._base for node in nodes]
-        numbers_N1T[2, 0] = np.arange(start, start + size)
-        numbers_N1T[3, 0] = np.arange(first, first + size)
-        numbers_N1T[_OWN_NUMBERS:, 0, :count] = rows_KT
-        numbers_N1T[_OWN_NUMBERS:, 0, count:] = NOWHERE
+        numbers_X1T = sent_X[: 8 * kinds * size].view(np.int64).reshape(kinds, 1, size)
+        numbers_X1T[0, 0, :count] = [node.token for node in nodes]
+        numbers_X1T[1, 0, :count] = [node.depth - self._base for node in nodes]
+        numbers_X1T[2, 0] = np.arange(start, start + size)
+        numbers_X1T[3, 0] = np.arange(first, first + size)
+        numbers_X1T[_OWN_NUMBERS:, 0, :count] = rows_XT
+        numbers_X1T[_OWN_NUMBERS:, 0, count:] = NOWHERE
         visible_TU = sent_X[8 * kinds * size :].view(bool).reshape(size, places)
         visible_TU[:count, : start + count] = self._visible_UU[start : start + count, : start + count]
         filling = np.arange(count, size)
@@ -224,17 +225,17 @@ class SlotTree:
         context.places = places
 
         def function(sent_X: Tensor) -> Tensor:
-            numbers_N1T = sent_X[: 8 * kinds * size].view(torch.int64).view(kinds, 1, size)
+            numbers_X1T = sent_X[: 8 * kinds * size].view(torch.int64).view(kinds, 1, size)
             visible_1TU = sent_X[8 * kinds * size :].view(torch.bool).view(1, size, places)
-            tokens_1T, depths_1T, places_1T, bank_1T, *rows_1T = numbers_N1T
+            tokens_1T, depths_1T, places_1T, bank_1T, *rows_1T = numbers_X1T
             features_1TF = forward(tokens_1T, Block(0, depths_1T, visible_1TU, places_1T), *rows_1T)
             bank.write(bank_1T[0], features_1TF[0])
             return features_1TF[0] if reading is None else reading.function(features_1TF[0])
 
         reads = reading and reading.kind
-        kind = (size, places, context.fix_span(), context.capacity, context.address, bank.address, self._inputs.kind(), reads)
+        kind = (size, places, context.fix_span(), context.capacity, context.address, bank.place, self._inputs.kind(), reads)
         self._used += count
-        if not bank.address:  # no recording may make it
+        if bank.place is None:  # no recording may make it
             return function(sending_X.to(context.device)), False
         return self._recorder.run(kind, function, sending_X)
 
@@ -281,7 +282,7 @@ class SlotTree:
         self._used, self._base = len(rest), self._base + count
 
     def _make_room(self, places: int) -> None:
-        if places >= len(self._visible_UU):
+        if places >= len(self._visible_UU):  # the last row is to stay nobody's
             size = 2 * max(places, len(self._visible_UU))
             wider_UU = np.zeros((size, size), dtype=bool)
             wider_UU[: self._used, : self._used] = self._visible_UU[: self._used, : self._used]

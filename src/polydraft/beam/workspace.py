@@ -39,7 +39,8 @@ class BeamMemory:
 
     def restart(self, room: int, longest: int) -> None:
         """Hold nothing, with room for so many tokens, or for a text of `longest` if the memory should not move."""
-        self.bank.clear()
+        # The prompt has no rows, all new tokens of the beams' common text have one, and so has a forest or two.
+        self.bank.restart(longest - room + _FIRST_PLACES if self.recorder is not None else 0)
         if self.recorder is None:
             self.context = self._model.start(1, room)
             return

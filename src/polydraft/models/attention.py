@@ -1,11 +1,35 @@
 """Which of torch's attention kernels passes with a mask may use."""
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_STEADY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+class _WithoutPlans(AbstractContextManager[None]):
+    """cuDNN's attention is off while any thread is inside; torch keeps one switch for all of them."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+_WITHOUT_PLANS = _WithoutPlans()
 
 
 def steady_attention(device: torch.device) -> AbstractContextManager[None]:
@@ -13,7 +37,4 @@ def steady_attention(device: torch.device) -> AbstractContextManager[None]:
 
     Its kernels are no faster than the others on masked prompts (docs/LOG.md), and prompts come in all lengths.
     """
-    if device.type != "cuda":
-        return nullcontext()
-    steady: AbstractContextManager[None] = sdpa_kernel(_STEADY)
-    return steady
+    return _WITHOUT_PLANS if device.type == "cuda" else nullcontext()
