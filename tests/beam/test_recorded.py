@@ -166,6 +166,13 @@ def test_requests_with_other_laws_take_turns(recorders, name):
     assert len(recorders) == 2 and all(recorder.replays > 0 for recorder in recorders)
 
 
+def test_a_first_request_of_one_token_leaves_no_recording_without_features(recorders):
+    """Its drafts are recorded before the target has shown any, and those of later rounds must not be replays of that."""
+    recorded, plain = beams("head"), beams("head", graphs=False)
+    for prompt in (PROMPTS[2], PROMPTS[1]):
+        assert_same(*(outcome(one, prompt, draft_depth=5, max_new_tokens=14) for one in (recorded, plain)))
+
+
 @pytest.mark.parametrize("name", ["table", "head"])
 def test_the_bank_may_move_on_the_way(monkeypatch, recorders, name):
     monkeypatch.setattr(bank, "_FIRST_ROWS", 3)
