@@ -17,12 +17,12 @@ import polydraft.models.language_model as language_model
 from polydraft.beam import BeamDecoder
 from polydraft.beam.node import Node
 from polydraft.beam.run import BeamRun
-from polydraft.beam.workspace import BeamMemory
+from polydraft.beam.workspace import BeamMemory, BeamWorkspace
 from polydraft.drafters import HeadTree, ModelTree
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.recorder import Recorder
 from polydraft.errors import FailureError
-from polydraft.models import TabularModel
+from polydraft.models import FeatureHead, TabularModel
 from polydraft.models.early_exit import early_exit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
@@ -106,6 +106,18 @@ def recorders(monkeypatch):
             given.append(memory.recorder)
 
     monkeypatch.setattr(BeamMemory, "__init__", with_stand_in)
+    began = BeamWorkspace.__init__
+
+    def with_what_heads_read(self, target, draft, graphs):
+        began(self, target, draft, graphs)
+        if graphs and isinstance(draft, FeatureHead):
+            self.draft_memory.recorder.owners = lambda: [
+                self.draft_memory.context,
+                self.draft_memory.bank,
+                self.target_memory.bank,
+            ]
+
+    monkeypatch.setattr(BeamWorkspace, "__init__", with_what_heads_read)
     # As on a GPU: passes have the laws in them.
     monkeypatch.setattr(BeamRun, "_laws_together", True)
     return given
