@@ -10,7 +10,7 @@ from polydraft.beam import BeamDecoder
 from polydraft.beam import run as run_module
 from polydraft.beam.chance import RandomChance
 from polydraft.beam.coupled import CoupledRun
-from polydraft.beam.law import Continuations, LawMaker, averaged
+from polydraft.beam.law import Continuations, LawMaker, averaged, nothing_foreseen
 from polydraft.beam.node import Node
 from polydraft.beam.sample import SampleRun
 from polydraft.beam.search import SearchRun
@@ -59,6 +59,10 @@ def test_an_average_is_one_of_the_rows_that_have_another_law():
     mean = averaged(one, other, [0])
     assert mean.rows_X.tolist() == [0, 0, 0, 1] and mean.tokens_X.tolist() == [0, 2, 5, 2]
     assert np.exp(mean.scores_X) == pytest.approx([0.125, 0.25, 0.625, 1.0])
+
+
+def test_an_average_of_laws_that_foresee_nothing_foresees_nothing():
+    assert not len(averaged(nothing_foreseen(2, 8), nothing_foreseen(1, 8), [1]).tokens_X)
 
 
 class Counted(Twins):

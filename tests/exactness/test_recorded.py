@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import polydraft.models.language_model as language_model
 from polydraft.drafters import DRAFTERS, Parts, Plain
 from polydraft.drafters.combination import Combination
 from polydraft.drafters.drafter import Drafter
@@ -20,11 +21,11 @@ from stand_in import round_recorder
 from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET
 
 
-def drafter(name: str) -> Drafter:
-    parts = Parts(target=TARGET, draft=HEAD if name.endswith("head") else DRAFT, topology=parse_tree("3x2x1"))
-    grams, _, tree = name.rpartition("+")
+def drafter(name: str, tree: str = "3x2x1") -> Drafter:
+    parts = Parts(target=TARGET, draft=HEAD if name.endswith("head") else DRAFT, topology=parse_tree(tree))
+    grams, _, own = name.rpartition("+")
     if grams:
-        return Combination(DRAFTERS.get(tree)(parts), gram_tree([grams], GramTreeOptions()))
+        return Combination(DRAFTERS.get(own)(parts), gram_tree([grams], GramTreeOptions()))
     return DRAFTERS.get(name)(parts)
 
 
@@ -63,6 +64,28 @@ def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPa
     assert len(workspaces) == 1, "the second request must find the first one's recordings"
     if workspaces[0].session.recordable:
         assert len(set(workspaces[0]._recorder.kinds)) == 1, "one recording must serve for both"
+
+
+def test_a_draft_catches_up_with_n_grams_beyond_the_span_of_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads between two rounds may reach past the slots that the recorded ones looked at; it must see all of it."""
+    monkeypatch.setattr(language_model, "_SMALLEST_SPAN", 1)
+    prompt = [5, 6, 7, 8, 9, 10, 11] * 3
+    found = []
+    for recorded in (True, False):
+        decoder = Decoder(TARGET, drafter("lookup+model", "1"))
+        workspace = decoder.workspace(1, SamplingParams(temperature=0), keep=False)
+        monkeypatch.setattr(decoder, "workspace", lambda *_, workspace=workspace: workspace)
+        if recorded:
+            workspace._recorder = round_recorder(workspace, before=0)
+        context = workspace.session.contexts()[0]
+        read: list[object] = []
+        prefill = context.prefill
+        noted = lambda texts, *others, prefill=prefill, read=read: read.append(texts) or prefill(texts, *others)  # noqa: E731
+        monkeypatch.setattr(context, "prefill", noted)
+        result = decoder.generate(prompt, sampling=SamplingParams(temperature=0), max_new_tokens=40)
+        assert len(read) > 1, "the draft never had to catch up: nothing is proven"
+        found.append((result.token_ids, result.stats.rounds, result.stats.accepts_by_depth))
+    assert found[0] == found[1]
 
 
 def test_the_usual_drafters_are_recorded() -> None:

@@ -103,10 +103,10 @@ def averaged(law: Continuations, other: Continuations, rows: Sequence[int]) -> C
     order_X = np.argsort(keys_X, kind="stable")
     keys_X, scores_X = keys_X[order_X], scores_X[order_X]
     # What both laws know comes twice in a row.
-    again_X = keys_X[1:] == keys_X[:-1]
-    twice_X = np.flatnonzero(again_X)
-    scores_X[twice_X] = np.logaddexp(scores_X[twice_X], scores_X[twice_X + 1])
-    once_X = np.concatenate([[True], ~again_X])
+    once_X = np.ones(len(keys_X), dtype=bool)
+    once_X[1:] = keys_X[1:] != keys_X[:-1]
+    again_X = np.flatnonzero(~once_X)
+    scores_X[again_X - 1] = np.logaddexp(scores_X[again_X - 1], scores_X[again_X])
     keys_X, scores_X = keys_X[once_X], scores_X[once_X]
     rows_X = keys_X // law.vocab_size
     return Continuations(rows_X, keys_X - rows_X * law.vocab_size, scores_X, scores_X, law.num_rows, law.vocab_size)

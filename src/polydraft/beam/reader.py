@@ -199,10 +199,10 @@ class HeadReader(TreeReader):
         joined_TH = torch.zeros(len(known_T), head.shape.hidden_size, dtype=head.dtype, device=head.device)
         if head.device.type == "cpu" and not self._tree.records:
             # Of few nodes at a time: what nobody asks for is not computed.
-            for rows_T, bank, mean in ((guessed_T, own_NH, lambda rows: rows), (known_T, theirs_NF, head.fused)):
+            for rows_T, bank, ready in ((guessed_T, own_NH, lambda own_RH: own_RH), (known_T, theirs_NF, head.fused)):
                 here_T = rows_T >= 0
                 if bank is not None and here_T.any():
-                    joined_TH[here_T] = mean(bank[rows_T[here_T]]).to(head.dtype)
+                    joined_TH[here_T] = ready(bank[rows_T[here_T]]).to(head.dtype)
             return joined_TH
         if own_NH is not None:
             joined_TH = torch.where(guessed_T[:, None] >= 0, own_NH[guessed_T.clamp(min=0)], joined_TH)

@@ -60,7 +60,7 @@ class Context(ABC):
         if self.max_positions is not None:
             position_BT = position_BT.clamp(max=self.max_positions - 1)
         used = self.span or max(self.lengths) + block.stop
-        assert used <= self.capacity, (used, self.capacity)
+        assert max(self.lengths) + block.stop <= used <= self.capacity, (self.lengths, block.stop, used, self.capacity)
         assert block.places_BT is None or not self.aligned, "tokens go to places that are not known only under a fixed span"
         places_BT = torch.arange(block.start, block.stop, device=self.device) if block.places_BT is None else block.places_BT
         slots_BT = self.lengths_B[:, None] + places_BT
@@ -137,6 +137,7 @@ class Context(ABC):
         self, texts: Sequence[Sequence[int]], observer: Callable[[Sequence[int], Sequence[int], Tensor], None] | None = None
     ) -> None:
         """Append tokens known beforehand to each row's committed text, showing their features to the observer."""
+        self.span = None  # one that serves for rounds may be too narrow, and the next round fixes its own
         done = 0
         while (longest := max(len(text) for text in texts) - done) > 0:
             size = min(longest, _PREFILL_CHUNK)
