@@ -1,5 +1,6 @@
 """Beams for users: text in, scored texts out."""
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -48,6 +49,8 @@ class BeamDecoder:
         self.draft: LanguageModel | FeatureHead | None = draft if isinstance(draft, LanguageModel | FeatureHead) else None
         self._spare: deque[BeamWorkspace] = deque(maxlen=_MOST_SPARE)
         """Memories of a GPU, whose recorded passes are worth keeping."""
+        self._lending = threading.Lock()
+        """Held while one of them is given out or put back, so that no two threads get the same."""
 
     def search(self, prompts: Any, **options: Any) -> Any:
         """Return the likeliest texts that deterministic beam search finds: Hugging Face's, scores included.
@@ -149,18 +152,20 @@ class BeamDecoder:
         else:
             run = SampleRun(chance=RandomChance(generator), **parts)
         if workspace.records:
-            self._spare.append(workspace)
+            with self._lending:
+                self._spare.append(workspace)
         return run
 
     def _workspace(self) -> BeamWorkspace:
         """Return memories that are nobody's until they are put back: spare ones where they fit, else new ones."""
         fitting = (self.decoder.target, self.draft, self.decoder.graphs)
-        for workspace in [*self._spare]:
-            if workspace.spoiled or (workspace.target, workspace.draft, workspace.graphs) != fitting:
-                self._spare.remove(workspace)
-            elif workspace.idle:
-                self._spare.remove(workspace)
-                return workspace
+        with self._lending:
+            for workspace in [*self._spare]:
+                if workspace.spoiled or (workspace.target, workspace.draft, workspace.graphs) != fitting:
+                    self._spare.remove(workspace)
+                elif workspace.idle:
+                    self._spare.remove(workspace)
+                    return workspace
         return BeamWorkspace(*fitting)
 
 

@@ -7,8 +7,8 @@ import torch
 
 from polydraft.beam.bank import FeatureBank
 from polydraft.beam.slots import FEWEST_PLACES
+from polydraft.engine.ownership import Owner
 from polydraft.engine.recorder import Recorder, tell_obstacle
-from polydraft.engine.workspace import User
 from polydraft.models import Context, FeatureHead, LanguageModel
 
 _FIRST_PLACES = 2 * FEWEST_PLACES
@@ -66,7 +66,7 @@ class BeamWorkspace:
         self.target, self.draft, self.graphs = target, draft, graphs
         self.target_memory = BeamMemory(target, graphs)
         self.draft_memory = None if draft is None else BeamMemory(draft, graphs)
-        self.claim: Callable[[], User | None] = lambda: None
+        self.claim: Callable[[], Owner | None] = lambda: None
         """Whose text is in the memories; a later run puts itself here."""
         self.spoiled = False
         """Whether something went wrong half-way, so that nobody knows what is in the memories."""

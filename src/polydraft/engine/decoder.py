@@ -1,7 +1,9 @@
 """The object users hold: a target, a drafter, and text in and out."""
 
+import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from numbers import Integral
 from typing import Any, Unpack, overload
 
@@ -44,6 +46,12 @@ class Decoder:
     lossless : bool
         Whether to refuse drafters that change the law of the text.
 
+    Notes
+    -----
+    Several threads may call one decoder. Each call has memory of its own, but for calls with ``keep=True``, which share one:
+    there `generate` waits for its turn, and a stream is refused once a later call has taken the memory over. One stream belongs
+    to one thread at a time.
+
     Examples
     --------
     >>> decoder = polydraft.load("smollm2", draft="early-exit:6")        # doctest: +SKIP
@@ -75,6 +83,10 @@ class Decoder:
         self._kept: tuple[Drafter, Workspace] | None = None
         self._spare: deque[tuple[Drafter, Workspace]] = deque(maxlen=_MOST_SPARE)
         """Workspaces of a GPU, whose recorded rounds are worth keeping."""
+        self._lending = threading.Lock()
+        """Held while one of the workspaces above is given out or put back."""
+        self._turn = threading.RLock()
+        """Held while a call with ``keep=True`` begins, and by `generate` until its texts are done."""
 
     @overload
     def generate(self, prompts: str, **options: Unpack[Options]) -> Generation: ...  # type: ignore[overload-overlap]
@@ -111,9 +123,10 @@ class Decoder:
         -------
         Generation, or a list of them
         """
-        stream = self.stream(prompts, **options)
-        for _ in stream:
-            pass
+        with self._turn if options.get("keep") else nullcontext():
+            stream = self.stream(prompts, **options)
+            for _ in stream:
+                pass
         results = stream.results()
         return results[0] if _is_single(prompts) else results
 
@@ -133,20 +146,23 @@ class Decoder:
             )
         texts = [self.encode(prompt, request.chat) for prompt in ([prompts] if _is_single(prompts) else prompts)]
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
-        workspace = self.workspace(len(texts), request.params, request.keep)
-        scheme = workspace.session.scheme
-        walk = workspace.session.own_walk or self.drafter.resolve_walk(self.walk, scheme)
-        run = Run(
-            target=self.target,
-            drafter=self.drafter,
-            workspace=workspace,
-            walk=walk,
-            prompts=texts,
-            generators=request.generators(len(texts)),
-            max_new_tokens=request.max_new_tokens,
-            eos_token_ids=frozenset(self.eos_token_ids),
-            keep=request.keep,
-        )
+        generators = request.generators(len(texts))
+        with self._turn if request.keep else nullcontext():
+            workspace = self._lend(len(texts), request.params, request.keep)
+            scheme = workspace.session.scheme
+            walk = workspace.session.own_walk or self.drafter.resolve_walk(self.walk, scheme)
+            run = Run(
+                target=self.target,
+                drafter=self.drafter,
+                workspace=workspace,
+                walk=walk,
+                prompts=texts,
+                generators=generators,
+                max_new_tokens=request.max_new_tokens,
+                eos_token_ids=frozenset(self.eos_token_ids),
+                keep=request.keep,
+            )
+            self._put_back(workspace, request.keep)
         settings = {
             "seeds": request.seeds(len(texts)),
             "max_new_tokens": request.max_new_tokens,
@@ -182,22 +198,24 @@ class Decoder:
         _check_text(text)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def workspace(self, batch_size: int, params: SamplingParams, keep: bool) -> Workspace:
-        """Return memories for a batch: kept ones where they fit, else new ones."""
-        if keep and self._kept is not None and self._fits(self._kept, batch_size, params):
-            return self._kept[1]
-        spare = [one for one in self._spare if self._fits(one, batch_size, params) and one[1].idle]
-        if spare:
-            found = spare[0]
-            self._spare.remove(found)
-        else:
-            options = (self.graphs, self.compiled, self.ahead)
-            found = (self.drafter, Workspace(self.target, self.drafter, batch_size, params, *options))
-        if keep:
-            self._kept = found
-        elif found[1].records:
-            self._spare.append(found)
-        return found[1]
+    def _lend(self, batch_size: int, params: SamplingParams, keep: bool) -> Workspace:
+        """Return memories for a batch that nobody else is given until they are put back: kept or spare ones, else new ones."""
+        with self._lending:
+            if keep and self._kept is not None and self._fits(self._kept, batch_size, params):
+                return self._kept[1]
+            for found in self._spare:
+                if self._fits(found, batch_size, params) and found[1].ownership.idle:
+                    self._spare.remove(found)
+                    return found[1]
+        return Workspace(self.target, self.drafter, batch_size, params, self.graphs, self.compiled, self.ahead)
+
+    def _put_back(self, workspace: Workspace, keep: bool) -> None:
+        """Let later calls find memories that a run has taken."""
+        with self._lending:
+            if keep:
+                self._kept = (self.drafter, workspace)
+            elif workspace.records:
+                self._spare.append((self.drafter, workspace))
 
     def _fits(self, found: tuple[Drafter, Workspace], batch_size: int, params: SamplingParams) -> bool:
         drafter, workspace = found

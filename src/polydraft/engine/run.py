@@ -1,7 +1,6 @@
 """One batch from its prompts to its last token."""
 
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from polydraft.engine.outstanding import Outstanding
 from polydraft.engine.result import StopReason
 from polydraft.engine.stats import TARGET, Stats
 from polydraft.engine.workspace import Workspace, device_failure
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError
 from polydraft.models import LanguageModel
 from polydraft.sampling import Noise
 from polydraft.walks import Fault, Walk
@@ -70,13 +69,15 @@ class Run:
         self._noise = Noise(generators, self._device)
         self._session = workspace.session
         self._workspace = workspace
-        workspace.claim = weakref.ref(self)
         self.stop_reasons: list[StopReason | None] = [None] * len(prompts)
         self._launched: list[Outstanding] = []
         """Rounds whose outcomes are not known yet: between steps the one ahead, if there is one."""
         self._retiring = False
         """Whether rows have ended that the round ahead still takes for active ones."""
-        with torch.inference_mode(), self.stats.clock("prefill"), _device_errors():
+        self._torn = False
+        """Whether a round broke off half-way, so that nobody knows how far the memories got."""
+        taken = workspace.ownership.taken_by(self)
+        with taken, torch.inference_mode(), self.stats.clock("prefill"), _device_errors():
             workspace.begin(self.texts, self._longest, keep)
 
     @property
@@ -91,23 +92,35 @@ class Run:
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
         """Run one round and return the new tokens of every row that was not done."""
-        if self._workspace.claim() is not self:
-            raise UsageError(
-                "a later call with keep=True has taken over the memory of this stream; finish one stream before the next, "
-                "or leave keep out"
-            )
-        depth, was_ahead = self._session.depth, bool(self._launched)
-        with _device_errors():
-            if not self._launched:
-                self._launched.append(self._launch())
-            now = self._launched[0]
-            if len(self._launched) == 1 and self._runs_ahead(now):
-                self._launched.append(self._launch())
+        with self._workspace.ownership.held_by(self), _device_errors():
+            if self._torn:
+                raise FailureError("a round of this stream was interrupted, and nobody knows how far it got; start it again")
+            depth, was_ahead = self._session.depth, bool(self._launched)
+            with self._at_work():
+                if not self._launched:
+                    self._launched.append(self._launch())
+                now = self._launched[0]
+                if len(self._launched) == 1 and self._runs_ahead(now):
+                    self._launched.append(self._launch())
             with self.stats.clock("verify"):
-                outcome = now.wait()  # an interruption loses no round
-            del self._launched[0]
-        self.stats.replayed_rounds += now.replayed
-        self.stats.rounds_ahead += was_ahead
+                outcome = now.wait()  # an interruption here loses no round
+            with self._at_work():
+                del self._launched[0]
+                self.stats.replayed_rounds += now.replayed
+                self.stats.rounds_ahead += was_ahead
+                return self._take(outcome, depth)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Take note if what is done here breaks off half-way."""
+        try:
+            yield
+        except BaseException:
+            self._torn = True
+            raise
+
+    def _take(self, outcome: list[list[int]], depth: int) -> list[Emitted]:
+        """Settle a round whose outcome has arrived."""
         told = depth + 1 + _NUMBERS
         if len(outcome[0]) > told:
             self._session.receive([values[told:] for values in outcome])
@@ -187,13 +200,14 @@ class Run:
 
     def _retire(self) -> None:
         """Let ended rows idle, unless a round is at work whose tokens other rows still want: then after it."""
-        if self._workspace.claim() is not self:
-            return
-        if self.done:
-            self._launched.clear()  # what runs, runs in vain; the device cuts the memories behind it
-        self._retiring = bool(self._launched)
-        if not self._retiring:
-            self._workspace.retire(self.texts, [reason is None for reason in self.stop_reasons])
+        with self._workspace.ownership.settled_by(self) as own:
+            if not own:
+                return
+            if self.done:
+                self._launched.clear()  # what runs, runs in vain; the device cuts the memories behind it
+            self._retiring = bool(self._launched)
+            if not self._retiring:
+                self._workspace.retire(self.texts, [reason is None for reason in self.stop_reasons])
 
 
 @contextmanager

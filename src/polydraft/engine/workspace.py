@@ -1,9 +1,8 @@
 """Memories of a batch, and the round that works on them."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from polydraft.compilation import compiled as compiled_form
 from polydraft.drafters import Drafter
 from polydraft.engine.outstanding import Outstanding
+from polydraft.engine.ownership import Ownership
 from polydraft.engine.recorder import Recorder, tell_obstacle
 from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError
@@ -23,14 +23,6 @@ from polydraft.walks import TargetLaws, Walk
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
 _FEW_NODES = 16
-
-
-class User(Protocol):
-    """A run, as far as its workspace is concerned."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it needs the workspace no more."""
 
 
 class Workspace:
@@ -66,8 +58,8 @@ class Workspace:
         self.target, self.batch_size, self.params = target, batch_size, params
         self.session = drafter.start(batch_size, params, target)
         self.memory = Memory(target, batch_size, behind=1, places=self.session.num_nodes)
-        self.claim: Callable[[], User | None] = lambda: None
-        """Whose texts are in the memories; a later run puts itself here."""
+        self.ownership = Ownership()
+        """Whose texts are in the memories."""
         self.warper: Warper | None = None
         self.tail_B2 = torch.zeros(batch_size, 2, dtype=torch.long, device=target.device)
         """The last two tokens of each text; the second is pending."""
@@ -207,12 +199,6 @@ class Workspace:
     def records(self) -> bool:
         """Whether rounds are recorded, in whole or behind a draft of the host's, and worth keeping for other texts."""
         return self._recorder is not None and (self.session.recordable or self.session.drafts_on_host)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no run is at work here."""
-        run = self.claim()
-        return run is None or run.done
 
     @property
     def _contexts(self) -> tuple[Context, ...]:
