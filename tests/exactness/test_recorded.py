@@ -73,8 +73,8 @@ def test_a_draft_catches_up_with_n_grams_beyond_the_span_of_the_last_round(monke
     found = []
     for recorded in (True, False):
         decoder = Decoder(TARGET, drafter("lookup+model", "1"))
-        workspace = decoder.workspace(1, SamplingParams(temperature=0), keep=False)
-        monkeypatch.setattr(decoder, "workspace", lambda *_, workspace=workspace: workspace)
+        workspace = decoder._lend(1, SamplingParams(temperature=0), keep=False)
+        monkeypatch.setattr(decoder, "_lend", lambda *_, workspace=workspace: workspace)
         if recorded:
             workspace._recorder = round_recorder(workspace, before=0)
         context = workspace.session.contexts()[0]
@@ -99,7 +99,7 @@ def test_a_hugging_face_model_sees_no_more_through_a_wide_span(monkeypatch: pyte
     workspace = Workspace(target, Plain(), 3, SamplingParams(temperature=0))
     workspace._recorder = round_recorder(workspace, before=0)
     decoder = Decoder(target)
-    monkeypatch.setattr(decoder, "workspace", lambda *_: workspace)
+    monkeypatch.setattr(decoder, "_lend", lambda *_: workspace)
     workspace.memory.context.reserve(1024)
     results = decoder.generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=12)
     assert [result.token_ids for result in results] == [result.token_ids for result in expected]

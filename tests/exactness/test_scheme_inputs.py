@@ -50,6 +50,25 @@ def test_three_children_of_a_wider_tree(name: str, missing: int) -> None:
 
 
 @every_scheme
+def test_columns_that_other_rows_need_change_nothing(name: str) -> None:
+    # Tables are as wide as the batch's fullest row: same seed, same text only if the rest of a row's columns does not count.
+    scheme = SCHEMES.get(name)()
+    generator = torch.Generator().manual_seed(6)
+    target_CV, draft_CV = (law_CV.float() for law_CV in random_cases(9, cases=400, seed=6))
+    width = largest_count(scheme, 3)
+    children_CK = scheme.draw(draft_CV, torch.rand(400, width, generator=generator, dtype=torch.float64))
+    uniforms_CU = torch.rand(400, scheme.verify_uniforms, generator=generator, dtype=torch.float64)
+    token_C = scheme.verify(target_CV, draft_CV, children_CK, uniforms_CU)
+    most = 64 if scheme.max_children is None else scheme.max_children
+    for added in range(1, min(6, most - width) + 1):
+        wider_CK = torch.nn.functional.pad(children_CK, (0, added), value=NO_TOKEN)
+        assert scheme.verify(target_CV, draft_CV, wider_CK, uniforms_CU).equal(token_C)
+        if scheme.select_uniforms is not None:
+            selected, same = (scheme.select(target_CV, draft_CV, table, uniforms_CU) for table in (children_CK, wider_CK))
+            assert selected.token_R.equal(same.token_R)
+
+
+@every_scheme
 def test_rows_that_idle_along_do_no_harm(name: str) -> None:
     # A row whose walk has ended hands over children of one node with the law of another.
     scheme = SCHEMES.get(name)()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes.arithmetic import largest
-from polydraft.schemes.arrays import Array, as_tensor, library, no_more, put, quietly, ranks, take, top
+from polydraft.schemes.arrays import Array, as_tensor, library, no_more, put, quietly, ranks, take, top, total
 from polydraft.trees import DraftTree
 
 STEP = 1e-3
@@ -57,7 +57,7 @@ class Front:
     @property
     def mass_B(self) -> Array:
         """Chance that the accepted path comes through one of them, by the draft."""
-        return library(self.scores_BW).exp(self.scores_BW).sum(-1)
+        return total(library(self.scores_BW).exp(self.scores_BW))
 
 
 @quietly

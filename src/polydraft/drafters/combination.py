@@ -59,7 +59,7 @@ class CombinationSession(DraftSession):
         self.reads_features = tree.reads_features  # type: ignore[misc]
         self.drafts_on_host = tree.recordable and grams.drafts_on_host  # type: ignore[misc]
         self.num_nodes = tree.num_nodes + grams.num_nodes - 1
-        self._own_nodes, self._longest = tree.num_nodes, 0
+        self._own_nodes = tree.num_nodes
         self._own_kept: list[int] = []
         """How many nodes of its own path, the root included, each row's drawn tree kept in the last round."""
         self._told = 0
@@ -104,7 +104,6 @@ class CombinationSession(DraftSession):
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Let both read."""
-        self._longest = longest
         self._tree.begin(texts, longest)
         self._grams.begin(texts, longest)
 
@@ -168,7 +167,7 @@ class CombinationSession(DraftSession):
         behind = [len(text) - len(short) for text, short in zip(texts, known, strict=True)]
         self._tree.settle(known, [tokens[: len(tokens) - less] for tokens, less in zip(emitted, behind, strict=True)])
         if any(behind):
-            self._tree.begin(texts, self._longest)
+            self._tree.catch_up(texts, [tokens[len(tokens) - less :] for tokens, less in zip(emitted, behind, strict=True)])
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
         """Let both drop what lies beyond the texts."""

@@ -63,7 +63,11 @@ class DraftSession(ABC):
     reads_features: ClassVar[bool] = False
     """Whether the session wants to see the target's features of the texts, through `observe`."""
     follows_any_path: ClassVar[bool] = False
-    """Whether `commit` takes paths over nodes that were not proposed here; if not, `begin` reads such text."""
+    """Whether `commit` takes paths over nodes that were not proposed here; if not, `catch_up` reads such text."""
+
+    def catch_up(self, texts: Sequence[Sequence[int]], added: Sequence[Sequence[int]]) -> None:
+        """Read the end of each text, `added`, which the last round accepted from others; what was learnt so far stays."""
+        raise NotImplementedError
 
     def expect(self, depth: int) -> None:  # noqa: B027 (most need not know)
         """Be ready for verdicts on paths of up to `depth` tokens, some proposed by others."""

@@ -126,8 +126,8 @@ class DynamicHeadSession(DynamicSession, HeadTreeSession):  # type: ignore[misc]
         self._seen, self._drafted = False, False
 
     def expect(self, depth: int) -> None:
-        """Make room for as many fresh entries, beside those that wait during rests."""
-        self._places = self._growth.places + max(depth, self.depth) + 1 + LONGEST_REST
+        """Make room for as many fresh entries in every round, those that wait during rests included."""
+        self._places = self._growth.places + (max(depth, self.depth) + 1) * (1 + LONGEST_REST)
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
         """Keep entries as static trees do; none wait."""
@@ -174,18 +174,23 @@ class DynamicHeadSession(DynamicSession, HeadTreeSession):  # type: ignore[misc]
             self._context.advance(root_B if self._lone_B is None else root_B * ~self._lone_B)
             self._tokens_BW, self._features_BWF, self._fresh_B = tokens_BW, features_BWF, keep_B
         else:
-            self._wait(tokens_BW[:, :1], features_BWF[:, :1], keep_B)
+            self._wait(tokens_BW, features_BWF, keep_B)
         self._lone_B = None
         return self._growth.learn(verdict.accepted_B, keep_B > 0)
 
-    def _wait(self, token_B1: Tensor, feature_B1F: Tensor, keep_B: Tensor) -> None:
-        """Put a round's one entry behind those that wait already."""
+    def _wait(self, tokens_BX: Tensor, features_BXF: Tensor, keep_B: Tensor) -> None:
+        """Put a round's entries, `keep_B` of the X, behind those that wait already: several where n-grams were accepted."""
         assert self._features_BWF is not None, "a first round always drafts"
-        here_BW = torch.arange(self._tokens_BW.shape[1] + 1, device=keep_B.device) == self._fresh_B[:, None]
-        pad = torch.nn.functional.pad
-        self._tokens_BW = torch.where(here_BW, token_B1, pad(self._tokens_BW, (0, 1)))
-        self._features_BWF = torch.where(here_BW[..., None], feature_B1F, pad(self._features_BWF, (0, 0, 0, 1)))
+        added, pad = tokens_BX.shape[1], torch.nn.functional.pad
+        place_BX = self._fresh_B[:, None] + torch.arange(added, device=keep_B.device)
+        # Entries beyond `keep_B` are written too, where the next ones will be.
+        self._tokens_BW = pad(self._tokens_BW, (0, added)).scatter_(1, place_BX, tokens_BX)
+        place_BXF = place_BX[..., None].expand_as(features_BXF)
+        self._features_BWF = pad(self._features_BWF, (0, 0, 0, added)).scatter_(1, place_BXF, features_BXF)
         self._fresh_B = self._fresh_B + keep_B
+        if looks(keep_B):
+            most = max(int(self._fresh_B.max()), 1)
+            self._tokens_BW, self._features_BWF = self._tokens_BW[:, :most], self._features_BWF[:, :most]
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Take note of the new texts."""
@@ -212,7 +217,7 @@ class DynamicModelSession(DynamicSession, ModelTreeSession):  # type: ignore[mis
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Read the texts."""
         super().begin(texts, longest)
-        self._longest, self._behind = longest, False
+        self._behind = False
         self._texts = [list(text) for text in texts]
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
@@ -257,6 +262,14 @@ class DynamicModelSession(DynamicSession, ModelTreeSession):  # type: ignore[mis
             return
         self._behind = True
         self._growth.advance(emitted)
+
+    def catch_up(self, texts: Sequence[Sequence[int]], added: Sequence[Sequence[int]]) -> None:
+        """Read what others proposed, after a rest only when drafts are wanted again."""
+        self._texts = [list(text) for text in texts]
+        if self._behind:
+            self._growth.advance(added)
+        else:
+            super().catch_up(texts, added)
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
         """Drop what lies beyond the texts; a memory that is behind will find that itself."""

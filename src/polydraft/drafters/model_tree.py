@@ -83,6 +83,7 @@ class ModelTreeSession(DraftSession):
         self._memory = Memory(model, batch_size, behind=2, places=self.num_nodes + 1)
         self._lone_B1: Tensor | None = None
         """Rows whose text is the root alone; only in a first round."""
+        self._longest = 0
 
     def contexts(self) -> Sequence[Context]:
         """Return the draft's memory."""
@@ -100,6 +101,7 @@ class ModelTreeSession(DraftSession):
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
         """Read the texts."""
+        self._longest = longest
         self._memory.align(texts, longest)
         lone = [len(text) == 1 for text in texts]
         self._lone_B1 = torch.tensor(lone, device=self._model.device)[:, None] if any(lone) else None
@@ -141,6 +143,11 @@ class ModelTreeSession(DraftSession):
         """Take note of the new texts."""
         self._memory.settle(texts)
         self._growth.advance(emitted)
+
+    def catch_up(self, texts: Sequence[Sequence[int]], added: Sequence[Sequence[int]]) -> None:
+        """Read what others proposed."""
+        self._memory.align(texts, self._longest)
+        self._growth.advance(added)
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
         """Drop what lies beyond the texts."""

@@ -23,7 +23,7 @@ from polydraft.drafters.policy import Allotment, Plan, RowPolicy
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
 from polydraft.schemes import SCHEMES
 from polydraft.schemes.arithmetic import largest
-from polydraft.schemes.arrays import Array, as_tensor, library, looks, put, ranks, small, top
+from polydraft.schemes.arrays import Array, as_tensor, library, looks, put, ranks, small, top, total
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, Topology
 
@@ -190,7 +190,7 @@ class PathGrowth:
         """Tell the policy what a level brought."""
         if allotment is None:
             best_BX = top(level.scores_BX, min(_FOUND, level.scores_BX.shape[1]))[0]
-            self.policy.saw_level(mass_B, library(best_BX).exp(best_BX).sum(-1), going_B)
+            self.policy.saw_level(mass_B, total(library(best_BX).exp(best_BX)), going_B)
         else:
             self.policy.saw_allotment(mass_B, allotment, going_B)
 
@@ -214,7 +214,8 @@ class PathGrowth:
             keep_BC = scores_BC > torch.inf
             put(keep_BC, index_BM, ranks(best_BM.shape[1], best_BM) < counts_B[:, None])
         most = max(int(counts_B.max()), 1) if isinstance(counts_B, np.ndarray) else min(self.shape.nodes - 1, keep_BC.shape[1])
-        self._plan = Plan(where(keep_BC, exp(scores_BC), 0.0).sum(-1), counts_B, levels_B)
+        # The number of levels is the batch's: more of them must not change a row's sum, which its policy learns from.
+        self._plan = Plan(total(where(keep_BC, exp(scores_BC), 0.0)), counts_B, levels_B)
         branch = max([level.children for level in self._widths], default=self.shape.branch)
         grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth)
         self._grown = (grown, fronts)

@@ -95,6 +95,17 @@ def sums_by(cell_RV: Array, weight_RV: Array, cells: int) -> Array:
     return np.bincount(cell_RV.ravel(), weight_RV.ravel(), cells * len(weight_RV)).reshape(-1, cells)
 
 
+def total(table_RC: Array) -> Array:
+    """Add up each row of float64 numbers below a million, to the same bits whatever its order, its padding and its company.
+
+    Rounded to a fixed number of binary places, they are added without any rounding.
+    """
+    return (table_RC * _FIXED_POINT).round().sum(-1) / _FIXED_POINT
+
+
+_FIXED_POINT = 2.0**32
+
+
 def put(table_RC: Array, index_RK: Array, value_RK: Array) -> None:
     """Set K entries of each row; where one is named twice, to the same."""
     if isinstance(table_RC, np.ndarray):

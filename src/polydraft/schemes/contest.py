@@ -122,7 +122,8 @@ class Contest:
         """Run the race and return one child of each row, by one number and two more a child."""
         where, width = library(self.token_RK).where, self.token_RK.shape[1]
         number_RU = small(uniforms_RU.double())
-        partner_RK, place_RK = number_RU[:, 1 : 1 + width], number_RU[:, 1 + width : 1 + 2 * width]
+        # Pairs side by side: which numbers are a child's must not depend on how many columns the batch has.
+        partner_RK, place_RK = number_RU[:, 1 : 1 + 2 * width : 2], number_RU[:, 2 : 2 + 2 * width : 2]
         place_RK = where(self.racing_RK, places(self.plan, self.cell_RK, partner_RK, place_RK), -1.0)
         index_R1 = place_RK.argmax(-1, keepdims=True)
         if self.certain_RK is not None:

@@ -1,0 +1,149 @@
+"""N-grams beside a dynamic tree that learns and rests: exact, and every row by its own history alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polydraft.certify.reference import greedy_text
+from polydraft.drafters import Dynamic
+from polydraft.drafters.combination import Combination
+from polydraft.drafters.gram_tree import gram_tree
+from polydraft.drafters.head_tree import HeadTreeSession
+from polydraft.drafters.policy import Plan, RowPolicy
+from polydraft.engine import Decoder
+from polydraft.models import FeatureHead
+from polydraft.sampling import SamplingParams
+from polydraft.schemes.arrays import total
+from polydraft.theory import Costs
+from polydraft.trees import DynamicShape
+
+from .configurations import Configuration
+from .setups import DRAFT, GRAM_PROMPT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET, gram_options
+
+CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
+BALANCED = Costs(draft_level=0.1, tree_pass=lambda nodes: 1 + 0.05 * (nodes - 1))
+"""Where the size of the best tree hangs on what was learnt."""
+LOSING = Costs(draft_level=0.9, tree_pass=lambda nodes: 1 + 0.3 * (nodes - 1))
+GREEDY = SamplingParams(temperature=0)
+PROMPTS = [[*prompt, *GRAM_PROMPT[:length]] for length in (3, 7, len(GRAM_PROMPT)) for prompt in RAGGED_PROMPTS][:8]
+
+CASES = {
+    "lookup + model": ("lookup", DRAFT, CHEAP),
+    "lookup + model, balanced": ("lookup", DRAFT, BALANCED),
+    "lookup + model, resting": ("lookup", DRAFT, LOSING),
+    "self-draft + model, balanced": ("self-draft", DRAFT, BALANCED),
+    "suffix + head, balanced": ("suffix", HEAD, BALANCED),
+    "suffix + head, resting": ("suffix", HEAD, LOSING),
+}
+SLOW = {"lookup + model", "self-draft + model, balanced", "suffix + head, balanced"}
+"""Whatever of these breaks breaks a quicker case too, or the parametrised tests of all drafters."""
+every_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
+
+
+def combined(case: str, draft: Any = None) -> Decoder:
+    name, usual, costs = CASES[case]
+    tree = Dynamic(draft or usual, DynamicShape(nodes=16, depth=4), costs)
+    return Decoder(TARGET, Combination(tree, gram_tree([name], gram_options())))
+
+
+@pytest.fixture
+def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short texts see rests, trials and what lies between."""
+    for name_of_length in ("SHORTEST_REST", "_FIRST_REST", "_TRIAL", "_SHORT_TRIAL"):
+        monkeypatch.setattr(f"polydraft.drafters.policy.{name_of_length}", 1)
+    monkeypatch.setattr("polydraft.drafters.policy.LONGEST_REST", 3)
+
+
+@every_case
+def test_texts_follow_the_target_law(case: str, short_rests: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    configuration = Configuration(label=f"adaptive {case}", prompt=GRAM_PROMPT, samples=800)
+    monkeypatch.setattr(Configuration, "decoder", lambda self: combined(case))
+    results = configuration.generate()
+    # Thirteen tests of each case: false alarm below 1e-4 together.
+    assert min(configuration.p_values(results)) > 1e-4 / (13 * len(CASES))
+    assert len(results[0].stats.tokens_by_source) >= 2, "both are heard"
+
+
+@every_case
+def test_rows_are_their_own(case: str) -> None:
+    decoder = combined(case)
+    for sampling, prompts in ((SamplingParams(), PROMPTS), (PENALTIES, PROMPTS[:3])):
+        seeds = list(range(len(prompts)))
+        together = decoder.generate(prompts, sampling=sampling, max_new_tokens=30, seed=seeds)
+        for prompt, seed, result in zip(prompts, seeds, together, strict=True):
+            alone = decoder.generate(prompt, sampling=sampling, max_new_tokens=30, seed=[seed])
+            assert alone.token_ids == result.token_ids
+    for prompt, result in zip(PROMPTS, decoder.generate(PROMPTS, sampling=GREEDY, max_new_tokens=30), strict=True):
+        assert result.token_ids == greedy_text(TARGET, prompt, 30, GREEDY)
+
+
+def test_what_was_learnt_outlasts_tokens_of_n_grams(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+    begin = RowPolicy.begin
+    monkeypatch.setattr(RowPolicy, "begin", lambda policy: (begun.append(policy), begin(policy))[1])
+    stats = combined("lookup + model").generate(PROMPTS, sampling=GREEDY, max_new_tokens=40)[0].stats
+    assert stats.tokens_by_source["lookup"] > 10
+    assert len(begun) == 2, "once when it is made, once for the texts"
+
+
+@pytest.mark.parametrize("case", ["lookup + model", "lookup + model, resting"])
+def test_a_draft_equal_to_the_target_is_always_accepted(case: str, short_rests: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Errors in the draft's memory after tokens of n-grams, or after a rest, cost acceptance: only this sees them.
+    drafted, learn = [], RowPolicy.learn
+
+    def noting(policy: RowPolicy, plan: Plan, accepted_B: Any, active_B: Any) -> None:
+        drafted.extend(accepted_B[(plan.levels_B > 0) & active_B].tolist())
+        learn(policy, plan, accepted_B, active_B)
+
+    monkeypatch.setattr(RowPolicy, "learn", noting)
+    stats = combined(case, draft=TARGET).generate(PROMPTS, sampling=GREEDY, max_new_tokens=60)[0].stats
+    assert stats.tokens_by_source["lookup"] > 10 and stats.tokens_by_source["dynamic"] > 10
+    assert len(drafted) > 20 and min(drafted) >= 1
+    assert ("resting" in case) == (len(drafted) < 0.9 * stats.passes)
+
+
+def test_a_head_proposes_the_same_after_rests_with_tokens_of_n_grams(
+    short_rests: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All that waited must be read, in order: errors there cost acceptance and nothing else.
+    seen: dict[tuple[int, ...], list[int]] = {}
+    texts: list[list[int]] = []
+    fresh, head = HeadTreeSession._fused_fresh, FeatureHead.head
+
+    def noting_texts(session: HeadTreeSession) -> Tensor:
+        texts[:] = [list(text) for text in session._texts]
+        return fresh(session)
+
+    def noting_logits(self: FeatureHead, outputs: Tensor) -> Tensor:
+        logits = head(self, outputs)
+        for row, text in enumerate(texts):  # the first call after the fresh entries were read is that of the roots
+            seen.setdefault(tuple(text), logits[row, 0].topk(3).indices.tolist())
+        texts.clear()
+        return logits
+
+    monkeypatch.setattr(HeadTreeSession, "_fused_fresh", noting_texts)
+    monkeypatch.setattr(FeatureHead, "head", noting_logits)
+    stats = combined("suffix + head, resting").generate(PROMPTS, sampling=GREEDY, max_new_tokens=60)[0].stats
+    assert stats.tokens_by_source["suffix"] > 10
+    rested = {text: ranked for text, ranked in seen.items() if list(text) not in PROMPTS}
+    assert len(rested) > 10
+    for text, ranked in rested.items():
+        seen.clear()
+        combined("suffix + head, balanced").generate(list(text), sampling=GREEDY, max_new_tokens=1)
+        assert seen[text] == ranked
+
+
+def test_sums_do_not_depend_on_order_and_padding() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for library in (lambda tensor: tensor, lambda tensor: tensor.numpy()):
+        for length in (5, 8, 21, 130):
+            values_RX = torch.rand(4, length, generator=generator, dtype=torch.float64)
+            expected = total(library(values_RX)).tolist()
+            padded_RX = torch.cat([values_RX[:, :3], torch.zeros(4, 7, dtype=torch.float64), values_RX[:, 3:].flip(1)], dim=1)
+            assert total(library(padded_RX)).tolist() == expected
+            assert total(library(values_RX[2:3].contiguous())).tolist() == expected[2:3]
+            assert torch.allclose(torch.tensor(expected).double(), values_RX.sum(-1), atol=1e-7)
