@@ -147,7 +147,7 @@ def test_growing_past_a_span_records_anew_and_stays_right() -> None:
     prompt = list(range(1, 60))
     sampling = SamplingParams(temperature=0)
     decoder = Decoder(target, drafter)
-    for context in decoder.workspace(1, sampling, keep=False)._contexts:
+    for context in decoder._lend(1, sampling, keep=False)._contexts:
         assert context.span is None
     import polydraft.models.language_model as language_model
 
