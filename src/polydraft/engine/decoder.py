@@ -1,5 +1,6 @@
 """The object users hold: a target, a drafter, and text in and out."""
 
+import inspect
 from collections import deque
 from collections.abc import Sequence
 from numbers import Integral
@@ -12,7 +13,7 @@ from polydraft.engine.run import Run
 from polydraft.engine.stream import Stream
 from polydraft.engine.text import TextAssembler
 from polydraft.engine.workspace import Workspace
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
 from polydraft.sampling import SamplingParams
 from polydraft.walks import AUTO, WALKS
@@ -75,6 +76,21 @@ class Decoder:
         self._kept: tuple[Drafter, Workspace] | None = None
         self._spare: deque[tuple[Drafter, Workspace]] = deque(maxlen=_MOST_SPARE)
         """Workspaces of a GPU, whose recorded rounds are worth keeping."""
+
+    def replace(self, **changes: Any) -> "Decoder":
+        """Return a decoder with memories of its own that differs in these arguments of the constructor alone.
+
+        A lossy decoder may become any other; of a lossless one a lossy variant needs ``lossless=False``.
+
+        Examples
+        --------
+        >>> plain = decoder.replace(drafter=None)  # doctest: +SKIP
+        """
+        fields = {name: getattr(self, name) for name in list(inspect.signature(Decoder.__init__).parameters)[1:]}
+        for name in changes:
+            if name not in fields:
+                raise unknown_name("part of a decoder", name, fields)
+        return type(self)(**{**fields, **changes})
 
     @overload
     def generate(self, prompts: str, **options: Unpack[Options]) -> Generation: ...  # type: ignore[overload-overlap]
