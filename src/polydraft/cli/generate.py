@@ -1,13 +1,13 @@
 """`polydraft generate`."""
 
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from polydraft.cli.beams import beam_options, generate_many, take_beam_options
 from polydraft.cli.options import Choices, shared_options
+from polydraft.cli.standard_input import read_all
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     params = choices.check()
     if as_json and compare:
         raise UsageError("--json and --compare do not go together; run plain decoding apart, with --json --draft none")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_all() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("empty prompt: it has no tokens; give at least one character")
     if beams:
