@@ -33,7 +33,7 @@ class Draws(StrEnum):
     INDEPENDENT = "iid"
     """W independent ones, which may be the same: the paper's."""
     HUGGING_FACE = "hf"
-    """Twice as many different ones, of which the W best go on."""
+    """Twice as many different ones, or more: of those that go on the W best do; of the first W drawn, those that end finish."""
 
 
 class Verification(StrEnum):
