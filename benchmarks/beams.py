@@ -98,8 +98,7 @@ def main() -> None:
     lines = chosen.prompts.read_text(encoding="utf-8").splitlines()[: chosen.limit]
     prompts = [json.loads(line)["prompt"] for line in lines]
     decoder = polydraft.load(chosen.target, chosen.draft, device=chosen.device, dtype=chosen.dtype)
-    drafted, plain = polydraft.BeamDecoder(decoder), polydraft.BeamDecoder(decoder)
-    plain.draft = None
+    drafted, plain = polydraft.BeamDecoder(decoder), polydraft.BeamDecoder(decoder.replace(drafter=None))
     meter = EnergyMeter(decoder.target.device)
     law = polydraft.SamplingParams(top_k=10, top_p=0.8)
     turns: dict[str, list[Turn]] = {arm: [] for arm in chosen.arms}

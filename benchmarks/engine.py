@@ -41,9 +41,11 @@ def main() -> None:
     decoder = load(options.target, options.draft, tree=options.tree, dtype=options.dtype, device=options.device)
     target = decoder.target
     assert isinstance(target, HFModel)
-    plain = Decoder(target)
-    unlean = Decoder(HFModel(target.hf_model, lean=False))
-    flat = Decoder(FlatModel(target, decoder.drafter.topology), decoder.drafter)
+    # No arm makes text or ends early: Hugging Face's does not either.
+    drafted = decoder.replace(tokenizer=None, eos_token_ids=())
+    plain = drafted.replace(drafter=None)
+    unlean = plain.replace(target=HFModel(target.hf_model, lean=False))
+    flat = drafted.replace(target=FlatModel(target, decoder.drafter.topology))
     prompt = decoder.encode(PROMPT, chat=True)
 
     def ours(arm: Decoder, temperature: float) -> Callable[[], dict]:
@@ -79,8 +81,8 @@ def main() -> None:
         "hf generate": hugging_face,
         "plain": ours(plain, 0),
         "plain, hf body": ours(unlean, 0),
-        f"{options.tree} T=0": ours(decoder, 0),
-        f"{options.tree} T=1": ours(decoder, 1),
+        f"{options.tree} T=0": ours(drafted, 0),
+        f"{options.tree} T=1": ours(drafted, 1),
         f"{options.tree} T=0 flat": ours(flat, 0),
     }
     figures = measure(arms, options.repeat)

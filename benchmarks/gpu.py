@@ -167,12 +167,12 @@ def end_to_end() -> dict[str, float]:
     """The bundled model inside a 7B shape with the shipped head, against our plain decoding and Hugging Face."""
     plain = polydraft.load("inflated:7b", "none", device="cuda")
     head = load_draft("smollm2-head", Loaded(plain.target, plain.tokenizer, plain.eos_token_ids))
-    decoders = {"plain": Decoder(plain.target, eos_token_ids=plain.eos_token_ids, compiled=True)}  # without detokenizing
+    decoders = {"plain": plain.replace(tokenizer=None, compiled=True)}  # without detokenizing
     arms = {temperature: OPTIONS.trees or TREES[temperature > 0] for temperature in OPTIONS.temperatures}
     for spec in dict.fromkeys(tree for trees in arms.values() for tree in trees):
         tree, _, scheme = spec.partition(",")
         drafter = HeadTree(head, NAMED_TREES.get(tree) or parse_tree(tree), scheme or "auto")
-        decoders[spec] = Decoder(plain.target, drafter, eos_token_ids=plain.eos_token_ids, compiled=True)
+        decoders[spec] = decoders["plain"].replace(drafter=drafter)
     prompts = [plain.encode(text, chat=True) for text in sample_prompts(OPTIONS.prompts, OPTIONS.limit)]
     rows: dict[str, float] = {}
     for temperature in OPTIONS.temperatures:
@@ -222,7 +222,8 @@ def batches() -> dict[str, float]:
         prompts = [plain.encode(text, chat=True) for text in texts[:batch]]
         for tree in ("none", "chain:2", "2x1", "4x2x1", "4x2x2x1x1"):
             drafter = HeadTree(head, parse_tree(tree)) if tree != "none" else None
-            decoder = Decoder(plain.target, drafter)
+            # Without ends of text: all rows work to the last round.
+            decoder = plain.replace(drafter=drafter, tokenizer=None, eos_token_ids=())
             for _ in range(2):
                 results = decoder.generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=64, seed=0)
             stats = results[0].stats

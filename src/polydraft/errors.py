@@ -11,6 +11,10 @@ A message is one line: what, which value, what is allowed, what to do.
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+_MOST_SHOWN = 80
+"""Characters of a wrong value that a message repeats."""
 
 
 class PolydraftError(Exception):
@@ -31,3 +35,11 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UsageError:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UsageError(f"unknown {kind} {name!r}; {hint}allowed: {', '.join(names)}")
+
+
+def shown(value: Any) -> str:
+    """Return a wrong value for a message: in one line, and the beginning of a long one."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python does not write out very long ones
+        return f"a number of {value.bit_length()} bits"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

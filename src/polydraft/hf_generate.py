@@ -18,7 +18,7 @@ from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.hf import HFModel
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import SamplingParams, check_draft_temperature
 from polydraft.sampling.noise import row_generator, row_seed
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
@@ -98,8 +98,7 @@ class Speculate:
         topology = parse_tree(tree)
         if scheme != "auto":
             SCHEMES.get(scheme)
-        if draft_temperature is not None and not 0 <= draft_temperature < math.inf:
-            raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
+        check_draft_temperature(draft_temperature)
         self.stats: tuple[Stats, ...] = ()
         """Figures of the last call: one, or one a row where rows were decoded apart."""
         self._target: HFModel | None = None

@@ -1,7 +1,6 @@
 """From names to a working decoder."""
 
 import dataclasses
-import math
 
 import torch
 
@@ -15,6 +14,7 @@ from polydraft.models.inflated import source_name
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.models.spread import check_device_map
+from polydraft.sampling import check_draft_temperature
 from polydraft.schemes import SCHEMES
 from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 from polydraft.walks import check_walk
@@ -130,8 +130,7 @@ def load(
     if grams.flat_blocks and lossless:
         raise UsageError("flat_blocks changes the law of the text above temperature 0; pass lossless=False to have it anyway")
     draft = _needed_draft(draft, drafter, usual_draft)
-    if draft_temperature is not None and not 0 <= draft_temperature < math.inf:
-        raise UsageError(f"draft_temperature={draft_temperature!r} is out of range; allowed: 0 or more")
+    check_draft_temperature(draft_temperature)
     loaded = load_model(target, place, number_format, device_map)
     draft_model = load_draft(draft, loaded)
     if decision is not None and draft_model is None:

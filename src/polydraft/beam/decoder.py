@@ -2,7 +2,6 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from polydraft.beam.stops import Stops
 from polydraft.beam.stream import BeamStream
 from polydraft.beam.workspace import BeamWorkspace
 from polydraft.engine import Decoder
+from polydraft.engine.prompts import rows_of
 from polydraft.engine.request import Request
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
@@ -72,10 +72,10 @@ class BeamDecoder:
         return self._all(prompts, {**options, "mode": BeamMode.SAMPLE})
 
     def _all(self, prompts: Any, options: dict[str, Any]) -> BeamGeneration | list[BeamGeneration]:
-        single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence))
+        rows, single = rows_of(prompts)
         results = []
-        for row, prompt in enumerate([prompts] if single else prompts):
-            stream = self._stream(prompt, options, row)
+        for row, prompt in enumerate(rows):
+            stream = self._stream(prompt, options, row, len(rows))
             for _ in stream:
                 pass
             results.append(stream.result())
@@ -94,13 +94,13 @@ class BeamDecoder:
         """
         if not settled:
             raise UsageError("settled=False: beams may take unsettled text back; stream settled text, or wait for the end")
-        return self._stream(prompt, options, 0)
+        return self._stream(prompt, options, 0, 1)
 
     def check(self, **options: Any) -> None:
         """Refuse options that `stream` would refuse, before there is a prompt."""
         BeamOptions(**options)
 
-    def _stream(self, prompt: Any, options: dict[str, Any], row: int) -> BeamStream:
+    def _stream(self, prompt: Any, options: dict[str, Any], row: int, rows: int) -> BeamStream:
         names = BeamOptions.__dataclass_fields__
         for name in options:
             if not any(name in known for known in (names, Request.__dataclass_fields__, SamplingParams.__dataclass_fields__)):
@@ -117,7 +117,7 @@ class BeamDecoder:
             raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
         token_ids = self.decoder.encode(prompt, request.chat)
         check_prompts([token_ids], target.max_positions, target.vocab_size)
-        seed = request.seeds(row + 1)[row]
+        seed = request.seeds(rows)[row]
         generator = torch.Generator().manual_seed(seed % 2**32)
         run = self._run(beam, params, token_ids, request.max_new_tokens, Stops(assembler), generator)
         settings = {"seed": seed, "max_new_tokens": request.max_new_tokens, "draft": run.draft_name}

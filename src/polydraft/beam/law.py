@@ -163,6 +163,11 @@ class LawMaker:
         self._warper = Warper(params, vocab_size, [prompt], device)
 
     @property
+    def emptied_by(self) -> str | None:
+        """Which processor has left some text without any token to go on with, if one has."""
+        return self._warper.emptied_by
+
+    @property
     def never_gains(self) -> bool:
         """Whether weights of a text's continuations sum to one at most, so that no text's score rises by going on."""
         params = self._params

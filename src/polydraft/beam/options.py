@@ -1,6 +1,5 @@
 """What a call asks of beams."""
 
-import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from numbers import Integral, Real
@@ -9,10 +8,12 @@ from typing import Any
 import torch
 
 from polydraft.beam.pool import EarlyStopping
-from polydraft.errors import UsageError, unknown_name
+from polydraft.errors import UsageError, shown, unknown_name
 
 _MOST_BEAMS = 1024
 """More would take all memory before they take all time."""
+_MOST_PENALTY = 50
+"""No length to this power is more than a float holds."""
 
 
 class BeamMode(StrEnum):
@@ -32,7 +33,7 @@ class Draws(StrEnum):
     INDEPENDENT = "iid"
     """W independent ones, which may be the same: the paper's."""
     HUGGING_FACE = "hf"
-    """Twice as many different ones, of which the W best go on."""
+    """Twice as many different ones, or more: of those that go on the W best do; of the first W drawn, those that end finish."""
 
 
 class Verification(StrEnum):
@@ -90,8 +91,9 @@ class BeamOptions:
         if self.verification == Verification.COUPLED and not self._can_be_coupled:
             raise UsageError("verification 'coupled' is for distinct beams of fixed width; leave it out, or use 'layers'")
         _number("length_penalty", self.length_penalty)
-        if not math.isfinite(self.length_penalty):
-            raise UsageError(f"length_penalty={self.length_penalty!r} is out of range; allowed: finite numbers")
+        if not abs(self.length_penalty) <= _MOST_PENALTY:
+            allowed = f"{-_MOST_PENALTY} to {_MOST_PENALTY}"
+            raise UsageError(f"length_penalty={shown(self.length_penalty)} is out of range; allowed: {allowed}")
         for name in ("twins", "one_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: True, False")

@@ -333,6 +333,12 @@ class BeamRun(ABC):
         for beam in ended:
             self.pool.add(beam.node, beam.score, self._reason(beam.node))
         self.pass_of_step.append(self.stats.rounds)
+        if not running and not self.pool.best:
+            culprit = f"logits processor {self.law.emptied_by!r}" if self.law.emptied_by else "the sampling settings"
+            raise FailureError(
+                f"{culprit} left no beam a token to go on with after {self.length} new tokens; leave at least one with a "
+                "finite score"
+            )
         best = max((beam.score for beam in running), default=float("-inf"))
         enough = not running or self.pool.is_done(best, length)
         self.beams = [] if enough else list(running)

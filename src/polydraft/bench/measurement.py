@@ -43,7 +43,7 @@ class Measurement:
 
 def read_measurements(path: Path) -> Iterator[Measurement]:
     """Read a `runs.jsonl`; a line cut off by a kill is left out."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             yield Measurement(**json.loads(line))
         except (json.JSONDecodeError, TypeError):
@@ -90,7 +90,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             if resume and settings_path.exists():
                 # More methods or repeats may be added; anything else would mix what cannot be compared.
-                check_same(json.loads(settings_path.read_text()), settings, folder, free={"methods", "repeat"})
+                check_same(read_settings(settings_path), settings, folder, free={"methods", "repeat"})
             with written_whole(settings_path) as partial:
                 partial.write_text(json.dumps(settings, indent=1))
             self._path.touch()
@@ -117,6 +117,19 @@ class Journal:
 
 def _cannot_write(folder: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot write to {folder} ({error.strerror}); choose another --out")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read what work in a folder was begun with, which somebody may have torn since."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("it is not an object")
+    except ValueError as error:
+        raise FailureError(
+            f"cannot read {path} ({error}), so nobody knows what was begun there; restore it, or choose another --out"
+        ) from None
+    return settings
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: set[str]) -> None:

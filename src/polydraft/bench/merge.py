@@ -1,7 +1,6 @@
 """Join the shards of one benchmark: one journal, and the statistics of their union."""
 
 import datetime
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from polydraft.bench.diff import load_results
 from polydraft.bench.identity import Likeness
-from polydraft.bench.measurement import Journal, Measurement, read_measurements
+from polydraft.bench.measurement import Journal, Measurement, read_measurements, read_settings
 from polydraft.bench.results import summarise, write_results
 from polydraft.bench.schema import BASELINE, SCHEMA
 from polydraft.bench.shard import Shard
@@ -37,9 +36,9 @@ class Part:
             If the folder holds something else, or a shard that was interrupted.
         """
         try:
-            settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+            settings = read_settings(folder / "settings.json")
             measurements = list(read_measurements(folder / "runs.jsonl"))
-        except (OSError, ValueError):
+        except OSError:
             raise UsageError(
                 f"{folder} holds no benchmark; give the folders of `polydraft bench --shard I/N --out DIR`"
             ) from None

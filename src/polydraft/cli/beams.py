@@ -104,14 +104,13 @@ def _beams(
         _echo_json(result.texts, result.stats.as_dict(), result.settings, decoder)
         return
     from polydraft.cli.render import TokenPrinter, break_even_line, comparison_table, output_console, summary_line
-    from polydraft.engine import Decoder
 
     console = output_console()
     baseline = None
     if compare:
         click.echo("decoding with beams but without drafts first, for comparison ...", err=True)
-        plain = Decoder(decoder.target, tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids, graphs=decoder.graphs)
-        baseline = _run(BeamDecoder(plain), dataclasses.replace(options, twins=False), text, choices, params, raw, printer=None)
+        plain = BeamDecoder(decoder.replace(drafter=None))
+        baseline = _run(plain, dataclasses.replace(options, twins=False), text, choices, params, raw, printer=None)
     several = options.num_return_sequences > 1
     result = _run(beams, options, text, choices, params, raw, None if several else TokenPrinter(console))
     if several:

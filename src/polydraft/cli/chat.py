@@ -1,12 +1,12 @@
 """`polydraft chat`."""
 
-import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from polydraft.cli.options import Choices, shared_options
+from polydraft.cli.standard_input import not_text, read_line, standard_input
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,13 +28,14 @@ def command(system: str | None, **options: Any) -> None:
     """
     choices = Choices(**options)
     params = choices.check()
+    source = standard_input()
     decoder = choices.decoder()
     decoder.encode_chat([{"role": "user", "content": "hello"}])  # refuses a model without a chat template at once
 
     from polydraft.cli.render import TokenPrinter, output_console, summary_line
 
     console = output_console()
-    interactive = sys.stdin.isatty() and console.is_terminal
+    interactive = source.isatty() and console.is_terminal
     printer = TokenPrinter(console)
     if interactive:
         console.print(_HELP, style="dim")
@@ -79,7 +80,11 @@ def _answer(
 
 def _read_line(interactive: bool) -> str | None:
     """Return the next line without its ends, or None at the end of input."""
-    try:
-        return input("> " if interactive else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        return None
+    while True:
+        try:
+            line = input("> ") if interactive else read_line()
+            return None if line is None else line.strip()
+        except (EOFError, KeyboardInterrupt):
+            return None
+        except UnicodeDecodeError as error:  # typed, so there is somebody to type it again
+            click.echo(f"polydraft: error: {not_text(error)}", err=True)

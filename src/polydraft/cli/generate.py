@@ -1,13 +1,13 @@
 """`polydraft generate`."""
 
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from polydraft.cli.beams import beam_options, generate_many, take_beam_options
 from polydraft.cli.options import Choices, shared_options
+from polydraft.cli.standard_input import read_all
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     params = choices.check()
     if as_json and compare:
         raise UsageError("--json and --compare do not go together; run plain decoding apart, with --json --draft none")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_all() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("empty prompt: it has no tokens; give at least one character")
     if beams:
@@ -52,7 +52,7 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     baseline = None
     if compare:
         click.echo("decoding plainly first, for comparison ...", err=True)
-        baseline = _run(_plain(decoder), text, choices, params, raw, printer=None)
+        baseline = _run(decoder.replace(drafter=None), text, choices, params, raw, printer=None)
     result = _run(decoder, text, choices, params, raw, TokenPrinter(console))
     if baseline is None:
         click.echo(summary_line(result.stats), err=True)
@@ -81,23 +81,23 @@ def _run(decoder: "Decoder", text: str, choices: Choices, params: "SamplingParam
     return stream.results()[0]
 
 
-def _plain(decoder: "Decoder") -> "Decoder":
-    from polydraft.engine import Decoder
-
-    return Decoder(decoder.target, tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids, graphs=decoder.graphs)
-
-
 def _restless(decoder: "Decoder") -> "Decoder | None":
-    """Return a decoder whose draft works in every round, where a dynamic tree may rest."""
+    """Return a decoder whose draft works in every round, where a dynamic tree may rest; all else is the same."""
     from polydraft.drafters import Dynamic, Parts, make_drafter
-    from polydraft.engine import Decoder
     from polydraft.loading import NARROW_STATIC_TREE
     from polydraft.trees import parse_tree
 
-    if not isinstance(decoder.drafter, Dynamic):
+    drafter = decoder.drafter
+    if not isinstance(drafter, Dynamic):
         return None
-    parts = Parts(target=decoder.target, draft=decoder.drafter.model, topology=parse_tree(NARROW_STATIC_TREE))
-    return Decoder(decoder.target, make_drafter(parts), tokenizer=decoder.tokenizer, eos_token_ids=decoder.eos_token_ids)
+    parts = Parts(
+        target=decoder.target,
+        draft=drafter.model,
+        topology=parse_tree(NARROW_STATIC_TREE),
+        draft_temperature=drafter.draft_temperature,
+        decision=drafter.decision,
+    )
+    return decoder.replace(drafter=make_drafter(parts))
 
 
 def decoder_draft(decoder: "Decoder") -> str:

@@ -1,6 +1,8 @@
 """Entry point of the command line."""
 
+import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -54,8 +56,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    if sys.stdout is None:  # closed by whoever started us: all that is printed would be lost without a word
+        return _complain("standard output is closed; nothing was done: let it go to a file or a pipe", 1)
     try:
         result: Any = cli.main(args=arguments, prog_name="polydraft", standalone_mode=False)
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -67,12 +72,32 @@ def run(arguments: list[str] | None = None) -> int:
         return _complain("interrupted", 130)
     except (PolydraftError, click.ClickException) as error:
         return _complain(str(error), 1)
-    except BrokenPipeError:
-        # The reader has gone; pointing stdout elsewhere keeps the interpreter from complaining at exit.
-        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+    except BrokenPipeError:  # the reader has gone
+        _drop_output()
         return 1
+    except UnicodeEncodeError as error:
+        _drop_output()
+        return _complain(f"the output cannot be written in {error.encoding}; set PYTHONIOENCODING=utf-8", 1)
+    except OSError as error:  # a full disk, most often
+        _drop_output()
+        what = f"cannot read or write {error.filename}" if error.filename else "input or output failed"
+        return _complain(f"{what} ({error.strerror or error})", 1)
+
+
+def _drop_output() -> None:
+    """Point standard output elsewhere if it is broken: what is left in it would fail again when the interpreter ends."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        return
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError):  # no file
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _complain(message: str, code: int) -> int:
-    click.echo(f"polydraft: error: {' '.join(message.split())}", err=True)
+    with suppress(OSError):  # the exit code tells all the same
+        click.echo(f"polydraft: error: {' '.join(message.split())}", err=True)
     return code

@@ -12,6 +12,7 @@ from polydraft.decision.decision import DEFAULT_THRESHOLD, DecisionKind, Decisio
 from polydraft.decision.fingerprint import draft_fingerprint
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.weights_header import check_header, weightless
 
 MODEL_TYPE = "polydraft_decision"
 AUTO = "auto"
@@ -70,10 +71,11 @@ def load_decision(name: str, draft: LanguageModel | FeatureHead, threshold: floa
             f"decision model {name!r} was trained for another draft ({config.get('draft')}) than {draft.name!r}; train one for "
             "this draft with: polydraft train decision"
         )
-    model = DecisionModel(shape, threshold)
     try:
+        check_header(folder / "model.safetensors", weightless(DecisionModel, shape))  # before sizes that are wrong take memory
+        model = DecisionModel(shape, threshold)
         model.load_state_dict(load_file(folder / "model.safetensors"))
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise FailureError(f"cannot read the weights of decision model {name!r} ({reason}); train it again") from None
     return model.to(draft.device).requires_grad_(False).eval()

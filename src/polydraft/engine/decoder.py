@@ -1,20 +1,21 @@
 """The object users hold: a target, a drafter, and text in and out."""
 
+import inspect
 import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
-from numbers import Integral
 from typing import Any, Unpack, overload
 
 from polydraft.drafters import Drafter, Plain
+from polydraft.engine.prompts import rows_of, token_ids
 from polydraft.engine.request import Options, Request
 from polydraft.engine.result import Generation
 from polydraft.engine.run import Run
 from polydraft.engine.stream import Stream
 from polydraft.engine.text import TextAssembler
 from polydraft.engine.workspace import Workspace
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
 from polydraft.sampling import SamplingParams
 from polydraft.walks import AUTO, WALKS
@@ -88,6 +89,21 @@ class Decoder:
         self._turn = threading.RLock()
         """Held while a call with ``keep=True`` begins, and by `generate` until its texts are done."""
 
+    def replace(self, **changes: Any) -> "Decoder":
+        """Return a decoder with memories of its own that differs in these arguments of the constructor alone.
+
+        A lossy decoder may become any other; of a lossless one a lossy variant needs ``lossless=False``.
+
+        Examples
+        --------
+        >>> plain = decoder.replace(drafter=None)  # doctest: +SKIP
+        """
+        fields = {name: getattr(self, name) for name in list(inspect.signature(Decoder.__init__).parameters)[1:]}
+        for name in changes:
+            if name not in fields:
+                raise unknown_name("part of a decoder", name, fields)
+        return type(self)(**{**fields, **changes})
+
     @overload
     def generate(self, prompts: str, **options: Unpack[Options]) -> Generation: ...  # type: ignore[overload-overlap]
 
@@ -128,7 +144,7 @@ class Decoder:
             for _ in stream:
                 pass
         results = stream.results()
-        return results[0] if _is_single(prompts) else results
+        return results[0] if rows_of(prompts)[1] else results
 
     def stream(self, prompts: Any, **options: Unpack[Options]) -> Stream:
         """Generate token by token; parameters as for `generate`.
@@ -144,7 +160,7 @@ class Decoder:
             raise UsageError(
                 f"top_k={request.params.top_k} is larger than the vocabulary; allowed: 0 (keep all) to {self.target.vocab_size}"
             )
-        texts = [self.encode(prompt, request.chat) for prompt in ([prompts] if _is_single(prompts) else prompts)]
+        texts = [self.encode(prompt, request.chat) for prompt in rows_of(prompts)[0]]
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
         generators = request.generators(len(texts))
         with self._turn if request.keep else nullcontext():
@@ -180,7 +196,7 @@ class Decoder:
     def encode(self, prompt: Prompt, chat: bool = False) -> list[int]:
         """Turn a prompt into token ids."""
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            return token_ids(prompt)
         if self.tokenizer is None:
             raise UsageError("text prompts need a tokenizer; pass token ids, or tokenizer=... to the Decoder")
         if not prompt:
@@ -220,16 +236,6 @@ class Decoder:
     def _fits(self, found: tuple[Drafter, Workspace], batch_size: int, params: SamplingParams) -> bool:
         drafter, workspace = found
         return drafter is self.drafter and workspace.params == params and workspace.batch_size == batch_size
-
-
-def _is_single(prompts: Any) -> bool:
-    if isinstance(prompts, str):
-        return True
-    try:
-        first = prompts[0] if len(prompts) else None
-    except (TypeError, KeyError):
-        raise UsageError(f"prompts of type {type(prompts).__name__}; allowed: text, token ids, or a list of either") from None
-    return isinstance(first, Integral) or getattr(first, "ndim", None) == 0
 
 
 def _check_text(text: str) -> None:

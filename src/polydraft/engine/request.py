@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from polydraft.errors import UsageError, unknown_name
+from polydraft.errors import UsageError, shown, unknown_name
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
 
@@ -53,15 +53,30 @@ class Request:
     def __post_init__(self) -> None:
         if self.seed is None:  # drawn once, so that it can be reported
             object.__setattr__(self, "seed", secrets.randbits(31))
-        count = self.max_new_tokens
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise UsageError(f"max_new_tokens={count!r} is out of range; allowed: whole numbers from 1")
-        seeds: Any = [self.seed] if isinstance(self.seed, int) else self.seed
-        if not isinstance(seeds, Sequence) or not all(isinstance(seed, Integral) for seed in seeds):
-            raise UsageError(f"seed={self.seed!r} is not a whole number; allowed: one, or one for each prompt")
+        count: Any = self.max_new_tokens
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+            raise UsageError(f"max_new_tokens={shown(count)} is out of range; allowed: whole numbers from 1")
+        object.__setattr__(self, "max_new_tokens", int(count))
+        seeds: Any = self.seed
+        seeds = seeds.tolist() if hasattr(seeds, "tolist") else seeds  # of numpy and torch
+        whole = isinstance(seeds, Integral)
+        if not whole and not (
+            isinstance(seeds, Sequence) and not isinstance(seeds, bytes) and all(isinstance(seed, Integral) for seed in seeds)
+        ):
+            raise UsageError(f"seed={shown(self.seed)} is not a whole number; allowed: one, or one for each prompt")
+        object.__setattr__(self, "seed", int(seeds) if whole else [int(seed) for seed in seeds])
+        sampling: Any = self.sampling
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            allowed = "SamplingParams(...), such as SamplingParams(temperature=0.7)"
+            raise UsageError(f"sampling={shown(sampling)} of type {type(sampling).__name__}; allowed: {allowed}")
+        if self.cancel is not None and not callable(getattr(self.cancel, "is_set", None)):
+            raise UsageError(f"cancel={shown(self.cancel)}; allowed: a threading.Event, which you set to stop")
+        for name in ("chat", "keep"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={shown(getattr(self, name))}; allowed: True, False")
         stop: Any = self.stop
         if not isinstance(stop, str | Sequence) or not all(isinstance(string, str) for string in stop):
-            raise UsageError(f"stop={self.stop!r} is not text; allowed: a string, or a list of strings")
+            raise UsageError(f"stop={shown(self.stop)} is not text; allowed: a string, or a list of strings")
 
     @property
     def params(self) -> SamplingParams:

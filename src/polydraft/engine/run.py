@@ -153,6 +153,12 @@ class Run:
                 f"scheme {self._session.scheme.name!r} emitted no token after {len(self.texts[row])} tokens; please report "
                 "this, and use another --scheme"
             )
+        warper = self._workspace.warper
+        if fault == Fault.TARGET and warper is not None and warper.emptied_by is not None:
+            raise FailureError(
+                f"logits processor {warper.emptied_by!r} left no token to go on with after {len(self.texts[row])} tokens; "
+                "leave at least one with a finite score"
+            )
         if fault:
             who = f"the target {self.target.name!r}" if fault == Fault.TARGET else "the draft"
             raise FailureError(

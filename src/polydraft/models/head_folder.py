@@ -10,14 +10,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError, UsageError, shown
 from polydraft.models.feature_head import FeatureHead, HeadShape
 from polydraft.models.hf import HFModel
+from polydraft.models.weights_header import check_header, weightless
 from polydraft.sampling import PartialVocabulary
 
 MODEL_TYPE = "polydraft_feature_head"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"
 """In a draft's folder: which of the target's tokens it drafts."""
+_MOST = 2**31
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -54,13 +56,35 @@ def is_head(folder: Path) -> bool:
         return False
 
 
+def _shape(config: Any) -> HeadShape:
+    """Read sizes, refusing what no head can have: a `ValueError` says what."""
+    if not isinstance(config, dict):
+        raise ValueError("it is not an object")
+    fields = {field: config[field] for field in HeadShape.__dataclass_fields__ if field in config}
+    for field in ("hidden_size", "num_heads", "num_key_heads", "head_size", "mlp_size", "window"):
+        if not _is_count(fields.get(field)):
+            raise ValueError(f"{field} is {shown(fields.get(field))}, not a whole number from 1 to {_MOST}")
+    taps = fields.setdefault("taps", [])
+    if not isinstance(taps, list) or not all(_is_count(tap) for tap in taps):
+        raise ValueError(f"taps is {shown(taps)}, not a list of layers, counted from 1")
+    theta = fields.get("rope_theta", 1.0)
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e300:
+        raise ValueError(f"rope_theta is {shown(theta)}, not a number above 0")
+    if fields["num_heads"] % fields["num_key_heads"] or fields["head_size"] % 2:
+        raise ValueError("num_heads is no multiple of num_key_heads, or head_size is odd")
+    return HeadShape(**{**fields, "taps": tuple(taps)})
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
+
+
 def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
     """Load a head for its target, and let the target show the features it reads."""
     try:
         config = json.loads((folder / "config.json").read_text())
-        fields = {field: config[field] for field in HeadShape.__dataclass_fields__ if field in config}
-        shape = HeadShape(**{**fields, "taps": tuple(config.get("taps", ()))})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        shape = _shape(config)
+    except (OSError, ValueError) as error:
         raise UsageError(f"draft {name!r} has no usable config.json ({error}); train it again or get another copy") from None
     if config.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
         raise UsageError(
@@ -72,10 +96,15 @@ def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> Featu
             f"feature head {name!r} reads hidden states of size {shape.hidden_size}, but target {target.name!r} has "
             f"{target.hidden_size} and {target.num_layers} layers; use the head's own target"
         )
-    head = new_head(shape, target, load_vocabulary(folder, target.vocab_size, target.device), name)
+    vocabulary = load_vocabulary(folder, target.vocab_size, target.device)
     try:
+        # First, because sizes that are wrong may be more than the memory holds.
+        check_header(folder / "model.safetensors", weightless(FeatureHead, shape, torch.empty(0), torch.empty(0)))
+        head = new_head(shape, target, vocabulary, name)
         head.load_state_dict(load_file(folder / "model.safetensors"))
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
         reason = str(error).strip().splitlines()[0]
         raise FailureError(
             f"cannot read the weights of draft {name!r} ({reason}); train it again or get another copy"
@@ -97,6 +126,6 @@ def load_vocabulary(folder: Path, size: int, device: torch.device) -> PartialVoc
         tokens_D = load_file(folder / VOCABULARY_FILE)["tokens"].long()
     except (OSError, SafetensorError, KeyError) as error:
         raise FailureError(f"cannot read {folder / VOCABULARY_FILE} ({error}); train the draft again") from None
-    if len(tokens_D) == 0 or int(tokens_D.min()) < 0 or int(tokens_D.max()) >= size:
+    if tokens_D.ndim != 1 or len(tokens_D) == 0 or int(tokens_D.min()) < 0 or int(tokens_D.max()) >= size:
         raise UsageError(f"the draft vocabulary in {folder} does not fit a target of {size} tokens; use the draft's own target")
     return PartialVocabulary(tokens_D.to(device), size)

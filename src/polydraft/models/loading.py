@@ -1,6 +1,9 @@
 """Models by name."""
 
+import json
 import os
+import pickle
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,27 +46,73 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype, device_map: 
     check_name("model", name, allowed)
     folder = str(bundled_folder()) if name == BUNDLED else name
     options = hub_options(folder)
+    layout = {} if device_map is None else layout_options(device_map)
     try:
-        if device_map is None:
-            hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device)
-        else:
-            hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **layout_options(device_map), **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error says the same
+            hf_model, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True, **layout, **options
+            )
+        hf_model = hf_model if device_map is not None else hf_model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except torch.OutOfMemoryError:
         raise FailureError(
             f"model {name!r} does not fit into the memory of {device}; use a smaller dtype or --device cpu"
         ) from None
     except (OSError, ValueError) as error:
-        where = "the folder holds no loadable model" if os.path.isdir(name) else "no such folder, and not to be had from a hub"
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"cannot load model {name!r}: {where} ({reason}); allowed: {allowed}") from None
-    except (SafetensorError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"cannot load model {name!r}: {_obstacle(folder, error)}; allowed: {allowed}") from None
+    except pickle.UnpicklingError:
+        raise FailureError(
+            f"cannot read the weights of model {name!r}: they are pickled and hold more than tensors, which could run any "
+            "code; save it again with safetensors"
+        ) from None
+    except (SafetensorError, RuntimeError, EOFError) as error:
+        reason = _first_line(error)
+        if "ignore_mismatched_sizes" in reason:  # an option of its own that is not offered here
+            reason = "its tensors have other shapes than config.json says"
         raise FailureError(f"cannot read the weights of model {name!r} ({reason}); download or save it again") from None
+    except Exception as error:  # tokenizers raise nothing narrower
+        raise FailureError(f"cannot load model {name!r} ({_first_line(error)}); download or save it again") from None
+    if missing := sorted(found["missing_keys"]):  # transformers would make them up
+        raise FailureError(
+            f"the weights of model {name!r} lack {len(missing)} of its tensors, such as {missing[0]}; download or save it again"
+        )
     eos = hf_model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     return Loaded(HFModel(hf_model, name), tokenizer, eos_ids)
+
+
+def _obstacle(folder: str, error: Exception) -> str:
+    """Say what a folder, or a name that may be on a hub, lacks."""
+    reason = _first_line(error)
+    if not os.path.isdir(folder):
+        there = "does not appear to have" in reason  # a file of it was asked for, not the whole
+        return f"what is there is not whole ({reason})" if there else f"no such folder, and not to be had from a hub ({reason})"
+    names = os.listdir(folder)
+    if "config.json" not in names:
+        return "its folder has no config.json"
+    if lost := [shard for shard in _shards(folder) if shard not in names]:
+        return f"its folder has no {lost[0]}, a part of its weights"
+    if not any(name.endswith((".safetensors", ".bin")) for name in names):
+        return "its folder has no weights, such as model.safetensors"
+    return f"the folder holds no loadable model ({reason})"
+
+
+def _shards(folder: str) -> list[str]:
+    """Return the files that a folder's weights are in, by its index, if it has one."""
+    for index in Path(folder).glob("*.index.json"):
+        try:
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            continue
+    return []
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, in one line; the next one too where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _load_inflated(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:

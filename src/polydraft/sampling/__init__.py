@@ -2,7 +2,7 @@
 
 from polydraft.sampling.categorical import NO_TOKEN, draw_distinct, draw_independent, draw_one
 from polydraft.sampling.noise import Noise
-from polydraft.sampling.params import SamplingParams
+from polydraft.sampling.params import SamplingParams, check_draft_temperature
 from polydraft.sampling.vocabulary import PartialVocabulary
 from polydraft.sampling.warper import Warper
 
@@ -12,6 +12,7 @@ __all__ = [
     "PartialVocabulary",
     "SamplingParams",
     "Warper",
+    "check_draft_temperature",
     "draw_distinct",
     "draw_independent",
     "draw_one",

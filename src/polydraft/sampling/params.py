@@ -1,12 +1,19 @@
 """What the user asks of sampling."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, shown
+
+LARGEST = 3.4028234663852886e38
+"""Largest number of float32, in which penalties are computed."""
+_USUAL_LOGIT = 1e6
+"""Far above what models return, and longer than texts are."""
+_COLDEST = _USUAL_LOGIT / LARGEST
+_WARM = f"0 (greedy), or at least {_COLDEST:.0e}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +49,59 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
-                raise UsageError(
-                    f"{name}={value!r} is not a number; use a number such as {type(self).__dataclass_fields__[name].default}"
-                )
-        _check("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int):
-            raise UsageError(f"top_k={self.top_k!r} is not a whole number; use 0 to keep all tokens")
+                usual = type(self).__dataclass_fields__[name].default
+                raise UsageError(f"{name}={shown(value)} is not a number; use a number such as {usual}")
+        _check("temperature", self.temperature, self.temperature >= 0, f"0 (greedy) to {LARGEST:.1e}")
+        top_k: Any = self.top_k
+        if isinstance(top_k, bool) or not isinstance(top_k, Integral):
+            raise UsageError(f"top_k={shown(top_k)} is not a whole number; use 0 to keep all tokens")
+        object.__setattr__(self, "top_k", int(top_k))
         _check("top_k", self.top_k, self.top_k >= 0, "0 (keep all) or more")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1")
-        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0 (1 is off)")
-        _check("presence_penalty", self.presence_penalty, True, "a number")
-        _check("frequency_penalty", self.frequency_penalty, True, "a number")
+        penalty, allowed = self.repetition_penalty, f"above 0 (1 is off) to {LARGEST:.1e}"
+        _check("repetition_penalty", penalty, penalty > 0, allowed)
+        _check("presence_penalty", self.presence_penalty, True, f"numbers up to {LARGEST:.1e}")
+        _check("frequency_penalty", self.frequency_penalty, True, f"numbers up to {LARGEST:.1e}")
+        self._check_bias()
+        processors: Any = self.processors
+        if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
+            raise UsageError(
+                f"processors={shown(processors)}; allowed: a tuple of Hugging Face LogitsProcessor objects, or of functions "
+                "(input_ids, scores) -> scores"
+            )
+        object.__setattr__(self, "processors", tuple(processors))
+        self._check_reach()
+
+    def _check_bias(self) -> None:
+        allowed = f"token ids with numbers up to {LARGEST:.1e}, or -inf to ban a token"
         bias: Any = self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise UsageError(f"logit_bias={shown(bias)} is not a dict; allowed: {allowed}, such as {{5: -1.0}}")
         for token, value in bias.items():
-            if not isinstance(token, Integral) or not isinstance(value, Real) or not value < math.inf:
-                entry, allowed = f"{{{token!r}: {value!r}}}", "token ids with finite numbers, or -inf to ban a token"
-                raise UsageError(f"logit_bias={entry} is out of range; allowed: {allowed}")
+            is_number = isinstance(value, Real)
+            if not (isinstance(token, Integral) and is_number and (abs(value) <= LARGEST or value == -math.inf)):
+                raise UsageError(f"logit_bias={{{token!r}: {shown(value)}}} is out of range; allowed: {allowed}")
+
+    def _check_reach(self) -> None:
+        """Refuse numbers that can drive logits, whatever model they are of, beyond what float32 holds: no law would be left."""
+        biased = max((float(value) for value in self.logit_bias.values()), default=0.0)
+        reach = {
+            "logit_bias": max(biased, 0.0),
+            "repetition_penalty": (_USUAL_LOGIT + max(biased, 0.0)) * (1 / min(self.repetition_penalty, 1.0) - 1),
+            "presence_penalty": max(-self.presence_penalty, 0.0),
+            "frequency_penalty": max(-self.frequency_penalty, 0.0) * _USUAL_LOGIT,
+        }
+        # Compared without dividing by a tiny number, which is none for floats.
+        if _USUAL_LOGIT + sum(reach.values()) <= LARGEST * (min(self.temperature, 1.0) or 1.0):
+            return
+        name = max(reach, key=lambda one: reach[one])
+        if reach[name] <= _USUAL_LOGIT:
+            raise UsageError(f"temperature={self.temperature!r} is too small to divide logits by; allowed: {_WARM}")
+        value = f"a value of {biased!r}" if name == "logit_bias" else repr(getattr(self, name))
+        raise UsageError(
+            f"{name}={value} at temperature={self.temperature!r} makes logits larger than {LARGEST:.1e}; use a milder value"
+        )
 
     @property
     def needs_history(self) -> bool:
@@ -69,5 +112,15 @@ class SamplingParams:
 
 
 def _check(name: str, value: float, fits: bool, allowed: str) -> None:
-    if not math.isfinite(value) or not fits:
-        raise UsageError(f"{name}={value!r} is out of range; allowed: {allowed}")
+    # Compared, not converted: a whole number may be larger than any float.
+    if not (abs(value) <= LARGEST and fits):
+        raise UsageError(f"{name}={shown(value)} is out of range; allowed: {allowed}")
+
+
+def check_draft_temperature(value: Any) -> None:
+    """Refuse a temperature that a draft's law cannot have; None is the target's."""
+    if value is None:
+        return
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not (value == 0 or _COLDEST <= value <= LARGEST):
+        raise UsageError(f"draft_temperature={shown(value)} is out of range; allowed: {_WARM}")

@@ -34,6 +34,8 @@ class Warper:
         self._history: list[list[int]] = []
         self._seen_BV: Tensor | None = None
         self._counts_BV: Tensor | None = None
+        self.emptied_by: str | None = None
+        """Which processor has left a text of this round without any token to go on with, if one has."""
         if params.repetition_penalty != 1:
             self._seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
         if params.presence_penalty or params.frequency_penalty:
@@ -43,6 +45,7 @@ class Warper:
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Begin equally many other texts; what is on the device stays where it is."""
         self._history = [list(prompt) for prompt in prompts] if self.params.processors else []
+        self.emptied_by = None
         if self._seen_BV is not None:
             self._seen_BV.zero_()
             for row, prompt in enumerate(prompts):
@@ -54,6 +57,7 @@ class Warper:
         """Add newly emitted tokens to the certain text of each row."""
         if not self.params.needs_history:
             return
+        self.emptied_by = None
         for row, tokens in enumerate(emitted):
             if not tokens:
                 continue
@@ -146,7 +150,10 @@ class Warper:
                 input_ids = torch.tensor([ids], dtype=torch.long, device=scores_BGV.device)
                 scores_1V = scores_BGV[row, node][None].clone()
                 for processor in self.params.processors:
+                    was_law = _is_law(scores_1V)
                     scores_1V = processor(input_ids, scores_1V)
+                    if was_law and not _is_law(scores_1V):
+                        self.emptied_by = getattr(processor, "__name__", type(processor).__name__)
                 result_BGV[row, node] = scores_1V[0]
         return result_BGV
 
@@ -162,6 +169,11 @@ class Warper:
             probs_BGV = torch.softmax(scores_BGV, -1)
             scores_BGV = scores_BGV.masked_fill(probs_BGV < params.min_p * probs_BGV.amax(-1, keepdim=True), -torch.inf)
         return scores_BGV
+
+
+def _is_law(scores_1V: Tensor) -> bool:
+    """Whether some token has a finite score, and none is larger than that or not a number."""
+    return bool(scores_1V.max().isfinite())
 
 
 def _argmax(scores_BGV: Tensor) -> Tensor:
@@ -193,4 +205,6 @@ def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tens
         if not 0 <= token < vocab_size:
             raise UsageError(f"logit_bias names token {token}; allowed: 0 to {vocab_size - 1}, the target's vocabulary")
         bias_V[token] = value
+    if not (bias_V > -torch.inf).any():
+        raise UsageError(f"logit_bias bans all {vocab_size} tokens of the target; leave at least one")
     return bias_V

@@ -59,7 +59,8 @@ def load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opti
     try:
         tensors = load_file(place / "state.safetensors")
         progress: dict[str, Any] = json.loads((place / "progress.json").read_text())
-    except (OSError, SafetensorError, ValueError) as error:
+        int(progress["step"])
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
         raise FailureError(f"cannot read the checkpoint {place} ({error}); remove it to train from the start") from None
     weights = {key.removeprefix("weights."): value for key, value in tensors.items() if key.startswith("weights.")}
     try:

@@ -80,9 +80,10 @@ class Corpus:
             with safe_open(file, "pt") as opened:
                 tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
                 source = (opened.metadata() or {}).get("source", "unknown")
-        except (OSError, SafetensorError) as error:
+            texts = Texts(tensors["tokens"], tensors["answer"].bool())
+        except (OSError, SafetensorError, KeyError) as error:
             raise FailureError(f"cannot read {file} ({error}); remove it to sample the texts again") from None
-        return cls(Texts(tensors["tokens"], tensors["answer"].bool()), source)
+        return cls(texts, source)
 
 
 def make_corpus(settings: TrainSettings, target: Loaded, advance: Advance) -> Corpus:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from polydraft.atomic import written_whole
-from polydraft.bench.measurement import check_same
+from polydraft.bench.measurement import check_same, read_settings
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary
@@ -96,7 +96,7 @@ def _open_folder(settings: TrainSettings, out: Path, resume: bool) -> Path:
         if out.exists() and any(out.iterdir()) and not resume:
             raise UsageError(f"{out} is not empty; pass --resume to go on with a training, or another --out")
         if resume and record.exists():
-            check_same(json.loads(record.read_text()), json.loads(json.dumps(fixed)), out, _FREE)
+            check_same(read_settings(record), json.loads(json.dumps(fixed)), out, _FREE)
         work.mkdir(parents=True, exist_ok=True)
         with written_whole(record) as partial:
             partial.write_text(json.dumps(fixed, indent=1))

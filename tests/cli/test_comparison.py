@@ -1,0 +1,68 @@
+"""What `--compare` holds against what: arms that differ in their drafts alone."""
+
+from pathlib import Path
+
+import pytest
+
+from polydraft.engine import Decoder
+
+SAME = ("target", "tokenizer", "eos_token_ids", "walk", "graphs", "compiled", "ahead")
+SETTINGS = ("--compiled", "--no-graphs", "--max-new-tokens", "6", "--compare")
+
+
+@pytest.fixture
+def arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Decoder]:
+    """Decoders that a command asks for a stream, or for the memories of beams, in turn."""
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    found: list[Decoder] = []
+    stream, assembler = Decoder.stream, Decoder.assembler
+
+    def seen(decoder: Decoder, *arguments, **options):
+        found.append(decoder)
+        return stream(decoder, *arguments, **options)
+
+    def asked(decoder: Decoder, *arguments):
+        if not found or found[-1] is not decoder:
+            found.append(decoder)
+        return assembler(decoder, *arguments)
+
+    monkeypatch.setattr(Decoder, "stream", seen)
+    monkeypatch.setattr(Decoder, "assembler", asked)
+    return found
+
+
+def test_arms_differ_in_their_drafts_alone(invoke, tiny: str, arms: list[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polydraft.cli.render.rested", lambda stats: True)
+    options = ("--draft", "early-exit:1", "--tree", "dynamic:8", "--walk", "node", "--draft-temperature", "0.5")
+    code, _, err = invoke("generate", "hello", "--target", tiny, *options, *SETTINGS)
+    assert code == 0, err
+    plain, dynamic, restless = arms
+    assert [arm.drafter.name for arm in arms] == ["none", "dynamic", "model"]
+    assert (dynamic.compiled, dynamic.graphs, dynamic.walk) == (True, False, "node")
+    for arm in (plain, restless):
+        assert [getattr(arm, name) for name in SAME] == [getattr(dynamic, name) for name in SAME]
+    assert restless.drafter.draft_temperature == dynamic.drafter.draft_temperature == 0.5
+    assert restless.drafter.decision is dynamic.drafter.decision
+
+
+def test_a_drafting_arm_keeps_its_decision_model(arms: list[Decoder], tiny: str) -> None:
+    from polydraft import load
+    from polydraft.cli.generate import _restless
+    from polydraft.decision import Decision
+
+    class Endless(Decision):
+        def goes_on(self, features_BGF, logits_BGV):
+            return features_BGF.new_ones(len(features_BGF), dtype=bool)
+
+    decoder = load(tiny, "early-exit:1", tree="dynamic:8")
+    decoder.drafter.decision = Endless()
+    restless = _restless(decoder)
+    assert restless is not None and restless.drafter.decision is decoder.drafter.decision
+
+
+def test_beams_are_compared_with_beams_of_the_same_decoder(invoke, tiny: str, arms: list[Decoder]) -> None:
+    code, _, err = invoke("generate", "hello", "--target", tiny, "--draft", "early-exit:1", "--beams", "2", *SETTINGS)
+    assert code == 0, err
+    plain, drafted = arms
+    assert [arm.drafter.name for arm in arms] == ["none", "model"] and drafted.compiled
+    assert [getattr(plain, name) for name in SAME] == [getattr(drafted, name) for name in SAME]
