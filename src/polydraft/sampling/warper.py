@@ -173,16 +173,32 @@ def _argmax(scores_BGV: Tensor) -> Tensor:
 
 
 def _nucleus(probs_BGV: Tensor, top_p: float) -> Tensor:
-    """Mark the smallest set of likeliest tokens whose mass reaches `top_p`."""
-    candidates = min(_TOP_P_CANDIDATES, probs_BGV.shape[-1])
-    sorted_BGC, order_BGC = probs_BGV.topk(candidates, dim=-1)
-    # On a CPU looking at the values is free and a full sort is not; elsewhere sort everything, without a look.
-    if probs_BGV.device.type != "cpu" or not (sorted_BGC.sum(-1) >= top_p).all():
-        sorted_BGC, order_BGC = probs_BGV.sort(dim=-1, descending=True)
+    """Mark the smallest set of likeliest tokens whose mass reaches `top_p`.
+
+    Of equals at its edge the last ones stay, as Hugging Face's do where its sort is stable: a law must not depend on what else
+    is computed along with it.
+    """
+    size = probs_BGV.shape[-1]
+    kept_BGV = torch.zeros_like(probs_BGV, dtype=torch.bool)
+    if probs_BGV.device.type == "cpu":  # where looking at the values is free and a full sort is not
+        sorted_BGC, order_BGC = probs_BGV.topk(min(_TOP_P_CANDIDATES, size), dim=-1)
+        keep_BGC = _reaching(sorted_BGC, top_p)
+        edge_BGC = keep_BGC[..., :-1] & ~keep_BGC[..., 1:]
+        through_equals = (edge_BGC & (sorted_BGC[..., :-1] == sorted_BGC[..., 1:])).any()
+        beyond = sorted_BGC.shape[-1] < size and keep_BGC[..., -1].any()
+        if not through_equals and not beyond:
+            return kept_BGV.scatter_(-1, order_BGC, keep_BGC)
+    # Turned round, a stable sort puts the last of equals first.
+    sorted_BGV, order_BGV = probs_BGV.flip(-1).sort(dim=-1, descending=True, stable=True)
+    return kept_BGV.scatter_(-1, size - 1 - order_BGV, _reaching(sorted_BGV, top_p))
+
+
+def _reaching(sorted_BGC: Tensor, top_p: float) -> Tensor:
+    """Mark the first of falling probabilities, until their mass reaches `top_p`."""
     mass_before_BGC = sorted_BGC.double().cumsum(-1) - sorted_BGC.double()
     keep_BGC = ~(mass_before_BGC >= top_p)  # put so that a row of NaN keeps all, for the walk to report
     keep_BGC[..., 0] = True
-    return torch.zeros_like(probs_BGV, dtype=torch.bool).scatter_(-1, order_BGC, keep_BGC)
+    return keep_BGC
 
 
 def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
