@@ -179,18 +179,23 @@ def _nucleus(probs_BGV: Tensor, top_p: float) -> Tensor:
     is computed along with it.
     """
     size = probs_BGV.shape[-1]
-    kept_BGV = torch.zeros_like(probs_BGV, dtype=torch.bool)
     if probs_BGV.device.type == "cpu":  # where looking at the values is free and a full sort is not
         sorted_BGC, order_BGC = probs_BGV.topk(min(_TOP_P_CANDIDATES, size), dim=-1)
         keep_BGC = _reaching(sorted_BGC, top_p)
-        edge_BGC = keep_BGC[..., :-1] & ~keep_BGC[..., 1:]
-        through_equals = (edge_BGC & (sorted_BGC[..., :-1] == sorted_BGC[..., 1:])).any()
-        beyond = sorted_BGC.shape[-1] < size and keep_BGC[..., -1].any()
-        if not through_equals and not beyond:
-            return kept_BGV.scatter_(-1, order_BGC, keep_BGC)
+        if sorted_BGC.shape[-1] == size or not keep_BGC[..., -1].any():
+            edge_BGC = keep_BGC[..., :-1] & ~keep_BGC[..., 1:]
+            if not (edge_BGC & (sorted_BGC[..., :-1] == sorted_BGC[..., 1:])).any():
+                return torch.zeros_like(probs_BGV, dtype=torch.bool).scatter_(-1, order_BGC, keep_BGC)
+            # Of half precision's logits many are equal: so often that a sort would be dear.
+            least_BG1 = sorted_BGC.gather(-1, keep_BGC.sum(-1, keepdim=True) - 1)
+            equal_BGV = probs_BGV == least_BG1
+            left_out_BG1 = equal_BGV.sum(-1, keepdim=True) - (keep_BGC & (sorted_BGC == least_BG1)).sum(-1, keepdim=True)
+            place_BGV = equal_BGV.cumsum(-1, dtype=torch.int32)
+            return (probs_BGV > least_BG1) | (equal_BGV & (place_BGV > left_out_BG1))
     # Turned round, a stable sort puts the last of equals first.
     sorted_BGV, order_BGV = probs_BGV.flip(-1).sort(dim=-1, descending=True, stable=True)
-    return kept_BGV.scatter_(-1, size - 1 - order_BGV, _reaching(sorted_BGV, top_p))
+    keep_BGV = _reaching(sorted_BGV, top_p)
+    return torch.zeros_like(keep_BGV).scatter_(-1, size - 1 - order_BGV, keep_BGV)
 
 
 def _reaching(sorted_BGC: Tensor, top_p: float) -> Tensor:
