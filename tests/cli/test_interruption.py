@@ -10,6 +10,7 @@ import pytest
 
 import polydraft
 from polydraft.engine.workspace import Workspace
+from polydraft.errors import FailureError
 from polydraft.sampling import SamplingParams
 
 SOURCE = str(Path(polydraft.__file__).parents[1])
@@ -88,6 +89,8 @@ def test_a_decoder_serves_the_next_request_after_an_interruption(
         with pytest.raises(KeyboardInterrupt):
             for event in stream:
                 seen.append(event.token_id)
+        with pytest.raises(FailureError, match=r"was interrupted.*start the request again"):
+            next(stream)
         stream.close()
     assert 0 < len(seen) < 24 and seen == expected[0].token_ids[: len(seen)]
     assert stream.results()[0].token_ids == seen

@@ -76,6 +76,8 @@ class Run:
         """Rounds whose outcomes are not known yet: between steps the one ahead, if there is one."""
         self._retiring = False
         """Whether rows have ended that the round ahead still takes for active ones."""
+        self._interrupted = False
+        """Whether something was cut short of which nobody knows how far it got."""
         with torch.inference_mode(), self.stats.clock("prefill"), _device_errors():
             workspace.begin(self.texts, self._longest, keep)
 
@@ -96,16 +98,33 @@ class Run:
                 "a later call with keep=True has taken over the memory of this stream; finish one stream before the next, "
                 "or leave keep out"
             )
+        if self._interrupted:
+            raise FailureError("a round of this text was interrupted, and nobody knows how far it got; start the request again")
         depth, was_ahead = self._session.depth, bool(self._launched)
         with _device_errors():
-            if not self._launched:
-                self._launched.append(self._launch())
-            now = self._launched[0]
-            if len(self._launched) == 1 and self._runs_ahead(now):
-                self._launched.append(self._launch())
+            with self.undivided():
+                if not self._launched:
+                    self._launched.append(self._launch())
+                now = self._launched[0]
+                if len(self._launched) == 1 and self._runs_ahead(now):
+                    self._launched.append(self._launch())
             with self.stats.clock("verify"):
                 outcome = now.wait()  # an interruption loses no round
+        with self.undivided():
             del self._launched[0]
+            return self._settled(outcome, depth, now, was_ahead)
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Remember an interruption of what is done here, which leaves text and memory apart: there is no going on."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._interrupted = True
+            raise
+
+    def _settled(self, outcome: list[list[int]], depth: int, now: Outstanding, was_ahead: bool) -> list[Emitted]:
+        """Take what a round has brought."""
         self.stats.replayed_rounds += now.replayed
         self.stats.rounds_ahead += was_ahead
         told = depth + 1 + _NUMBERS
