@@ -75,12 +75,16 @@ def test_bench_commands_run_on_a_tiny_model(roomy: str, tmp_path: Path, monkeypa
 
 def test_make_targets_exist() -> None:
     makefile = (Path(__file__).parents[1] / "Makefile").read_text()
-    for target in re.findall(r"^make ([a-z-]+)", README, flags=re.MULTILINE):
+    targets = re.findall(r"^make ([a-z-]+)", README, flags=re.MULTILINE)
+    assert {"run", "test"} <= set(targets)
+    for target in targets:
         assert f"\n{target}:" in makefile
 
 
 def test_every_relative_link_leads_somewhere() -> None:
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    assert "docs/LOG.md" in links
+    for link in links:
         assert (Path(__file__).parents[1] / link).exists(), link
 
 

@@ -126,6 +126,7 @@ def test_kept_memory_goes_on_where_the_text_went_on(monkeypatch: pytest.MonkeyPa
     recorder.rounds = []
     fresh = Decoder(target, HeadTree(head, parse_tree("2x1"))).generate(longer, max_new_tokens=8, seed=1)
     assert kept.token_ids[:8] == fresh.token_ids[: len(kept.token_ids)]
+    assert len(held) > 2 and len(recorder.rounds) >= len(held)
     for (texts, logits, _), (other_texts, other_logits, _) in zip(held, recorder.rounds, strict=False):
         assert texts == other_texts
         for one, other in zip(logits, other_logits, strict=True):

@@ -1,7 +1,6 @@
 """What a dynamic tree is made of: the likeliest paths of the draft, in the right places."""
 
 import heapq
-import itertools
 
 import pytest
 import torch
@@ -75,8 +74,7 @@ def test_tables_agree_with_each_other(temperature: float) -> None:
             above = {0, *(paths[path[:length]] for length in range(1, len(path) + 1))}
             assert set(tree.ancestors_BNN[row, node].nonzero()[:, 0].tolist()) == above
             assert max(above) == node, "breadth first: nobody stands before his ancestors"
-    levels = [sorted(tree.depths_BN[row].tolist()) for row in range(len(TEXTS))]
-    assert levels[0] != levels[1] or not torch.equal(tree.ancestors_BNN[0], tree.ancestors_BNN[1]), "rows have their own shapes"
+    assert not torch.equal(tree.ancestors_BNN[0], tree.ancestors_BNN[1]), "rows have their own shapes"
 
 
 def test_laws_of_drawn_children_are_those_of_their_nodes() -> None:
@@ -97,5 +95,5 @@ def test_a_dear_pass_makes_small_trees() -> None:
     steep = Costs(draft_level=0.01, tree_pass=lambda nodes: 1 + 0.2 * (nodes - 1))
     small, large = (proposed(DynamicShape(nodes=32, depth=4), SamplingParams(temperature=0), costs) for costs in (steep, FLAT))
     assert small.tokens_BN.shape[1] < 8 < large.tokens_BN.shape[1]
-    for one, other in itertools.product(range(2), repeat=2):
-        assert set(paths_of(small, one)) <= set(paths_of(large, one)) or one != other
+    for row in range(len(TEXTS)):
+        assert set() < set(paths_of(small, row)) < set(paths_of(large, row))

@@ -149,7 +149,7 @@ def test_a_round_that_broke_off_does_not_go_on(place: str, draft: Any, monkeypat
         patch.setattr(Workspace, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             begun.extend(event.token_id for event in stream)
-    with pytest.raises(FailureError, match=r"interrupted.*start it again"):
+    with pytest.raises(FailureError, match=r"interrupted.*start the request again"):
         next(stream)
     stream.close()
     fresh = make_decoder(drafter="head" if draft is HEAD else "model", scheme="auto")

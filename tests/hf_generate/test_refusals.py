@@ -89,11 +89,18 @@ def test_training_mode_is_refused():
 
 
 @pytest.mark.parametrize(
-    "options", [{"tree": "0x2"}, {"scheme": "rrs"}, {"draft_temperature": -1.0}, {"draft_temperature": float("nan")}], ids=str
+    ("options", "message"),
+    [
+        ({"tree": "0x2"}, "tree width 0"),
+        ({"scheme": "rrs"}, "unknown scheme 'rrs'"),
+        ({"draft_temperature": -1.0}, "draft_temperature=-1.0"),
+        ({"draft_temperature": float("nan")}, "draft_temperature=nan"),
+    ],
+    ids=str,
 )
-def test_bad_settings_are_refused_at_once(options):
-    with pytest.raises(UsageError):
-        Speculate(draft=draft, **options)
+def test_bad_settings_are_refused_at_once(options, message):
+    with pytest.raises(UsageError, match=message):
+        Speculate(draft=draft(), **options)
 
 
 def test_the_end_of_the_context_is_announced():

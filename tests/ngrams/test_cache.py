@@ -1,6 +1,7 @@
 """What every registered cache promises."""
 
 import dataclasses
+import sys
 
 import pytest
 
@@ -97,9 +98,33 @@ def test_nothing_is_known_of_nothing(name, options):
 
 @every_cache
 def test_degenerate_text_takes_no_longer(name, options):
-    memory = GRAM_CACHES.get(name)(options).open()
-    memory.read([3] * 3000)
-    assert name == "corpus" or list(memory.propose(4, 6)[0]) == [3] * 6
+    def work(text):
+        """Count the lines of this package that reading and proposing take."""
+        memory, lines = GRAM_CACHES.get(name)(options).open(), 0
+
+        def count(frame, event, argument):
+            nonlocal lines
+            lines += event == "line"
+            return count if "polydraft" in frame.f_code.co_filename else None
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            memory.read(text)
+            proposed = memory.propose(4, 6)
+        finally:
+            sys.settrace(before)
+        return lines, proposed
+
+    half, _ = work([3] * 1000)
+    lines, proposed = work([3] * 2000)
+    assert lines < 2.1 * half, "reading takes a time that grows with the text alone"
+    if name == "corpus":
+        short = GRAM_CACHES.get(name)(options).open()
+        short.read([3] * options.max_prefix)
+        assert proposed == short.propose(4, 6) != []
+    else:
+        assert list(proposed[0]) == [3] * 6
 
 
 def test_options_out_of_range_are_refused():

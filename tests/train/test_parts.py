@@ -26,7 +26,7 @@ def test_conversations_alternate_and_answers_are_marked(target: Loaded) -> None:
     writer = Writer(target.model, form, target.eos_token_ids)
     length, user, answers = 60, 10, 40
     texts = writer.write([form.opening] * 2, length, False, torch.Generator().manual_seed(0), lambda rows: None)
-    place = len(form.opening)
+    place, compared = len(form.opening), 0
     for row in range(2):
         tokens, answer = texts.tokens_NL[row].tolist(), texts.answer_NL[row].tolist()
         assert tokens[:place] == form.opening
@@ -35,6 +35,8 @@ def test_conversations_alternate_and_answers_are_marked(target: Loaded) -> None:
             assert tokens[place + user : begin] == form.to_answer
             assert answer[: begin + 5] == [False] * begin + [True] * 5
             assert sum(answer) <= answers
+            compared += 1
+    assert compared > 0, "no turn was cut at its limit"
 
 
 def test_answers_to_prompts_end_where_the_target_ends_them(target: Loaded) -> None:
@@ -48,7 +50,7 @@ def test_answers_to_prompts_end_where_the_target_ends_them(target: Loaded) -> No
         assert not answer_L[: len(start)].any()
         marked = answer_L.nonzero()[:, 0]
         assert marked.tolist() == list(range(len(start), len(start) + len(marked)))
-        assert end not in tokens_L[marked[:-1]].tolist()
+        assert len(marked) > 1 and end not in tokens_L[marked[:-1]].tolist()
 
 
 def test_acceptance_is_that_of_the_schemes() -> None:

@@ -184,7 +184,7 @@ def test_prompts_and_text_files_as_sources(target: Loaded, tmp_path: Path) -> No
         run(short("draft", texts=(str(tmp_path / "prompts.txt"),), length=100), target, tmp_path / "three")
 
 
-def test_a_model_that_hides_its_states_gets_no_head(tmp_path: Path) -> None:
+def test_a_model_that_hides_its_states_gets_no_head() -> None:
     from polydraft.models import FAMILIES
     from polydraft.models.hf import HFModel
 

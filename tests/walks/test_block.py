@@ -65,7 +65,6 @@ def test_a_draft_equal_to_the_target_is_accepted_whole() -> None:
     assert enumerate_walk(WALK, Speculative(), batch_of("chain:3", 3)).accepted()[-1].item() == pytest.approx(3)
 
 
-@pytest.mark.skipif("race" not in SCHEMES, reason="no race")
 def test_figures_of_the_theory_note() -> None:
     chains = theory_batch().picked_chains(SCHEMES.get("race")())
     node, block = (

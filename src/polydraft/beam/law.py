@@ -281,8 +281,9 @@ class LawMaker:
                 return None
             best_RK, columns_RK = _top(logits_RV, params.top_k + _TIES)
             if params.top_p < 1:
-                # Of equals the first tokens come first, as topk alone does not promise: the cut may go right through them.
-                columns_RK, order_RK = columns_RK.sort(-1)
+                # Of equals the last tokens come first, as topk alone does not promise: the cut may go right through them,
+                # and the warper keeps those.
+                columns_RK, order_RK = columns_RK.sort(-1, descending=True)
                 best_RK, order_RK = best_RK.gather(1, order_RK).sort(dim=-1, descending=True, stable=True)
                 columns_RK = columns_RK.gather(1, order_RK)
             kept_RK = best_RK >= best_RK[:, params.top_k - 1 : params.top_k]

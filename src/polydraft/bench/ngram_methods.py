@@ -96,6 +96,11 @@ def combined(spec: MethodSpec, bench: Bench) -> Method:
     trees = [name for name in names if name in _TREES]
     if not trees:
         return _ngrams(spec, bench)
+    if "+" in spec.argument:  # a second name behind the first one's argument would read as part of a tree
+        raise UsageError(
+            f"method {spec.text!r}: {spec.argument!r} is no argument; allowed: one tree, with its argument last, as in "
+            "lookup+mcsd:4x2x1"
+        )
     if len(trees) > 1:
         raise UsageError(f"method {spec.text!r} has {len(trees)} trees; allowed: one of {', '.join(_TREES)}")
     options = spec.take(*_OPTIONS, "scheme", "draft_temperature")

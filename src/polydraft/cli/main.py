@@ -34,6 +34,15 @@ class _LazyGroup(click.Group):
         command: click.Command = import_module(f"polydraft.cli.{cmd_name}").command
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # Click would print an empty line, which is right only behind the ^C that a terminal shows.
+            if sys.stderr.isatty():
+                click.echo(err=True)
+            raise click.Abort from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(sorted(_COMMANDS.items()))

@@ -94,9 +94,11 @@ class Run:
         """Run one round and return the new tokens of every row that was not done."""
         with self._workspace.ownership.held_by(self), _device_errors():
             if self._torn:
-                raise FailureError("a round of this stream was interrupted, and nobody knows how far it got; start it again")
+                raise FailureError(
+                    "a round of this text was interrupted, and nobody knows how far it got; start the request again"
+                )
             depth, was_ahead = self._session.depth, bool(self._launched)
-            with self._at_work():
+            with self.undivided():
                 if not self._launched:
                     self._launched.append(self._launch())
                 now = self._launched[0]
@@ -104,15 +106,15 @@ class Run:
                     self._launched.append(self._launch())
             with self.stats.clock("verify"):
                 outcome = now.wait()  # an interruption here loses no round
-            with self._at_work():
+            with self.undivided():
                 del self._launched[0]
                 self.stats.replayed_rounds += now.replayed
                 self.stats.rounds_ahead += was_ahead
                 return self._take(outcome, depth)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Take note if what is done here breaks off half-way."""
+    def undivided(self) -> Iterator[None]:
+        """Take note if what is done here breaks off half-way, which leaves text and memory apart: there is no going on."""
         try:
             yield
         except BaseException:

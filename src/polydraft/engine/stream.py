@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from polydraft.engine.result import Generation, StopReason, TokenEvent
-from polydraft.engine.run import Run
+from polydraft.engine.run import Emitted, Run
 from polydraft.engine.stats import Stats
 from polydraft.engine.text import TextAssembler
 
@@ -42,7 +42,12 @@ class Stream(Iterator[TokenEvent]):
     def _advance(self) -> None:
         """Run one round and queue its tokens."""
         this_round = self._run.stats.rounds
-        for emitted in self._run.step():
+        emitted = self._run.step()
+        with self._run.undivided():
+            self._queue_up(emitted, this_round)
+
+    def _queue_up(self, tokens: Sequence[Emitted], this_round: int) -> None:
+        for emitted in tokens:
             assembler = self._assemblers[emitted.row]
             last = len(emitted.token_ids) - 1
             before = len(self._run.sources[emitted.row]) - len(emitted.token_ids)

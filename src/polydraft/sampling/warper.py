@@ -185,16 +185,37 @@ def _argmax(scores_BGV: Tensor) -> Tensor:
 
 
 def _nucleus(probs_BGV: Tensor, top_p: float) -> Tensor:
-    """Mark the smallest set of likeliest tokens whose mass reaches `top_p`."""
-    candidates = min(_TOP_P_CANDIDATES, probs_BGV.shape[-1])
-    sorted_BGC, order_BGC = probs_BGV.topk(candidates, dim=-1)
-    # On a CPU looking at the values is free and a full sort is not; elsewhere sort everything, without a look.
-    if probs_BGV.device.type != "cpu" or not (sorted_BGC.sum(-1) >= top_p).all():
-        sorted_BGC, order_BGC = probs_BGV.sort(dim=-1, descending=True)
+    """Mark the smallest set of likeliest tokens whose mass reaches `top_p`.
+
+    Of equals at its edge the last ones stay, as Hugging Face's do where its sort is stable: a law must not depend on what else
+    is computed along with it.
+    """
+    size = probs_BGV.shape[-1]
+    if probs_BGV.device.type == "cpu":  # where looking at the values is free and a full sort is not
+        sorted_BGC, order_BGC = probs_BGV.topk(min(_TOP_P_CANDIDATES, size), dim=-1)
+        keep_BGC = _reaching(sorted_BGC, top_p)
+        if sorted_BGC.shape[-1] == size or not keep_BGC[..., -1].any():
+            edge_BGC = keep_BGC[..., :-1] & ~keep_BGC[..., 1:]
+            if not (edge_BGC & (sorted_BGC[..., :-1] == sorted_BGC[..., 1:])).any():
+                return torch.zeros_like(probs_BGV, dtype=torch.bool).scatter_(-1, order_BGC, keep_BGC)
+            # Of half precision's logits many are equal: so often that a sort would be dear.
+            least_BG1 = sorted_BGC.gather(-1, keep_BGC.sum(-1, keepdim=True) - 1)
+            equal_BGV = probs_BGV == least_BG1
+            left_out_BG1 = equal_BGV.sum(-1, keepdim=True) - (keep_BGC & (sorted_BGC == least_BG1)).sum(-1, keepdim=True)
+            place_BGV = equal_BGV.cumsum(-1, dtype=torch.int32)
+            return (probs_BGV > least_BG1) | (equal_BGV & (place_BGV > left_out_BG1))
+    # Turned round, a stable sort puts the last of equals first.
+    sorted_BGV, order_BGV = probs_BGV.flip(-1).sort(dim=-1, descending=True, stable=True)
+    keep_BGV = _reaching(sorted_BGV, top_p)
+    return torch.zeros_like(keep_BGV).scatter_(-1, size - 1 - order_BGV, keep_BGV)
+
+
+def _reaching(sorted_BGC: Tensor, top_p: float) -> Tensor:
+    """Mark the first of falling probabilities, until their mass reaches `top_p`."""
     mass_before_BGC = sorted_BGC.double().cumsum(-1) - sorted_BGC.double()
     keep_BGC = ~(mass_before_BGC >= top_p)  # put so that a row of NaN keeps all, for the walk to report
     keep_BGC[..., 0] = True
-    return torch.zeros_like(probs_BGV, dtype=torch.bool).scatter_(-1, order_BGC, keep_BGC)
+    return keep_BGC
 
 
 def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from polydraft.bench.prompts import load_prompts
@@ -98,7 +99,7 @@ def train_decision(
     try:
         save_decision(model, draft, out, {"settings": asdict(settings), "held_out": asdict(quality)})
         (out / "README.md").write_text(_card(settings, draft.name, quality))
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise FailureError(f"cannot write the decision model to {out} ({error}); free some space and run again") from None
     return quality
 

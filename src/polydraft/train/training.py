@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from polydraft.atomic import written_whole
 from polydraft.bench.measurement import check_same, read_settings
@@ -84,7 +85,7 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     try:
         pupil.export(out, details)
         write_card(out, settings, corpus, acceptance, pupil, command)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise FailureError(f"cannot write the draft to {out} ({error}); free some space and run again with --resume") from None
     return out
 

@@ -1,0 +1,117 @@
+"""Where nothing can be written: one line that says so, a code that is not zero, and nothing half-written.
+
+Permissions do not bind everybody, so these places refuse root as well: a path below a file, /proc, and a folder where a file
+should go.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+SIZES = ["--tokens", "400", "--length", "40", "--steps", "2", "--batch-size", "2", "--device", "cpu"]
+HEAD, DRAFT = ["head", "--taps", "none", *SIZES], ["draft", "--layers", "1", "--width", "32", *SIZES]
+DECISION = [
+    "decision",
+    "--draft",
+    "early-exit:1",
+    "--traces",
+    "200",
+    "--steps",
+    "5",
+    "--device",
+    "cpu",
+    "--max-new-tokens",
+    "8",
+]
+
+
+@pytest.fixture(autouse=True)
+def messages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages go to the standard error of the moment, not to that of the first test."""
+    monkeypatch.setattr(logging.getLogger("polydraft"), "handlers", [])
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hello"}\n{"prompt": "why"}\n')
+    return str(file)
+
+
+@pytest.fixture
+def commands(tiny: str, prompts: str) -> dict[str, list[str]]:
+    """Everything that takes --out."""
+    pair = ["--target", tiny, "--draft", "early-exit:1", "--prompts", prompts, "--max-new-tokens", "4"]
+    return {
+        "head": ["train", *HEAD, "--target", tiny],
+        "draft": ["train", *DRAFT, "--target", tiny],
+        "decision": ["train", *DECISION, "--target", tiny, "--prompts", prompts],
+        "corpus-cache": ["train", "corpus-cache", "--tokenizer", tiny, "--text", prompts],
+        "analyze": ["analyze", *pair, "--positions", "2", "--schemes", "race", "--drafts", "2"],
+        "bench": ["bench", *pair, "--methods", "ar"],
+        "reproduction": ["bench", *pair, "--reproduce", "mcsd"],
+    }
+
+
+@pytest.mark.parametrize("name", ["head", "draft", "decision", "corpus-cache", "analyze", "bench", "reproduction"])
+@pytest.mark.parametrize("place", ["below a file", "/proc"])
+def test_a_place_for_nothing_is_refused_in_one_line(invoke, commands, tmp_path: Path, name: str, place: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    out = tmp_path / "file" / "below" if place == "below a file" else Path("/proc/polydraft-out")
+    if place == "/proc" and not Path("/proc/self").exists():
+        pytest.skip("no /proc")
+    before = sorted(tmp_path.rglob("*"))
+    code, printed, err = invoke(*commands[name], "--out", str(out))
+    last = err.strip().splitlines()[-1]
+    assert code != 0 and printed == ""
+    assert last.startswith("polydraft: error: ") and str(out) in last and "Traceback" not in err
+    assert "choose another --out" in last or name == "corpus-cache"
+    # Before others are refused that the system gives no reason to suspect, they have shown how far they are.
+    if name != "corpus-cache" and (name, place) != ("analyze", "/proc"):
+        assert code == 2 and err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["head", "draft"])
+def test_a_draft_that_cannot_be_put_in_its_place_is_no_traceback(invoke, commands, tmp_path: Path, name: str) -> None:
+    """What was trained is kept: with the obstacle out of the way the same command goes on to the end."""
+    out = tmp_path / "out"
+    (out / "model.safetensors").mkdir(parents=True)
+    code, printed, err = invoke(*commands[name], "--resume", "--out", str(out))
+    last = err.strip().splitlines()[-1]
+    assert (code, printed) == (1, "") and last.startswith(f"polydraft: error: cannot write the draft to {out} (")
+    assert "run again with --resume" in last and not list((out / "model.safetensors").iterdir())
+    (out / "model.safetensors").rmdir()
+    assert invoke(*commands[name], "--resume", "--out", str(out))[0] == 0
+    assert (out / "model.safetensors").is_file()
+
+
+def test_a_decision_model_that_cannot_be_written_is_no_traceback(
+    invoke, commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given, **named) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("polydraft.decision.folder.save_file", full)
+    code, printed, err = invoke(*commands["decision"], "--out", str(tmp_path / "out"))
+    last = err.strip().splitlines()[-1]
+    assert (code, printed) == (1, "") and "cannot write the decision model" in last and "No space left" in last
+
+
+def test_measured_costs_that_cannot_be_kept_stop_nothing(
+    invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr("polydraft.drafters.dynamic_costs._tables", {})
+    monkeypatch.setattr("polydraft.drafters.dynamic_costs._SECONDS", 0.0)
+    options = ("--target", tiny, "--max-new-tokens", "8", "--json")
+    code, out, _ = invoke("generate", "hello", *options, "--draft", "early-exit:1", "--tree", "dynamic:8")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert code == 0 and "cannot keep the measured costs" in warning and "Not a directory" in warning
+    plain = invoke("generate", "hello", *options, "--draft", "none")[1]
+    assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
+    assert (tmp_path / "file").read_text() == "mine"
