@@ -10,6 +10,7 @@ from polydraft.drafters import ModelTree
 from polydraft.engine import Decoder
 from polydraft.errors import PolydraftError, UsageError
 from polydraft.models import FAMILIES
+from polydraft.models.early_exit import early_exit
 from polydraft.models.hf import HFModel
 from polydraft.models.twin import POSITIONS, WINDOW, sharpen, twin_config, twins
 from polydraft.sampling import SamplingParams
@@ -168,6 +169,20 @@ def test_gpt_neo_past_its_stock_window(length):
     for prompt, result in zip(prompts, results, strict=True):
         expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=32, pad_token_id=0)
         assert result.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_gpt_neo_exits_early_with_its_windows():
+    target = HFModel(FAMILIES.get("gpt_neo").build())
+    decoder = Decoder(target, ModelTree(early_exit(target, 2), parse_tree("2x1")))
+    prompt = list(range(3, 30))
+    expected = target.hf_model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16, pad_token_id=0)
+    assert decoder.generate(prompt, sampling=GREEDY, max_new_tokens=16).token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_phi4_ends_where_generate_forgets_the_text():
+    """Past the original context its `generate` loses the cache, and differs from its own plain passes."""
+    model = HFModel(build("phi4_multimodal"), endless=True)
+    assert model.max_positions == POSITIONS // 2
 
 
 def test_gpt_neo_with_hooks_is_refused():

@@ -152,7 +152,10 @@ def _try(twin: "HFModel") -> None:
 def _texts(model: "HFModel", lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """Return random texts without the first few tokens of the vocabulary, which may be special."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(5, model.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(min(5, model.vocab_size // 2), model.vocab_size, (length,), generator=generator).tolist()
+        for length in lengths
+    ]
 
 
 def _plain(model: "HFModel", texts: Sequence[Sequence[int]]) -> Tensor:

@@ -12,6 +12,8 @@ _HARMLESS_KINDS = {FULL, SLIDING, "mlp", "moe"}  # layers without attention keep
 _ALIBI = {"bloom", "mpt"}
 _STEADY_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 """Kinds of rotary positions that do not depend on how long the text is."""
+_FORGETFUL = {"phi4_multimodal"}
+"""Whose `generate` drops its cache at the original context and goes on from the last token alone (transformers 5.22)."""
 _NOT_CAUSAL = ("is_causal", False), ("use_bidirectional_attention", True), ("use_bidirectional_attention", "all")
 """Switches of a configuration that let tokens see later ones."""
 
@@ -42,6 +44,8 @@ def window_size(config: Any) -> int | None:
 
 def steady_positions(config: Any) -> bool:
     """Whether positions are computed, by the same rule at every length, so that a text may outgrow the context."""
+    if config.model_type in _FORGETFUL:
+        return False
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     return all(part.get("rope_type") in _STEADY_ROPE for part in parts)
@@ -57,11 +61,11 @@ def context_limit(config: Any) -> int | None:
     """Return how many positions a model has.
 
     With `longrope` only those before its frequencies change: a pass across the change would turn all of its tokens by the
-    new ones, and `transformers` itself reads the whole text anew there.
+    new ones, and `transformers` itself reads the whole text anew there, or forgets it.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
+    if rope.get("rope_type") != "longrope" and config.model_type not in _FORGETFUL:
         return limit
     unchanged: int | None = rope.get("original_max_position_embeddings") or getattr(
         config, "original_max_position_embeddings", None
