@@ -31,7 +31,8 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy", "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron")},
+    **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "xlnet": {"d_model": 64, "n_head": 4},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
 }

@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
+from transformers.models.musicgen.modeling_musicgen import MusicgenForCausalLM
 
 from polydraft.drafters import ModelTree
 from polydraft.engine import Decoder
@@ -72,6 +74,11 @@ class Blt:
 @pytest.mark.parametrize("model_type", FAILING)
 def test_a_class_that_fails_is_refused_by_name(model_type):
     refusal(Blt() if model_type == "blt" else build(model_type))
+
+
+def test_several_output_heads_are_refused():
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "ffn_dim": 32, "num_attention_heads": 2, "hidden_size": 16}
+    assert "single output head" in refusal(MusicgenForCausalLM(MusicgenDecoderConfig(**sizes, num_codebooks=2)).eval())
 
 
 @pytest.mark.parametrize(("model_type", "kind"), SPARSE.items())

@@ -79,7 +79,8 @@ def refuse_unsupported(model: Any) -> None:
     kind = config.model_type
     if getattr(model.config, "is_encoder_decoder", False):
         raise UsageError(f"model type {kind!r} is an encoder-decoder; polydraft needs a decoder-only causal language model")
-    if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is None:
+    # MusicGen has several; a configuration alone, as in early refusals, has no model to ask.
+    if hasattr(model, "get_output_embeddings") and not hasattr(model.get_output_embeddings(), "weight"):
         raise UsageError(
             f"model type {kind!r} has no single output head over its tokens; polydraft needs a causal language model"
         )

@@ -86,6 +86,9 @@ def _fewer(values: dict[str, Any], narrow: bool) -> dict[str, Any]:
     for key, value in values.items():
         if key.endswith("_token_id"):
             values[key] = None if value is None else {"pad": 0, "bos": 1}.get(key.removesuffix("_token_id"), 2)
+        elif key == "per_layer_config" and isinstance(value, dict):
+            parts = {int(layer): part for layer, part in value.items()}
+            values[key] = {place: _fewer(parts[layer], narrow) for place, layer in enumerate(layers) if layer in parts}
         elif isinstance(value, bool) or not isinstance(value, int | list):
             continue
         elif isinstance(value, list):
@@ -112,7 +115,7 @@ def _num_weights(model_class: Any, config: Any) -> int:
 
 
 def _is_nested(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    return isinstance(value, dict) and all(isinstance(key, str) and not key.isdigit() for key in value)
 
 
 def _num_layers(values: dict[str, Any]) -> int:
