@@ -41,8 +41,11 @@ MORE: dict[str, dict[str, Any]] = {
 def build(model_type: str) -> Any:
     """Make a tiny model with random weights of the default configuration."""
     config = AutoConfig.for_model(model_type, **MORE.get(model_type, {}))
+    config = twin_config(config)
+    # With tied embeddings and scaled inputs random models say one token again and again, whatever the layers do.
+    config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = False
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(twin_config(config)).float().eval()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         sharpen(model)
     model.generation_config.eos_token_id = None
