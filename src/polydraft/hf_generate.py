@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,7 +108,7 @@ class Speculate:
             self._draft = draft
             self._drafter = HeadTree(draft, topology, scheme, draft_temperature)
         elif draft is not None and topology.depth:
-            self._draft = draft if isinstance(draft, LanguageModel) else HFModel(draft)
+            self._draft = draft if isinstance(draft, LanguageModel) else HFModel(draft, endless=True)
             self._drafter = ModelTree(self._draft, topology, scheme, draft_temperature)
         if ngrams is not None:
             self._drafter = _with_ngrams(self._drafter, ngrams, grams or GramTreeOptions())
@@ -131,6 +130,8 @@ class Speculate:
         streamer = dropped.get("streamer") if streamer is None else streamer
         paddings, prompts = _split_padding(input_ids, model_kwargs)
         check_prompts(prompts, target.max_positions, target.vocab_size)
+        max_new_tokens = stopping_criteria.max_length - input_ids.shape[1]
+        _check_room(target, max(map(len, prompts)), max_new_tokens)
         params, others = _sampling_params(logits_processor, bool(generation_config.do_sample), any(paddings))
         rows = list(range(len(prompts)))
         apart = bool(others) and (len(rows) > 1 or any(paddings))
@@ -149,7 +150,7 @@ class Speculate:
                 walk=self._drafter.resolve_walk(AUTO, workspace.session.scheme),
                 prompts=[prompts[row] for row in lane],
                 generators=[row_generator(row_seed(seed, row)) for row in lane],
-                max_new_tokens=stopping_criteria.max_length - input_ids.shape[1],
+                max_new_tokens=max_new_tokens,
                 eos_token_ids=frozenset(ends),
             )
             lanes.append((run, lane))
@@ -165,7 +166,7 @@ class Speculate:
             raise UsageError("the model is in training mode, where dropout makes every pass different; call model.eval() first")
         target = self._target
         if target is None or target.hf_model is not model or self._places != _places(model):
-            target = self._target = HFModel(model)
+            target = self._target = HFModel(model, endless=True)
             self._places = _places(model)
             if isinstance(self._draft, FeatureHead):
                 target.tap(self._draft.shape.taps)
@@ -201,13 +202,7 @@ def _decode(
             while any(reason is None and len(tokens[row]) <= step for row, reason in zip(rows, run.stop_reasons, strict=True)):
                 for emitted in run.step():
                     tokens[rows[emitted.row]].extend(emitted.token_ids)
-            for row in rows:
-                if unfinished[row] and len(tokens[row]) <= step:
-                    context = run.target.max_positions
-                    warnings.warn(f"a text ends where the model's context of {context} tokens does", stacklevel=4)
-                    unfinished[row] = False
-        if not any(unfinished):
-            break
+            assert all(not unfinished[row] or len(tokens[row]) > step for row in rows), "a row ended before it was told to"
         column = [row_tokens[step] if len(row_tokens) > step else _padding(generation_config) for row_tokens in tokens]
         column_B = torch.tensor(column, device=input_ids.device)
         input_ids = torch.cat([input_ids, column_B[:, None]], dim=1)
@@ -225,6 +220,16 @@ def _decode(
     if streamer is not None:
         streamer.end()
     return input_ids
+
+
+def _check_room(target: HFModel, longest: int, max_new_tokens: int) -> None:
+    """Refuse, before the first token, a text that could outgrow positions which are looked up or change with its length."""
+    positions = target.max_positions
+    if positions is not None and longest + max_new_tokens > positions:
+        raise UsageError(
+            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} do not fit the model's context of {positions}; "
+            f"set max_new_tokens to at most {positions - longest}"
+        )
 
 
 def _places(model: Any) -> list[int]:
@@ -258,7 +263,9 @@ def _refuse(config: Any, processors: Sequence[Any], arguments: dict[str, Any]) -
     refused = [f"{name}={value!r}" for name, value in asked.items() if value not in _HARMLESS[name]]
     for name, value in arguments.items():
         prepared = name in _PREPARED and not getattr(value, "_is_user_defined", False)
-        refused += [name] if not prepared and value is not None and value is not False else []
+        # `generate` hands on empty collections (of images, say) that nobody gave it.
+        nothing = value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
+        refused += [name] if not prepared and not nothing else []
     names = [type(processor).__name__ for processor in processors]
     refused += [f"{name}, which remembers earlier calls," for name in names if any(word in name for word in _REMEMBERING)]
     if refused:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GenerationConfig,
     SynthIDTextWatermarkingConfig,
     T5Config,
@@ -103,12 +105,58 @@ def test_bad_settings_are_refused_at_once(options, message):
         Speculate(draft=draft(), **options)
 
 
-def test_the_end_of_the_context_is_announced():
-    ids = torch.randint(3, 96, (1, 124), generator=torch.Generator().manual_seed(0))
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    with pytest.warns(UserWarning, match="context of 128"):
-        fast = target().generate(ids, max_new_tokens=9, custom_generate=speculate(), **options)
-    assert torch.equal(fast, target().generate(ids, max_new_tokens=4, **options))
+def nearly_full(length=124):
+    """A batch of which one text is about to reach the end of a context of 128 tokens, and one is not."""
+    ids = torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[1, :100] = mask[1, :100] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("length", [124, 140])
+def test_texts_outgrow_the_context_as_those_of_generate_do(length):
+    options = {**nearly_full(length), "do_sample": False, "pad_token_id": 0, "max_new_tokens": 12}
+    plain = target().generate(**options)
+    assert torch.equal(target().generate(**options, custom_generate=speculate()), plain)
+
+
+class Listener:
+    def __init__(self):
+        self.heard = []
+
+    def put(self, value):
+        self.heard.append(value)
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "room"),
+    [("gpt2", {}, 4), ("opt", {}, 4), ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 4)],
+)
+def test_positions_that_end_are_refused_before_the_first_token(name, overrides, room):
+    """Where `generate` looks positions up in a table, or bends them as a text grows, and no tree can follow."""
+    model, listener = FAMILIES.get(name).build(**overrides), Listener()
+    options = {"do_sample": False, "pad_token_id": 0, "custom_generate": Speculate()}
+    one = {key: value[:1] for key, value in nearly_full().items()}
+    with pytest.raises(UsageError, match=f"max_new_tokens to at most {room}") as caught:
+        model.generate(**one, **options, max_new_tokens=room + 1, streamer=listener)
+    assert "\n" not in str(caught.value)
+    assert len(listener.heard) <= 1, "nothing but the prompt, which `generate` itself puts"
+    model.generate(**one, **options, max_new_tokens=room)
+
+
+def test_empty_inputs_that_generate_adds_by_itself_are_no_reason_to_refuse():
+    """Multimodal classes hand on `mm_encoder_outputs={}` though no image was given."""
+    tiny = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**tiny, "vocab_size": 96, "head_dim": 8, "num_key_value_heads": 2, "sliding_window": 7, "initializer_range": 0.35}
+    config = Gemma3Config(text_config=text, vision_config={**tiny, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    options = {**single, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
+    plain = model.generate(**options)
+    assert torch.equal(model.generate(**options, custom_generate=Speculate()), plain)
 
 
 def test_wrappers_are_kept_between_calls():

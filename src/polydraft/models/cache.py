@@ -17,8 +17,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     slots never written.
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
+    def __init__(self, num_layers: int, capacity: int, owner: str = "this model") -> None:
         super().__init__(layers=[])
+        self._owner = owner
         self.num_layers, self.capacity = num_layers, capacity
         self.keys_LBHSC: Tensor | None = None
         self.values_LBHSC: Tensor | None = None
@@ -56,7 +57,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def _write(self, stored_BHSC: Tensor, states_BHTC: Tensor) -> Tensor:
         if stored_BHSC.shape[1] != states_BHTC.shape[1] or stored_BHSC.shape[3] != states_BHTC.shape[3]:
-            raise FailureError("this model's layers have keys of different shapes, which polydraft cannot store")
+            raise FailureError(f"{self._owner} has layers with keys of different shapes, which polydraft cannot store")
         size = states_BHTC.shape[2]
         if self._first_slot is not None:
             stored_BHSC[:, :, self._first_slot : self._first_slot + size] = states_BHTC

@@ -85,3 +85,14 @@ _add(
     },
 )
 _add("gpt_neox", {**_COMMON, "intermediate_size": 64})
+_add(
+    "gpt_neo",
+    {
+        **{key: _COMMON[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")},
+        **{key: _COMMON[key] for key in ("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")},
+        "num_layers": 3,
+        "num_heads": 4,
+        "attention_types": [[["global"], 1], [["local"], 2]],
+        "window_size": 7,
+    },
+)

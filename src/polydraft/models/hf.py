@@ -7,15 +7,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.errors import UsageError
+from polydraft.errors import PolydraftError, UsageError
+from polydraft.models import gpt_neo
 from polydraft.models.cache import SlotCache
+from polydraft.models.check import check_habits
 from polydraft.models.families import FAMILIES
 from polydraft.models.fused import MOST_TOKENS, TreeView, fused_body
+from polydraft.models.gpt_neo import GPTNeoBody
 from polydraft.models.language_model import Context, LanguageModel
-from polydraft.models.lean import lean_body
+from polydraft.models.lean import LeanBody, lean_body
 from polydraft.models.products import by_rows
 from polydraft.models.spread import SpreadCache, home_device, spread_obstacle
-from polydraft.models.support import FULL, SLIDING, context_limit, layer_kinds, refuse_unsupported, text_config
+from polydraft.models.support import (
+    FULL,
+    SLIDING,
+    context_limit,
+    first_line,
+    layer_kinds,
+    refuse_unsupported,
+    steady_positions,
+    text_config,
+    window_size,
+)
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
@@ -36,12 +49,43 @@ class HFModel(LanguageModel):
         Run Llama-shaped models by a shorter way with the same weights, see `polydraft.models.lean`.
     vocabulary : PartialVocabulary, optional
         For drafts: compute the logits of these tokens only.
+    endless : bool
+        Let texts outgrow the context that the configuration names, as `generate` does, where positions allow it.
     """
 
+    _checks_habits = True
+
     def __init__(
-        self, model: Any, name: str | None = None, lean: bool = True, vocabulary: PartialVocabulary | None = None
+        self,
+        model: Any,
+        name: str | None = None,
+        lean: bool = True,
+        vocabulary: PartialVocabulary | None = None,
+        endless: bool = False,
     ) -> None:
         refuse_unsupported(model)
+        self._output: tuple[Tensor, Tensor | None] | None = None
+        """Rows of the output head for `vocabulary`."""
+        self._split_head: bool
+        self._goes_on: bool
+        try:
+            self._wrap(model, name, lean)
+        except (PolydraftError, torch.OutOfMemoryError):
+            raise
+        # A class of unknown habits may fail in any way when it is tried.
+        except Exception as error:
+            raise UsageError(
+                f"model type {text_config(model).model_type!r} does not work as a causal language model ({first_line(error)}); "
+                f"supported and tested: {', '.join(FAMILIES)}"
+            ) from error
+        self.vocabulary = vocabulary if self._split_head else None
+        if self.vocabulary is not None:
+            table, tokens_D = model.get_output_embeddings(), self.vocabulary.tokens_D
+            self._output = table.weight.detach()[tokens_D], None if table.bias is None else table.bias.detach()[tokens_D]
+        if endless and self._goes_on:
+            self.max_positions = None
+
+    def _wrap(self, model: Any, name: str | None, lean: bool) -> None:
         self.hf_model = model.eval()
         self.config = text_config(model)
         self.name = name or self.config.name_or_path or self.config.model_type
@@ -52,26 +96,24 @@ class HFModel(LanguageModel):
         self.dtype = model.dtype
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.hidden_size = int(self.config.hidden_size)
-        self._output: tuple[Tensor, Tensor | None] | None = None
-        """Rows of the output head for `vocabulary`."""
         self.taps: tuple[int, ...] = ()
         """Layers, counted from 1, whose outputs stand beside the last hidden states in the features."""
         self.max_positions = context_limit(self.config)
         self.num_layers = int(self.config.num_hidden_layers)
-        kinds = set(layer_kinds(self.config))
-        self.window: int | None = self.config.sliding_window if SLIDING in kinds else None
-        self.mixed_layers = {FULL, SLIDING} <= kinds
+        self.steady_positions = steady_positions(self.config)
+        self._goes_on = self.max_positions is None or self.steady_positions
+        self.window = window_size(self.config)
+        self.mixed_layers = {FULL, SLIDING} <= set(layer_kinds(self.config))
         self._additive_mask = self.config._attn_implementation == "eager"
         with torch.no_grad():
             self._split_head = self._head_can_be_split()
             self._lean = lean_body(model) if lean and self._split_head and not self.mixed_layers else None
             self.fused = fused_body(self._lean, self.device, self.dtype)
-            if self.config.model_type not in FAMILIES:
-                self._check_tree_attention()
-        self.vocabulary = vocabulary if self._split_head else None
-        if self.vocabulary is not None:
-            table, tokens_D = model.get_output_embeddings(), self.vocabulary.tokens_D
-            self._output = table.weight.detach()[tokens_D], None if table.bias is None else table.bias.detach()[tokens_D]
+            self._body: LeanBody | GPTNeoBody | None = self._lean
+            if self.config.model_type == gpt_neo.MODEL_TYPE:
+                self._body = GPTNeoBody(model, self.spread if self._split_head else "its output head does not stand alone")
+            if self._checks_habits and self.config.model_type not in FAMILIES:
+                self._goes_on = check_habits(self, _Unchecked)
 
     def tap(self, layers: Sequence[int]) -> None:
         """Let features carry the outputs of some layers too, for a feature head."""
@@ -95,8 +137,8 @@ class HFModel(LanguageModel):
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache) -> Tensor:
         """Run the model and return features: the last hidden states, or logits where the head cannot be split off."""
-        if self._lean is not None:
-            return self._lean(tokens_BT, positions_BT, mask, cache, self.taps)
+        if self._body is not None:
+            return self._body(tokens_BT, positions_BT, mask, cache, self.taps)
         inputs = {
             "input_ids": tokens_BT,
             "attention_mask": mask,
@@ -138,29 +180,17 @@ class HFModel(LanguageModel):
         head_BTV = self.hf_model.get_output_embeddings()(hidden_BTF).to(logits_BTV.device)
         return logits_BTV.shape == head_BTV.shape and torch.equal(logits_BTV, head_BTV.to(logits_BTV.dtype))
 
-    def _check_tree_attention(self) -> None:
-        """Refuse a model type of unknown habits whose logits in a tree differ from those along its paths."""
-        tokens_BT = torch.tensor([[1, 2, 3, 4]], device=self.device)
-        path = self.start(1, 8)
-        path.prefill([[1]])
-        path_features = path.extend(tokens_BT[:, [1, 3]], _probe_block([0, 1], [[0], [0, 1]], self.device))
-        tree = self.start(1, 8)
-        tree.prefill([[1]])
-        tree_features = tree.extend(tokens_BT[:, 1:], _probe_block([0, 0, 1], [[0], [1], [0, 2]], self.device))
-        expected, got = self.head(path_features[0, -1:]), self.head(tree_features[0, -1:])
-        tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
-        if not torch.allclose(expected, got, rtol=tolerance, atol=tolerance * float(expected.abs().max())):
-            raise UsageError(
-                f"model type {self.config.model_type!r} does not follow tree masks (logits in a tree differ from those along "
-                f"its path); supported and tested: {', '.join(FAMILIES)}"
-            )
+    def plain(self, tokens_BT: Tensor) -> Tensor:
+        """Return the logits that the model itself gives for whole texts, with neither mask nor cache."""
+        with torch.no_grad():
+            logits_BTV: Tensor = self.hf_model(input_ids=tokens_BT, use_cache=False).logits
+        return logits_BTV
 
 
-def _probe_block(depths: list[int], visible: list[list[int]], device: torch.device) -> Block:
-    visible_TT = torch.zeros(len(depths), len(depths), dtype=torch.bool, device=device)
-    for row, places in enumerate(visible):
-        visible_TT[row, places] = True
-    return Block(0, torch.tensor([depths], device=device), visible_TT[None])
+class _Unchecked(HFModel):
+    """A twin (`polydraft.models.twin`), which is what checks run on."""
+
+    _checks_habits = False
 
 
 class HFContext(Context):
@@ -169,7 +199,9 @@ class HFContext(Context):
     def __init__(self, model: HFModel, batch_size: int, capacity: int) -> None:
         super().__init__(batch_size, capacity, model.device, model.max_positions)
         self._model = model
-        self.cache = (SlotCache if model.spread is None else SpreadCache)(model.num_layers, capacity)
+        self.cache = (SlotCache if model.spread is None else SpreadCache)(
+            model.num_layers, capacity, f"model type {model.config.model_type!r}"
+        )
 
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]

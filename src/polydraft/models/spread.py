@@ -68,9 +68,9 @@ def spread_obstacle(model: Any) -> str | None:
 class SpreadCache(SlotCache):
     """Keys and values that stay with their layers, wherever these are: one cache a layer."""
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(num_layers, capacity)
-        self._parts = [SlotCache(1, capacity) for _ in range(num_layers)]
+    def __init__(self, num_layers: int, capacity: int, owner: str = "this model") -> None:
+        super().__init__(num_layers, capacity, owner)
+        self._parts = [SlotCache(1, capacity, owner) for _ in range(num_layers)]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -7,7 +7,15 @@ from polydraft.errors import UsageError
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 _RECURRENT_WORDS = ("mamba", "rwkv", "recurrent", "jamba", "xlstm", "hyena", "lfm2", "retnet")
+_RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
+_HARMLESS_KINDS = {FULL, SLIDING, "mlp", "moe"}  # layers without attention keep nothing of a text
 _ALIBI = {"bloom", "mpt"}
+_STEADY_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
+"""Kinds of rotary positions that do not depend on how long the text is."""
+_FORGETFUL = {"phi4_multimodal"}
+"""Whose `generate` drops its cache at the original context and goes on from the last token alone (transformers 5.22)."""
+_NOT_CAUSAL = ("is_causal", False), ("use_bidirectional_attention", True), ("use_bidirectional_attention", "all")
+"""Switches of a configuration that let tokens see later ones."""
 
 
 def text_config(model: Any) -> Any:
@@ -20,19 +28,44 @@ def layer_kinds(config: Any) -> list[str]:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return list(kinds)
+    if (neo := getattr(config, "attention_layers", None)) is not None:  # GPT-Neo's own words
+        return [{"global": FULL, "local": SLIDING}.get(kind, kind) for kind in neo]
     sliding = getattr(config, "sliding_window", None) is not None
     return [SLIDING if sliding else FULL] * config.num_hidden_layers
+
+
+def window_size(config: Any) -> int | None:
+    """Return how many tokens back sliding layers see, the token itself included; None where no layer slides."""
+    if SLIDING not in layer_kinds(config):
+        return None
+    size: int | None = getattr(config, "sliding_window", None)
+    return size if size is not None else getattr(config, "window_size", None)
+
+
+def steady_positions(config: Any) -> bool:
+    """Whether positions are computed, by the same rule at every length, so that a text may outgrow the context."""
+    if config.model_type in _FORGETFUL:
+        return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    return all(part.get("rope_type") in _STEADY_ROPE for part in parts)
+
+
+def first_line(error: BaseException) -> str:
+    """Return kind and first line of an error, for a message of one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def context_limit(config: Any) -> int | None:
     """Return how many positions a model has.
 
     With `longrope` only those before its frequencies change: a pass across the change would turn all of its tokens by the
-    new ones, and `transformers` itself reads the whole text anew there.
+    new ones, and `transformers` itself reads the whole text anew there, or forgets it.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
+    if rope.get("rope_type") != "longrope" and config.model_type not in _FORGETFUL:
         return limit
     unchanged: int | None = rope.get("original_max_position_embeddings") or getattr(
         config, "original_max_position_embeddings", None
@@ -46,15 +79,38 @@ def refuse_unsupported(model: Any) -> None:
     kind = config.model_type
     if getattr(model.config, "is_encoder_decoder", False):
         raise UsageError(f"model type {kind!r} is an encoder-decoder; polydraft needs a decoder-only causal language model")
+    # MusicGen has several; a configuration alone, as in early refusals, has no model to ask.
+    if hasattr(model, "get_output_embeddings") and not hasattr(model.get_output_embeddings(), "weight"):
+        raise UsageError(
+            f"model type {kind!r} has no single output head over its tokens; polydraft needs a causal language model"
+        )
+    for name, value in _NOT_CAUSAL:
+        if getattr(config, name, None) is value or (isinstance(value, str) and getattr(config, name, None) == value):
+            raise UsageError(
+                f"model type {kind!r} with {name}={value!r} is not causal: tokens see later ones; load a causal language model"
+            )
+    if not hasattr(config, "layer_types") and not hasattr(config, "num_hidden_layers"):
+        raise UsageError(f"model type {kind!r} does not say how many layers it has; use another model")
     kinds = set(layer_kinds(config))
-    recurrent = [name for name in kinds if name not in (FULL, SLIDING, "chunked_attention")]
+    recurrent = sorted(kinds & _RECURRENT_KINDS)
+    others = sorted(kinds - _RECURRENT_KINDS - _HARMLESS_KINDS - {"chunked_attention"})
+    if others:
+        raise UsageError(
+            f"model type {kind!r} has layers of kinds that take no tree masks ({', '.join(others)}); use a model with full or "
+            "sliding attention"
+        )
     if recurrent or getattr(model, "_is_stateful", False) or any(word in kind for word in _RECURRENT_WORDS):
-        what = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
+        what = f" ({', '.join(recurrent)})" if recurrent else ""
         raise UsageError(
             f"model type {kind!r} has recurrent layers{what}, whose state cannot hold a tree; use an attention-only model"
         )
     if "chunked_attention" in kinds:
         raise UsageError(f"model type {kind!r} has chunked attention layers, which are not supported; use another model")
+    if window_size(config) == 1:
+        raise UsageError(
+            f"model type {kind!r} has a window of 1 token, for which transformers gives other logits with a cache than without "
+            "one; use a wider window"
+        )
     if kind in _ALIBI or getattr(config, "alibi", False):
         raise UsageError(f"model type {kind!r} uses ALiBi, which ignores position ids and tree masks; use another model")
     implementation = config._attn_implementation

@@ -1,0 +1,170 @@
+"""Whether a model of unknown habits gives in trees, in ragged batches and past its windows what it gives in a plain pass.
+
+See docs/decisions/020-unknown-models-are-tried-on-a-twin.md.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import PolydraftError, UsageError
+from polydraft.models.families import FAMILIES
+from polydraft.models.support import first_line
+from polydraft.models.twin import POSITIONS, WINDOW, WINDOWS, twins
+from polydraft.trees import Block, parse_tree
+
+if TYPE_CHECKING:
+    from polydraft.models.hf import HFModel
+
+_TREE = "[[0],[1],[2],[0,0],[1,0],[1,1]]"
+_PAST_WINDOWS = 2 * WINDOW + 5
+_EXACT = 1e-3
+"""Largest difference of logits, relative to the largest of them, that is put down to rounding in float32."""
+
+
+def check_habits(model: "HFModel", wrap: Callable[[Any], "HFModel"]) -> bool:
+    """Refuse a model whose logits in trees are not those of plain passes; return whether its texts may outgrow its context.
+
+    Parameters
+    ----------
+    model : HFModel
+    wrap : callable
+        Makes an `HFModel` of a twin without checking it.
+    """
+    half = model.dtype not in (torch.float32, torch.float64)
+    for twin in twins(model.hf_model):
+        try:
+            wrapped = wrap(twin)
+            _try(wrapped)
+        # Sizes that do not fit each other: this twin tells nothing of the model.
+        except Exception:
+            continue
+        goes_on = _check_twin(wrapped)
+        # The class is fine; what is left to find is a model whose layers were changed, and routing of experts rounds coarsely.
+        _check(model, [7, 4], 0.2 if half else _EXACT)
+        return goes_on
+    tolerance = 5e-2 if half else _EXACT
+    _check(model, [7, 4], tolerance)
+    values = [value for key, value in model.config.to_dict().items() if re.fullmatch(WINDOWS, key)]
+    window = max((value for value in values if isinstance(value, int)), default=0)
+    if window:  # one text, few branches: this is the model itself, and its window may be wide
+        _check(model, [min(window + 4, (model.max_positions or window + 6) - 2)], tolerance, tree="[[0],[1],[1,0]]")
+    return False
+
+
+def _check_twin(model: "HFModel") -> bool:
+    """Go past all windows and up to the end of the context; see `check_habits`."""
+    limit = model.max_positions or POSITIONS
+    _check(model, [min(_PAST_WINDOWS, limit - 3), WINDOW + 1, 3], _EXACT)
+    _check(model, [limit - 2, 3], _EXACT)
+    _check_cached(model, _texts(model, [_PAST_WINDOWS])[0])
+    if model.max_positions is None or not model.steady_positions:
+        return model.max_positions is None
+    model.max_positions = None
+    try:
+        _check(model, [limit + 3, 3], _EXACT)
+    except PolydraftError:
+        return False
+    return True
+
+
+def _check(model: "HFModel", lengths: Sequence[int], tolerance: float, tree: str = _TREE) -> None:
+    """Compare passes over texts of these lengths with a tree below each to plain passes along its branches."""
+    kind = model.config.model_type
+    topology = parse_tree(tree)
+    tables = topology.tables(model.device)
+    texts = _texts(model, lengths)
+    filler = _texts(model, [topology.num_nodes] * len(texts), seed=1)
+    trees = [[text[-1], *more[1:]] for text, more in zip(texts, filler, strict=True)]
+    ancestors = tables.ancestors_NN.tolist()
+    leaves = [node for node in range(topology.num_nodes) if node not in topology.parents]
+    branches = [[node for node in range(leaf + 1) if ancestors[leaf][node]] for leaf in leaves]
+    paths = [
+        text[:-1] + [tree[node] for node in branch] for text, tree in zip(texts, trees, strict=True) for branch in branches
+    ]
+    expected_BTV = _plain(model, paths)
+    if _sees_later_tokens(model, paths, expected_BTV, tolerance):
+        raise UsageError(
+            f"model type {kind!r} is not causal: its plain pass lets tokens see later ones; load a causal language model, "
+            "or this one with is_decoder=True if it has such a switch"
+        )
+    size = len(tables.depths_N)
+    block = Block(0, tables.depths_N.expand(len(texts), size), tables.ancestors_NN.expand(len(texts), size, size))
+    try:
+        context = model.start(len(texts), max(lengths) + size)
+        context.prefill([text[:-1] for text in texts])
+        got_BNV = model.head(context.extend(torch.tensor(trees, device=model.device), block)).cpu()
+    except PolydraftError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"model type {kind!r} cannot score trees ({first_line(error)}); supported and tested: {', '.join(FAMILIES)}"
+        ) from error
+    for number, path in enumerate(paths):
+        row, branch = divmod(number, len(branches))
+        places = torch.arange(len(path) - len(branches[branch]), len(path))
+        if _differ(expected_BTV[number, places], got_BNV[row, branches[branch]], tolerance):
+            raise UsageError(
+                f"model type {kind!r} does not follow tree masks (logits in a tree differ from those along its path, in a "
+                f"text of {lengths[row]} tokens); supported and tested: {', '.join(FAMILIES)}"
+            )
+
+
+def _sees_later_tokens(model: "HFModel", paths: list[list[int]], expected_BTV: Tensor, tolerance: float) -> bool:
+    """Whether logits change when the last token of each text goes."""
+    ends = torch.arange(len(paths)), torch.tensor([len(path) - 2 for path in paths])
+    return _differ(expected_BTV[ends], _plain(model, [path[:-1] for path in paths])[ends], tolerance)
+
+
+def _check_cached(model: "HFModel", text: list[int]) -> None:
+    """Refuse a model whose own passes with a cache differ from those without: `generate` uses one, trees follow the other."""
+    start = WINDOW - 2
+    expected_TV = _plain(model, [text])[0, start - 1 :]
+    if _differ(expected_TV, torch.stack(_cached(model, text, start)), _EXACT):
+        raise UsageError(
+            f"model type {model.config.model_type!r} gives other logits with a cache than without (past its window, say), so "
+            f"that no text of it can be called the right one; supported and tested: {', '.join(FAMILIES)}"
+        )
+
+
+def _cached(model: "HFModel", text: list[int], start: int) -> list[Tensor]:
+    """Return the logits after the first `start` tokens, and after each one that follows, from the model with its own cache."""
+    cache, rows = None, []
+    for first, last in [(0, start), *((place, place + 1) for place in range(start, len(text)))]:
+        tokens_BT = torch.tensor([text[first:last]], device=model.device)
+        outputs = model.hf_model(input_ids=tokens_BT, past_key_values=cache, use_cache=True)
+        cache = outputs.past_key_values
+        rows.append(outputs.logits[0, -1].cpu())
+    return rows
+
+
+def _try(twin: "HFModel") -> None:
+    """Raise whatever a twin raises in its own passes, or if it says nothing with them."""
+    text = _texts(twin, [_PAST_WINDOWS])[0]
+    logits_BTV = _plain(twin, [text])
+    assert bool(logits_BTV.isfinite().all()) and float(logits_BTV.std()) > 0
+    _cached(twin, text, WINDOW)
+
+
+def _texts(model: "HFModel", lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Return random texts without the first few tokens of the vocabulary, which may be special."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(min(5, model.vocab_size // 2), model.vocab_size, (length,), generator=generator).tolist()
+        for length in lengths
+    ]
+
+
+def _plain(model: "HFModel", texts: Sequence[Sequence[int]]) -> Tensor:
+    """Return logits of texts by the model's own plain pass; what fills rows up is behind a causal model's back."""
+    longest = max(map(len, texts))
+    rows = [[*text, *[5] * (longest - len(text))] for text in texts]
+    return model.plain(torch.tensor(rows, device=model.device)).cpu()
+
+
+def _differ(expected: Tensor, got: Tensor, tolerance: float) -> bool:
+    scale = float(expected.abs().max())
+    return not bool(((expected.float() - got.float()).abs() <= tolerance * scale).all())
