@@ -45,6 +45,7 @@ OPTIONS = {
     "parameters in a dict": ({"sampling": {}}, r"sampling=\{\} of type dict; allowed: SamplingParams"),
     "a truth to cancel by": ({"cancel": True}, "cancel=True; allowed: a threading.Event"),
     "half a token": ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 is out of range"),
+    "endless": ({"max_new_tokens": 10**400}, "is out of range; allowed: whole numbers from 1 to 1000000000"),
     "a fraction as a seed": ({"seed": np.float64(1.0)}, "is not a whole number"),
     "bytes as seeds": ({"seed": b"1"}, "seed=b'1' is not a whole number"),
     "a word for a truth": ({"chat": "no"}, "chat='no'; allowed: True, False"),

@@ -209,3 +209,14 @@ def test_nodes_wider_than_the_default_scheme_takes_get_another() -> None:
     result = decoder.generate([1, 2], max_new_tokens=4, seed=0)
     assert result.settings["scheme"] == "rrs-wor"
     assert len(result.token_ids) == 4
+
+
+@pytest.mark.parametrize("drafter", ["head", "dynamic-head", "lookup+head"])
+def test_a_draft_that_knows_none_of_the_tokens_left_drafts_nothing(drafter: str) -> None:
+    # The head knows three quarters of the tokens; without them, plain decoding goes on with the others.
+    known = [token for token in range(VOCABULARY) if token % 4 != 1]
+    sampling = SamplingParams(logit_bias=dict.fromkeys(known, float("-inf")))
+    result = make_decoder(drafter=drafter, scheme="auto", walk="auto").generate(
+        PROMPT, sampling=sampling, max_new_tokens=8, seed=1
+    )
+    assert len(result.token_ids) == 8 and not set(result.token_ids) & set(known)

@@ -101,7 +101,7 @@ class Growth:
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of the certain texts, as penalties need them."""
         if self._warper is None:
-            self._warper = Warper(self._params, self._vocab_size, texts, self._device)
+            self._warper = Warper(self._params, self._vocab_size, texts, self._device, of_draft=True)
         else:
             self._warper.restart(texts)
 

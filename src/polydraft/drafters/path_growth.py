@@ -111,7 +111,7 @@ class PathGrowth:
 
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of the certain texts, as penalties need them."""
-        self._warper = Warper(self._params, self._vocab_size, texts, self._device)
+        self._warper = Warper(self._params, self._vocab_size, texts, self._device, of_draft=True)
         self.policy.begin()
         self.resting = False
 

@@ -14,6 +14,8 @@ from polydraft.errors import UsageError, shown, unknown_name
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
 
+_MOST_TOKENS = 10**9
+
 
 class Options(TypedDict, total=False):
     """Keyword arguments of `Decoder.generate` and `Decoder.stream`, which describe them."""
@@ -54,8 +56,9 @@ class Request:
         if self.seed is None:  # drawn once, so that it can be reported
             object.__setattr__(self, "seed", secrets.randbits(31))
         count: Any = self.max_new_tokens
-        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-            raise UsageError(f"max_new_tokens={shown(count)} is out of range; allowed: whole numbers from 1")
+        if isinstance(count, bool) or not isinstance(count, Integral) or not 1 <= count <= _MOST_TOKENS:
+            allowed = f"whole numbers from 1 to {_MOST_TOKENS}"
+            raise UsageError(f"max_new_tokens={shown(count)} is out of range; allowed: {allowed}")
         object.__setattr__(self, "max_new_tokens", int(count))
         seeds: Any = self.seed
         seeds = seeds.tolist() if hasattr(seeds, "tolist") else seeds  # of numpy and torch

@@ -25,12 +25,22 @@ class Warper:
     vocab_size : int
     prompts : sequence of token-id lists, one a row
     device : torch.device
+    of_draft : bool
+        A draft may know none of the tokens that are left, where a target cannot: its law is then zero everywhere.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompts: Sequence[Sequence[int]],
+        device: torch.device,
+        of_draft: bool = False,
+    ) -> None:
         self.params = params
         self._device = device
         self._bias_V = _bias(params, vocab_size, device)
+        self._may_be_empty = of_draft and bool(params.processors or -torch.inf in params.logit_bias.values())
         self._history: list[list[int]] = []
         self._seen_BV: Tensor | None = None
         self._counts_BV: Tensor | None = None
@@ -86,7 +96,10 @@ class Warper:
             # NaN counts as the largest: found here, it spreads over the row, as softmax would, for the walk to report.
             peak_BG1 = torch.where(scores_BGV.gather(-1, best_BG1).isfinite(), 0.0, torch.nan)
             return peak_BG1.expand_as(scores_BGV).scatter(-1, best_BG1, peak_BG1 + 1.0)
-        return torch.softmax(self._tempered(scores_BGV), dim=-1)
+        probs_BGV = torch.softmax(self._tempered(scores_BGV), dim=-1)
+        if self._may_be_empty:
+            probs_BGV = probs_BGV.masked_fill(scores_BGV.amax(-1, keepdim=True) == -torch.inf, 0.0)
+        return probs_BGV
 
     def scores(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return what `probs` would be the softmax of, at any temperature above 0; minus infinity where truncated.
