@@ -56,7 +56,7 @@ class Request:
         if self.seed is None:  # drawn once, so that it can be reported
             object.__setattr__(self, "seed", secrets.randbits(31))
         count: Any = self.max_new_tokens
-        if isinstance(count, bool) or not isinstance(count, Integral) or not 1 <= count <= _MOST_TOKENS:
+        if isinstance(count, bool) or not isinstance(count, Integral) or not 1 <= int(count) <= _MOST_TOKENS:
             allowed = f"whole numbers from 1 to {_MOST_TOKENS}"
             raise UsageError(f"max_new_tokens={shown(count)} is out of range; allowed: {allowed}")
         object.__setattr__(self, "max_new_tokens", int(count))
