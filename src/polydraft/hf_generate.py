@@ -17,7 +17,7 @@ from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.hf import HFModel
-from polydraft.sampling import SamplingParams, check_draft_temperature
+from polydraft.sampling import RowParams, SamplingParams, check_draft_temperature
 from polydraft.sampling.noise import row_generator, row_seed
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
@@ -142,7 +142,7 @@ class Speculate:
         for lane in [[row] for row in rows] if apart else [rows]:
             bound = [_RowProcessor(other, paddings[lane[0]], lane[0], len(rows)) for other in others] if apart else others
             lane_params = SamplingParams(**params, processors=tuple(bound))
-            workspace = Workspace(target, self._drafter, len(lane), lane_params)
+            workspace = Workspace(target, self._drafter, RowParams.of(lane_params, len(lane)))
             run = Run(
                 target=target,
                 drafter=self._drafter,
@@ -150,7 +150,7 @@ class Speculate:
                 walk=self._drafter.resolve_walk(AUTO, workspace.session.scheme),
                 prompts=[prompts[row] for row in lane],
                 generators=[row_generator(row_seed(seed, row)) for row in lane],
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=[max_new_tokens] * len(lane),
                 eos_token_ids=frozenset(ends),
             )
             lanes.append((run, lane))

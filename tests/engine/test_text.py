@@ -1,5 +1,6 @@
 import pytest
 
+import polydraft
 from polydraft.engine.text import TextAssembler
 
 
@@ -90,3 +91,13 @@ def test_the_string_of_a_special_token_stops_at_that_token() -> None:
     assembler = TextAssembler(Special(), ["<end>"])
     assert [assembler.add(token) for token in (104, 105, 256)] == ["h", "i", ""]
     assert assembler.stopped and assembler.text == "hi"
+
+
+def test_every_row_has_its_own_stop_strings(tiny: str) -> None:
+    decoder = polydraft.load(tiny, draft="none")
+    options = {"sampling": polydraft.SamplingParams(), "max_new_tokens": 40, "seed": [3, 3, 3]}
+    whole = decoder.generate(["hello"] * 3, **options)[0].text
+    first, second = whole[4:6], whole[9:11]
+    results = decoder.generate(["hello"] * 3, stop=[[first], second, []], **options)
+    assert [result.text for result in results] == [whole.split(first)[0], whole.split(second)[0], whole]
+    assert [str(result.stop_reason) for result in results][:2] == ["stop", "stop"]

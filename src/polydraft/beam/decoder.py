@@ -110,8 +110,9 @@ class BeamDecoder:
         request = Request.from_options(rest)
         if request.keep:
             raise UsageError("keep=True does not go with beams, whose memory is a request's own; leave it out")
-        assembler = self.decoder.assembler(request.stop_strings)
-        params, target = check_law(beam, request.sampling), self.decoder.target
+        assembler, limit = self.decoder.assembler(request.row_stops(rows)[row]), request.row_limits(rows)[row]
+        given = None if request.sampling is None else request.row_params(rows).rows[row]
+        params, target = check_law(beam, given), self.decoder.target
         if params.top_k > target.vocab_size:
             allowed = f"0 (keep all) to {target.vocab_size}"
             raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
@@ -119,8 +120,8 @@ class BeamDecoder:
         check_prompts([token_ids], target.max_positions, target.vocab_size)
         seed = request.seeds(rows)[row]
         generator = torch.Generator().manual_seed(seed % 2**32)
-        run = self._run(beam, params, token_ids, request.max_new_tokens, Stops(assembler), generator)
-        settings = {"seed": seed, "max_new_tokens": request.max_new_tokens, "draft": run.draft_name}
+        run = self._run(beam, params, token_ids, limit, Stops(assembler), generator)
+        settings = {"seed": seed, "max_new_tokens": limit, "draft": run.draft_name}
         settings |= {name: getattr(beam, name) for name in names}
         return BeamStream(run, self.decoder.tokenizer, assembler.fork(), settings, request.cancel)
 

@@ -8,7 +8,7 @@ from polydraft.drafters.model_tree import ModelTreeSession
 from polydraft.engine.run import Run
 from polydraft.engine.workspace import Workspace
 from polydraft.models import LanguageModel
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
 from polydraft.schemes import Scheme, Top
 from polydraft.trees import Topology, parse_tree
@@ -22,14 +22,14 @@ class OwnTree(ModelTree):
         super().__init__(model, topology, "auto", draft_temperature)
         self._own_scheme = scheme
 
-    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> ModelTreeSession:
+    def start(self, params: RowParams, target: LanguageModel) -> ModelTreeSession:
         """Go to work on a batch."""
-        return _OwnSession(self, batch_size, params, target.vocab_size, self._own_scheme)
+        return _OwnSession(self, params, target.vocab_size, self._own_scheme)
 
 
 class _OwnSession(ModelTreeSession):
-    def __init__(self, drafter: OwnTree, batch_size: int, params: SamplingParams, vocab_size: int, scheme: Scheme) -> None:
-        super().__init__(drafter, batch_size, params, vocab_size)
+    def __init__(self, drafter: OwnTree, params: RowParams, vocab_size: int, scheme: Scheme) -> None:
+        super().__init__(drafter, params, vocab_size)
         if not isinstance(self.scheme, Top):  # the engine's choice at draft temperature 0, whatever was asked for
             self.scheme = self._growth.scheme = scheme
 
@@ -56,7 +56,7 @@ class OwnDecoder:
         """Return the new tokens of each prompt, and how much of what was offered was accepted."""
         topology = parse_tree(tree_for(self.subject.scheme, self.tree))
         drafter = OwnTree(self.draft, topology, self.subject.scheme, self.draft_temperature)
-        workspace = Workspace(self.target, drafter, len(prompts), params)
+        workspace = Workspace(self.target, drafter, RowParams.of(params, len(prompts)))
         scheme, walk = workspace.session.scheme, self.subject.walk
         run = Run(
             target=self.target,
@@ -65,7 +65,7 @@ class OwnDecoder:
             walk=walk if walk.fits(scheme) else resolve_walk(AUTO, scheme),
             prompts=prompts,
             generators=[row_generator(row_seed(seed, row)) for row in range(len(prompts))],
-            max_new_tokens=new_tokens,
+            max_new_tokens=[new_tokens] * len(prompts),
             eos_token_ids=frozenset(),
         )
         while not run.done:

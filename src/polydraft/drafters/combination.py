@@ -10,7 +10,7 @@ from torch import Tensor
 from polydraft.drafters.drafter import Drafter, DraftSession
 from polydraft.drafters.gram_tree import GramTree, GramTreeSession, check_node_walk
 from polydraft.models import Context, LanguageModel
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, union
 from polydraft.walks import NodeWalk, Verdict, Walk
@@ -41,10 +41,10 @@ class Combination(Drafter):
         check_node_walk(self.name, wish)
         return NodeWalk()
 
-    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> "CombinationSession":
+    def start(self, params: RowParams, target: LanguageModel) -> "CombinationSession":
         """Go to work on a batch."""
-        tree = self.tree.start(batch_size, params, target)
-        return CombinationSession(tree, self.grams.start(batch_size, params, target), self.tree.name)
+        tree = self.tree.start(params, target)
+        return CombinationSession(tree, self.grams.start(params, target), self.tree.name)
 
 
 class CombinationSession(DraftSession):

@@ -11,7 +11,7 @@ from polydraft.decision import Decision
 from polydraft.drafters.gram_options import GramTreeOptions
 from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.registry import Registry
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, DynamicShape, Topology
 from polydraft.walks import Verdict, Walk, resolve_walk
@@ -135,8 +135,8 @@ class Drafter(ABC):
     """Whether texts follow the target's law; False needs the user's word for it."""
 
     @abstractmethod
-    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> DraftSession:
-        """Go to work on a batch that is sampled with `params`."""
+    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
+        """Go to work on a batch whose rows are sampled with `params`."""
 
     def resolve_walk(self, wish: str, scheme: Scheme) -> Walk:
         """Return the walk that verifies its trees, drawn by `scheme`, where the user wishes for ``"auto"`` or a certain one."""

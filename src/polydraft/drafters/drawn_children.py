@@ -76,17 +76,32 @@ def gains(value_RK: Array, chances_BW: Array) -> Array:
 
 
 def drawn_children(
-    scheme: Scheme, scores_BW: Array, probs_BWV: Tensor, ranked: Ranked, counts_BW: Array, uniforms_BU: Tensor
+    scheme: Scheme,
+    scores_BW: Array,
+    probs_BWV: Tensor,
+    ranked: Ranked,
+    counts_BW: Array,
+    uniforms_BU: Tensor,
+    greedy_B: Array | None = None,
 ) -> Level:
     """Draw the children of W nodes a row, up to K of each; tokens are columns of the laws.
 
     Candidates stand parent by parent, in draw order. How many a node draws may depend on its law and on all that was drawn
-    above it, but not on what is drawn here.
+    above it, but not on what is drawn here. Of rows in `greedy_B` the candidates are the likeliest tokens.
     """
     batch_size, nodes, _ = probs_BWV.shape
     uniforms_RK = uniforms_BU.reshape(batch_size * nodes, -1)
     children_RK = scheme.draw_some(probs_BWV.flatten(0, 1), uniforms_RK, as_tensor(counts_BW.reshape(-1, 1)), ranked)
-    return _level(scores_BW, probs_BWV, small(children_RK))
+    children_RK = small(children_RK)
+    if greedy_B is not None:
+        value_RK, token_RK = (part[:, : children_RK.shape[1]] for part in ranked)
+        chosen_RK = (ranks(token_RK.shape[1], token_RK) < counts_BW.reshape(-1, 1)) & (value_RK > 0)
+        greedy_R1 = (
+            greedy_B.repeat(nodes)[:, None] if isinstance(greedy_B, np.ndarray) else greedy_B.repeat_interleave(nodes)[:, None]
+        )
+        where = library(children_RK).where
+        children_RK = where(greedy_R1, where(chosen_RK, token_RK, NO_TOKEN), children_RK)
+    return _level(scores_BW, probs_BWV, children_RK)
 
 
 @quietly

@@ -18,7 +18,7 @@ from polydraft.drafters.path_growth import PathGrowth
 from polydraft.drafters.policy import LONGEST_REST
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel, Memory
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams
 from polydraft.schemes.arrays import looks
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, SlicedMask, StaticBlock, Topology, causal_block
@@ -58,27 +58,25 @@ class Dynamic(Drafter):
         self.model, self.topology, self.costs = model, shape, costs
         self.draft_temperature, self.decision = draft_temperature, decision
 
-    def start(
-        self, batch_size: int, params: SamplingParams, target: LanguageModel
-    ) -> "DynamicHeadSession | DynamicModelSession":
+    def start(self, params: RowParams, target: LanguageModel) -> "DynamicHeadSession | DynamicModelSession":
         """Go to work on a batch."""
-        drawn = params.temperature > 0 and self.draft_temperature != 0
+        drawn = not params.all_greedy and self.draft_temperature != 0
         costs = self.costs
         if costs is None:
             scheme = DEFAULT_SCHEME if drawn else "top"
             costs = measured_costs(target, self.model, self.topology.nodes, scheme) if self.topology.adaptive else _NOMINAL
         kind: Any = DynamicHeadSession if isinstance(self.model, FeatureHead) else DynamicModelSession
-        session: DynamicHeadSession | DynamicModelSession = kind(self, costs, batch_size, params, target.vocab_size)
+        session: DynamicHeadSession | DynamicModelSession = kind(self, costs, params, target.vocab_size)
         return session
 
-    def growth(self, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int, lead: int) -> PathGrowth:
+    def growth(self, costs: Costs, params: RowParams, vocab_size: int, lead: int) -> PathGrowth:
         """Return what grows the trees of a batch."""
         return PathGrowth(
             self.topology,
             costs,
             params,
             self.draft_temperature,
-            batch_size,
+            len(params),
             vocab_size,
             self.model.vocabulary,
             self.model.device,
@@ -111,10 +109,11 @@ class DynamicSession(DraftSession):
 class DynamicHeadSession(DynamicSession, HeadTreeSession):  # type: ignore[misc]  # `_growth` is of another kind
     """A feature head's memory of one batch, as for static trees; entries of rounds without drafts wait to be read."""
 
-    def __init__(self, drafter: Dynamic, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, drafter: Dynamic, costs: Costs, params: RowParams, vocab_size: int) -> None:
+        batch_size = len(params)
         head = drafter.model
         assert isinstance(head, FeatureHead)
-        self._adopt(drafter.growth(costs, batch_size, params, vocab_size, lead=0))
+        self._adopt(drafter.growth(costs, params, vocab_size, lead=0))
         self._head = head
         self._places = self._growth.places + self.depth + 1 + LONGEST_REST
         self._context = head.start(batch_size, self._places)
@@ -204,10 +203,11 @@ class DynamicHeadSession(DynamicSession, HeadTreeSession):  # type: ignore[misc]
 class DynamicModelSession(DynamicSession, ModelTreeSession):  # type: ignore[misc]  # as above
     """A draft model's memory of one batch, as for static trees; after rounds without drafts it catches up."""
 
-    def __init__(self, drafter: Dynamic, costs: Costs, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, drafter: Dynamic, costs: Costs, params: RowParams, vocab_size: int) -> None:
+        batch_size = len(params)
         model = drafter.model
         assert isinstance(model, LanguageModel)
-        self._adopt(drafter.growth(costs, batch_size, params, vocab_size, lead=1))
+        self._adopt(drafter.growth(costs, params, vocab_size, lead=1))
         self._model = model
         self._memory = Memory(model, batch_size, behind=2, places=self._growth.places)
         self._lone_B1: Tensor | None = None

@@ -18,7 +18,7 @@ from polydraft.drafters.trie import TokenTrie, as_draft_tree, rounded
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
 from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory, Match
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams
 from polydraft.schemes import Naive, Scheme
 from polydraft.trees import DraftTree
 from polydraft.walks import AUTO, FlatBlocksWalk, NodeWalk, Verdict, Walk
@@ -51,9 +51,9 @@ class GramTree(Drafter):
         self.caches, self.options = tuple(caches), options
         self.lossless = not options.flat_blocks  # type: ignore[misc]
 
-    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> "GramTreeSession":
+    def start(self, params: RowParams, target: LanguageModel) -> "GramTreeSession":
         """Go to work on a batch."""
-        return GramTreeSession(self, batch_size, target)
+        return GramTreeSession(self, len(params), target)
 
     def resolve_walk(self, wish: str, scheme: Scheme) -> Walk:
         """Walk node by node; or as the paper words it, if that was asked for."""

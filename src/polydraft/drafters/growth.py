@@ -11,12 +11,14 @@ from polydraft.decision import Decision
 from polydraft.drafters.columns import Columns
 from polydraft.drafters.plan import LevelPlan, plan_passes
 from polydraft.errors import UsageError
-from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
+from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, Warper
 from polydraft.schemes import SCHEMES
 from polydraft.trees import DraftTree, SlicedMask, Topology
 
 DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
 """What ``"auto"`` means, and what it means for nodes of more children than that takes."""
+
+_TOP = SCHEMES.get("top")()
 
 
 def check_tree(topology: Topology, scheme: str, vocab_size: int) -> None:
@@ -48,7 +50,7 @@ class Growth:
     topology : Topology
     scheme : str
         A registered scheme, or ``"auto"``; where the draft temperature is 0 it is `top`, the limit of them all.
-    params : SamplingParams
+    params : RowParams
         The target's.
     draft_temperature : float, optional
         Temperature of the draft's laws, the target's otherwise.
@@ -67,7 +69,7 @@ class Growth:
         self,
         topology: Topology,
         scheme: str,
-        params: SamplingParams,
+        params: RowParams,
         draft_temperature: float | None,
         vocab_size: int,
         vocabulary: PartialVocabulary | None,
@@ -75,14 +77,20 @@ class Growth:
         lead: int,
         decision: Decision | None = None,
     ) -> None:
-        temperature = params.temperature if draft_temperature is None else draft_temperature
-        name = "top" if temperature == 0 else _automatic(topology) if scheme == "auto" else scheme
+        own = (
+            params
+            if draft_temperature is None
+            else params.map(lambda row: dataclasses.replace(row, temperature=draft_temperature))
+        )
+        name = "top" if own.all_greedy else _automatic(topology) if scheme == "auto" else scheme
         self.scheme = SCHEMES.get(name)()
         self._compiled = False
         self.topology = topology
-        self._params = dataclasses.replace(params, temperature=temperature)
+        self._params = own
+        self._greedy_B = torch.tensor(own.greedy, device=device) if own.mixed else None
+        """Rows whose candidates are the likeliest tokens, where others' are drawn."""
         self._vocab_size, self._device = vocab_size, device
-        self._columns = Columns(vocabulary, vocab_size, params)
+        self._columns = Columns(vocabulary, vocab_size)
         self._vocabulary = self._columns.vocabulary
         self._plan = plan_passes(topology, device, lead)
         self.levels = self._plan.levels
@@ -101,7 +109,9 @@ class Growth:
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of the certain texts, as penalties need them."""
         if self._warper is None:
-            self._warper = Warper(self._params, self._vocab_size, texts, self._device, of_draft=True)
+            self._warper = Warper(
+                self._params, self._vocab_size, texts, self._device, of_draft=True, vocabulary=self._vocabulary
+            )
         else:
             self._warper.restart(texts)
 
@@ -140,9 +150,13 @@ class Growth:
 
     def _draw(self, law_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         if not self._compiled or self.scheme.needs_order_only:
-            return self.scheme.draw(law_RV, uniforms_RK)
-        children_RK: Tensor = compiled(type(self.scheme).draw)(self.scheme, law_RV, uniforms_RK)
-        return children_RK
+            children_RK = self.scheme.draw(law_RV, uniforms_RK)
+        else:
+            children_RK = compiled(type(self.scheme).draw)(self.scheme, law_RV, uniforms_RK)
+        if self._greedy_B is None:
+            return children_RK
+        greedy_R1 = self._greedy_B.repeat_interleave(len(law_RV) // len(self._greedy_B))[:, None]
+        return torch.where(greedy_R1, _TOP.draw(law_RV, uniforms_RK), children_RK)
 
     def _plant(self, tokens_BN: Tensor, nodes: Tensor | slice, columns_BX: Tensor) -> None:
         """Put drawn columns of the draft's laws into their nodes, as tokens."""

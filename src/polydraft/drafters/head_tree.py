@@ -12,7 +12,7 @@ from polydraft.errors import UsageError
 from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.models.language_model import assign
 from polydraft.models.memory import common_prefix
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams
 from polydraft.trees import DraftTree, Topology, causal_block
 from polydraft.walks import Verdict
 
@@ -42,9 +42,9 @@ class HeadTree(Drafter):
         self.scheme, self.draft_temperature, self.decision = scheme, draft_temperature, decision
         check_tree(topology, scheme, model.num_columns)
 
-    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> "HeadTreeSession":
+    def start(self, params: RowParams, target: LanguageModel) -> "HeadTreeSession":
         """Go to work on a batch."""
-        return HeadTreeSession(self, batch_size, params, target.vocab_size)
+        return HeadTreeSession(self, params, target.vocab_size)
 
 
 class HeadTreeSession(DraftSession):
@@ -61,7 +61,8 @@ class HeadTreeSession(DraftSession):
     needs_outcome = False
     follows_any_path = True
 
-    def __init__(self, drafter: HeadTree, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, drafter: HeadTree, params: RowParams, vocab_size: int) -> None:
+        batch_size = len(params)
         head, topology = drafter.model, drafter.topology
         self._growth = Growth(
             topology,

@@ -11,7 +11,7 @@ from polydraft.drafters.growth import Growth, check_tree
 from polydraft.drafters.plan import StaticBlock
 from polydraft.errors import UsageError
 from polydraft.models import Context, LanguageModel, Memory
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams
 from polydraft.trees import Block, DraftTree, Topology
 from polydraft.walks import Verdict
 
@@ -46,9 +46,9 @@ class ModelTree(Drafter):
         self.scheme, self.draft_temperature, self.decision = scheme, draft_temperature, decision
         check_tree(topology, scheme, model.num_columns)
 
-    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> "ModelTreeSession":
+    def start(self, params: RowParams, target: LanguageModel) -> "ModelTreeSession":
         """Go to work on a batch."""
-        return ModelTreeSession(self, batch_size, params, target.vocab_size)
+        return ModelTreeSession(self, params, target.vocab_size)
 
 
 class ModelTreeSession(DraftSession):
@@ -62,7 +62,8 @@ class ModelTreeSession(DraftSession):
     recordable = True
     needs_outcome = False
 
-    def __init__(self, drafter: ModelTree, batch_size: int, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, drafter: ModelTree, params: RowParams, vocab_size: int) -> None:
+        batch_size = len(params)
         model, topology = drafter.model, drafter.topology
         self._growth = Growth(
             topology,

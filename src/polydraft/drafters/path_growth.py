@@ -8,6 +8,7 @@ References
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from polydraft.drafters.columns import Columns
 from polydraft.drafters.drawn_children import drawn_children, fixed_shares, gains, room_of_levels
 from polydraft.drafters.growth import DEFAULT_SCHEME
 from polydraft.drafters.policy import Allotment, Plan, RowPolicy
-from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
+from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, SamplingParams, Warper
 from polydraft.schemes import SCHEMES
 from polydraft.schemes.arithmetic import largest
 from polydraft.schemes.arrays import Array, as_tensor, library, looks, put, ranks, small, top, total
@@ -50,7 +51,7 @@ class PathGrowth:
     ----------
     shape : DynamicShape
     costs : Costs
-    params : SamplingParams
+    params : RowParams
         The target's.
     draft_temperature : float, optional
         Temperature of the laws that rank candidates; the target's otherwise, 1 where that is 0.
@@ -68,7 +69,7 @@ class PathGrowth:
         self,
         shape: DynamicShape,
         costs: Costs,
-        params: SamplingParams,
+        params: RowParams,
         draft_temperature: float | None,
         batch_size: int,
         vocab_size: int,
@@ -78,18 +79,18 @@ class PathGrowth:
         decision: Decision | None = None,
     ) -> None:
         self.shape = shape
-        self._drawn = params.temperature > 0 and draft_temperature != 0
+        self._drawn = not params.all_greedy and draft_temperature != 0
+        self._greedy_B = small(torch.tensor(params.greedy, device=device)) if self._drawn and params.mixed else None
+        """Rows whose candidates are the likeliest tokens, where others' are drawn."""
         self.scheme = SCHEMES.get(DEFAULT_SCHEME if self._drawn else "top")()
         limits = [limit for limit in (self.scheme.max_children, vocab_size) if limit is not None]
         self._widths = room_of_levels(shape, min(limits)) if self._drawn else ()
         self._shares = fixed_shares(shape, self._widths)
         self.num_uniforms = sum(level.total for level in self._widths)
         """Random numbers a row that `grow` uses."""
-        temperature = draft_temperature or params.temperature or _GREEDY_DRAFT_TEMPERATURE
-        truncation: Any = {} if params.temperature > 0 else {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        self._params = dataclasses.replace(params, temperature=temperature, **truncation)
+        self._params = params.map(partial(_ranking_params, draft_temperature))
         self._vocab_size, self._device, self._lead = vocab_size, device, lead
-        self._columns = Columns(vocabulary, vocab_size, params)
+        self._columns = Columns(vocabulary, vocab_size)
         self._vocabulary = self._columns.vocabulary
         self.policy = RowPolicy(costs, batch_size, shape.nodes, device, shape.adaptive)
         self._decision = decision
@@ -111,7 +112,7 @@ class PathGrowth:
 
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of the certain texts, as penalties need them."""
-        self._warper = Warper(self._params, self._vocab_size, texts, self._device, of_draft=True)
+        self._warper = Warper(self._params, self._vocab_size, texts, self._device, of_draft=True, vocabulary=self._vocabulary)
         self.policy.begin()
         self.resting = False
 
@@ -269,7 +270,7 @@ class PathGrowth:
             gain_BWK = gains(ranked[0], library(scores_BW).exp(scores_BW))
             allotment = self.policy.allot(gain_BWK, nodes_B, self._shares[depth], least=int(depth == 0))
             own_BU = uniforms_BU[:, used : used + scores_BW.shape[1] * most]
-            level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU)
+            level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, self._greedy_B)
             self._laws.append(probs_BWV)
         else:
             level = best_children(scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)
@@ -277,6 +278,13 @@ class PathGrowth:
             return level, allotment
         tokens_BX = small(self._vocabulary.tokens(as_tensor(level.tokens_BX)))
         return dataclasses.replace(level, tokens_BX=tokens_BX), allotment
+
+
+def _ranking_params(draft_temperature: float | None, params: SamplingParams) -> SamplingParams:
+    """Return a row's parameters for ranking candidates."""
+    temperature = draft_temperature or params.temperature or _GREEDY_DRAFT_TEMPERATURE
+    truncation: Any = {} if params.temperature > 0 else {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return dataclasses.replace(params, temperature=temperature, **truncation)
 
 
 def _picked(values_BWX: Array, index_BW: Array) -> Array:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from polydraft.drafters.drafter import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.models import LanguageModel
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams
 from polydraft.schemes import Naive
 from polydraft.trees import DraftTree, Topology
 from polydraft.walks import Verdict
@@ -18,7 +18,7 @@ class Plain(Drafter):
 
     name = "none"
 
-    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> "PlainSession":
+    def start(self, params: RowParams, target: LanguageModel) -> "PlainSession":
         """Go to work; there is nothing to prepare."""
         return PlainSession()
 

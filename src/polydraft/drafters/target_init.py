@@ -16,7 +16,7 @@ from polydraft.drafters.head_tree import HeadTree
 from polydraft.drafters.model_tree import ModelTree
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.sampling import SamplingParams, draw_distinct
+from polydraft.sampling import RowParams, draw_distinct
 from polydraft.trees import DraftTree, Topology
 from polydraft.walks import Verdict
 from polydraft.walks.longest import LongestVerdict, LongestWalk
@@ -54,13 +54,15 @@ class TargetInit(Drafter):
         self.model = model
         self.topology = Topology.fork(len(topology.children[0]), topology.depth + 1)
 
-    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> "TargetInitSession":
+    def start(self, params: RowParams, target: LanguageModel) -> "TargetInitSession":
         """Go to work on a batch."""
         inner: Any
         if isinstance(self.model, FeatureHead):
-            inner = HeadTree(self.model, self.topology, "rrs-wor").start(batch_size, params, target)
+            inner = HeadTree(self.model, self.topology, "rrs-wor").start(params, target)
         else:
-            inner = ModelTree(self.model, self.topology, "rrs-wor").start(batch_size, params, target)
+            inner = ModelTree(self.model, self.topology, "rrs-wor").start(params, target)
+        if params.mixed:
+            raise UsageError("--lossy target-init cannot mix rows of temperature 0 with others; decode them apart")
         return TargetInitSession(inner, len(self.topology.children[0]), params)
 
 
@@ -71,8 +73,8 @@ class TargetInitSession(DraftSession):
     first level is the draft's.
     """
 
-    def __init__(self, inner: Any, width: int, params: SamplingParams) -> None:
-        self._inner, self._width, self._greedy = inner, width, params.temperature == 0
+    def __init__(self, inner: Any, width: int, params: RowParams) -> None:
+        self._inner, self._width, self._greedy = inner, width, params.all_greedy
         self.scheme, self.num_nodes, self.depth = inner.scheme, inner.num_nodes, inner.depth
         self.num_uniforms = inner.num_uniforms + width
         self.reads_features = inner.reads_features  # type: ignore[misc]

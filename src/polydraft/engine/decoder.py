@@ -17,7 +17,7 @@ from polydraft.engine.text import TextAssembler
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams
 from polydraft.walks import AUTO, WALKS
 
 Prompt = str | Sequence[int]
@@ -120,13 +120,13 @@ class Decoder:
         ----------
         prompts : str, token ids, or a list of either
             A list gives a list of results, generated as one batch.
-        sampling : SamplingParams, optional
-            Temperature 1 without truncation if not given.
-        max_new_tokens : int, default 128
+        sampling : SamplingParams or one for each prompt, optional
+            Temperature 1 without truncation if not given. A batch may mix all of them, temperature 0 too.
+        max_new_tokens : int or one for each prompt, default 128
             Exact upper limit for each text.
         seed : int or one for each prompt, optional
             Same seed, same text; drawn at random, and reported in `settings`, if not given.
-        stop : str or list of str, optional
+        stop : str or list of str, or one list for each prompt, optional
             Strings that end a text.
         chat : bool, default False
             Put text prompts into the tokenizer's chat template first.
@@ -155,16 +155,18 @@ class Decoder:
             An iterator of `TokenEvent`; its `results()` are complete once it is exhausted.
         """
         request = Request.from_options(options)
-        assembler = self.assembler(request.stop_strings)
-        if request.params.top_k > self.target.vocab_size:
-            raise UsageError(
-                f"top_k={request.params.top_k} is larger than the vocabulary; allowed: 0 (keep all) to {self.target.vocab_size}"
-            )
         texts = [self.encode(prompt, request.chat) for prompt in rows_of(prompts)[0]]
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
+        params = request.row_params(len(texts))
+        for row in params:
+            if row.top_k > self.target.vocab_size:
+                allowed = f"0 (keep all) to {self.target.vocab_size}"
+                raise UsageError(f"top_k={row.top_k} is larger than the vocabulary; allowed: {allowed}")
+        assemblers = [self.assembler(strings) for strings in request.row_stops(len(texts))]
+        limits = request.row_limits(len(texts))
         generators = request.generators(len(texts))
         with self._turn if request.keep else nullcontext():
-            workspace = self._lend(len(texts), request.params, request.keep)
+            workspace = self._lend(params, request.keep)
             scheme = workspace.session.scheme
             walk = workspace.session.own_walk or self.drafter.resolve_walk(self.walk, scheme)
             run = Run(
@@ -174,7 +176,7 @@ class Decoder:
                 walk=walk,
                 prompts=texts,
                 generators=generators,
-                max_new_tokens=request.max_new_tokens,
+                max_new_tokens=limits,
                 eos_token_ids=frozenset(self.eos_token_ids),
                 keep=request.keep,
             )
@@ -185,7 +187,7 @@ class Decoder:
             "scheme": scheme.name if workspace.session.depth else None,
             "walk": walk.name if workspace.session.depth else None,
         }
-        return Stream(run, [assembler.fork() for _ in texts], settings, request.cancel)
+        return Stream(run, assemblers, settings, request.cancel)
 
     def assembler(self, stop: Sequence[str]) -> TextAssembler:
         """Return what turns new tokens into text, which ends before the first of these strings."""
@@ -214,16 +216,16 @@ class Decoder:
         _check_text(text)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _lend(self, batch_size: int, params: SamplingParams, keep: bool) -> Workspace:
+    def _lend(self, params: RowParams, keep: bool) -> Workspace:
         """Return memories for a batch that nobody else is given until they are put back: kept or spare ones, else new ones."""
         with self._lending:
-            if keep and self._kept is not None and self._fits(self._kept, batch_size, params):
+            if keep and self._kept is not None and self._fits(self._kept, params):
                 return self._kept[1]
             for found in self._spare:
-                if self._fits(found, batch_size, params) and found[1].ownership.idle:
+                if self._fits(found, params) and found[1].ownership.idle:
                     self._spare.remove(found)
                     return found[1]
-        return Workspace(self.target, self.drafter, batch_size, params, self.graphs, self.compiled, self.ahead)
+        return Workspace(self.target, self.drafter, params, self.graphs, self.compiled, self.ahead)
 
     def _put_back(self, workspace: Workspace, keep: bool) -> None:
         """Let later calls find memories that a run has taken."""
@@ -233,9 +235,9 @@ class Decoder:
             elif workspace.records:
                 self._spare.append((self.drafter, workspace))
 
-    def _fits(self, found: tuple[Drafter, Workspace], batch_size: int, params: SamplingParams) -> bool:
+    def _fits(self, found: tuple[Drafter, Workspace], params: RowParams) -> bool:
         drafter, workspace = found
-        return drafter is self.drafter and workspace.params == params and workspace.batch_size == batch_size
+        return drafter is self.drafter and workspace.params == params
 
 
 def _check_text(text: str) -> None:

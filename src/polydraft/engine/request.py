@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 
 from polydraft.errors import UsageError, shown, unknown_name
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
 
 _MOST_TOKENS = 10**9
@@ -20,10 +20,10 @@ _MOST_TOKENS = 10**9
 class Options(TypedDict, total=False):
     """Keyword arguments of `Decoder.generate` and `Decoder.stream`, which describe them."""
 
-    sampling: SamplingParams | None
-    max_new_tokens: int
+    sampling: SamplingParams | Sequence[SamplingParams] | None
+    max_new_tokens: int | Sequence[int]
     seed: int | Sequence[int] | None
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | Sequence[Sequence[str]]
     chat: bool
     cancel: threading.Event | None
     keep: bool
@@ -33,10 +33,10 @@ class Options(TypedDict, total=False):
 class Request:
     """The same, checked and with defaults."""
 
-    sampling: SamplingParams | None = None
-    max_new_tokens: int = 128
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    max_new_tokens: int | Sequence[int] = 128
     seed: int | Sequence[int] | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | Sequence[Sequence[str]] = ()
     chat: bool = False
     cancel: threading.Event | None = None
     keep: bool = False
@@ -55,52 +55,81 @@ class Request:
     def __post_init__(self) -> None:
         if self.seed is None:  # drawn once, so that it can be reported
             object.__setattr__(self, "seed", secrets.randbits(31))
-        count: Any = self.max_new_tokens
-        if isinstance(count, bool) or not isinstance(count, Integral) or not 1 <= int(count) <= _MOST_TOKENS:
+        limits = _listed(self.max_new_tokens)
+        if not all(_is_whole(limit) and 1 <= int(limit) <= _MOST_TOKENS for limit in limits):
             allowed = f"whole numbers from 1 to {_MOST_TOKENS}"
-            raise UsageError(f"max_new_tokens={shown(count)} is out of range; allowed: {allowed}")
-        object.__setattr__(self, "max_new_tokens", int(count))
-        seeds: Any = self.seed
-        seeds = seeds.tolist() if hasattr(seeds, "tolist") else seeds  # of numpy and torch
-        whole = isinstance(seeds, Integral)
-        if not whole and not (
-            isinstance(seeds, Sequence) and not isinstance(seeds, bytes) and all(isinstance(seed, Integral) for seed in seeds)
-        ):
+            raise UsageError(f"max_new_tokens={shown(self.max_new_tokens)} is out of range; allowed: {allowed}")
+        whole = _is_whole(self.max_new_tokens)
+        object.__setattr__(self, "max_new_tokens", int(limits[0]) if whole else [int(limit) for limit in limits])
+        seeds = _listed(self.seed)
+        if not all(_is_whole(seed) or isinstance(seed, bool) for seed in seeds):
             raise UsageError(f"seed={shown(self.seed)} is not a whole number; allowed: one, or one for each prompt")
-        object.__setattr__(self, "seed", int(seeds) if whole else [int(seed) for seed in seeds])
-        sampling: Any = self.sampling
-        if sampling is not None and not isinstance(sampling, SamplingParams):
-            allowed = "SamplingParams(...), such as SamplingParams(temperature=0.7)"
-            raise UsageError(f"sampling={shown(sampling)} of type {type(sampling).__name__}; allowed: {allowed}")
+        object.__setattr__(self, "seed", int(seeds[0]) if isinstance(self.seed, Integral) else [int(seed) for seed in seeds])
+        for sampling in () if self.sampling is None else _listed(self.sampling):
+            if not isinstance(sampling, SamplingParams):
+                allowed = "SamplingParams(...), such as SamplingParams(temperature=0.7), or one for each prompt"
+                raise UsageError(f"sampling={shown(self.sampling)} of type {type(sampling).__name__}; allowed: {allowed}")
         if self.cancel is not None and not callable(getattr(self.cancel, "is_set", None)):
             raise UsageError(f"cancel={shown(self.cancel)}; allowed: a threading.Event, which you set to stop")
         for name in ("chat", "keep"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={shown(getattr(self, name))}; allowed: True, False")
-        stop: Any = self.stop
-        if not isinstance(stop, str | Sequence) or not all(isinstance(string, str) for string in stop):
-            raise UsageError(f"stop={shown(self.stop)} is not text; allowed: a string, or a list of strings")
+        if not all(_is_text(stop) for stop in _listed(self.stop)):
+            raise UsageError(
+                f"stop={shown(self.stop)} is not text; allowed: a string, a list of strings, or such a list for each prompt"
+            )
 
-    @property
-    def params(self) -> SamplingParams:
-        """Sampling parameters, the default ones if none were given."""
-        return self.sampling or SamplingParams()
+    def row_params(self, rows: int) -> RowParams:
+        """Return the sampling parameters of each row, the default ones where none were given."""
+        return RowParams(tuple(_spread("sampling", SamplingParams() if self.sampling is None else self.sampling, rows)))
 
-    @property
-    def stop_strings(self) -> list[str]:
-        """Stop strings as a list, empty ones left out."""
-        strings = [self.stop] if isinstance(self.stop, str) else self.stop
-        return [string for string in strings if string]
+    def row_limits(self, rows: int) -> list[int]:
+        """Return the most new tokens of each row."""
+        return _spread("max_new_tokens", self.max_new_tokens, rows)
+
+    def row_stops(self, rows: int) -> list[list[str]]:
+        """Return the stop strings of each row, empty ones left out."""
+        stop: Any = [self.stop] if isinstance(self.stop, str) else list(self.stop)
+        if any(not isinstance(strings, str) for strings in stop):
+            stop = [[strings] if isinstance(strings, str) else strings for strings in _spread("stop", stop, rows)]
+        else:
+            stop = [stop] * rows
+        return [[string for string in strings if string] for strings in stop]
 
     def seeds(self, rows: int) -> list[int]:
         """Return the seed of each row; rows that share a given one get seeds of their own."""
         assert self.seed is not None
         if isinstance(self.seed, int):
             return [row_seed(self.seed, row) for row in range(rows)]
-        if len(self.seed) != rows:
-            raise UsageError(f"{len(self.seed)} seeds for {rows} prompts; give one seed, or one for each prompt")
-        return [int(seed) for seed in self.seed]
+        return _spread("seed", self.seed, rows)
 
     def generators(self, rows: int) -> list[torch.Generator]:
-        """Return one generator a row."""
+        """Return one generator per row."""
         return [row_generator(seed) for seed in self.seeds(rows)]
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return what was given for each prompt, or for all of them, as a list."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+
+
+def _spread(name: str, value: Any, rows: int) -> list[Any]:
+    """Give every row its own value, or all of them the one."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * rows
+    if len(value) != rows:
+        what = {"seed": "seeds", "sampling": "sampling parameters", "stop": "lists of stop strings"}.get(
+            name, f"values of {name}"
+        )
+        raise UsageError(f"{len(value)} {what} for {rows} prompts; give one for all, or one for each prompt")
+    return list(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether this is a stop string, or a list of them."""
+    return isinstance(value, str) or (isinstance(value, Sequence) and all(isinstance(string, str) for string in value))

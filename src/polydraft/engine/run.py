@@ -52,7 +52,7 @@ class Run:
         walk: Walk,
         prompts: Sequence[Sequence[int]],
         generators: Sequence[torch.Generator],
-        max_new_tokens: int,
+        max_new_tokens: Sequence[int],
         eos_token_ids: frozenset[int],
         keep: bool = False,
     ) -> None:
@@ -64,7 +64,9 @@ class Run:
         self._started = time.perf_counter()
         self._prompt_lengths = [len(prompt) for prompt in prompts]
         self._eos, self._device = eos_token_ids, target.device
-        self._ends = [_end(len(prompt), max_new_tokens, target.max_positions) for prompt in prompts]
+        self._ends = [
+            _end(len(prompt), limit, target.max_positions) for prompt, limit in zip(prompts, max_new_tokens, strict=True)
+        ]
         self._longest = max(end for end, _ in self._ends)
         self._noise = Noise(generators, self._device)
         self._session = workspace.session

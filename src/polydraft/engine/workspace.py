@@ -16,9 +16,10 @@ from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.models.language_model import assign
-from polydraft.sampling import SamplingParams, Warper
+from polydraft.sampling import RowParams, Warper
 from polydraft.trees import DraftTree
 from polydraft.walks import TargetLaws, Walk
+from polydraft.walks.greedy import greedy_verdict
 
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
@@ -35,8 +36,8 @@ class Workspace:
     ----------
     target : LanguageModel
     drafter : Drafter
-    batch_size : int
-    params : SamplingParams
+    params : RowParams
+        One `SamplingParams` per row.
     graphs : bool
         Record rounds where the device can.
     compiled : bool
@@ -49,14 +50,14 @@ class Workspace:
         self,
         target: LanguageModel,
         drafter: Drafter,
-        batch_size: int,
-        params: SamplingParams,
+        params: RowParams,
         graphs: bool = True,
         compiled: bool = False,
         ahead: bool = True,
     ) -> None:
-        self.target, self.batch_size, self.params = target, batch_size, params
-        self.session = drafter.start(batch_size, params, target)
+        self.target, self.params = target, params
+        self.session = drafter.start(params, target)
+        batch_size = len(params)
         self.memory = Memory(target, batch_size, behind=1, places=self.session.num_nodes)
         self.ownership = Ownership()
         """Whose texts are in the memories."""
@@ -64,6 +65,8 @@ class Workspace:
         self.tail_B2 = torch.zeros(batch_size, 2, dtype=torch.long, device=target.device)
         """The last two tokens of each text; the second is pending."""
         self.active_B = torch.ones(batch_size, dtype=torch.bool, device=target.device)
+        self._greedy_B = torch.tensor(params.greedy, device=target.device) if params.mixed else None
+        """Rows that take the likeliest token, where others draw."""
         self._ahead = ahead
         self._compiled = compiled and graphs and target.device.type == "cuda"
         if self._compiled and self.session.recordable:
@@ -159,7 +162,10 @@ class Workspace:
         with stats.clock("verify"):
             target_law = self._target_law(features_BNF[:, : features_BNF.shape[1] - draft.riders])
             run = partial(compiled_form(type(walk).run), walk) if self._compiled else walk.run
-            verdict = run(session.scheme, draft.without_riders(), target_law, uniforms_BU[:, session.num_uniforms :])
+            candidates = draft.without_riders()
+            verdict = run(session.scheme, candidates, target_law, uniforms_BU[:, session.num_uniforms :])
+            if self._greedy_B is not None:
+                verdict = greedy_verdict(candidates, target_law).where(self._greedy_B, verdict)
         with stats.clock("commit"):
             keep_B = torch.where(self.active_B, verdict.accepted_B + 1, 0)
             self.memory.context.commit(verdict.path_BD, keep_B)
@@ -209,7 +215,7 @@ class Workspace:
         lasting = self.target.graph_obstacle
         if not (self.session.recordable or self.session.drafts_on_host):
             lasting = self.session.obstacle() or "the drafter works on the host"
-        elif self.params.processors:
+        elif self.params.has_processors:
             lasting = "logits processors work on the host"
         if lasting:
             tell_obstacle(self.target, lasting)

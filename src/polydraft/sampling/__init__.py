@@ -3,6 +3,7 @@
 from polydraft.sampling.categorical import NO_TOKEN, draw_distinct, draw_independent, draw_one
 from polydraft.sampling.noise import Noise
 from polydraft.sampling.params import SamplingParams, check_draft_temperature
+from polydraft.sampling.rows import RowParams
 from polydraft.sampling.vocabulary import PartialVocabulary
 from polydraft.sampling.warper import Warper
 
@@ -10,6 +11,7 @@ __all__ = [
     "NO_TOKEN",
     "Noise",
     "PartialVocabulary",
+    "RowParams",
     "SamplingParams",
     "Warper",
     "check_draft_temperature",

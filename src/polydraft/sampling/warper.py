@@ -1,5 +1,6 @@
 """Logits to probabilities, in the order of Hugging Face `generate`."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -8,53 +9,74 @@ from torch import Tensor
 from polydraft.errors import UsageError
 from polydraft.sampling.categorical import NO_TOKEN
 from polydraft.sampling.params import SamplingParams
+from polydraft.sampling.rows import RowParams
+from polydraft.sampling.vocabulary import PartialVocabulary
 
 _TOP_P_CANDIDATES = 2048
 _RANKED_NATS = 60.0
 
 
 class Warper:
-    """Turn logits into the sampling law of `params`, for nodes anywhere in a tree.
+    """Turn logits into the sampling distribution of each row's parameters, for nodes anywhere in a tree.
 
-    It remembers the certain text of each row (prompt and emitted tokens) as far as `params` needs it. What lies
+    It remembers the certain text of each row (prompt and emitted tokens) as far as the parameters need it. What lies
     between the certain text and a node, the tokens of the node's own ancestors, comes as `paths_BGP`.
 
     Parameters
     ----------
-    params : SamplingParams
+    params : RowParams, SamplingParams, or one SamplingParams per row
     vocab_size : int
-    prompts : sequence of token-id lists, one a row
+    prompts : sequence of token-id lists, one per row
     device : torch.device
     of_draft : bool
-        A draft may know none of the tokens that are left, where a target cannot: its law is then zero everywhere.
+        A draft may know none of the tokens that are left, where a target cannot: its distribution is then zero everywhere.
+    vocabulary : PartialVocabulary, optional
+        What the columns of the logits mean, where they are not all tokens.
     """
 
     def __init__(
         self,
-        params: SamplingParams,
+        params: RowParams | SamplingParams | Sequence[SamplingParams],
         vocab_size: int,
         prompts: Sequence[Sequence[int]],
         device: torch.device,
         of_draft: bool = False,
+        vocabulary: PartialVocabulary | None = None,
     ) -> None:
-        self.params = params
-        self._device = device
-        self._bias_V = _bias(params, vocab_size, device)
-        self._may_be_empty = of_draft and bool(params.processors or -torch.inf in params.logit_bias.values())
+        # Without a prompt the rows share one text that nobody asks about.
+        self.params = params = RowParams.of(params, max(len(prompts), 1))
+        self._device, self._vocabulary = device, vocabulary
+        self._bias_B1V = _bias(params, vocab_size, device)
+        if self._bias_B1V is not None and vocabulary is not None:
+            self._bias_B1V = self._bias_B1V.index_select(-1, vocabulary.tokens_D)
+        bans = any(-torch.inf in row.logit_bias.values() for row in params)
+        self._may_be_empty = of_draft and (params.has_processors or bans)
+        self._greedy_B11 = torch.tensor(params.greedy, device=device)[:, None, None] if params.mixed else None
+        # Rows that take the likeliest token have their distribution computed like all others, and not used.
+        tempered = params if params.all_greedy else params.map(_as_if_drawn)
+        self._temperature_B11 = tempered.column("temperature", device)
+        self._top_k_B11 = tempered.column("top_k", device, off=vocab_size)
+        self._most_kept = 0 if self._top_k_B11 is None else int(self._top_k_B11.max())
+        self._top_p_B11 = tempered.column("top_p", device, off=torch.inf)
+        self._cut_rows = [row for row, own in enumerate(tempered) if own.top_p < 1]
+        self._min_p_B11 = tempered.column("min_p", device)
+        self._repetition_B11 = params.column("repetition_penalty", device)
+        self._presence_B11 = params.column("presence_penalty", device)
+        self._frequency_B11 = params.column("frequency_penalty", device)
         self._history: list[list[int]] = []
         self._seen_BV: Tensor | None = None
         self._counts_BV: Tensor | None = None
         self.emptied_by: str | None = None
         """Which processor has left a text of this round without any token to go on with, if one has."""
-        if params.repetition_penalty != 1:
+        if self._repetition_B11 is not None:
             self._seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
-        if params.presence_penalty or params.frequency_penalty:
+        if self._presence_B11 is not None or self._frequency_B11 is not None:
             self._counts_BV = torch.zeros(len(prompts), vocab_size, device=device)
         self.restart(prompts)
 
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Begin equally many other texts; what is on the device stays where it is."""
-        self._history = [list(prompt) for prompt in prompts] if self.params.processors else []
+        self._history = [list(prompt) for prompt in prompts] if self.params.has_processors else []
         self.emptied_by = None
         if self._seen_BV is not None:
             self._seen_BV.zero_()
@@ -80,18 +102,19 @@ class Warper:
                 self._history[row].extend(tokens)
 
     def probs(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        """Return the law at each node as float32 probabilities.
+        """Return the distribution at each node as float32 probabilities.
+
+        In mixed company a row that takes the likeliest token gets the distribution of temperature 1; see `likeliest`.
 
         Parameters
         ----------
         logits_BGV : Tensor
-            Raw logits of G nodes a row; left unchanged.
+            Raw logits of G nodes per row; left unchanged.
         paths_BGP : Tensor
             Tokens between the certain text and each node, the node's own included; `NO_TOKEN` where shorter.
         """
         scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
-        temperature = self.params.temperature
-        if temperature == 0:
+        if self.params.all_greedy:
             best_BG1 = _argmax(scores_BGV)
             # NaN counts as the largest: found here, it spreads over the row, as softmax would, for the walk to report.
             peak_BG1 = torch.where(scores_BGV.gather(-1, best_BG1).isfinite(), 0.0, torch.nan)
@@ -109,8 +132,8 @@ class Warper:
         return self._tempered(self._penalised(logits_BGV.float(), paths_BGP))
 
     def _tempered(self, scores_BGV: Tensor) -> Tensor:
-        temperature = self.params.temperature
-        return self._truncated(scores_BGV / temperature if temperature != 1 else scores_BGV)
+        temperature_B11 = self._temperature_B11
+        return self._truncated(scores_BGV if temperature_B11 is None else scores_BGV / temperature_B11)
 
     def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return the token with the largest logit at each node; `NO_TOKEN` where that is not a number.
@@ -118,13 +141,13 @@ class Warper:
         Parameters as for `probs`.
         """
         # Half precision keeps the order of its numbers, but penalties are computed in float32.
-        precise = self.params.needs_history or self._bias_V is not None
+        precise = self.params.needs_history or self._bias_B1V is not None
         scores_BGV = self._penalised(logits_BGV.float() if precise else logits_BGV, paths_BGP)
         best_BG1 = _argmax(scores_BGV)
         return best_BG1.where(scores_BGV.gather(-1, best_BG1).abs() < torch.inf, NO_TOKEN)[..., 0]
 
     def ranking(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        """Return weights that only order the tokens, likeliest largest: a law's order without its exponentials.
+        """Return weights that only order the tokens, likeliest largest: a distribution's order without its exponentials.
 
         Tokens more than `_RANKED_NATS` below the likeliest, or ruled out, weigh nothing. Parameters as for `probs`.
         """
@@ -132,56 +155,77 @@ class Warper:
         return (scores_BGV - (scores_BGV.amax(-1, keepdim=True) - _RANKED_NATS)).clamp_(min=0)
 
     def _penalised(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        params = self.params
-        if self._bias_V is not None:
-            scores_BGV = scores_BGV + self._bias_V
-        if not params.needs_history:
+        if self._bias_B1V is not None:
+            scores_BGV = scores_BGV + self._bias_B1V
+        if not self.params.needs_history:
             return scores_BGV
-        real_BGP = paths_BGP != NO_TOKEN
-        tokens_BGP = paths_BGP.clamp(min=0)
-        if self._seen_BV is not None:
-            on_path_BGV = torch.zeros_like(scores_BGV).scatter_add_(-1, tokens_BGP, real_BGP.float()) > 0
-            seen_BGV = self._seen_BV[:, None] | on_path_BGV
-            penalty = params.repetition_penalty
-            punished_BGV = torch.where(scores_BGV < 0, scores_BGV * penalty, scores_BGV / penalty)
+        columns_BGP = paths_BGP if self._vocabulary is None else self._vocabulary.columns(paths_BGP)
+        real_BGP, columns_BGP = columns_BGP != NO_TOKEN, columns_BGP.clamp(min=0)
+        if self._seen_BV is not None and self._repetition_B11 is not None:
+            on_path_BGV = torch.zeros_like(scores_BGV).scatter_add_(-1, columns_BGP, real_BGP.float()) > 0
+            seen_BGV = self._known(self._seen_BV)[:, None] | on_path_BGV
+            penalty_B11 = self._repetition_B11
+            punished_BGV = torch.where(scores_BGV < 0, scores_BGV * penalty_B11, scores_BGV / penalty_B11)
             scores_BGV = torch.where(seen_BGV, punished_BGV, scores_BGV)
         if self._counts_BV is not None:
-            counts_BGV = self._counts_BV[:, None].expand(scores_BGV.shape).clone()
-            counts_BGV.scatter_add_(-1, tokens_BGP, real_BGP.float())
-            scores_BGV = scores_BGV - params.presence_penalty * (counts_BGV > 0)
-            scores_BGV = scores_BGV - params.frequency_penalty * counts_BGV
-        if params.processors:
-            scores_BGV = self._processed(scores_BGV, paths_BGP)
-        return scores_BGV
+            counts_BGV = self._known(self._counts_BV)[:, None].expand(scores_BGV.shape).clone()
+            counts_BGV.scatter_add_(-1, columns_BGP, real_BGP.float())
+            if self._presence_B11 is not None:
+                scores_BGV = scores_BGV - self._presence_B11 * (counts_BGV > 0)
+            if self._frequency_B11 is not None:
+                scores_BGV = scores_BGV - self._frequency_B11 * counts_BGV
+        return self._processed(scores_BGV, paths_BGP) if self.params.has_processors else scores_BGV
+
+    def _known(self, table_BV: Tensor) -> Tensor:
+        """Return the columns that the logits have."""
+        return table_BV if self._vocabulary is None else table_BV.index_select(-1, self._vocabulary.tokens_D)
 
     def _processed(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Call the Hugging Face processors node by node; they want host-side shapes, so this synchronises."""
         result_BGV = scores_BGV.clone()
-        for row, paths in enumerate(paths_BGP.tolist()):
-            for node, path in enumerate(paths):
+        for row, (paths, params) in enumerate(zip(paths_BGP.tolist(), self.params, strict=True)):
+            for node, path in enumerate(paths if params.processors else []):
                 ids = self._history[row] + [token for token in path if token != NO_TOKEN]
                 input_ids = torch.tensor([ids], dtype=torch.long, device=scores_BGV.device)
                 scores_1V = scores_BGV[row, node][None].clone()
-                for processor in self.params.processors:
+                if self._vocabulary is not None:  # processors speak of all tokens
+                    scores_1V = self._vocabulary.spread(scores_1V, fill=-torch.inf)
+                for processor in params.processors:
                     was_law = _is_law(scores_1V)
                     scores_1V = processor(input_ids, scores_1V)
                     if was_law and not _is_law(scores_1V):
                         self.emptied_by = getattr(processor, "__name__", type(processor).__name__)
-                result_BGV[row, node] = scores_1V[0]
+                result_BGV[row, node] = self._known(scores_1V)[0]
         return result_BGV
 
     def _truncated(self, scores_BGV: Tensor) -> Tensor:
-        params = self.params
-        if params.top_k:
-            kept = min(params.top_k, scores_BGV.shape[-1])
-            lowest_BG1 = scores_BGV.topk(kept, dim=-1).values[..., -1:]
-            scores_BGV = scores_BGV.masked_fill(scores_BGV < lowest_BG1, -torch.inf)
-        if params.top_p < 1:
-            scores_BGV = scores_BGV.masked_fill(~_nucleus(torch.softmax(scores_BGV, -1), params.top_p), -torch.inf)
-        if params.min_p > 0:
+        if self._top_k_B11 is not None:
+            best_BGK = scores_BGV.topk(min(self._most_kept, scores_BGV.shape[-1]), dim=-1).values
+            last_BG1 = (self._top_k_B11 - 1).clamp(max=best_BGK.shape[-1] - 1).expand(*scores_BGV.shape[:2], 1)
+            scores_BGV = scores_BGV.masked_fill(scores_BGV < best_BGK.gather(-1, last_BG1), -torch.inf)
+        if self._top_p_B11 is not None:
+            scores_BGV = self._cut(scores_BGV, self._top_p_B11)
+        if self._min_p_B11 is not None:
             probs_BGV = torch.softmax(scores_BGV, -1)
-            scores_BGV = scores_BGV.masked_fill(probs_BGV < params.min_p * probs_BGV.amax(-1, keepdim=True), -torch.inf)
+            low_BGV = probs_BGV < self._min_p_B11 * probs_BGV.amax(-1, keepdim=True)
+            scores_BGV = scores_BGV.masked_fill(low_BGV, -torch.inf)
         return scores_BGV
+
+    def _cut(self, scores_BGV: Tensor, top_p_B11: Tensor) -> Tensor:
+        """Apply top-p, on a CPU to the rows alone that have it: it sorts."""
+        if scores_BGV.device.type != "cpu" or len(self._cut_rows) == len(scores_BGV):
+            return scores_BGV.masked_fill(~_nucleus(torch.softmax(scores_BGV, -1), top_p_B11), -torch.inf)
+        rows, cut_BGV = self._cut_rows, scores_BGV.clone()
+        nucleus_BGV = _nucleus(torch.softmax(scores_BGV[rows], -1), top_p_B11[rows])
+        cut_BGV[rows] = scores_BGV[rows].masked_fill(~nucleus_BGV, -torch.inf)
+        return cut_BGV
+
+
+def _as_if_drawn(params: SamplingParams) -> SamplingParams:
+    """Let a row that takes the likeliest token have a distribution that costs nothing to compute."""
+    if params.temperature > 0:
+        return params
+    return dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def _is_law(scores_1V: Tensor) -> bool:
@@ -197,8 +241,8 @@ def _argmax(scores_BGV: Tensor) -> Tensor:
     return torch.from_numpy(scores_BGV.float().numpy().argmax(-1, keepdims=True))
 
 
-def _nucleus(probs_BGV: Tensor, top_p: float) -> Tensor:
-    """Mark the smallest set of likeliest tokens whose mass reaches `top_p`.
+def _nucleus(probs_BGV: Tensor, top_p_B11: Tensor) -> Tensor:
+    """Mark the smallest set of likeliest tokens whose mass reaches `top_p_B11`.
 
     Of equals at its edge the last ones stay, as Hugging Face's do where its sort is stable: a law must not depend on what else
     is computed along with it.
@@ -206,7 +250,7 @@ def _nucleus(probs_BGV: Tensor, top_p: float) -> Tensor:
     size = probs_BGV.shape[-1]
     if probs_BGV.device.type == "cpu":  # where looking at the values is free and a full sort is not
         sorted_BGC, order_BGC = probs_BGV.topk(min(_TOP_P_CANDIDATES, size), dim=-1)
-        keep_BGC = _reaching(sorted_BGC, top_p)
+        keep_BGC = _reaching(sorted_BGC, top_p_B11)
         if sorted_BGC.shape[-1] == size or not keep_BGC[..., -1].any():
             edge_BGC = keep_BGC[..., :-1] & ~keep_BGC[..., 1:]
             if not (edge_BGC & (sorted_BGC[..., :-1] == sorted_BGC[..., 1:])).any():
@@ -219,21 +263,27 @@ def _nucleus(probs_BGV: Tensor, top_p: float) -> Tensor:
             return (probs_BGV > least_BG1) | (equal_BGV & (place_BGV > left_out_BG1))
     # Turned round, a stable sort puts the last of equals first.
     sorted_BGV, order_BGV = probs_BGV.flip(-1).sort(dim=-1, descending=True, stable=True)
-    keep_BGV = _reaching(sorted_BGV, top_p)
+    keep_BGV = _reaching(sorted_BGV, top_p_B11)
     return torch.zeros_like(keep_BGV).scatter_(-1, size - 1 - order_BGV, keep_BGV)
 
 
-def _reaching(sorted_BGC: Tensor, top_p: float) -> Tensor:
-    """Mark the first of falling probabilities, until their mass reaches `top_p`."""
+def _reaching(sorted_BGC: Tensor, top_p_B11: Tensor) -> Tensor:
+    """Mark the first of falling probabilities, until their mass reaches `top_p_B11`."""
     mass_before_BGC = sorted_BGC.double().cumsum(-1) - sorted_BGC.double()
-    keep_BGC = ~(mass_before_BGC >= top_p)  # put so that a row of NaN keeps all, for the walk to report
+    keep_BGC = ~(mass_before_BGC >= top_p_B11)  # put so that a row of NaN keeps all, for the walk to report
     keep_BGC[..., 0] = True
     return keep_BGC
 
 
-def _bias(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor | None:
-    if not params.logit_bias:
+def _bias(params: RowParams, vocab_size: int, device: torch.device) -> Tensor | None:
+    """Return what is added to the logits, `[B, 1, V]`, or `[1, 1, V]` where all rows have the same."""
+    if not any(row.logit_bias for row in params):
         return None
+    same = all(row.logit_bias == params.rows[0].logit_bias for row in params)
+    return torch.stack([_bias_row(row, vocab_size, device) for row in (params.rows[:1] if same else params)])[:, None]
+
+
+def _bias_row(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor:
     bias_V = torch.zeros(vocab_size, device=device)
     for token, value in params.logit_bias.items():
         if not 0 <= token < vocab_size:

@@ -12,7 +12,7 @@ from polydraft.decision.decision import law_inputs
 from polydraft.drafters import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.engine import Decoder
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams, SamplingParams
 from polydraft.trees import DraftTree, Topology
 from polydraft.walks import Verdict
 
@@ -64,9 +64,9 @@ class _Tracing(Drafter):
         self._make = DRAFTERS.get("head" if isinstance(parts.draft, FeatureHead) else "model")
         self._parts, self._recorder, self._traces, self._greedy = parts, recorder, traces, greedy
 
-    def start(self, batch_size: int, params: SamplingParams, target: LanguageModel) -> DraftSession:
+    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Go to work, looking over the session's shoulder."""
-        session: Any = self._make(self._parts).start(batch_size, params, target)
+        session: Any = self._make(self._parts).start(params, target)
         propose, commit = session.propose, session.commit
         trees: list[DraftTree] = []
 
@@ -76,7 +76,7 @@ class _Tracing(Drafter):
             return trees[0]
 
         def commit_noting(verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
-            self._note(trees[0], verdict, keep_B, target.head(features_BNF), params.temperature)
+            self._note(trees[0], verdict, keep_B, target.head(features_BNF), params.rows[0].temperature)
             report: Tensor | None = commit(verdict, keep_B, features_BNF)
             return report
 

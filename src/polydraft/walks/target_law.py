@@ -56,7 +56,7 @@ class TargetLaws(TreeLaws):
     """
 
     def __init__(self, features_BNF: Tensor, head: Callable[[Tensor], Tensor], warper: Warper, *, whole: bool) -> None:
-        self.greedy = warper.params.temperature == 0
+        self.greedy = warper.params.all_greedy
         self._features_BNF, self._head, self._warper = features_BNF, head, warper
         self._logits_BNV = head(features_BNF) if whole else None
 

@@ -66,6 +66,17 @@ class Verdict:
     fault_B: Tensor
     """`Fault` of each row."""
 
+    def where(self, rows_B: Tensor, other: "Verdict") -> "Verdict":
+        """Return this outcome for some rows, another one for the others."""
+        rows_B1 = rows_B[:, None]
+        return Verdict(
+            self.path_BD.where(rows_B1, other.path_BD),
+            self.accepted_B.where(rows_B, other.accepted_B),
+            self.tokens_BD.where(rows_B1, other.tokens_BD),
+            self.offered_B.where(rows_B, other.offered_B),
+            self.fault_B.where(rows_B, other.fault_B),
+        )
+
 
 class Walk(ABC):
     """Verification of a whole tree by means of a scheme; runs without looking at values on the host."""
