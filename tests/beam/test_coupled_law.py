@@ -63,7 +63,7 @@ def test_noise_that_is_too_small_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_many_runs_follow_the_law_of_beam_sampling(case: str) -> None:
-    samples = 12_000
+    samples = 7000
     value, outcomes = p_value(case, samples)
     assert value > FALSE_ALARM / len(CASES)
     assert detectable_distance(samples, outcomes - 1, FALSE_ALARM / len(CASES)) < 0.06

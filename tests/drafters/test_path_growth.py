@@ -95,5 +95,6 @@ def test_a_dear_pass_makes_small_trees() -> None:
     steep = Costs(draft_level=0.01, tree_pass=lambda nodes: 1 + 0.2 * (nodes - 1))
     small, large = (proposed(DynamicShape(nodes=32, depth=4), SamplingParams(temperature=0), costs) for costs in (steep, FLAT))
     assert small.tokens_BN.shape[1] < 8 < large.tokens_BN.shape[1]
-    for row in range(len(TEXTS)):
-        assert set() < set(paths_of(small, row)) < set(paths_of(large, row))
+    for row, text in enumerate(TEXTS):
+        paths = set(paths_of(small, row))
+        assert set() < paths < set(paths_of(large, row)) and paths == set(likeliest(text, len(paths), 4))

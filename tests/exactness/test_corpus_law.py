@@ -37,7 +37,7 @@ def test_a_law_that_is_another_shows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafter", ["corpus", "corpus+suffix", "corpus+model", "self-draft"])
+@pytest.mark.parametrize("drafter", ["corpus", "corpus+suffix", "corpus+model"])
 def test_many_texts_from_n_grams_follow_the_target_law(drafter: str, kind: str) -> None:
-    results = generated(drafter, KINDS[kind], 10_000)
-    assert law_p_value(results, text_law(KINDS[kind])) > FALSE_ALARM / 12
+    results = generated(drafter, KINDS[kind], 4000)
+    assert law_p_value(results, text_law(KINDS[kind])) > FALSE_ALARM / 9

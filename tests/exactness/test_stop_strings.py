@@ -66,6 +66,6 @@ def test_a_text_that_goes_on_after_the_string_shows() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_many_texts_with_stop_strings_follow_the_target_law(drafter: str) -> None:
-    events = stream(drafter, KINDS["penalised"], 8000)
+    events = stream(drafter, KINDS["penalised"], 4000)
     list(events)
     assert law_p_value(events.results(), text_law(KINDS["penalised"], found)) > FALSE_ALARM / len(DRAFTERS)

@@ -119,5 +119,5 @@ def test_a_processor_that_is_not_obeyed_shows(left_out) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "name"), CASES)
 def test_many_texts_follow_the_law_of_model_and_processors(way: str, name: str) -> None:
-    (texts,) = sampled(WAYS[way](), 12_000, [PROMPT], **LAWS[name])
+    (texts,) = sampled(WAYS[way](), 4000, [PROMPT], **LAWS[name])
     assert p_value(texts, name) > FALSE_ALARM / len(CASES)
