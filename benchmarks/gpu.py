@@ -30,7 +30,7 @@ from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import Loaded, load_draft
-from polydraft.sampling import PartialVocabulary, SamplingParams
+from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.theory.best_tree import largest_tree
 from polydraft.trees import Block, parse_tree
 from polydraft.walks import AUTO, resolve_walk
@@ -310,10 +310,10 @@ def round_seconds(decoder: Decoder, params: SamplingParams, length: int) -> tupl
     prompt = torch.randint(10, 30000, (length + 8,), generator=torch.Generator().manual_seed(1)).tolist()
     warm_up = decoder.stream(prompt, sampling=params, max_new_tokens=400, seed=0)
     for _ in range(80):  # so that the rounds that count, and some more, find recordings of their kind
-        warm_up._run.step()
+        warm_up._engine.step()
     warm_up.close()
     stream = decoder.stream(prompt, sampling=params, max_new_tokens=400, seed=0)
-    run, workspace = stream._run, stream._run._workspace
+    run, workspace = stream._engine, stream._engine._workspace
     for _ in range(10):
         run.step()
     start = time.perf_counter()
@@ -327,7 +327,7 @@ def round_seconds(decoder: Decoder, params: SamplingParams, length: int) -> tupl
 
 def pass_seconds(target: HFModel, nodes: int, context: int, span: int | None = None) -> float:
     """Return the time of one pass of `nodes` tokens and the output head, as a graph."""
-    workspace = Workspace(target, Plain(), 1, SamplingParams())
+    workspace = Workspace(target, Plain(), RowParams((SamplingParams(),)))
     memory = workspace.memory.context
     with torch.inference_mode():
         memory.places = 256

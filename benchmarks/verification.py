@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polydraft.drafters.growth import Growth
-from polydraft.sampling import PartialVocabulary, SamplingParams, Warper
+from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams, Warper
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, Topology, parse_tree
 from polydraft.walks import WALKS, TargetLaws, Verdict, Walk
@@ -99,8 +99,8 @@ def prepare(scheme: str, walk: str, temperature: float, options: argparse.Namesp
     device, size, topology = torch.device(options.device), options.vocabulary, parse_tree(options.tree)
     known = PartialVocabulary(torch.arange(0, size, 4, device=device), size)
     params = SamplingParams(temperature=temperature)
-    growth = Growth(topology, scheme, params, None, size, known, device, lead=0)
-    growth.begin([[0]])
+    growth = Growth(topology, scheme, RowParams((params,)), None, size, known, device, lead=0)
+    growth.begin([[0]], [0], RowParams((params,)))
     warper = Warper(params, size, [[0]], device)
     return Verification(topology, known, growth, WALKS.get(walk)(), warper, torch.Generator().manual_seed(0), device)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from polydraft.drafters import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, HeadTree, ModelTree, Plain
 from polydraft.drafters.choice import split_drafter
 from polydraft.drafters.gram_tree import gram_tree
-from polydraft.engine import Run, Stats, StopReason
+from polydraft.engine import Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
@@ -73,8 +73,8 @@ class Speculate:
 
     Notes
     -----
-    Rows are decoded together unless logits processors beyond temperature, top-k, top-p, min-p and repetition penalty
-    meet several rows or padding: those may look at padding and row numbers, so each row then runs by itself.
+    Logits processors beyond temperature, top-k, top-p, min-p and repetition penalty may look at padding and row numbers: they
+    are called for one row at a time, and see what they would see without.
     Processors must be functions of their arguments alone. `generate` keeps its `tokenizer` argument from a callable:
     instead of ``stop_strings=`` pass ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
@@ -99,7 +99,7 @@ class Speculate:
             SCHEMES.get(scheme)
         check_draft_temperature(draft_temperature)
         self.stats: tuple[Stats, ...] = ()
-        """Figures of the last call: one, or one a row where rows were decoded apart."""
+        """Figures of the last call."""
         self._target: HFModel | None = None
         self._places: list[int] = []
         self._drafter: Drafter = Plain()
@@ -133,32 +133,38 @@ class Speculate:
         max_new_tokens = stopping_criteria.max_length - input_ids.shape[1]
         _check_room(target, max(map(len, prompts)), max_new_tokens)
         params, others = _sampling_params(logits_processor, bool(generation_config.do_sample), any(paddings))
-        rows = list(range(len(prompts)))
-        apart = bool(others) and (len(rows) > 1 or any(paddings))
+        apart = bool(others) and (len(prompts) > 1 or any(paddings))
         seed = int(torch.randint(2**62, (1,))) if generation_config.do_sample else 0
         eos_criteria = [one for one in stopping_criteria if type(one) is transformers.EosTokenCriteria]
         ends = [token for one in eos_criteria for token in one.eos_token_id.flatten().tolist()]
-        lanes = []
-        for lane in [[row] for row in rows] if apart else [rows]:
-            bound = [_RowProcessor(other, paddings[lane[0]], lane[0], len(rows)) for other in others] if apart else others
-            lane_params = SamplingParams(**params, processors=tuple(bound))
-            workspace = Workspace(target, self._drafter, RowParams.of(lane_params, len(lane)))
-            run = Run(
-                target=target,
-                drafter=self._drafter,
-                workspace=workspace,
-                walk=self._drafter.resolve_walk(AUTO, workspace.session.scheme),
-                prompts=[prompts[row] for row in lane],
-                generators=[row_generator(row_seed(seed, row)) for row in lane],
-                max_new_tokens=[max_new_tokens] * len(lane),
-                eos_token_ids=frozenset(ends),
+        sequences = []
+        for row, prompt in enumerate(prompts):
+            # Others may look at padding and row numbers: each row's own see what they would see.
+            bound = [_RowProcessor(other, paddings[row], row, len(prompts)) for other in others] if apart else others
+            sequences.append(
+                TokenSequence(
+                    row=row,
+                    prompt=prompt,
+                    params=SamplingParams(**params, processors=tuple(bound)),
+                    generator=row_generator(row_seed(seed, row)),
+                    max_new_tokens=max_new_tokens,
+                    eos_token_ids=frozenset(ends),
+                    max_positions=target.max_positions,
+                )
             )
-            lanes.append((run, lane))
-        sequences = _decode(lanes, input_ids, stopping_criteria, generation_config, streamer)
-        self.stats = tuple(run.stats for run, _ in lanes)
+        workspace = Workspace(target, self._drafter, RowParams(tuple(sequence.params for sequence in sequences)))
+        engine = Engine(
+            target=target,
+            drafter=self._drafter,
+            workspace=workspace,
+            choose_walk=lambda scheme: self._drafter.resolve_walk(AUTO, scheme),
+            sequences=sequences,
+        )
+        output_ids = _decode(engine, sequences, input_ids, stopping_criteria, generation_config, streamer)
+        self.stats = (engine.stats,)
         if generation_config.return_dict_in_generate:
-            return transformers.generation.GenerateDecoderOnlyOutput(sequences=sequences)
-        return sequences
+            return transformers.generation.GenerateDecoderOnlyOutput(sequences=output_ids)
+        return output_ids
 
     def _wrapped(self, model: Any) -> HFModel:
         """Return the target as a `LanguageModel`, the one of the last call where it is still true."""
@@ -189,20 +195,25 @@ def _with_ngrams(tree: Drafter, ngrams: str, options: GramTreeOptions) -> Drafte
 
 
 def _decode(
-    lanes: list[tuple[Run, list[int]]], input_ids: Tensor, stopping_criteria: Any, generation_config: Any, streamer: Any
+    engine: Engine,
+    sequences: Sequence[TokenSequence],
+    input_ids: Tensor,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any,
 ) -> Tensor:
-    """Hand out one token a row at a time, whatever the rounds yield, so that criteria and streamers see what they always do."""
+    """Hand out one token per row at a time, whatever the rounds yield: criteria and streamers see what they always do."""
     ends_rows = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     tokens: list[list[int]] = [[] for _ in input_ids]
     unfinished = [True] * len(tokens)
     step = -1
     while any(unfinished):
         step += 1
-        for run, rows in lanes:
-            while any(reason is None and len(tokens[row]) <= step for row, reason in zip(rows, run.stop_reasons, strict=True)):
-                for emitted in run.step():
-                    tokens[rows[emitted.row]].extend(emitted.token_ids)
-            assert all(not unfinished[row] or len(tokens[row]) > step for row in rows), "a row ended before it was told to"
+        while any(not sequence.done and len(tokens[sequence.row]) <= step for sequence in sequences):
+            for emitted in engine.step():
+                tokens[emitted.row].extend(emitted.token_ids)
+        short = [row for row, going in enumerate(unfinished) if going and len(tokens[row]) <= step]
+        assert not short, "a row ended before it was told to"
         column = [row_tokens[step] if len(row_tokens) > step else _padding(generation_config) for row_tokens in tokens]
         column_B = torch.tensor(column, device=input_ids.device)
         input_ids = torch.cat([input_ids, column_B[:, None]], dim=1)
@@ -210,11 +221,10 @@ def _decode(
         unfinished = [going and not stop for going, stop in zip(unfinished, done, strict=True)]
         # Without end-of-text tokens `generate` lets finished rows grow until all are finished; so do we.
         ended = [not going and (ends_rows or not any(unfinished)) for going in unfinished]
-        for run, rows in lanes:
-            for place, row in enumerate(rows):
-                if ended[row] and (run.stop_reasons[place] is None or len(tokens[row]) > step + 1):
-                    run.end_row(place, StopReason.STOP, step + 1)
-                    del tokens[row][step + 1 :]
+        for sequence in sequences:
+            if ended[sequence.row] and (not sequence.done or len(tokens[sequence.row]) > step + 1):
+                engine.end(sequence, StopReason.STOP, step + 1)
+                del tokens[sequence.row][step + 1 :]
         if streamer is not None:
             streamer.put(column_B.cpu())
     if streamer is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polydraft.drafters.growth import Growth
-from polydraft.sampling import PartialVocabulary, SamplingParams
+from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.trees import parse_tree
 
 SIZE = 30
@@ -15,8 +15,9 @@ SIZE = 30
 def test_greedy_children_are_the_likeliest_in_order(tree: str, known: bool) -> None:
     topology, rows = parse_tree(tree), 3
     vocabulary = PartialVocabulary(torch.arange(0, SIZE, 3), SIZE) if known else None
-    growth = Growth(topology, "auto", SamplingParams(temperature=0), None, SIZE, vocabulary, torch.device("cpu"), lead=0)
-    growth.begin([[1]] * rows)
+    greedy = RowParams.of(SamplingParams(temperature=0), rows)
+    growth = Growth(topology, "auto", greedy, None, SIZE, vocabulary, torch.device("cpu"), lead=0)
+    growth.begin([[1]] * rows, range(rows), greedy)
     logits_BNV = torch.randn(rows, topology.num_nodes, SIZE // 3 if known else SIZE, generator=torch.Generator().manual_seed(0))
     tokens_BN = growth.plant(torch.zeros(rows, dtype=torch.long))
     for level in growth.levels:

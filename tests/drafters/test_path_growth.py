@@ -7,7 +7,7 @@ import torch
 
 from polydraft.certify.pairs import echo_pair
 from polydraft.drafters import Dynamic
-from polydraft.sampling import NO_TOKEN, SamplingParams
+from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.theory import Costs
 from polydraft.trees import DraftTree, DynamicShape
 
@@ -17,9 +17,9 @@ TEXTS = [[4, 17], [30, 2, 2, 8, 11, 25, 6, 19]]
 
 
 def proposed(shape: DynamicShape, params: SamplingParams, costs: Costs = FLAT) -> DraftTree:
-    session = Dynamic(DRAFT, shape, costs).start(len(TEXTS), params, TARGET)
+    session = Dynamic(DRAFT, shape, costs).start(RowParams.of(params, len(TEXTS)), TARGET)
     with torch.inference_mode():
-        session.begin(TEXTS, 40)
+        session.begin(TEXTS, 40, range(len(TEXTS)), RowParams.of(params, len(TEXTS)))
         uniforms_BU = torch.rand(
             len(TEXTS), session.num_uniforms, generator=torch.Generator().manual_seed(0), dtype=torch.float64
         )

@@ -126,7 +126,7 @@ def test_the_host_knows_how_much_the_memories_hold(drafter: str) -> None:
     assert ends, "no draft was accepted: nothing is proven"
     for end in sorted(ends)[:3]:
         for decoder in decoders(drafter, eos_token_ids=[end]):
-            run = decoder.stream(RAGGED_PROMPTS, max_new_tokens=30, seed=SEEDS)._run
+            run = decoder.stream(RAGGED_PROMPTS, max_new_tokens=30, seed=SEEDS)._engine
             while not run.done:
                 run.step()
                 for context in run._workspace._contexts if not run._launched else ():
@@ -186,12 +186,12 @@ def test_a_row_that_is_ended_and_cut_from_outside(drafter: str, cut: int) -> Non
     pair, found = decoders(drafter), []
     for decoder in pair:
         stream = decoder.stream(RAGGED_PROMPTS, max_new_tokens=24, seed=SEEDS)
-        run = stream._run
+        run = stream._engine
         for _ in range(6):
             run.step()
-        run.end_row(1, StopReason.STOP, cut)
+        run.end(run.slots[1], StopReason.STOP, cut)
         run.step()
-        run.end_row(1, StopReason.STOP, cut // 2)
+        run.end(run.slots[1], StopReason.STOP, cut // 2)
         while not run.done:
             run.step()
         found.append(stream.results())
@@ -236,11 +236,11 @@ def test_a_stream_gives_every_round_by_itself(drafter: str) -> None:
 def test_an_interruption_while_waiting_loses_no_round(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead, behind = decoders(drafter)
     (expected,) = behind.generate([PROMPT], max_new_tokens=30, seed=3)
-    run = ahead.stream([PROMPT], max_new_tokens=30, seed=3)._run
+    run = ahead.stream([PROMPT], max_new_tokens=30, seed=3)._engine
     interrupted, wait = [], Outstanding.wait
 
     def wait_or_not(outstanding: Outstanding) -> list[list[int]]:
-        if len(interrupted) < 3 and len(run.texts[0]) > len(PROMPT) + 6 * (len(interrupted) + 1):
+        if len(interrupted) < 3 and len(run.slots[0].tokens) > len(PROMPT) + 6 * (len(interrupted) + 1):
             interrupted.append(outstanding)
             raise KeyboardInterrupt
         return wait(outstanding)
@@ -249,7 +249,7 @@ def test_an_interruption_while_waiting_loses_no_round(drafter: str, monkeypatch:
     while not run.done:
         with suppress(KeyboardInterrupt):
             run.step()
-    assert len(interrupted) == 3 and run.new_tokens(0) == expected.token_ids
+    assert len(interrupted) == 3 and run.slots[0].new_tokens == expected.token_ids
     assert run.stats.rounds == expected.stats.rounds and run.stats.rounds_ahead > 3
 
 

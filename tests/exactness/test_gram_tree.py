@@ -13,7 +13,7 @@ from polydraft.errors import UsageError
 from polydraft.loading import load
 from polydraft.models import TabularModel
 from polydraft.ngrams import GramOptions
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams, SamplingParams
 from polydraft.trees import parse_tree
 
 from .setups import GRAM_PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, gram_options, make_decoder
@@ -144,8 +144,8 @@ def test_branches_are_what_the_paper_says(monkeypatch: pytest.MonkeyPatch, seeds
 
 def test_branches_feed_the_context_cache() -> None:
     decoder = make_decoder(drafter="self-draft")
-    session = decoder.drafter.start(1, GREEDY, TARGET)
-    session.begin([[30, 21]], 50)
+    session = decoder.drafter.start(RowParams((GREEDY,)), TARGET)
+    session.begin([[30, 21]], 50, [0], RowParams((GREEDY,)))
     assert isinstance(session, GramTreeSession)
     assert session._memories[0][0].matches(4, 4) == []
     session.receive([[21, 5, 6, 7, 5, 6, 7, 8, *[1] * 16]])  # two tokens of a branch and their drafts, three times

@@ -14,7 +14,7 @@ from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams, SamplingParams
 from polydraft.trees import parse_tree
 from stand_in import round_recorder
 
@@ -34,7 +34,7 @@ def recorded_drafters() -> list[str]:
     found = []
     for name in [*DRAFTERS, "lookup+model", "lookup+head"]:
         try:
-            session = drafter(name).start(1, SamplingParams(), TARGET)
+            session = drafter(name).start(RowParams((SamplingParams(),)), TARGET)
         except UsageError:  # it needs parts of its own
             continue
         if session.recordable or session.drafts_on_host:
@@ -73,7 +73,7 @@ def test_a_draft_catches_up_with_n_grams_beyond_the_span_of_the_last_round(monke
     found = []
     for recorded in (True, False):
         decoder = Decoder(TARGET, drafter("lookup+model", "1"))
-        workspace = decoder._lend(1, SamplingParams(temperature=0), keep=False)
+        workspace = decoder._lend(RowParams((SamplingParams(temperature=0),)), keep=False)
         monkeypatch.setattr(decoder, "_lend", lambda *_, workspace=workspace: workspace)
         if recorded:
             workspace._recorder = round_recorder(workspace, before=0)
@@ -96,7 +96,7 @@ def test_a_hugging_face_model_sees_no_more_through_a_wide_span(monkeypatch: pyte
     target = HFModel(FAMILIES.get("llama").build())
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4]]
     expected = Decoder(target).generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=12)
-    workspace = Workspace(target, Plain(), 3, SamplingParams(temperature=0))
+    workspace = Workspace(target, Plain(), RowParams.of(SamplingParams(temperature=0), 3))
     workspace._recorder = round_recorder(workspace, before=0)
     decoder = Decoder(target)
     monkeypatch.setattr(decoder, "_lend", lambda *_: workspace)
@@ -121,11 +121,11 @@ def test_an_ended_or_forgotten_stream_gives_its_workspace_back(monkeypatch: pyte
     monkeypatch.setattr(Workspace, "records", True)
     decoder = Decoder(TARGET, drafter("model"))
     first = decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9, seed=2)
-    workspace = first._run._workspace
+    workspace = first._engine._workspace
     next(first)
-    assert decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9)._run._workspace is not workspace
+    assert decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9)._engine._workspace is not workspace
     del first
-    assert decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9)._run._workspace is workspace
+    assert decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9)._engine._workspace is workspace
 
 
 def test_a_request_without_keep_reads_its_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from polydraft.engine import Decoder
 from polydraft.engine.recorder import Recorder
 from polydraft.models import FAMILIES, TabularModel
 from polydraft.models.hf import HFModel
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams, SamplingParams
 from polydraft.trees import parse_tree
 
 from .test_round import PROMPTS, head_tree, perturbed
@@ -87,12 +87,12 @@ def test_neither_running_ahead_nor_ending_waits_for_the_device(kind: str) -> Non
     target, drafter = build("llama", kind)
     stream = Decoder(target, drafter).stream(PROMPTS[0], max_new_tokens=60, seed=0)
     for _ in range(6):
-        stream._run.step()
+        stream._engine.step()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:
             torch.cuda.set_sync_debug_mode("error")
-            stream._run.step()
+            stream._engine.step()
             stream.close()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -147,7 +147,7 @@ def test_growing_past_a_span_records_anew_and_stays_right() -> None:
     prompt = list(range(1, 60))
     sampling = SamplingParams(temperature=0)
     decoder = Decoder(target, drafter)
-    for context in decoder._lend(1, sampling, keep=False)._contexts:
+    for context in decoder._lend(RowParams((sampling,)), keep=False)._contexts:
         assert context.span is None
     import polydraft.models.language_model as language_model
 

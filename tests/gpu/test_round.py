@@ -97,7 +97,7 @@ def check_without_waiting(decoder: Decoder, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_k=20, top_p=0.9, repetition_penalty=1.2)
     stream = decoder.stream(PROMPTS, sampling=params, max_new_tokens=40, seed=0)
     next(stream)  # warm-up: tables and libraries
-    run = stream._run
+    run = stream._engine
     uniforms_BU = run._noise.uniforms(run._workspace.num_uniforms(run.walk))
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

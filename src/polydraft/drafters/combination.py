@@ -67,7 +67,7 @@ class CombinationSession(DraftSession):
         tree.expect(self.depth)
 
     @property
-    def scheme(self) -> Any:  # type: ignore[override]
+    def scheme(self) -> Scheme:
         """How the drawn tree was drawn."""
         return self._tree.scheme
 
@@ -77,7 +77,7 @@ class CombinationSession(DraftSession):
         return max(self._tree.depth, self._grams.depth)
 
     @property
-    def num_uniforms(self) -> int:  # type: ignore[override]
+    def num_uniforms(self) -> int:
         """Random numbers of both."""
         return self._tree.num_uniforms + self._grams.num_uniforms
 
@@ -89,23 +89,23 @@ class CombinationSession(DraftSession):
         """Ask the drawn tree."""
         return self._tree.obstacle()
 
-    def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
+    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Ask the drawn tree, which alone may want to see texts again."""
-        return self._tree.prepare(texts, longest)
+        return self._tree.prepare(texts, longest, rows)
 
     def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
         """Show it the features."""
         self._tree.observe(starts, counts, features_BTF)
 
-    def forget(self) -> None:
+    def forget(self, rows: Sequence[int]) -> None:
         """Let both forget."""
-        self._tree.forget()
-        self._grams.forget()
+        self._tree.forget(rows)
+        self._grams.forget(rows)
 
-    def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
         """Let both read."""
-        self._tree.begin(texts, longest)
-        self._grams.begin(texts, longest)
+        self._tree.begin(texts, longest, rows, params)
+        self._grams.begin(texts, longest, rows, params)
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Unite the trees."""

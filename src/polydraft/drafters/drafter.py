@@ -24,14 +24,20 @@ class DraftSession(ABC):
     round come `prepare`, then `observe` for each part of the texts that the target reads, then `begin`.
     """
 
-    scheme: Scheme
-    """How the proposals were drawn, and so how they must be verified."""
     num_nodes: int
     """Most nodes a proposal has, the root included."""
     depth: int
     """Levels below the root of every proposal."""
-    num_uniforms: int
-    """Random numbers a row that `propose` uses."""
+
+    @property
+    @abstractmethod
+    def scheme(self) -> Scheme:
+        """How the next proposals are drawn, and so how they must be verified: it may change with the rows' parameters."""
+
+    @property
+    @abstractmethod
+    def num_uniforms(self) -> int:
+        """Random numbers per row that the next `propose` uses."""
 
     def contexts(self) -> Sequence[Context]:
         """Return the memories that rounds write to."""
@@ -72,20 +78,26 @@ class DraftSession(ABC):
     def expect(self, depth: int) -> None:  # noqa: B027 (most need not know)
         """Be ready for verdicts on paths of up to `depth` tokens, some proposed by others."""
 
-    def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
-        """Say how many tokens of each text, read in an earlier run, need no second look; None for all of them."""
+    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
+        """Say how many tokens of each text, read before, need no second look; None for all of them.
+
+        Only `rows` begin new texts; the others go on with what they have.
+        """
         return None
 
     def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
         """See the target's features of `counts` tokens of each text from position `starts` on."""
         raise NotImplementedError
 
-    def forget(self) -> None:  # noqa: B027 (most keep nothing that `prepare` does not govern)
-        """Drop what is known of earlier texts: those to come are somebody else's."""
+    def forget(self, rows: Sequence[int]) -> None:  # noqa: B027 (most keep nothing that `prepare` does not govern)
+        """Drop what is known of earlier texts of these rows: those to come are somebody else's."""
 
     @abstractmethod
-    def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
-        """Get ready to continue `texts`, whose last token is pending, up to `longest` tokens."""
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
+        """Get ready to continue `texts`, whose last token is pending, up to `longest` tokens.
+
+        Only `rows` are new; the others go on, and what was learnt of them stays. `params` are those of all rows from now on.
+        """
 
     @abstractmethod
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:

@@ -94,8 +94,13 @@ class DynamicSession(DraftSession):
 
     def _adopt(self, growth: PathGrowth) -> None:
         """Draft by this growth."""
-        self._growth, self.scheme, self.num_uniforms = growth, growth.scheme, growth.num_uniforms
+        self._growth = growth
         self.num_nodes, self.depth = growth.shape.nodes, growth.shape.depth
+
+    @property
+    def num_uniforms(self) -> int:
+        """What the growth uses."""
+        return self._growth.num_uniforms
 
     def obstacle(self) -> str | None:
         """Say why rounds are not recorded: their shapes differ."""
@@ -123,15 +128,11 @@ class DynamicHeadSession(DynamicSession, HeadTreeSession):  # type: ignore[misc]
         self._fresh_B = torch.zeros_like(self._tokens_BW[:, 0])
         self._lone_B: Tensor | None = None
         self._seen, self._drafted = False, False
+        self._begun: Sequence[int] = range(batch_size)
 
     def expect(self, depth: int) -> None:
         """Make room for as many fresh entries in every round, those that wait during rests included."""
         self._places = self._growth.places + (max(depth, self.depth) + 1) * (1 + LONGEST_REST)
-
-    def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
-        """Keep entries as static trees do; none wait."""
-        self._tokens_BW, self._features_BWF = torch.zeros_like(self._tokens_BW[:, :1]), None
-        return super().prepare(texts, longest)
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Make the fresh entries certain, then pass the likeliest paths through the head, level by level."""
@@ -214,9 +215,9 @@ class DynamicModelSession(DynamicSession, ModelTreeSession):  # type: ignore[mis
         self._drafted, self._behind = False, False
         self._longest, self._texts = 0, [list[int]()] * batch_size
 
-    def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
         """Read the texts."""
-        super().begin(texts, longest)
+        super().begin(texts, longest, rows, params)
         self._behind = False
         self._texts = [list(text) for text in texts]
 

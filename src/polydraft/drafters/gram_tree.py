@@ -77,6 +77,7 @@ class GramTreeSession(DraftSession):
     """
 
     scheme = Naive()
+    """Tokens follow the target's own draw, whatever was proposed."""
 
     def __init__(self, drafter: GramTree, batch_size: int, target: LanguageModel) -> None:
         self._options, self._device = drafter.options, target.device
@@ -97,24 +98,24 @@ class GramTreeSession(DraftSession):
         self.num_nodes = 1 + self._sizes.nodes + self._sizes.riders.most
 
     @property
-    def num_uniforms(self) -> int:  # type: ignore[override]
-        """Random numbers for the first tokens of branches, in the first round only."""
+    def num_uniforms(self) -> int:
+        """Random numbers for the first tokens of branches."""
         return self._riders.num_uniforms
 
-    def forget(self) -> None:
-        """Empty all memories."""
-        for row in range(len(self._read)):
+    def forget(self, rows: Sequence[int]) -> None:
+        """Empty their memories."""
+        for row in rows:
             self._forget(row)
 
-    def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
         """Read the texts; memories of a row that its new text does not continue are emptied first."""
-        for row, text in enumerate(texts):
-            read = self._read[row]
+        for row in rows:
+            text, read = texts[row], self._read[row]
             if list(text[: len(read)]) != read:
                 self._forget(row)
             self._remember(row, text[len(self._read[row]) :])
-        self._idle = [False] * len(texts)
-        self._riders.begin(texts)
+            self._idle[row] = False
+        self._riders.begin(texts, rows)
 
     def _forget(self, row: int) -> None:
         self._read[row] = []
@@ -154,9 +155,9 @@ class GramTreeSession(DraftSession):
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
         """Let the context caches learn from the branches."""
-        for memories, report, idle in zip(self._memories, reports, self._idle, strict=True):
+        for row, (memories, report, idle) in enumerate(zip(self._memories, reports, self._idle, strict=True)):
             if not idle:
-                for gram in self._riders.grams(report, self._options.caches.gram):
+                for gram in self._riders.grams(row, report, self._options.caches.gram):
                     for memory in memories:
                         memory.learn(gram)
 

@@ -1,7 +1,7 @@
 """Drawing a tree of static shape level by level, whatever computes the laws."""
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from polydraft.drafters.columns import Columns
 from polydraft.drafters.plan import LevelPlan, plan_passes
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, Warper
-from polydraft.schemes import SCHEMES
+from polydraft.schemes import SCHEMES, Scheme
 from polydraft.trees import DraftTree, SlicedMask, Topology
 
 DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
@@ -21,13 +21,14 @@ DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
 _TOP = SCHEMES.get("top")()
 
 
-def check_tree(topology: Topology, scheme: str, vocab_size: int) -> None:
+def check_tree(topology: Topology, scheme: str | Scheme, vocab_size: int) -> None:
     """Refuse a tree that a scheme or a vocabulary cannot fill."""
     if scheme != "auto":
-        limit = SCHEMES.get(scheme).max_children
+        known = scheme if isinstance(scheme, Scheme) else SCHEMES.get(scheme)
+        limit = known.max_children
         if limit is not None and topology.max_children > limit:
             raise UsageError(
-                f"scheme {scheme!r} takes at most {limit} candidate a node but tree {topology} has up to "
+                f"scheme {known.name!r} takes at most {limit} candidate a node but tree {topology} has up to "
                 f"{topology.max_children}; use a chain such as 1x1x1 or scheme {WIDEST_SCHEME}"
             )
     if topology.max_children > vocab_size:
@@ -48,8 +49,8 @@ class Growth:
     Parameters
     ----------
     topology : Topology
-    scheme : str
-        A registered scheme, or ``"auto"``; where the draft temperature is 0 it is `top`, the limit of them all.
+    scheme : str or Scheme
+        A registered scheme, ``"auto"``, or one of your own; where the draft temperature is 0 it is `top`, the limit of all.
     params : RowParams
         The target's.
     draft_temperature : float, optional
@@ -68,7 +69,7 @@ class Growth:
     def __init__(
         self,
         topology: Topology,
-        scheme: str,
+        scheme: str | Scheme,
         params: RowParams,
         draft_temperature: float | None,
         vocab_size: int,
@@ -77,18 +78,15 @@ class Growth:
         lead: int,
         decision: Decision | None = None,
     ) -> None:
-        own = (
-            params
-            if draft_temperature is None
-            else params.map(lambda row: dataclasses.replace(row, temperature=draft_temperature))
+        self._draft_temperature = draft_temperature
+        self._usual = (
+            scheme if isinstance(scheme, Scheme) else SCHEMES.get(_automatic(topology) if scheme == "auto" else scheme)()
         )
-        name = "top" if own.all_greedy else _automatic(topology) if scheme == "auto" else scheme
-        self.scheme = SCHEMES.get(name)()
         self._compiled = False
         self.topology = topology
-        self._params = own
-        self._greedy_B = torch.tensor(own.greedy, device=device) if own.mixed else None
-        """Rows whose candidates are the likeliest tokens, where others' are drawn."""
+        self._greedy_B = torch.zeros(len(params), dtype=torch.bool, device=device)
+        """Rows whose candidates are the likeliest tokens."""
+        self._set(params)
         self._vocab_size, self._device = vocab_size, device
         self._columns = Columns(vocabulary, vocab_size)
         self._vocabulary = self._columns.vocabulary
@@ -106,14 +104,26 @@ class Growth:
         """Draw in a few kernels, compiled when first used, where it takes dozens otherwise."""
         self._compiled = True
 
-    def begin(self, texts: Sequence[Sequence[int]]) -> None:
-        """Take note of the certain texts, as penalties need them."""
+    def _set(self, params: RowParams) -> None:
+        """Take the rows' parameters: drafts follow them, at the draft's own temperature if it has one."""
+        temperature = self._draft_temperature
+        self._params = params if temperature is None else params.map(lambda row: replace(row, temperature=temperature))
+        self._greedy_B.copy_(torch.tensor(self._params.greedy))
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme that was asked for; `top` where no row draws."""
+        return _TOP if self._params.all_greedy else self._usual
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Take note of the certain texts of new rows, as penalties need them, and of all rows' parameters."""
+        self._set(params)
         if self._warper is None:
             self._warper = Warper(
                 self._params, self._vocab_size, texts, self._device, of_draft=True, vocabulary=self._vocabulary
             )
         else:
-            self._warper.restart(texts)
+            self._warper.admit(self._params, rows, [texts[row] for row in rows])
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""
@@ -153,7 +163,7 @@ class Growth:
             children_RK = self.scheme.draw(law_RV, uniforms_RK)
         else:
             children_RK = compiled(type(self.scheme).draw)(self.scheme, law_RV, uniforms_RK)
-        if self._greedy_B is None:
+        if not self._params.mixed:
             return children_RK
         greedy_R1 = self._greedy_B.repeat_interleave(len(law_RV) // len(self._greedy_B))[:, None]
         return torch.where(greedy_R1, _TOP.draw(law_RV, uniforms_RK), children_RK)

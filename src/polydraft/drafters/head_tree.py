@@ -13,6 +13,7 @@ from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.models.language_model import assign
 from polydraft.models.memory import common_prefix
 from polydraft.sampling import RowParams
+from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, Topology, causal_block
 from polydraft.walks import Verdict
 
@@ -75,10 +76,8 @@ class HeadTreeSession(DraftSession):
             0,
             drafter.decision,
         )
-        self.scheme = self._growth.scheme
         self.recordable = self._growth.decision is None  # type: ignore[misc]  # a decision model is looked at between levels
         self.num_nodes, self.depth = topology.num_nodes, topology.depth
-        self.num_uniforms = self.num_nodes - 1
         self._head = head
         self._places = self.num_nodes + self.depth + 1
         self._context = head.start(batch_size, self._places)
@@ -92,7 +91,19 @@ class HeadTreeSession(DraftSession):
         """How many of the W entries above are real."""
         self._lone_B: Tensor | None = None
         """Rows whose text is the root alone; only in a first round."""
+        self._begun: Sequence[int] = range(batch_size)
+        """Rows whose texts are being read."""
         self._seen = False
+
+    @property
+    def scheme(self) -> Scheme:
+        """How children are drawn."""
+        return self._growth.scheme
+
+    @property
+    def num_uniforms(self) -> int:
+        """One per candidate."""
+        return self.num_nodes - 1
 
     def contexts(self) -> Sequence[Context]:
         """Return the head's memory."""
@@ -115,23 +126,24 @@ class HeadTreeSession(DraftSession):
         self._tokens_BW = self._tokens_BW.new_zeros(len(self._tokens_BW), width)
         self._fresh_block = causal_block(len(self._tokens_BW), width, self._head.device)
 
-    def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
+    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""
         self._context.reserve(longest + self._places)
-        kept = [
-            max(min(length, common_prefix(old, new) - 1, len(new) - 2), 0)
-            for length, old, new in zip(self._context.lengths, self._texts, texts, strict=True)
-        ]
-        self._texts, self._seen = list(texts), False
-        if self._features_BWF is not None:
-            self._features_BWF.zero_()
+        kept, limits = list(self._context.lengths), [len(text) for text in texts]
+        for row in rows:
+            shared = common_prefix(self._texts[row], texts[row])
+            kept[row] = limits[row] = max(min(kept[row], shared - 1, len(texts[row]) - 2), 0)
+            if self._features_BWF is not None:
+                self._features_BWF[row].zero_()
+        self._texts, self._seen, self._begun = list(texts), False, rows
         self._context.rewind(kept)
-        return kept
+        return limits
 
     def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
         """Read entries along with the target; the root's waits for the first round."""
         if not self._seen:
-            self._context.rewind(list(starts))
+            held = self._context.lengths
+            self._context.rewind([start if row in self._begun else held[row] for row, start in enumerate(starts)])
             self._seen = True
         last = [start + count == len(text) - 1 for start, count, text in zip(starts, counts, self._texts, strict=True)]
         if self._features_BWF is None:
@@ -151,14 +163,14 @@ class HeadTreeSession(DraftSession):
             self._context.read(tokens_BT, fused_BTH, causal_block(len(counts), size, self._head.device))
         self._context.rewind([length + count for length, count in zip(self._context.lengths, kept, strict=True)])
 
-    def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
         """Take the roots as they are."""
-        device = self._head.device
-        self._tokens_BW[:, 0] = torch.tensor([text[-1] for text in texts], device=device)
-        self._fresh_B.fill_(1)
-        lone = [len(text) == 1 for text in texts]
-        self._lone_B = torch.tensor(lone, device=device) if any(lone) else None
-        self._growth.begin(texts)
+        index_X = torch.tensor(list(rows), device=self._head.device)
+        self._tokens_BW[index_X, 0] = torch.tensor([texts[row][-1] for row in rows], device=self._head.device)
+        self._fresh_B[index_X] = 1
+        lone = [row in rows and len(text) == 1 for row, text in enumerate(texts)]
+        self._lone_B = torch.tensor(lone, device=self._head.device) if any(lone) else None
+        self._growth.begin(texts, rows, params)
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Make the fresh entries certain, then pass each level through the head and draw the next one."""

@@ -12,6 +12,7 @@ from polydraft.drafters.plan import StaticBlock
 from polydraft.errors import UsageError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.sampling import RowParams
+from polydraft.schemes import Scheme
 from polydraft.trees import Block, DraftTree, Topology
 from polydraft.walks import Verdict
 
@@ -38,7 +39,7 @@ class ModelTree(Drafter):
         self,
         model: LanguageModel,
         topology: Topology,
-        scheme: str = "auto",
+        scheme: str | Scheme = "auto",
         draft_temperature: float | None = None,
         decision: Decision | None = None,
     ) -> None:
@@ -76,10 +77,8 @@ class ModelTreeSession(DraftSession):
             1,
             drafter.decision,
         )
-        self.scheme = self._growth.scheme
         self.recordable = self._growth.decision is None  # type: ignore[misc]  # a decision model is looked at between levels
         self.num_nodes, self.depth = topology.num_nodes, topology.depth
-        self.num_uniforms = self.num_nodes - 1
         self._model = model
         self._memory = Memory(model, batch_size, behind=2, places=self.num_nodes + 1)
         self._lone_B1: Tensor | None = None
@@ -100,13 +99,23 @@ class ModelTreeSession(DraftSession):
         """Compile the drawing of children."""
         self._growth.compile()
 
-    def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
+    @property
+    def scheme(self) -> Scheme:
+        """How children are drawn."""
+        return self._growth.scheme
+
+    @property
+    def num_uniforms(self) -> int:
+        """One per candidate."""
+        return self.num_nodes - 1
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
         """Read the texts."""
         self._longest = longest
         self._memory.align(texts, longest)
-        lone = [len(text) == 1 for text in texts]
+        lone = [row in rows and len(text) == 1 for row, text in enumerate(texts)]
         self._lone_B1 = torch.tensor(lone, device=self._model.device)[:, None] if any(lone) else None
-        self._growth.begin(texts)
+        self._growth.begin(texts, rows, params)
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Pass each level through the draft and draw the next one."""

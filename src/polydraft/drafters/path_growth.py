@@ -18,11 +18,11 @@ from torch import Tensor
 from polydraft.decision import Decision
 from polydraft.drafters.candidates import Assembled, Front, Level, assemble, best_children
 from polydraft.drafters.columns import Columns
-from polydraft.drafters.drawn_children import drawn_children, fixed_shares, gains, room_of_levels
+from polydraft.drafters.drawn_children import Widths, drawn_children, fixed_shares, gains, room_of_levels
 from polydraft.drafters.growth import DEFAULT_SCHEME
 from polydraft.drafters.policy import Allotment, Plan, RowPolicy
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, SamplingParams, Warper
-from polydraft.schemes import SCHEMES
+from polydraft.schemes import SCHEMES, Scheme
 from polydraft.schemes.arithmetic import largest
 from polydraft.schemes.arrays import Array, as_tensor, library, looks, put, ranks, small, top, total
 from polydraft.theory import Costs
@@ -33,6 +33,7 @@ Expand = Callable[[Tensor, Tensor, Block], tuple[Tensor, Tensor]]
 
 _FOUND = 8
 """Candidates of a level whose probability counts as found by it, where children are chosen."""
+_TOP = SCHEMES.get("top")()
 _GREEDY_DRAFT_TEMPERATURE = 1.0
 """Of the laws that rank candidates where the target is greedy: there they estimate which token is the likeliest."""
 
@@ -79,16 +80,12 @@ class PathGrowth:
         decision: Decision | None = None,
     ) -> None:
         self.shape = shape
-        self._drawn = not params.all_greedy and draft_temperature != 0
-        self._greedy_B = small(torch.tensor(params.greedy, device=device)) if self._drawn and params.mixed else None
-        """Rows whose candidates are the likeliest tokens, where others' are drawn."""
-        self.scheme = SCHEMES.get(DEFAULT_SCHEME if self._drawn else "top")()
-        limits = [limit for limit in (self.scheme.max_children, vocab_size) if limit is not None]
-        self._widths = room_of_levels(shape, min(limits)) if self._drawn else ()
-        self._shares = fixed_shares(shape, self._widths)
-        self.num_uniforms = sum(level.total for level in self._widths)
-        """Random numbers a row that `grow` uses."""
-        self._params = params.map(partial(_ranking_params, draft_temperature))
+        self._draft_temperature = draft_temperature
+        self._usual = SCHEMES.get(DEFAULT_SCHEME)()
+        limits = [limit for limit in (self._usual.max_children, vocab_size) if limit is not None]
+        self._room = room_of_levels(shape, min(limits))
+        self._shares = fixed_shares(shape, self._room)
+        self._set(params, device)
         self._vocab_size, self._device, self._lead = vocab_size, device, lead
         self._columns = Columns(vocabulary, vocab_size)
         self._vocabulary = self._columns.vocabulary
@@ -101,19 +98,47 @@ class PathGrowth:
         self._laws: list[Tensor] = []
         self._grown: tuple[Assembled, list[Front]] | None = None
 
+    def _set(self, params: RowParams, device: torch.device) -> None:
+        """Take the rows' parameters."""
+        self._drawn = not params.all_greedy and self._draft_temperature != 0
+        self._greedy_B = small(torch.tensor(params.greedy, device=device)) if self._drawn and params.mixed else None
+        """Rows whose candidates are the likeliest tokens, where others' are drawn."""
+        self._params = params.map(partial(_ranking_params, self._draft_temperature))
+
+    @property
+    def scheme(self) -> Scheme:
+        """The default scheme; `top` where no row draws."""
+        return self._usual if self._drawn else _TOP
+
+    @property
+    def _widths(self) -> tuple[Widths, ...]:
+        return self._room if self._drawn else ()
+
+    @property
+    def num_uniforms(self) -> int:
+        """Random numbers per row that `grow` uses."""
+        return sum(level.total for level in self._widths)
+
     @property
     def places(self) -> int:
-        """Places that a round's passes take, the lead included."""
-        width = max([self.shape.beam, *(level.nodes for level in self._widths)])
+        """Places that a round's passes take at most, the lead included."""
+        width = max([self.shape.beam, *(level.nodes for level in self._room)])
         return self._lead + 1 + width * (self.shape.depth - 1)
 
     def compile(self) -> None:
         """Leave all as it is: shapes differ from round to round."""
 
-    def begin(self, texts: Sequence[Sequence[int]]) -> None:
-        """Take note of the certain texts, as penalties need them."""
-        self._warper = Warper(self._params, self._vocab_size, texts, self._device, of_draft=True, vocabulary=self._vocabulary)
-        self.policy.begin()
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Take note of the certain texts of new rows, as penalties need them, and of all rows' parameters."""
+        self._set(params, self._device)
+        if self._warper is None:
+            self._warper = Warper(
+                self._params, self._vocab_size, texts, self._device, of_draft=True, vocabulary=self._vocabulary
+            )
+        else:
+            self._warper.admit(self._params, rows, [texts[row] for row in rows])
+        new = [row in rows for row in range(len(params))]
+        self.policy.begin(small(torch.tensor(new, device=self._device)))
         self.resting = False
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:

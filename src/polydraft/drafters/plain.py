@@ -27,11 +27,12 @@ class PlainSession(DraftSession):
     """Trees of a root alone."""
 
     scheme = Naive()
-    num_nodes, depth, num_uniforms = 1, 0, 0
+    num_nodes, depth = 1, 0
+    num_uniforms = 0
     recordable = True
     needs_outcome = False
 
-    def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
         """Remember nothing."""
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:

@@ -70,6 +70,16 @@ class RowPolicy:
         Otherwise every level and node is wanted, and no row rests.
     """
 
+    _promised_B: Array
+    _accepted_B: Array
+    _tokens_B: Array
+    _spent_B: Array
+    _masses_B: Array
+    _grown_B: Array
+    _rest_B: Array
+    _trial_B: Array
+    _next_rest_B: Array
+
     def __init__(self, costs: Costs, batch_size: int, nodes: int, device: torch.device, adaptive: bool) -> None:
         self.adaptive = adaptive
         self._level_cost, self._overhead = costs.draft_level, costs.overhead
@@ -84,19 +94,26 @@ class RowPolicy:
         self._trial = _TRIAL if rate >= _LOSING else _SHORT_TRIAL
         self.begin()
 
-    def begin(self) -> None:
-        """Forget: new texts begin."""
+    def begin(self, new_B: Array | None = None) -> None:
+        """Forget what was learnt of rows that begin new texts: of all of them, if none are named."""
         prior_B = _PRIOR * self._ones_B
-        self._promised_B, self._accepted_B = prior_B, prior_B
-        self._tokens_B, self._spent_B = self._first_rate * _RATE_PRIOR * self._ones_B, _RATE_PRIOR * self._ones_B
-        self._masses_B, self._grown_B = prior_B, _FIRST_GROWTH * prior_B
         none_B = 0 * ranks(len(prior_B), prior_B)
-        self._rest_B, self._trial_B = none_B, none_B + self._trial
-        self._next_rest_B = none_B + SHORTEST_REST
+        first: dict[str, Array] = {
+            "_promised_B": prior_B,
+            "_accepted_B": prior_B,
+            "_tokens_B": self._first_rate * _RATE_PRIOR * self._ones_B,
+            "_spent_B": _RATE_PRIOR * self._ones_B,
+            "_masses_B": prior_B,
+            "_grown_B": _FIRST_GROWTH * prior_B,
+            "_rest_B": none_B,
+            "_trial_B": none_B + self._trial,
+            "_next_rest_B": none_B + SHORTEST_REST,
+        }
         if self.adaptive and self._first_rate < _LOSING:
             # A machine on which drafting can hardly pay: plain first, then now and then a trial, for a draft better than most.
-            self._rest_B, self._next_rest_B = none_B + _FIRST_REST, none_B + 2 * _FIRST_REST
-            self._tokens_B = self._spent_B
+            first |= {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + 2 * _FIRST_REST, "_tokens_B": first["_spent_B"]}
+        for name, value_B in first.items():
+            setattr(self, name, value_B if new_B is None else library(new_B).where(new_B, value_B, getattr(self, name)))
 
     @property
     def worth_B(self) -> Array:

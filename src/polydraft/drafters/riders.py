@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel
+from polydraft.sampling import NO_TOKEN
 from polydraft.trees import MAX_NODES, DraftTree
 
 SEEDS = ("vocabulary", "prompt")
@@ -65,30 +66,41 @@ class Riders:
             )
         self.options, self._target = options, target
         self._tokens_BXP: Tensor | None = None
-        self._first_round = True
-        self._prompts_BT: Tensor | None = None
-        self._lengths_B1: Tensor | None = None
+        """Tokens of the branches, first ones first; rows that began later have fewer."""
+        self._lengths: list[int] = []
+        """Tokens that the branches of each row have; 0 for rows whose first pass is the next one."""
+        self._grown_from: list[int] = []
+        """The same before the last pass."""
+        self._seeds: dict[int, Tensor] = {}
+        """Prompts from which the first tokens of new rows are drawn."""
 
     @property
     def num_uniforms(self) -> int:
-        """Random numbers a row that a round uses: for first tokens only."""
-        return self.options.branches if self._first_round else 0
+        """Random numbers per row and round. Only a row's first round uses them, but its neighbours must not notice when."""
+        return self.options.branches
 
-    def begin(self, texts: Sequence[Sequence[int]]) -> None:
-        """Forget all branches; new ones begin with the next pass."""
-        self._tokens_BXP, self._first_round = None, True
-        if self.options.branches and self.options.seeds == "prompt":
-            longest, device = max(map(len, texts)), self._target.device
-            padded = [[*text, *[0] * (longest - len(text))] for text in texts]
-            self._prompts_BT = torch.tensor(padded, device=device)
-            self._lengths_B1 = torch.tensor([[len(text)] for text in texts], device=device)
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Forget the branches of some rows; new ones begin with the next pass."""
+        if not self.options.branches:
+            return
+        self._lengths += [0] * (len(texts) - len(self._lengths))
+        for row in rows:
+            self._lengths[row] = 0
+            if self.options.seeds == "prompt":
+                self._seeds[row] = torch.tensor(list(texts[row]), device=self._target.device)
 
     def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
         """Add the branches' tokens to a pass, as nodes after all others that no child table names."""
         if not self.options.branches:
             return tree
         if self._tokens_BXP is None:
-            self._tokens_BXP = self._first_tokens(uniforms_BX)[:, :, None]
+            size = (*uniforms_BX.shape, 1)
+            self._tokens_BXP = torch.full(size, NO_TOKEN, device=tree.tokens_BN.device)
+        for row in [row for row, length in enumerate(self._lengths) if length == 0]:
+            self._tokens_BXP[row] = NO_TOKEN
+            self._tokens_BXP[row, :, 0] = self._first_tokens(row, uniforms_BX[row])
+            self._lengths[row] = 1
+        self._tokens_BXP = self._tokens_BXP[:, :, : max(self._lengths)]
         batch_size, nodes = tree.tokens_BN.shape
         branches, length = self._tokens_BXP.shape[1:]
         riders, device = branches * length, tree.tokens_BN.device
@@ -106,28 +118,34 @@ class Riders:
             riders=riders,
         )
 
-    def _first_tokens(self, uniforms_BX: Tensor) -> Tensor:
-        if self._prompts_BT is not None and self._lengths_B1 is not None:
-            return self._prompts_BT.gather(1, (uniforms_BX * self._lengths_B1).long())
-        return (uniforms_BX * self._target.vocab_size).long()
+    def _first_tokens(self, row: int, uniforms_X: Tensor) -> Tensor:
+        if row in self._seeds:
+            prompt_T = self._seeds.pop(row)
+            return prompt_T[(uniforms_X * len(prompt_T)).long()]
+        return (uniforms_X * self._target.vocab_size).long()
 
     def commit(self, features_BNF: Tensor) -> Tensor | None:
         """Let the branches grow; return their tokens and the draft after each, for `grams`."""
         if self._tokens_BXP is None:
             return None
-        tokens_BXP = self._tokens_BXP
+        tokens_BXP, most = self._tokens_BXP, self.options.length
         batch_size, branches, length = tokens_BXP.shape
         logits_BXV = self._target.head(features_BNF[:, -branches * length :])
         drafts_BXP = logits_BXV.argmax(-1).view(batch_size, branches, length)
-        grown_BXP = torch.cat([tokens_BXP, drafts_BXP[:, :, -1:]], dim=2)
-        self._first_round = False
-        self._tokens_BXP = grown_BXP[:, :, -self.options.length :]
+        ends_BX1 = torch.tensor(self._lengths, device=tokens_BXP.device)[:, None, None].expand(-1, branches, 1)
+        grown_BXP = torch.nn.functional.pad(tokens_BXP, (0, 1), value=NO_TOKEN)
+        grown_BXP = grown_BXP.scatter(2, ends_BX1, drafts_BXP.gather(2, ends_BX1 - 1))
+        # Full branches drop their first token.
+        kept_P = torch.arange(min(length + 1, most), device=tokens_BXP.device)
+        self._tokens_BXP = grown_BXP.gather(2, (kept_P + (ends_BX1 == most)).clamp(max=length))
+        self._grown_from = list(self._lengths)
+        self._lengths = [min(own + 1, most) for own in self._lengths]
         return torch.stack([tokens_BXP, drafts_BXP], dim=2).flatten(1)
 
-    def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
+    def grams(self, row: int, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
         """Read n-grams off a row of what `commit` returned: up to `gram` tokens of a branch, and the draft after them."""
-        length = len(report) // (2 * self.options.branches)
+        own, length = self._grown_from[row], len(report) // (2 * self.options.branches)
         for start in range(0, len(report), 2 * length):
-            branch, drafts = report[start : start + length], report[start + length : start + 2 * length]
-            for stop in range(min(gram, length), length + 1):
+            branch, drafts = report[start : start + own], report[start + length : start + length + own]
+            for stop in range(min(gram, own), own + 1):
                 yield [*branch[max(stop - gram, 0) : stop], drafts[stop - 1]]

@@ -17,6 +17,7 @@ from polydraft.drafters.model_tree import ModelTree
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import RowParams, draw_distinct
+from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, Topology
 from polydraft.walks import Verdict
 from polydraft.walks.longest import LongestVerdict, LongestWalk
@@ -75,8 +76,7 @@ class TargetInitSession(DraftSession):
 
     def __init__(self, inner: Any, width: int, params: RowParams) -> None:
         self._inner, self._width, self._greedy = inner, width, params.all_greedy
-        self.scheme, self.num_nodes, self.depth = inner.scheme, inner.num_nodes, inner.depth
-        self.num_uniforms = inner.num_uniforms + width
+        self.num_nodes, self.depth = inner.num_nodes, inner.depth
         self.reads_features = inner.reads_features  # type: ignore[misc]
         self._walk = LongestWalk(self._greedy)
         self.own_walk = self._walk
@@ -93,23 +93,37 @@ class TargetInitSession(DraftSession):
         inner._growth.draw = draw_below
         self._roots_BW: Tensor | None = None
 
+    @property
+    def scheme(self) -> Scheme:
+        """How the tree is drawn."""
+        scheme: Scheme = self._inner.scheme
+        return scheme
+
+    @property
+    def num_uniforms(self) -> int:
+        """The tree's, and one for each token from the target."""
+        return int(self._inner.num_uniforms) + self._width
+
     def obstacle(self) -> str | None:
         """Say why rounds are not recorded."""
         return "target-initialised trees are lossy and not made for speed"
 
-    def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
+    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Get ready as the static tree does."""
-        limits: Sequence[int] | None = self._inner.prepare(texts, longest)
+        limits: Sequence[int] | None = self._inner.prepare(texts, longest, rows)
         return limits
 
     def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
         """Let a feature head see the texts."""
         self._inner.observe(starts, counts, features_BTF)
 
-    def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
         """Begin with the draft's tokens."""
-        self._inner.begin(texts, longest)
-        self._next = None
+        self._inner.begin(texts, longest, rows, params)
+        if self._next is not None:
+            known_B = self._next[1].clone()
+            known_B[list(rows)] = False
+            self._next = self._next[0], known_B
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Take W tokens from the target's law, at temperature 0 the likeliest, and draft behind each."""

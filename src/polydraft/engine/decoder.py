@@ -8,10 +8,11 @@ from contextlib import nullcontext
 from typing import Any, Unpack, overload
 
 from polydraft.drafters import Drafter, Plain
+from polydraft.engine.loop import Engine
 from polydraft.engine.prompts import rows_of, token_ids
 from polydraft.engine.request import Options, Request
 from polydraft.engine.result import Generation
-from polydraft.engine.run import Run
+from polydraft.engine.sequence import TokenSequence
 from polydraft.engine.stream import Stream
 from polydraft.engine.text import TextAssembler
 from polydraft.engine.workspace import Workspace
@@ -164,30 +165,39 @@ class Decoder:
                 raise UsageError(f"top_k={row.top_k} is larger than the vocabulary; allowed: {allowed}")
         assemblers = [self.assembler(strings) for strings in request.row_stops(len(texts))]
         limits = request.row_limits(len(texts))
-        generators = request.generators(len(texts))
+        sequences = [
+            TokenSequence(
+                row=row,
+                prompt=text,
+                params=own,
+                generator=generator,
+                max_new_tokens=limit,
+                eos_token_ids=frozenset(self.eos_token_ids),
+                assembler=assembler,
+                max_positions=self.target.max_positions,
+            )
+            for row, (text, own, generator, limit, assembler) in enumerate(
+                zip(texts, params, request.generators(len(texts)), limits, assemblers, strict=True)
+            )
+        ]
         with self._turn if request.keep else nullcontext():
             workspace = self._lend(params, request.keep)
-            scheme = workspace.session.scheme
-            walk = workspace.session.own_walk or self.drafter.resolve_walk(self.walk, scheme)
-            run = Run(
+            engine = Engine(
                 target=self.target,
                 drafter=self.drafter,
                 workspace=workspace,
-                walk=walk,
-                prompts=texts,
-                generators=generators,
-                max_new_tokens=limits,
-                eos_token_ids=frozenset(self.eos_token_ids),
+                choose_walk=lambda scheme: workspace.session.own_walk or self.drafter.resolve_walk(self.walk, scheme),
+                sequences=sequences,
                 keep=request.keep,
             )
             self._put_back(workspace, request.keep)
         settings = {
             "seeds": request.seeds(len(texts)),
             "max_new_tokens": request.max_new_tokens,
-            "scheme": scheme.name if workspace.session.depth else None,
-            "walk": walk.name if workspace.session.depth else None,
+            "scheme": workspace.session.scheme.name if workspace.session.depth else None,
+            "walk": engine.walk_name if workspace.session.depth else None,
         }
-        return Stream(run, assemblers, settings, request.cancel)
+        return Stream(engine, sequences, settings, request.cancel)
 
     def assembler(self, stop: Sequence[str]) -> TextAssembler:
         """Return what turns new tokens into text, which ends before the first of these strings."""

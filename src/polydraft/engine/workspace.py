@@ -65,8 +65,8 @@ class Workspace:
         self.tail_B2 = torch.zeros(batch_size, 2, dtype=torch.long, device=target.device)
         """The last two tokens of each text; the second is pending."""
         self.active_B = torch.ones(batch_size, dtype=torch.bool, device=target.device)
-        self._greedy_B = torch.tensor(params.greedy, device=target.device) if params.mixed else None
-        """Rows that take the likeliest token, where others draw."""
+        self._greedy_B = torch.zeros_like(self.active_B)
+        """Rows that take the likeliest token."""
         self._ahead = ahead
         self._compiled = compiled and graphs and target.device.type == "cuda"
         if self._compiled and self.session.recordable:
@@ -74,24 +74,43 @@ class Workspace:
         # Compilation takes a second run to see what varies.
         self._recorder = Recorder(before=3 if compiled else 1) if graphs and target.device.type == "cuda" else None
 
-    def begin(self, texts: Sequence[Sequence[int]], longest: int, keep: bool) -> None:
-        """Read the texts, which may grow to `longest` tokens; with `keep` only what is not in the memories already."""
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, keep: bool, rows: Sequence[int], params: RowParams) -> None:
+        """Read new texts, which may grow to `longest` tokens.
+
+        Parameters
+        ----------
+        texts : sequence of token-id lists, one per row
+        longest : int
+        keep : bool
+            Read only what is not in the memories already.
+        rows : sequence of int
+            Rows whose texts are new; the others go on.
+        params : RowParams
+            Of all rows, from now on.
+        """
+        self.params = params
         for context in self._contexts:
             context.span = None
         if not keep:
-            self.session.forget()
-        limits = self.session.prepare(texts, longest)
+            self.session.forget(rows)
+        limits = self.session.prepare(texts, longest, rows)
         if not keep:
-            limits = [0] * len(texts)
+            new = set(rows)
+            known = [len(text) for text in texts] if limits is None else limits
+            limits = [0 if row in new else limit for row, limit in enumerate(known)]
         observer = self.session.observe if self.session.reads_features else None
         self.memory.align(texts, longest, limits, observer)
-        self.session.begin(texts, longest)
+        self.session.begin(texts, longest, rows, params)
         if self.warper is None:
-            self.warper = Warper(self.params, self.target.vocab_size, texts, self.target.device)
+            self.warper = Warper(params, self.target.vocab_size, texts, self.target.device)
         else:
-            self.warper.restart(texts)
-        self.tail_B2.copy_(torch.tensor([[0, *text][-2:] for text in texts]))
-        self.active_B.fill_(True)
+            self.warper.admit(params, rows, [texts[row] for row in rows])
+        self._greedy_B.copy_(torch.tensor(params.greedy))
+        self.tail_B2.copy_(torch.tensor([[0, *text[-2:]][-2:] for text in texts]))
+
+    def activate(self, active: Sequence[bool]) -> None:
+        """Say which rows take part in rounds."""
+        assign(self.active_B, active)
 
     def num_uniforms(self, walk: Walk) -> int:
         """Random numbers a row that the next round uses."""
@@ -122,7 +141,8 @@ class Workspace:
             return Outstanding.send(self._round(walk, uniforms_BU, stats), replayed=False)
         spans = tuple(context.fix_span() for context in self._contexts)
         stored = tuple((context.capacity, context.address) for context in self._contexts)
-        shape = (self.session.depth, self.session.num_nodes, uniforms_BU.shape[1])
+        assert self.warper is not None, "begin() comes first"
+        shape = (self.session.depth, self.session.num_nodes, uniforms_BU.shape[1], self.session.scheme.name, *self.warper.kind)
         kind: tuple[Hashable, ...] = (type(walk), *vars(walk).values(), shape, spans, stored)
         inputs: tuple[Tensor, ...] = (uniforms_BU,)
         if self.session.drafts_on_host:
@@ -164,7 +184,7 @@ class Workspace:
             run = partial(compiled_form(type(walk).run), walk) if self._compiled else walk.run
             candidates = draft.without_riders()
             verdict = run(session.scheme, candidates, target_law, uniforms_BU[:, session.num_uniforms :])
-            if self._greedy_B is not None:
+            if self.params.mixed:
                 verdict = greedy_verdict(candidates, target_law).where(self._greedy_B, verdict)
         with stats.clock("commit"):
             keep_B = torch.where(self.active_B, verdict.accepted_B + 1, 0)
@@ -197,7 +217,7 @@ class Workspace:
 
     def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
         """Let ended rows idle: memories drop what was cut off at the end and grow no more."""
-        assign(self.active_B, active)
+        self.activate(active)
         self.memory.rewind(texts)
         self.session.rewind(texts)
 

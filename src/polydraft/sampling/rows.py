@@ -1,12 +1,9 @@
 """Sampling parameters of a batch whose rows need not have the same."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-from torch import Tensor
 
 from polydraft.sampling.params import SamplingParams
 
@@ -66,23 +63,13 @@ class RowParams:
         """Whether any row has logits processors, which work on the host."""
         return any(row.processors for row in self.rows)
 
-    def column(self, field: str, device: torch.device, off: float | None = None) -> Tensor | None:
-        """Return one number per row, `[B, 1, 1]`; None where every row has the neutral value.
-
-        Parameters
-        ----------
-        field : str
-            Of `SamplingParams`; its default is the neutral value.
-        off : float, optional
-            What stands for the neutral value in the tensor, the value itself if not given.
-        """
-        neutral = DEFAULTS[field]
-        values = [getattr(row, field) for row in self.rows]
-        if all(value == neutral for value in values):
-            return None
-        numbers = [off if off is not None and value == neutral else value for value in values]
-        dtype = torch.float64 if field == "top_p" else torch.long if field == "top_k" else torch.float32
-        return torch.tensor(numbers, device=device, dtype=dtype)[:, None, None]
+    def replaced(self, changes: Mapping[int, SamplingParams]) -> "RowParams":
+        """Give some rows other parameters."""
+        return RowParams(tuple(changes.get(row, params) for row, params in enumerate(self.rows)))
 
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+"""Neutral values of the parameters."""
+
+IDLE = SamplingParams(temperature=0.0)
+"""Of rows without a text: they ask for nothing."""

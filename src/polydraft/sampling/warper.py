@@ -1,7 +1,7 @@
 """Logits to probabilities, in the order of Hugging Face `generate`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,11 +9,13 @@ from torch import Tensor
 from polydraft.errors import UsageError
 from polydraft.sampling.categorical import NO_TOKEN
 from polydraft.sampling.params import SamplingParams
-from polydraft.sampling.rows import RowParams
+from polydraft.sampling.rows import DEFAULTS, RowParams
 from polydraft.sampling.vocabulary import PartialVocabulary
 
 _TOP_P_CANDIDATES = 2048
 _RANKED_NATS = 60.0
+_ALL = 2**40
+"""More tokens than any vocabulary has."""
 
 
 class Warper:
@@ -44,46 +46,74 @@ class Warper:
         vocabulary: PartialVocabulary | None = None,
     ) -> None:
         # Without a prompt the rows share one text that nobody asks about.
-        self.params = params = RowParams.of(params, max(len(prompts), 1))
-        self._device, self._vocabulary = device, vocabulary
-        self._bias_B1V = _bias(params, vocab_size, device)
-        if self._bias_B1V is not None and vocabulary is not None:
-            self._bias_B1V = self._bias_B1V.index_select(-1, vocabulary.tokens_D)
-        bans = any(-torch.inf in row.logit_bias.values() for row in params)
-        self._may_be_empty = of_draft and (params.has_processors or bans)
-        self._greedy_B11 = torch.tensor(params.greedy, device=device)[:, None, None] if params.mixed else None
-        # Rows that take the likeliest token have their distribution computed like all others, and not used.
-        tempered = params if params.all_greedy else params.map(_as_if_drawn)
-        self._temperature_B11 = tempered.column("temperature", device)
-        self._top_k_B11 = tempered.column("top_k", device, off=vocab_size)
-        self._most_kept = 0 if self._top_k_B11 is None else int(self._top_k_B11.max())
-        self._top_p_B11 = tempered.column("top_p", device, off=torch.inf)
-        self._cut_rows = [row for row, own in enumerate(tempered) if own.top_p < 1]
-        self._min_p_B11 = tempered.column("min_p", device)
-        self._repetition_B11 = params.column("repetition_penalty", device)
-        self._presence_B11 = params.column("presence_penalty", device)
-        self._frequency_B11 = params.column("frequency_penalty", device)
-        self._history: list[list[int]] = []
+        params = RowParams.of(params, max(len(prompts), 1))
+        self._device, self._vocabulary, self._vocab_size = device, vocabulary, vocab_size
+        self._of_draft = of_draft
+        # All of it is allocated once and written in place: recorded rounds read it where it is.
+        self._numbers = {name: torch.zeros(len(params), 1, 1, dtype=_dtype(name), device=device) for name in _NUMBERS}
+        self._bias_B1V: Tensor | None = None
         self._seen_BV: Tensor | None = None
         self._counts_BV: Tensor | None = None
+        self._history: list[list[int]] = [[] for _ in params]
         self.emptied_by: str | None = None
         """Which processor has left a text of this round without any token to go on with, if one has."""
-        if self._repetition_B11 is not None:
-            self._seen_BV = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
-        if self._presence_B11 is not None or self._frequency_B11 is not None:
-            self._counts_BV = torch.zeros(len(prompts), vocab_size, device=device)
+        self._set(params)
         self.restart(prompts)
 
-    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Begin equally many other texts; what is on the device stays where it is."""
-        self._history = [list(prompt) for prompt in prompts] if self.params.has_processors else []
+    def admit(self, params: RowParams, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Take the parameters that the rows have from now on, and begin new texts in some of them."""
+        self._set(params)
+        self.restart(prompts, rows)
+
+    def _set(self, params: RowParams) -> None:
+        """Write the parameters of all rows."""
+        self.params = params
+        # Rows that take the likeliest token have their distribution computed like all others, and not used.
+        drawn = params if params.all_greedy else params.map(_as_if_drawn)
+        self._used = {name for name in _NUMBERS if any(getattr(row, name) != DEFAULTS[name] for row in drawn)}
+        for name, off in _NUMBERS.items():
+            values = [getattr(row, name) for row in drawn]
+            values = [off if off is not None and value == DEFAULTS[name] else value for value in values]
+            self._numbers[name].copy_(torch.tensor(values, dtype=_dtype(name))[:, None, None])
+        self._most_kept = max(row.top_k for row in drawn)
+        self._cut_rows = [row for row, own in enumerate(drawn) if own.top_p < 1]
+        self._may_be_empty = self._of_draft and (
+            params.has_processors or any(-torch.inf in row.logit_bias.values() for row in params)
+        )
+        size = (len(params), self._vocab_size)
+        if self._seen_BV is None and "repetition_penalty" in self._used:
+            self._seen_BV = torch.zeros(size, dtype=torch.bool, device=self._device)
+        if self._counts_BV is None and self._used & {"presence_penalty", "frequency_penalty"}:
+            self._counts_BV = torch.zeros(size, device=self._device)
+        self._set_bias(params)
+
+    def _set_bias(self, params: RowParams) -> None:
+        self._biased = any(row.logit_bias for row in params)
+        if not self._biased:
+            return
+        bias_BV = torch.stack([_bias(row, self._vocab_size) for row in params]).to(self._device)
+        bias_B1V = self._known(bias_BV)[:, None]
+        if self._bias_B1V is None:
+            self._bias_B1V = bias_B1V
+        else:
+            self._bias_B1V.copy_(bias_B1V)
+
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        """What a recorded round depends on, beyond the numbers in tensors."""
+        params = self.params
+        return (params.all_greedy, params.mixed, params.needs_history, self._biased, self._most_kept, *sorted(self._used))
+
+    def restart(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None) -> None:
+        """Begin other texts, in all rows or some."""
         self.emptied_by = None
-        if self._seen_BV is not None:
-            self._seen_BV.zero_()
-            for row, prompt in enumerate(prompts):
+        for row, prompt in zip(range(len(prompts)) if rows is None else rows, prompts, strict=True):
+            self._history[row] = list(prompt) if self.params.has_processors else []
+            if self._seen_BV is not None:
+                self._seen_BV[row].zero_()
                 self._seen_BV[row, torch.as_tensor(list(prompt), device=self._device)] = True
-        if self._counts_BV is not None:
-            self._counts_BV.zero_()
+            if self._counts_BV is not None:
+                self._counts_BV[row].zero_()
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain text of each row."""
@@ -98,7 +128,7 @@ class Warper:
                 self._seen_BV[row, ids] = True
             if self._counts_BV is not None:
                 self._counts_BV[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
-            if self._history:
+            if self.params.has_processors:
                 self._history[row].extend(tokens)
 
     def probs(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
@@ -132,8 +162,8 @@ class Warper:
         return self._tempered(self._penalised(logits_BGV.float(), paths_BGP))
 
     def _tempered(self, scores_BGV: Tensor) -> Tensor:
-        temperature_B11 = self._temperature_B11
-        return self._truncated(scores_BGV if temperature_B11 is None else scores_BGV / temperature_B11)
+        tempered = "temperature" in self._used
+        return self._truncated(scores_BGV / self._numbers["temperature"] if tempered else scores_BGV)
 
     def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return the token with the largest logit at each node; `NO_TOKEN` where that is not a number.
@@ -141,7 +171,7 @@ class Warper:
         Parameters as for `probs`.
         """
         # Half precision keeps the order of its numbers, but penalties are computed in float32.
-        precise = self.params.needs_history or self._bias_B1V is not None
+        precise = self.params.needs_history or self._biased
         scores_BGV = self._penalised(logits_BGV.float() if precise else logits_BGV, paths_BGP)
         best_BG1 = _argmax(scores_BGV)
         return best_BG1.where(scores_BGV.gather(-1, best_BG1).abs() < torch.inf, NO_TOKEN)[..., 0]
@@ -155,25 +185,23 @@ class Warper:
         return (scores_BGV - (scores_BGV.amax(-1, keepdim=True) - _RANKED_NATS)).clamp_(min=0)
 
     def _penalised(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        if self._bias_B1V is not None:
+        if self._biased and self._bias_B1V is not None:
             scores_BGV = scores_BGV + self._bias_B1V
         if not self.params.needs_history:
             return scores_BGV
         columns_BGP = paths_BGP if self._vocabulary is None else self._vocabulary.columns(paths_BGP)
         real_BGP, columns_BGP = columns_BGP != NO_TOKEN, columns_BGP.clamp(min=0)
-        if self._seen_BV is not None and self._repetition_B11 is not None:
+        if self._seen_BV is not None and "repetition_penalty" in self._used:
             on_path_BGV = torch.zeros_like(scores_BGV).scatter_add_(-1, columns_BGP, real_BGP.float()) > 0
             seen_BGV = self._known(self._seen_BV)[:, None] | on_path_BGV
-            penalty_B11 = self._repetition_B11
+            penalty_B11 = self._numbers["repetition_penalty"]
             punished_BGV = torch.where(scores_BGV < 0, scores_BGV * penalty_B11, scores_BGV / penalty_B11)
             scores_BGV = torch.where(seen_BGV, punished_BGV, scores_BGV)
-        if self._counts_BV is not None:
+        if self._counts_BV is not None and self._used & {"presence_penalty", "frequency_penalty"}:
             counts_BGV = self._known(self._counts_BV)[:, None].expand(scores_BGV.shape).clone()
             counts_BGV.scatter_add_(-1, columns_BGP, real_BGP.float())
-            if self._presence_B11 is not None:
-                scores_BGV = scores_BGV - self._presence_B11 * (counts_BGV > 0)
-            if self._frequency_B11 is not None:
-                scores_BGV = scores_BGV - self._frequency_B11 * counts_BGV
+            scores_BGV = scores_BGV - self._numbers["presence_penalty"] * (counts_BGV > 0)
+            scores_BGV = scores_BGV - self._numbers["frequency_penalty"] * counts_BGV
         return self._processed(scores_BGV, paths_BGP) if self.params.has_processors else scores_BGV
 
     def _known(self, table_BV: Tensor) -> Tensor:
@@ -199,15 +227,16 @@ class Warper:
         return result_BGV
 
     def _truncated(self, scores_BGV: Tensor) -> Tensor:
-        if self._top_k_B11 is not None:
+        if "top_k" in self._used:
             best_BGK = scores_BGV.topk(min(self._most_kept, scores_BGV.shape[-1]), dim=-1).values
-            last_BG1 = (self._top_k_B11 - 1).clamp(max=best_BGK.shape[-1] - 1).expand(*scores_BGV.shape[:2], 1)
-            scores_BGV = scores_BGV.masked_fill(scores_BGV < best_BGK.gather(-1, last_BG1), -torch.inf)
-        if self._top_p_B11 is not None:
-            scores_BGV = self._cut(scores_BGV, self._top_p_B11)
-        if self._min_p_B11 is not None:
+            last_BG1 = (self._numbers["top_k"] - 1).clamp(max=best_BGK.shape[-1] - 1).expand(*scores_BGV.shape[:2], 1)
+            lowest_BG1 = best_BGK.gather(-1, last_BG1).masked_fill(self._numbers["top_k"] == _ALL, -torch.inf)
+            scores_BGV = scores_BGV.masked_fill(scores_BGV < lowest_BG1, -torch.inf)
+        if "top_p" in self._used:
+            scores_BGV = self._cut(scores_BGV, self._numbers["top_p"])
+        if "min_p" in self._used:
             probs_BGV = torch.softmax(scores_BGV, -1)
-            low_BGV = probs_BGV < self._min_p_B11 * probs_BGV.amax(-1, keepdim=True)
+            low_BGV = probs_BGV < self._numbers["min_p"] * probs_BGV.amax(-1, keepdim=True)
             scores_BGV = scores_BGV.masked_fill(low_BGV, -torch.inf)
         return scores_BGV
 
@@ -219,6 +248,22 @@ class Warper:
         nucleus_BGV = _nucleus(torch.softmax(scores_BGV[rows], -1), top_p_B11[rows])
         cut_BGV[rows] = scores_BGV[rows].masked_fill(~nucleus_BGV, -torch.inf)
         return cut_BGV
+
+
+_NUMBERS: dict[str, float | None] = {
+    "temperature": None,
+    "top_k": _ALL,
+    "top_p": torch.inf,
+    "min_p": None,
+    "repetition_penalty": None,
+    "presence_penalty": None,
+    "frequency_penalty": None,
+}
+"""Parameters that are one number per row, and what stands for "off" in their tensors where that is not the default itself."""
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.float64 if name == "top_p" else torch.long if name == "top_k" else torch.float32
 
 
 def _as_if_drawn(params: SamplingParams) -> SamplingParams:
@@ -275,16 +320,8 @@ def _reaching(sorted_BGC: Tensor, top_p_B11: Tensor) -> Tensor:
     return keep_BGC
 
 
-def _bias(params: RowParams, vocab_size: int, device: torch.device) -> Tensor | None:
-    """Return what is added to the logits, `[B, 1, V]`, or `[1, 1, V]` where all rows have the same."""
-    if not any(row.logit_bias for row in params):
-        return None
-    same = all(row.logit_bias == params.rows[0].logit_bias for row in params)
-    return torch.stack([_bias_row(row, vocab_size, device) for row in (params.rows[:1] if same else params)])[:, None]
-
-
-def _bias_row(params: SamplingParams, vocab_size: int, device: torch.device) -> Tensor:
-    bias_V = torch.zeros(vocab_size, device=device)
+def _bias(params: SamplingParams, vocab_size: int) -> Tensor:
+    bias_V = torch.zeros(vocab_size)
     for token, value in params.logit_bias.items():
         if not 0 <= token < vocab_size:
             raise UsageError(f"logit_bias names token {token}; allowed: 0 to {vocab_size - 1}, the target's vocabulary")

@@ -1,0 +1,95 @@
+"""One text on its way: its prompt, what was asked for, what it has got so far, and where it ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from polydraft.engine.result import StopReason
+from polydraft.engine.text import TextAssembler
+from polydraft.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """New tokens of one sequence from one round."""
+
+    row: int
+    """Which sequence, as its caller counts them."""
+    token_ids: list[int]
+    sources: list[str]
+    """Who proposed each token."""
+    pieces: list[str]
+    """Text that became certain with each token."""
+    stop_reason: StopReason | None
+
+
+@dataclass(eq=False, kw_only=True)
+class TokenSequence:
+    """One text of a request; all ends of text are decided here."""
+
+    row: int = 0
+    """Which one of its caller's."""
+    prompt: Sequence[int]
+    params: SamplingParams
+    generator: torch.Generator
+    """Of its own: a text depends neither on its slot nor on its company."""
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    assembler: TextAssembler = field(default_factory=lambda: TextAssembler(None, ()))
+    """Turns tokens into text, and finds stop strings."""
+    max_positions: int | None = None
+    """Where the model's context ends."""
+    tokens: list[int] = field(init=False)
+    """Prompt and new tokens."""
+    sources: list[str] = field(init=False, default_factory=list)
+    """Who proposed each new token."""
+    stop_reason: StopReason | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.stop_reason is not None
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """What it has got so far."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def end(self) -> int:
+        """The length that it may not exceed."""
+        end = len(self.prompt) + self.max_new_tokens
+        return end if self.max_positions is None else min(end, self.max_positions)
+
+    def take(self, tokens: Sequence[int], sources: Sequence[str]) -> Emitted:
+        """Take the tokens of a round up to the first end: end of text, a stop string, a limit."""
+        kept, pieces = list[int](), list[str]()
+        for token in tokens:
+            kept.append(token)
+            piece = self.assembler.add(token)
+            if token in self.eos_token_ids:
+                self.stop_reason = StopReason.EOS
+            elif self.assembler.stopped:
+                self.stop_reason = StopReason.STOP
+            elif len(self.tokens) + len(kept) >= self.end:
+                limited = self.end < len(self.prompt) + self.max_new_tokens
+                self.stop_reason = StopReason.CONTEXT if limited else StopReason.LENGTH
+            pieces.append(piece + self.assembler.finish() if self.done else piece)
+            if self.done:
+                break
+        self.tokens.extend(kept)
+        self.sources.extend(sources[: len(kept)])
+        return Emitted(self.row, kept, list(sources[: len(kept)]), pieces, self.stop_reason)
+
+    def cut(self, reason: StopReason, new_tokens: int) -> list[str]:
+        """End from outside (a criterion, a cancellation), keeping that many new tokens; return the sources of the others."""
+        dropped = self.sources[new_tokens:]
+        del self.tokens[len(self.prompt) + new_tokens :]
+        del self.sources[new_tokens:]
+        self.assembler.finish()
+        self.stop_reason = reason
+        return dropped
