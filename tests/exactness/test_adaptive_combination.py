@@ -84,7 +84,7 @@ def test_rows_are_their_own(case: str) -> None:
 def test_what_was_learnt_outlasts_tokens_of_n_grams(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
     begin = RowPolicy.begin
-    monkeypatch.setattr(RowPolicy, "begin", lambda policy: (begun.append(policy), begin(policy))[1])
+    monkeypatch.setattr(RowPolicy, "begin", lambda policy, *new: (begun.append(policy), begin(policy, *new))[1])
     stats = combined("lookup + model").generate(PROMPTS, sampling=GREEDY, max_new_tokens=40)[0].stats
     assert stats.tokens_by_source["lookup"] > 10
     assert len(begun) == 2, "once when it is made, once for the texts"

@@ -148,7 +148,10 @@ def test_branches_feed_the_context_cache() -> None:
     session.begin([[30, 21]], 50, [0], RowParams((GREEDY,)))
     assert isinstance(session, GramTreeSession)
     assert session._memories[0][0].matches(4, 4) == []
-    session.receive([[21, 5, 6, 7, 5, 6, 7, 8, *[1] * 16]])  # two tokens of a branch and their drafts, three times
+    # Three branches of four tokens, and the drafts after each; then of three.
+    session._riders._grown_from = [4]
+    session.receive([[21, 5, 6, 7, 5, 6, 7, 8, *[1] * 16]])
+    session._riders._grown_from = [3]
     session.receive([[21, 5, 6, 5, 6, 7] * 3])
     assert [5, 6, 7] in [list(match.tokens[:3]) for match in session._memories[0][0].matches(4, 4)]
 

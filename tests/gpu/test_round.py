@@ -98,12 +98,12 @@ def check_without_waiting(decoder: Decoder, temperature: float) -> None:
     stream = decoder.stream(PROMPTS, sampling=params, max_new_tokens=40, seed=0)
     next(stream)  # warm-up: tables and libraries
     run = stream._engine
-    uniforms_BU = run._noise.uniforms(run._workspace.num_uniforms(run.walk))
+    uniforms_BU = run._noise.uniforms(run._workspace.num_uniforms(run._walk))
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:
             torch.cuda.set_sync_debug_mode("error")
-            run._workspace._round(run.walk, uniforms_BU, Stats())
+            run._workspace._round(run._walk, uniforms_BU, Stats())
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
