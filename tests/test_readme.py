@@ -5,10 +5,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 
-from polydraft.cli.main import run
+from polydraft.cli.main import cli, run
 from polydraft.models.bundled import weights_file
 
 ROOT = Path(__file__).parents[1]
@@ -122,3 +123,22 @@ def test_every_scheme_is_described() -> None:
 
     for name in SCHEMES:
         assert f"| `{name}` |" in PAGES["docs/choosing.md"]
+
+
+def test_commands_of_all_pages_parse() -> None:
+    lines = [
+        shlex.split(line, comments=True)
+        for page in (ROOT / "docs").glob("*.md")
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL)
+        for line in block.splitlines()
+        if line.startswith("polydraft ")
+    ]
+    assert len(lines) >= 30
+    for _, *arguments in lines:
+        node: click.Command = cli
+        while isinstance(node, click.Group):
+            following = node.get_command(click.Context(node), arguments[0])
+            if following is None:
+                break
+            node, arguments = following, arguments[1:]
+        node.make_context(node.name, arguments)  # raises where an option or a value does not exist
