@@ -14,10 +14,10 @@ import statistics
 import torch
 
 import polydraft
-from polydraft.bench.prompts import load_prompts
 from polydraft.drafters import ModelTree, TargetInit
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
+from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Topology, causal_block
 

@@ -13,7 +13,10 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ROOMS = [
     "errors",
     "atomic",
+    "output",
     "registry",
+    "svg",
+    "prompts",
     "compilation",
     "sampling",
     "trees",
@@ -21,6 +24,7 @@ ROOMS = [
     "walks",
     "theory",
     "models",
+    "identity",
     "ngrams",
     "decision",
     "drafters",

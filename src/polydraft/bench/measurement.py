@@ -1,15 +1,14 @@
 """One measured generation, and the file they are kept in."""
 
-import errno
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from polydraft.atomic import written_whole
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError
+from polydraft.output import cannot_write, check_folder, check_same, read_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,26 +49,6 @@ def read_measurements(path: Path) -> Iterator[Measurement]:
             continue
 
 
-def check_folder(folder: Path, *, resume: bool) -> None:
-    """Refuse a folder that a benchmark could not be written to, before anything is loaded for it.
-
-    Raises
-    ------
-    UsageError
-        If it holds a benchmark that is not to be resumed, or is no folder that can be written to.
-    """
-    try:
-        if not resume and (folder / "runs.jsonl").exists():
-            raise UsageError(f"{folder} holds a benchmark already; pass --resume to go on with it, or another --out")
-        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise _cannot_write(folder, error) from None
-
-
 class Journal:
     """Measurements on disk, one JSON line each, appended as they are made: what a killed run leaves is whole lines.
 
@@ -97,7 +76,7 @@ class Journal:
             if (written := self._path.read_bytes()) and not written.endswith(b"\n"):
                 self._append("\n")  # a kill tore the last line: leave it alone
         except OSError as error:
-            raise _cannot_write(folder, error) from None
+            raise cannot_write(folder, error) from None
 
     def __iter__(self) -> Iterator[Measurement]:
         """Read what is there."""
@@ -113,31 +92,3 @@ class Journal:
     def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(text)
-
-
-def _cannot_write(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"cannot write to {folder} ({error.strerror}); choose another --out")
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read what work in a folder was begun with, which somebody may have torn since."""
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(settings, dict):
-            raise ValueError("it is not an object")
-    except ValueError as error:
-        raise FailureError(
-            f"cannot read {path} ({error}), so nobody knows what was begun there; restore it, or choose another --out"
-        ) from None
-    return settings
-
-
-def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: set[str]) -> None:
-    """Refuse to go on with work that was begun with other settings, but for those that are `free` to change."""
-    changed = [key for key in sorted({*before, *now} - free) if before.get(key) != now.get(key)]
-    if changed:
-        key = changed[0]
-        raise UsageError(
-            f"{folder} was begun with {key}={before.get(key)!r}, not {now.get(key)!r}; use the same settings to resume, "
-            "or another --out"
-        )

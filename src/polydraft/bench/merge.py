@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.bench.diff import load_results
-from polydraft.bench.identity import Likeness
-from polydraft.bench.measurement import Journal, Measurement, read_measurements, read_settings
+from polydraft.bench.measurement import Journal, Measurement, read_measurements
 from polydraft.bench.results import summarise, write_results
 from polydraft.bench.schema import BASELINE, SCHEMA
 from polydraft.bench.shard import Shard
 from polydraft.errors import UsageError
+from polydraft.identity import Likeness
+from polydraft.output import read_settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from polydraft.bench.measurement import Measurement
-from polydraft.bench.output import write_text
 from polydraft.bench.report import write_report
 from polydraft.bench.schema import BASELINE
+from polydraft.output import write_text
 
 _RESAMPLES = 2000
 _PHASES = ("prefill", "draft", "target", "verify", "commit", "total")

@@ -9,9 +9,9 @@ from polydraft.bench.energy import EnergyMeter
 from polydraft.bench.measurement import Journal, Measurement
 from polydraft.bench.meters import MemoryMeter, synchronised_clock
 from polydraft.bench.method import Method, Token
-from polydraft.bench.prompts import BenchPrompt
 from polydraft.engine import Stats
 from polydraft.errors import PolydraftError
+from polydraft.prompts import Prompt
 
 _WARM_UP_TOKENS = 8
 _WARM_UPS_OF_GPUS = 2
@@ -28,7 +28,7 @@ class Runner:
     def __init__(
         self,
         methods: Sequence[Method],
-        prompts: Sequence[tuple[BenchPrompt, list[int]]],
+        prompts: Sequence[tuple[Prompt, list[int]]],
         *,
         repeat: int,
         seed: int,
@@ -85,7 +85,7 @@ class Runner:
         except Exception:  # of whatever kind, as in a measurement
             return
 
-    def _measure(self, method: Method, prompt: BenchPrompt, token_ids: list[int], repeat: int) -> Measurement:
+    def _measure(self, method: Method, prompt: Prompt, token_ids: list[int], repeat: int) -> Measurement:
         tokens: list[Token] = []
         first: float | None = None
         stats: Stats | None = None

@@ -111,10 +111,10 @@ def _bench(**options: Any) -> None:
 
 def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> None:
     """Run a paper's methods at each of its temperatures and write its tables."""
-    from polydraft.bench.measurement import check_folder
     from polydraft.bench.papers import PAPERS
     from polydraft.bench.papers.reproduction import folder_name
     from polydraft.bench.session import BenchOptions
+    from polydraft.output import check_folder
 
     runs, results = PAPERS.get(name).runs, {}
     options |= PAPERS.get(name).settings
@@ -128,8 +128,8 @@ def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> N
 
 def _run(options: "BenchOptions", out: Path, resume: bool) -> dict[str, Any]:
     """Measure once."""
-    from polydraft.bench.measurement import check_folder
     from polydraft.bench.session import BenchSession
+    from polydraft.output import check_folder
 
     check_folder(out, resume=resume)
     session = BenchSession(options)

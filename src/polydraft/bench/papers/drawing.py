@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from polydraft.bench.report import svg
-from polydraft.bench.report.values import escape
+from polydraft import svg
+from polydraft.svg import escape
 
 _WIDTH, _HEIGHT = 720.0, 320.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 708.0, 44.0, 252.0

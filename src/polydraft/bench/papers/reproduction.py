@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from polydraft.bench.output import write_text
 from polydraft.bench.papers.paper import Paper, to_markdown
+from polydraft.output import write_text
 
 FILE = "reproduction.md"
 

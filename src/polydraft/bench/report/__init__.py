@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from polydraft.bench.output import write_text
 from polydraft.bench.report.page import render
+from polydraft.output import write_text
 
 __all__ = ["render", "write_report"]
 

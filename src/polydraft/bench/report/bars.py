@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from polydraft.bench.report import svg, values
+from polydraft import svg
+from polydraft.bench.report import values
+from polydraft.svg import escape
 
 PARTS = {"prefill": "P", "draft": "D", "target": "T", "verify": "V", "commit": "C", "other": "O"}
 """Parts of a generation's time, each with the letter that marks it beside its colour."""
@@ -52,12 +54,11 @@ def speedup_bar(figures: Figures, scale: svg.Scale) -> str:
 def speedup_chart(title: str, rows: Mapping[str, Figures], scale: svg.Scale, note: str = "") -> str:
     """Speed-ups of all methods on one set of prompts."""
     drawn = "".join(
-        _row(f"<code>{values.escape(name)}</code>", speedup_bar(figures, scale), values.speedup(figures))
+        _row(f"<code>{escape(name)}</code>", speedup_bar(figures, scale), values.speedup(figures))
         for name, figures in rows.items()
     )
     return (
-        f'<section class="card"><h3>{values.escape(title)} <span class="muted">{note}</span></h3>'
-        f"{drawn}{_axis(scale, '×')}</section>"
+        f'<section class="card"><h3>{escape(title)} <span class="muted">{note}</span></h3>{drawn}{_axis(scale, "×")}</section>'
     )
 
 
@@ -99,7 +100,7 @@ def time_chart(methods: Mapping[str, Figures]) -> str:
             if value / total >= 0.005
         )
         value = f'<strong>{total:.1f} ms</strong><span class="shares">{shares}</span>'
-        rows.append(_row(f"<code>{values.escape(name)}</code>", _time_bar(parts, scale), value))
+        rows.append(_row(f"<code>{escape(name)}</code>", _time_bar(parts, scale), value))
     legend = "".join(f'<li><span class="swatch part-{part}">{letter}</span> {part}</li>' for part, letter in PARTS.items())
     note = values.missing_note(name for name in methods if name not in known)
     return f'<ul class="legend">{legend}</ul><div class="card wide-value">{"".join(rows)}{_axis(scale, " ms")}</div>{note}'

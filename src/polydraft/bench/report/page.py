@@ -6,6 +6,7 @@ from typing import Any
 
 from polydraft.bench.report import bars, pareto, plots, sections, tokens, trees, values
 from polydraft.bench.schema import BASELINE
+from polydraft.svg import escape
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """The browser itself refuses any request of this page."""
@@ -87,7 +88,7 @@ def render(results: dict[str, Any]) -> str:
         "measurement": sections.provenance(results),
     }
     links = "".join(f'<li><a href="#{anchor}">{anchor.capitalize()}</a></li>' for anchor in bodies)
-    title = f"polydraft bench: {values.escape(settings.get('target') or '–')}, {values.escape(settings.get('draft') or '–')}"
+    title = f"polydraft bench: {escape(settings.get('target') or '–')}, {escape(settings.get('draft') or '–')}"
     return f"""<!doctype html>
 <html lang="en">
 <head>

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polydraft.bench.report import svg, values
+from polydraft import svg
+from polydraft.bench.report import values
 from polydraft.bench.schema import BASELINE
+from polydraft.svg import escape
 
 _HEIGHT, _FOOT, _HEAD = 380.0, 44.0, 26.0
 _NOMINAL_WIDTH = 320.0  # labels are kept apart as on a phone; wider pages have more room
@@ -84,7 +86,7 @@ def pareto_plot(methods: Mapping[str, Mapping[str, Any]]) -> str:
     said = "; ".join(f"{p.method}: {p.tokens_per_pass:.2f} tokens a pass, {p.tokens_per_second:.1f} tokens/s" for p in points)
     drawing = svg.fluid(_HEIGHT, [*shapes, *_labels(points, x, y)], f"Tokens/s against tokens a pass. {said}")
     rows = "".join(
-        f'<li value="{p.number}"><code>{values.escape(p.method)}</code> <span class="muted">{p.tokens_per_pass:.2f} a pass, '
+        f'<li value="{p.number}"><code>{escape(p.method)}</code> <span class="muted">{p.tokens_per_pass:.2f} a pass, '
         f"{p.tokens_per_second:.1f}/s</span>{' <span class=badge>not beaten</span>' if p.number in best else ''}</li>"
         for p in points
     )

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from polydraft.bench.report import svg, values
+from polydraft import svg
+from polydraft.bench.report import values
 from polydraft.bench.schema import BASELINE
+from polydraft.svg import escape
 
 _WIDTH, _HEIGHT = 320.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 308.0, 18.0, 158.0
@@ -17,9 +19,7 @@ Curve = Sequence[float | None]
 
 def figure(name: str, drawing: str, caption: str) -> str:
     """Frame a panel, headed by its method."""
-    return (
-        f'<figure class="card"><h3><code>{values.escape(name)}</code></h3>{drawing}<figcaption>{caption}</figcaption></figure>'
-    )
+    return f'<figure class="card"><h3><code>{escape(name)}</code></h3>{drawing}<figcaption>{caption}</figcaption></figure>'
 
 
 def _y(fraction: float) -> float:

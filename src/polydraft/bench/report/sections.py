@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polydraft.bench.report import values
-from polydraft.bench.report.values import escape
 from polydraft.bench.schema import BASELINE
+from polydraft.svg import escape
 
 Figures = Mapping[str, Any]
 

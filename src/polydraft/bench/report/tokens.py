@@ -6,6 +6,7 @@ from typing import Any
 
 from polydraft.bench.report import values
 from polydraft.bench.schema import BASELINE
+from polydraft.svg import escape
 
 TARGET = "target"
 STYLES = 6
@@ -48,8 +49,7 @@ def embedded(samples: Sequence[Mapping[str, Any]]) -> str:
 
 def _options(names: Sequence[str], chosen: str) -> str:
     return "".join(
-        f'<option value="{values.escape(name)}"{" selected" if name == chosen else ""}>{values.escape(name)}</option>'
-        for name in names
+        f'<option value="{escape(name)}"{" selected" if name == chosen else ""}>{escape(name)}</option>' for name in names
     )
 
 
@@ -62,7 +62,7 @@ def token_view(results: Mapping[str, Any]) -> str:
     categories = list(dict.fromkeys(str(sample.get("category", "")) for sample in samples))
     chosen = next((name for name in methods if name != BASELINE), methods[0])
     legend = "".join(
-        f'<li><span class="token source-{min(index, STYLES - 1)}">{values.escape(name)}</span>: '
+        f'<li><span class="token source-{min(index, STYLES - 1)}">{escape(name)}</span>: '
         f"{_EXPLAINED.get(name, 'from another drafter')}</li>"
         for index, name in enumerate(sources_of(samples))
     )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polydraft.bench.report import svg
+from polydraft import svg
 from polydraft.bench.report.plots import figure
 
 _WIDTH, _TOP, _MARGIN = 320.0, 26.0, 14.0

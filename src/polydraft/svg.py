@@ -4,14 +4,21 @@ Two kinds of drawing keep text legible at every width. *Fluid* ones give x in pe
 nothing is scaled. *Panels* have a fixed viewBox about as wide as a phone and stand side by side where there is room.
 """
 
+import html
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polydraft.bench.report.values import escape
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 Place = float | str
 """A coordinate: a number of units, or a percentage of the width."""
+
+
+def escape(text: object) -> str:
+    """Make any text safe inside an element or a quoted attribute; control characters become visible."""
+    return html.escape(_CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text)), quote=True)
 
 
 def place(value: Place) -> str:

@@ -10,41 +10,40 @@ from types import SimpleNamespace
 
 import pytest
 
-from polydraft.bench.prompt_formats import FORMATS
-from polydraft.bench.prompts import BenchPrompt, load_prompts
 from polydraft.errors import UsageError
+from polydraft.prompts import FORMATS, Prompt, load_prompts
 
 RECORDS = {
     "prompt": [
-        ({"id": "a-1", "category": "greeting", "prompt": "Say hello."}, BenchPrompt("a-1", "greeting", "Say hello.")),
-        ({"prompt": "Say hello."}, BenchPrompt("prompt-1", "prompt", "Say hello.")),
+        ({"id": "a-1", "category": "greeting", "prompt": "Say hello."}, Prompt("a-1", "greeting", "Say hello.")),
+        ({"prompt": "Say hello."}, Prompt("prompt-1", "prompt", "Say hello.")),
     ],
     "mt_bench": [
-        ({"question_id": 7, "category": "odd", "turns": ["One?", "Two?"]}, BenchPrompt("7", "odd", "One?")),
-        ({"question_id": 0, "category": "", "turns": ["One?"], "reference": ["x"]}, BenchPrompt("0", "mt_bench", "One?")),
+        ({"question_id": 7, "category": "odd", "turns": ["One?", "Two?"]}, Prompt("7", "odd", "One?")),
+        ({"question_id": 0, "category": "", "turns": ["One?"], "reference": ["x"]}, Prompt("0", "mt_bench", "One?")),
     ],
     "alpaca": [
-        ({"instruction": "Sort.", "input": "3 1 2", "output": "1 2 3"}, BenchPrompt("alpaca-1", "alpaca", "Sort.\n\n3 1 2")),
-        ({"instruction": "Sing.", "input": "", "output": "La."}, BenchPrompt("alpaca-1", "alpaca", "Sing.")),
+        ({"instruction": "Sort.", "input": "3 1 2", "output": "1 2 3"}, Prompt("alpaca-1", "alpaca", "Sort.\n\n3 1 2")),
+        ({"instruction": "Sing.", "input": "", "output": "La."}, Prompt("alpaca-1", "alpaca", "Sing.")),
     ],
-    "gsm8k": [({"question": "1 + 1?", "answer": "#### 2"}, BenchPrompt("gsm8k-1", "gsm8k", "1 + 1?"))],
+    "gsm8k": [({"question": "1 + 1?", "answer": "#### 2"}, Prompt("gsm8k-1", "gsm8k", "1 + 1?"))],
     "humaneval": [
         (
             {"task_id": "Mine/0", "prompt": "def f():\n", "entry_point": "f", "test": ""},
-            BenchPrompt("Mine/0", "humaneval", "def f():\n"),
+            Prompt("Mine/0", "humaneval", "def f():\n"),
         ),
     ],
     "mbpp": [
-        ({"task_id": 5, "text": "Write f.", "code": "", "test_list": []}, BenchPrompt("5", "mbpp", "Write f.")),
-        ({"task_id": 6, "prompt": "Write g.", "code": "", "test_list": []}, BenchPrompt("6", "mbpp", "Write g.")),
+        ({"task_id": 5, "text": "Write f.", "code": "", "test_list": []}, Prompt("5", "mbpp", "Write f.")),
+        ({"task_id": 6, "prompt": "Write g.", "code": "", "test_list": []}, Prompt("6", "mbpp", "Write g.")),
     ],
     "squad": [
         (
             {"id": "s1", "title": "T", "context": "It is red.", "question": "Colour?", "answers": {"text": ["red"]}},
-            BenchPrompt("s1", "squad", "It is red.\n\nQuestion: Colour?"),
+            Prompt("s1", "squad", "It is red.\n\nQuestion: Colour?"),
         ),
     ],
-    "text": [({"text": "Just this."}, BenchPrompt("text-1", "text", "Just this."))],
+    "text": [({"text": "Just this."}, Prompt("text-1", "text", "Just this."))],
 }
 CASES = [(record, expected) for pairs in RECORDS.values() for record, expected in pairs]
 CONTAINERS = {
@@ -216,8 +215,8 @@ def test_hub_dataset_in_any_of_the_formats(monkeypatch, tmp_path):
         return splits[split] if split else splits
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert load_prompts("hf:owner/sums/main") == [BenchPrompt("gsm8k-1", "gsm8k", "1?")]
-    assert load_prompts("hf:plain:train") == [BenchPrompt("text-1", "text", "No.")]
+    assert load_prompts("hf:owner/sums/main") == [Prompt("gsm8k-1", "gsm8k", "1?")]
+    assert load_prompts("hf:plain:train") == [Prompt("text-1", "text", "No.")]
     assert calls == [("owner/sums", "main", None), ("plain", None, "train")]
     message = refusal("hf:plain:dev")
     assert "cannot be loaded" in message and "dev" in message
