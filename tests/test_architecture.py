@@ -28,6 +28,7 @@ ROOMS = [
     "ngrams",
     "decision",
     "drafters",
+    "papers",
     "engine",
     "beam",
     "loading",

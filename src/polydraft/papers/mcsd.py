@@ -1,10 +1,9 @@
 """*Multi-Candidate Speculative Decoding*: Tables 1 to 4 and 7, Figures 3 and 4."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from polydraft.bench.papers.drawing import Drawing, curves, grouped_columns
-from polydraft.bench.papers.paper import PAPERS, Comparison, Paper, Results
+from polydraft.papers._charts import Drawing, curves, grouped_columns
+from polydraft.papers.paper import PAPERS, Comparison, Paper, Results, text_of
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
 
@@ -34,18 +33,13 @@ _COMMON = (
 )
 
 
-def _figure(figures: dict[str, Any], key: str, unit: str = "") -> str:
-    value = figures.get(key)
-    return "–" if value is None else f"{value:.2f}{unit}"
-
-
 def _row(name: str, figures: dict[str, Any], *keys: str) -> list[str]:
-    return [name, *(_figure(figures, key, "×" if key == "speedup" else "") for key in keys)]
+    return [name, *(text_of(figures.get(key), "×" if key == "speedup" else "") for key in keys)]
 
 
 def _acceptance_by_width(results: Results) -> Comparison:
     rows = [
-        [f"T={temperature:g}", *(_figure(methods[_tree(width)], "acceptance_rate") for width in _WIDTHS)]
+        [f"T={temperature:g}", *(text_of(methods[_tree(width)]["acceptance_rate"]) for width in _WIDTHS)]
         for temperature, methods in results.items()
     ]
     return Comparison(
@@ -159,12 +153,22 @@ def _ablation(results: Results) -> Comparison:
 
 
 def _tables(results: Results) -> list[Comparison]:
-    makers: Sequence[Any] = (_acceptance_by_width, _speed, _budgets, _ablation)
-    return [make(results) for make in makers]
+    return [_acceptance_by_width(results), _speed(results), _budgets(results), _ablation(results)]
 
 
 MCSD = Paper(
     title="Multi-Candidate Speculative Decoding",
+    claim="Several candidates per position are accepted more often than one, and can be verified so that the text keeps "
+    "the target's distribution. As a tree they share their prefixes in one pass of the target.",
+    algorithms={
+        "Multi-candidate speculative sampling (Algorithm 1)": "polydraft.schemes.RejectionWithReplacement",
+        "The same without replacement (Algorithm 2)": "polydraft.schemes.RejectionWithoutReplacement",
+        "Naive sampling, for comparison (§4.5)": "polydraft.schemes.Naive",
+        "Trees of k-configurations (§3)": "polydraft.drafters.ModelTree",
+        "Verification from the root down (§3)": "polydraft.walks.NodeWalk",
+        "Tree attention (§3.3)": "polydraft.trees.Block",
+        "Copied caches in its place (Table 4)": "polydraft.papers.flat.FlatModel",
+    },
     runs={0.0: _COMMON, 1.0: tuple(dict.fromkeys((*_COMMON, *_ABLATION.values())))},
     tables=_tables,
 )

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from polydraft.bench.papers.drawing import Drawing, curves, grouped_columns
-from polydraft.bench.papers.paper import PAPERS, Comparison, Paper, Results
+from polydraft.papers._charts import Drawing, curves, grouped_columns
+from polydraft.papers.paper import PAPERS, Comparison, Paper, Results, text_of
 
 _DEPTH, _WIDTH, _FIGURE_3_WIDTH = 5, 16, 6
 _WIDTHS = (1, 2, 4, 8, 12, 16, 20, 24)
@@ -59,20 +59,16 @@ def _share(name: str, figures: dict[str, Any]) -> float | None:
     return float(value) * (_DEPTH + 1) / _DEPTH if name.startswith("target-init") else float(value)
 
 
-def _text(value: float | None, unit: str = "") -> str:
-    return "–" if value is None else f"{value:.2f}{unit}"
-
-
 def _rows(results: Results) -> list[list[str]]:
     return [
         [
             f"{temperature:g}",
             label,
-            _text(_share(name, methods[name])),
-            _text(methods[name].get("acceptance_rate")),
-            _text(methods[name].get("tokens_per_pass")),
-            _text(methods[name].get("tokens_per_second")),
-            _text(methods[name].get("speedup"), "×"),
+            text_of(_share(name, methods[name])),
+            text_of(methods[name].get("acceptance_rate")),
+            text_of(methods[name].get("tokens_per_pass")),
+            text_of(methods[name].get("tokens_per_second")),
+            text_of(methods[name].get("speedup"), "×"),
         ]
         for temperature, methods in results.items()
         for label, name in _TABLE.items()
@@ -109,7 +105,9 @@ def _paths(results: Results) -> Comparison:
         for label, name in pair.items():
             found = methods[name].get("winning_branches") or []
             found = [*found, *[{"share": None, "accepted": None}] * (_FIGURE_3_WIDTH - len(found))][:_FIGURE_3_WIDTH]
-            rows.append([f"{temperature:g}", label, *(f"{_text(one['share'])} / {_text(one['accepted'])}" for one in found)])
+            rows.append(
+                [f"{temperature:g}", label, *(f"{text_of(one['share'])} / {text_of(one['accepted'])}" for one in found)]
+            )
             shares[label.split(",")[0].replace("target-initialised", "target-init")] = [one["share"] for one in found]
         content = grouped_columns(
             shares, {"path": [str(path) for path in range(_FIGURE_3_WIDTH)]}, base=0.0, across="path", up="share of rounds won"
@@ -140,7 +138,7 @@ def _by_width(results: Results) -> Comparison:
             share[label] = [_share(name, methods[name]) for name in names]
             speed[label] = [methods[name].get("tokens_per_second") for name in names]
             pairs = zip(share[label], speed[label], strict=True)
-            rows.append([f"{temperature:g}", label, *(f"{_text(one)} / {_text(other)}" for one, other in pairs)])
+            rows.append([f"{temperature:g}", label, *(f"{text_of(one)} / {text_of(other)}" for one, other in pairs)])
         first, second, third = kinds
         for number, (figure, up, chosen) in enumerate(
             [
@@ -170,5 +168,21 @@ def _tables(results: Results) -> list[Comparison]:
     return [_acceptance(results), _paths(results), _by_width(results)]
 
 
-IMPROVED = Paper(title="Improving Multi-candidate Speculative Decoding", runs={0.0: _COMMON, 1.0: _COMMON}, tables=_tables)
+IMPROVED = Paper(
+    title="Improving Multi-candidate Speculative Decoding",
+    claim="Trees that begin with tokens from the target, masks that are slices of a larger one, and small models that "
+    "decide when to stop drafting raise the share of accepted drafts by up to 164 % over MCSD and its speed by up "
+    "to 75 %.",
+    algorithms={
+        "Target-initialised trees (§3.1), lossy": "polydraft.papers.target_init.TargetInit",
+        "Their verification, lossy": "polydraft.papers.target_init.LongestWalk",
+        "Sliced causal masks (§3.2)": "polydraft.trees.SlicedMask",
+        "Decision models (§3.3)": "polydraft.decision.DecisionModel",
+        "Drafts of dynamic length, here whole trees": "polydraft.drafters.Dynamic",
+    },
+    runs={0.0: _COMMON, 1.0: _COMMON},
+    tables=_tables,
+    lossy="Target-initialised trees (`--lossy target-init`) prefer tokens that the draft continues well. Their lossless "
+    "counterpart is a fork below one token of the target, `--tree fork:16x5`.",
+)
 PAPERS.register("improved")(IMPROVED)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from polydraft.bench.papers.paper import PAPERS, Comparison, Paper, Results
+from polydraft.papers.paper import PAPERS, Comparison, Paper, Results, text_of
 
 _SPARSE = (
     "[[0],[1],[2],[3],[0,0],[0,1],[0,2],[1,0],[1,1],[2,0],[2,1],[3,0],[0,0,0],[0,0,1],[0,0,2],[0,1,0],[0,1,1],[0,2,0],[0,2,1],"
@@ -43,8 +43,7 @@ def _cells(methods: dict[str, Any], tree: str, options: str, key: str, ratio_key
     figures, base = methods.get(_method(tree, options), {}), methods[_method(tree, _BASE)]
     value, own, its = figures.get(key), figures.get(ratio_key), base.get(ratio_key)
     ratio = f"{own / its:.2f}×" if own and its and options != _BASE else "–"
-    digits = 3 if key == "acceptance_rate" else 2
-    return ["–" if value is None else f"{value:.{digits}f}", ratio]
+    return [text_of(value, digits=3 if key == "acceptance_rate" else 2), ratio]
 
 
 def _rows(results: Results, key: str, ratio_key: str) -> list[list[str]]:
@@ -162,6 +161,22 @@ def _tables(results: Results) -> list[Comparison]:
 
 OPTIMAL = Paper(
     title="Towards Optimal Multi-Draft Speculative Decoding",
+    claim="The most that any exact verifier can accept is the optimum of a transport problem, whose dual picks one set "
+    "of tokens; for the usual ways of drawing drafts one sort finds it. Known verifiers stay below it. Drafts "
+    "that take the likeliest tokens and draw only the last one have a verifier that reaches theirs.",
+    algorithms={
+        "Optimal acceptance as a linear program (§3)": "polydraft.theory.linear_program_optimum",
+        "Its dual, the choice of a set (§3.3)": "polydraft.theory.subset_optimum",
+        "Independent drafts, one sort (§4.2)": "polydraft.theory.with_replacement_optimum",
+        "Distinct drafts as the paper computes them (§4.2.2)": "polydraft.theory.conditional_poisson_optimum",
+        "Distinct drafts as they are drawn, ours": "polydraft.theory.without_replacement_optimum",
+        "Drafts from several distributions (§2.3)": "polydraft.theory.product_optimum",
+        "Greedy drafts and their verifier (§5)": "polydraft.schemes.Greedy",
+        "SpecHub (§5.3)": "polydraft.schemes.SpecHub",
+        "K-SEQ, for comparison": "polydraft.schemes.KSeq",
+        "A verifier that reaches the optimum of independent drafts, ours": "polydraft.schemes.Race",
+        "Acceptance against the optimum on real models (§6)": "polydraft.analyze.Analysis",
+    },
     runs={temperature: ("ar", *_METHODS) for temperature in _TEMPERATURES},
     tables=_tables,
 )

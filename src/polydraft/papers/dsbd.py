@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from polydraft.bench.papers.drawing import Drawing, scatter
-from polydraft.bench.papers.paper import PAPERS, Comparison, Paper, Results
+from polydraft.papers._charts import Drawing, scatter
+from polydraft.papers.paper import PAPERS, Comparison, Paper, Results, text_of
 
 _MULTINOMIAL = "ar"
 _SPECULATIVE = "sd:3"
@@ -39,12 +39,7 @@ _NO_JOULES = "No energy counter could be read on this machine: J/token is not av
 
 
 def _row(name: str, figures: dict[str, Any]) -> list[str]:
-    digits = {"log_likelihood_per_token": 3}
-    cells = []
-    for key in _KEYS:
-        value = figures.get(key)
-        cells.append("–" if value is None else f"{value:.{digits.get(key, 2)}f}")
-    return [name, *cells]
+    return [name, *(text_of(figures.get(key), digits=3 if key == "log_likelihood_per_token" else 2) for key in _KEYS)]
 
 
 def _points(methods: dict[str, Any], names: dict[str, str], key: str) -> list[tuple[str, float, float]]:
@@ -163,6 +158,18 @@ _METHODS = (
 
 DSBD = Paper(
     title="Dynamic-Width Speculative Beam Decoding",
+    claim="Beams drafted by a small model can be verified layer by layer so that they follow the target's own beam "
+    "sampling, with as many beams per layer as are likely to be accepted. At equal quality that is 1.5 to 1.9 "
+    "times as fast as beam sampling and takes 1.8 to 2.5 times less energy.",
+    algorithms={
+        "Draft and verification of beams (Algorithm 1, corrected)": "polydraft.beam.BeamDecoder",
+        "Dynamic width (§3.2)": "polydraft.beam.BeamOptions.width_threshold",
+        "Least width (§3.2)": "polydraft.beam.BeamOptions.min_width",
+        "Forests in one pass (§3.3)": "polydraft.beam.BeamDecoder",
+        "One cache (§3.4), a heuristic": "polydraft.beam.BeamOptions.one_cache",
+    },
+    lossy="Going on with the likeliest beam only (`one_cache`) follows no sampling law; without it beams follow the "
+    "target's beam sampling.",
     runs={_TEMPERATURE: _METHODS},
     tables=_tables,
     settings={"top_k": 10, "top_p": 0.8, "log_likelihood": True},
