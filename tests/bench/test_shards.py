@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.bench.measurement import Journal, Measurement
-from polydraft.bench.merge import merge_shards
-from polydraft.bench.shard import Shard
+from polydraft.bench._runner import Journal, Measurement
+from polydraft.bench.shards import Shard, merge_shards
 from polydraft.errors import UsageError
 from polydraft.papers import PAPERS, Comparison, Paper
 from polydraft.papers._charts import Drawing

@@ -7,8 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from polydraft.bench import BASELINE, SCHEMA
 from polydraft.bench.report.values import finite, interval
-from polydraft.bench.schema import BASELINE, SCHEMA
 from polydraft.errors import UsageError
 
 TOKENS_PER_PASS_SHARE = 0.02

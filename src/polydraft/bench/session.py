@@ -14,21 +14,12 @@ import torch
 
 import polydraft
 from polydraft.beam import text_log_probs
-from polydraft.bench import (  # noqa: F401  (they register the methods)
-    beam_methods,
-    compiled_peer,
-    llama_cpp_peer,
-    methods,
-    ngram_methods,
-    peers,
-)
-from polydraft.bench.measurement import Journal, Measurement
+from polydraft.bench import BASELINE, SCHEMA, _ours, _peers  # noqa: F401  (two of them register the methods)
+from polydraft.bench._results import summarise, write_results
+from polydraft.bench._runner import Journal, Measurement, Runner
 from polydraft.bench.meters import git_revision, machine
 from polydraft.bench.method import Bench, build_methods, check_method_names
-from polydraft.bench.results import summarise, write_results
-from polydraft.bench.runner import Runner
-from polydraft.bench.schema import BASELINE, SCHEMA
-from polydraft.bench.shard import Shard
+from polydraft.bench.shards import Shard
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.identity import IdentityCheck, Likeness

@@ -79,7 +79,7 @@ def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
 
     All N shards must be there, finished, and begun with equal settings on the same machine.
     """
-    from polydraft.bench.merge import merge_shards
+    from polydraft.bench.shards import merge_shards
     from polydraft.papers import PAPERS, folder_name
 
     if reproduce is None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.bench.measurement import Measurement
+from polydraft.bench import BASELINE
+from polydraft.bench._runner import Measurement
 from polydraft.bench.report import write_report
-from polydraft.bench.schema import BASELINE
 from polydraft.output import write_text
 
 _RESAMPLES = 2000

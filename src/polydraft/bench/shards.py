@@ -1,19 +1,62 @@
-"""Join the shards of one benchmark: one journal, and the statistics of their union."""
+"""Shards of a benchmark: parts of its prompts for several processes, and their results joined again."""
 
 import datetime
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from polydraft.bench import BASELINE, SCHEMA
+from polydraft.bench._results import summarise, write_results
+from polydraft.bench._runner import Journal, Measurement, read_measurements
 from polydraft.bench.diff import load_results
-from polydraft.bench.measurement import Journal, Measurement, read_measurements
-from polydraft.bench.results import summarise, write_results
-from polydraft.bench.schema import BASELINE, SCHEMA
-from polydraft.bench.shard import Shard
 from polydraft.errors import UsageError
 from polydraft.identity import Likeness
 from polydraft.output import read_settings
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every `count`-th item, from the `index`-th on, counted from 1.
+
+    Taking turns, not runs: prompts of one category stand together in many files, and every shard gets its share of them.
+    """
+
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shard":
+        """Read ``I/N``, such as ``1/4``."""
+        match = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})", text)
+        index, count = map(int, match.groups()) if match else (0, 0)
+        if not 1 <= index <= count:
+            raise UsageError(f"shard {text!r} is none; allowed: I/N with I from 1 to N, such as 1/4 for the first of four")
+        return cls(index, count)
+
+    def __str__(self) -> str:
+        """Write it as the user does."""
+        return f"{self.index}/{self.count}"
+
+    def select(self, items: Sequence[Item]) -> list[Item]:
+        """Return this shard's items.
+
+        Raises
+        ------
+        UsageError
+            If there are fewer items than shards, so that this one would measure nothing.
+        """
+        chosen = list(items[self.index - 1 :: self.count])
+        if not chosen:
+            raise UsageError(f"shard {self} is empty: {len(items)} prompts are selected; use {len(items)} shards at most")
+        return chosen
+
+    def place(self, position: int) -> int:
+        """Return where the item at `position` of this shard stands among all items, both counted from 0."""
+        return position * self.count + self.index - 1
 
 
 @dataclass(frozen=True, kw_only=True)
