@@ -33,10 +33,10 @@ ROOMS = [
     "beam",
     "loading",
     "hf_generate",
-    "bench",
     "certify",
     "analyze",
     "train",
+    "bench",
     "cli",
     "__main__",
 ]

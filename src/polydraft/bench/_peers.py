@@ -33,7 +33,7 @@ _PLAIN_LAW = {
 def plain(spec: MethodSpec, bench: Bench) -> Method:
     """Hugging Face `generate`."""
     spec.take_nothing()
-    return _hugging_face(spec, bench, dict, one_token_a_pass=True)
+    return _hugging_face(spec, bench, dict, one_token_per_pass=True)
 
 
 @METHODS.register("hf-assisted")
@@ -69,7 +69,7 @@ def hugging_face_beam(spec: MethodSpec, bench: Bench) -> Method:
     """Beams of Hugging Face `generate`: ``hf-beam:4``; search at temperature 0, sampling above."""
     spec.take()
     width = spec.count(default=4)
-    peer = _hugging_face(spec, bench, lambda: {"num_beams": width}, one_token_a_pass=True)
+    peer = _hugging_face(spec, bench, lambda: {"num_beams": width}, one_token_per_pass=True)
     return Method(name=spec.text, generate=peer.generate, comparable=False)
 
 
@@ -79,7 +79,7 @@ def hugging_face_beam_search(spec: MethodSpec, bench: Bench) -> Method:
     spec.take()
     width = spec.count(default=4)
     sampling_off = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    peer = _hugging_face(spec, bench, lambda: {"num_beams": width}, one_token_a_pass=True, override=sampling_off)
+    peer = _hugging_face(spec, bench, lambda: {"num_beams": width}, one_token_per_pass=True, override=sampling_off)
     return Method(name=spec.text, generate=peer.generate, comparable=False)
 
 
@@ -88,7 +88,7 @@ def _hugging_face(
     bench: Bench,
     options: Callable[[], dict[str, Any]],
     *,
-    one_token_a_pass: bool = False,
+    one_token_per_pass: bool = False,
     override: dict[str, Any] | None = None,
 ) -> Method:
     """Make a method of `generate` with some options.
@@ -99,7 +99,7 @@ def _hugging_face(
     bench : Bench
     options : callable
         Gives the further arguments of `generate`, anew for each text.
-    one_token_a_pass : bool
+    one_token_per_pass : bool
         Whether every token has a target pass of its own; `generate` does not tell.
     override : dict, optional
         In place of the settings of sampling.
@@ -127,7 +127,7 @@ def _hugging_face(
             )
         tokens = output[0, len(prompt) :].tolist()
         for index, token in enumerate(tokens[: bench.max_new_tokens]):
-            yield Token(token, "target" if one_token_a_pass else "unknown", index if one_token_a_pass else None)
+            yield Token(token, "target" if one_token_per_pass else "unknown", index if one_token_per_pass else None)
         return None
 
     return Method(name=spec.text, generate=generate)
@@ -137,7 +137,7 @@ def _hugging_face(
 def compiled(spec: MethodSpec, bench: Bench) -> Method:
     """Hugging Face `generate` with a static cache and a compiled forward; compiled once, before anything is measured."""
     spec.take_nothing()
-    peer = _hugging_face(spec, bench, lambda: _compiled_options(bench), one_token_a_pass=True)
+    peer = _hugging_face(spec, bench, lambda: _compiled_options(bench), one_token_per_pass=True)
     ready = False
 
     def generate(prompt: list[int], seed: int) -> Tokens:

@@ -107,7 +107,7 @@ def _method(
 
 
 def _likelihood(good: list[Measurement]) -> float | None:
-    """Return the target's mean log-likelihood of the texts, a token."""
+    """Return the target's mean log-likelihood of the texts, per token."""
     known = [(one.log_likelihood, len(one.token_ids)) for one in good if one.log_likelihood is not None]
     return sum(value for value, _ in known) / sum(count for _, count in known) if known else None
 
@@ -117,7 +117,7 @@ def _count(found: list[str] | None, kind: str) -> int | None:
 
 
 def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[str, float | None]:
-    """Return tokens a second, and the speed-up over the baseline with its 95 % interval, resampling prompts in pairs."""
+    """Return tokens per second, and the speed-up over the baseline with its 95 % interval, resampling prompts in pairs."""
     if not prompts:
         return dict.fromkeys(("tokens_per_second", "speedup", "speedup_low", "speedup_high"))
     rate = sum(one.tokens for one in prompts.values()) / sum(one.seconds for one in prompts.values())

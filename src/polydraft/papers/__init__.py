@@ -1,6 +1,8 @@
 """The papers this package implements: what each claims, where its algorithms live, its experiments and its lossy rules.
 
 `polydraft bench --reproduce NAME` measures a paper's tables and figures again; docs/papers has a page on each.
+The experiments name methods and read results, so that they need no benchmark; the lossy rules are drafters like any other,
+found by the name behind `--lossy`.
 """
 
 from polydraft.papers.dsbd import DSBD

@@ -69,7 +69,7 @@ class _Plane:
 
 
 def curves(series: Series, columns: Sequence[str], *, across: str, up: str) -> str:
-    """Draw one curve a series over common columns, from nought upwards.
+    """Draw one curve per series over common columns, from nought upwards.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def curves(series: Series, columns: Sequence[str], *, across: str, up: str) -> s
 
 
 def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base: float, across: str, up: str) -> str:
-    """Draw one column a figure, standing on `base`, in named groups.
+    """Draw one column per figure, standing on `base`, in named groups.
 
     Parameters
     ----------
