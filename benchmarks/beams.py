@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 import polydraft
-from polydraft.bench.energy import EnergyMeter
-from polydraft.bench.meters import synchronised_clock
+from polydraft.bench.meters import EnergyMeter, synchronised_clock
 
 ARMS = [
     *("search", "search:16x2", "search:16x4", "search:24x3", "search:16x4,twins"),

@@ -12,11 +12,11 @@ import time
 
 import torch
 
-from polydraft.bench.prompts import load_prompts
 from polydraft.drafters import Parts, make_drafter
 from polydraft.engine import Decoder
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
+from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 

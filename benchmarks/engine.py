@@ -15,10 +15,10 @@ from contextlib import contextmanager
 import torch
 from transformers.utils import logging
 
-from polydraft.bench.flat import FlatModel
 from polydraft.engine import Decoder
 from polydraft.loading import load
 from polydraft.models.hf import HFContext, HFModel
+from polydraft.papers.flat import FlatModel
 from polydraft.sampling import RowParams, SamplingParams
 
 PROMPT = "Explain to a curious child how a bicycle stays upright while it rolls."

@@ -19,17 +19,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import polydraft
-from polydraft.bench.identity import IdentityCheck
-from polydraft.bench.prompts import load_prompts
 from polydraft.compilation import compiled
 from polydraft.drafters import HeadTree, Plain
 from polydraft.engine import Decoder
 from polydraft.engine.workspace import Workspace
+from polydraft.identity import IdentityCheck
 from polydraft.models import HeadShape
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import Loaded, load_draft
+from polydraft.prompts import load_prompts
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.theory.best_tree import largest_tree
 from polydraft.trees import Block, parse_tree

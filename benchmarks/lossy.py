@@ -14,10 +14,11 @@ import statistics
 import torch
 
 import polydraft
-from polydraft.bench.prompts import load_prompts
-from polydraft.drafters import ModelTree, TargetInit
+from polydraft.drafters import ModelTree
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
+from polydraft.papers.target_init import TargetInit
+from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Topology, causal_block
 

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from polydraft.decision import DEFAULT_THRESHOLD, check_threshold, load_decision
-from polydraft.drafters import LOSSY_DRAFTERS, GramTreeOptions, Parts, check_lossy, make_drafter
+from polydraft.drafters import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
 from polydraft.drafters.choice import check_drafter, needs_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError, unknown_name
@@ -14,6 +14,7 @@ from polydraft.models.inflated import source_name
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.models.spread import check_device_map
+from polydraft.papers.target_init import check_lossy
 from polydraft.sampling import check_draft_temperature
 from polydraft.schemes import SCHEMES
 from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree

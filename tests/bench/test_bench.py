@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.bench.measurement import Journal, Measurement
+from polydraft.bench._results import summarise
+from polydraft.bench._runner import Journal, Measurement, Runner
 from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token
-from polydraft.bench.results import summarise
-from polydraft.bench.runner import Runner
 from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.errors import UsageError
 from polydraft.models.inflate import SHAPES, BigShape

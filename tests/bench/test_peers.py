@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from polydraft.bench import compiled_peer, llama_cpp_peer
+from polydraft.bench import _peers
 from polydraft.bench.method import Bench, MethodSpec
 from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.errors import UsageError
@@ -45,7 +45,7 @@ def test_compiled_generation_compiles_once_for_all_lengths(
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(compiled_peer, "_BACKEND", count)
+    monkeypatch.setattr(_peers, "_BACKEND", count)
     figures = measure(tiny, prompt_file, tmp_path / "out", "ar", "hf", "hf-compiled", temperature=temperature)["hf-compiled"]
     assert figures["status"] == "ok", figures["error"]
     assert figures["prompts"] == 3 and figures["tokens_per_pass"] == 1 and len(graphs) == 1
@@ -59,7 +59,7 @@ def test_without_a_compiler_the_other_methods_go_on(
     def fail(graph: torch.fx.GraphModule, _: object):
         raise RuntimeError("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')")
 
-    monkeypatch.setattr(compiled_peer, "_BACKEND", fail)
+    monkeypatch.setattr(_peers, "_BACKEND", fail)
     figures = measure(tiny, prompt_file, tmp_path / "out", "hf-compiled", "ar")
     assert figures["ar"]["status"] == "ok" and figures["ar"]["prompts"] == 3
     assert (
@@ -107,8 +107,8 @@ def test_llama_cpp_is_asked_for_the_plain_law(monkeypatch: pytest.MonkeyPatch, t
         return made[-1]
 
     monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=build))
-    monkeypatch.setattr(llama_cpp_peer, "weights_file", lambda: Path("model.gguf"))
-    method = llama_cpp_peer.llama_cpp(MethodSpec.parse("llama.cpp"), llama_bench(temperature))
+    monkeypatch.setattr(_peers, "weights_file", lambda: Path("model.gguf"))
+    method = _peers.llama_cpp(MethodSpec.parse("llama.cpp"), llama_bench(temperature))
     assert [token.token_id for token in method.generate([5, 6], 3)] == [5, 6, 99], "ends with the end of the text"
     assert [token.target_pass for token in method.generate([5, 6, 7, 8, 9], 2**32 - 1)] == [0, 1, 2, 3], "ends at the limit"
     threads = torch.get_num_threads()
@@ -123,10 +123,10 @@ def test_llama_cpp_is_asked_for_the_plain_law(monkeypatch: pytest.MonkeyPatch, t
 
 def test_llama_cpp_is_refused_where_it_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.setattr(llama_cpp_peer, "weights_file", lambda: Path("model.gguf"))
+    monkeypatch.setattr(_peers, "weights_file", lambda: Path("model.gguf"))
     with pytest.raises(UsageError, match="pip install llama-cpp-python") as caught:
-        llama_cpp_peer.llama_cpp(MethodSpec.parse("llama.cpp"), llama_bench(0.0))
+        _peers.llama_cpp(MethodSpec.parse("llama.cpp"), llama_bench(0.0))
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(llama_cpp_peer, "weights_file", lambda: None)
+    monkeypatch.setattr(_peers, "weights_file", lambda: None)
     with pytest.raises(UsageError, match="--target smollm2 only"):
-        llama_cpp_peer.llama_cpp(MethodSpec.parse("llama.cpp"), llama_bench(0.0))
+        _peers.llama_cpp(MethodSpec.parse("llama.cpp"), llama_bench(0.0))

@@ -9,8 +9,8 @@ import pytest
 from sample_results import TEXT, sample_results
 
 from polydraft.bench.report import render, write_report
-from polydraft.bench.report.svg import Scale
-from polydraft.bench.report.trees import levels_of, rows_of
+from polydraft.bench.report._charts import levels_of, rows_of
+from polydraft.svg import Scale
 
 EVIL = "</script><script>alert('x')</script><b>&\"'\x00"
 VOID = {"meta", "link", "input", "br", "img"}

@@ -3,13 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.bench.measurement import Journal, Measurement
-from polydraft.bench.merge import merge_shards
-from polydraft.bench.papers import PAPERS, Comparison, Paper
-from polydraft.bench.papers.drawing import Drawing
-from polydraft.bench.papers.paper import Results
-from polydraft.bench.shard import Shard
+from polydraft.bench._runner import Journal, Measurement
+from polydraft.bench.shards import Shard, merge_shards
 from polydraft.errors import UsageError
+from polydraft.papers import PAPERS, Comparison, Paper
+from polydraft.papers._charts import Drawing
+from polydraft.papers.paper import Results
 
 METHODS = ("ar", "sd:2", "mcsd:2x1")
 
@@ -175,7 +174,7 @@ def small_paper(results: Results) -> list[Comparison]:
 
 def test_a_reproduction_can_be_shared(invoke, bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = {0.0: ("ar", "mcsd:2"), 1.0: ("ar", "mcsd:2")}
-    monkeypatch.setitem(PAPERS._items, "small", Paper(title="A paper", runs=runs, tables=small_paper))
+    monkeypatch.setitem(PAPERS._items, "small", Paper(title="A paper", claim="", algorithms={}, runs=runs, tables=small_paper))
     for index in (1, 2):
         code, _, err = bench(tmp_path / str(index), "--reproduce", "small", "--shard", f"{index}/2")
         assert code == 0, err

@@ -8,12 +8,12 @@ import torch
 from transformers import AutoTokenizer
 
 import polydraft
-from polydraft.bench.identity import Likeness
 from polydraft.certify.greedy import GreedyJudge, GreedyReference
 from polydraft.certify.greedy_identity import certify_decoder
 from polydraft.certify.text_judge import TextJudge
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
+from polydraft.identity import Likeness
 from polydraft.models import TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.trees import DraftTree

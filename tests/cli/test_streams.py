@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.bench.measurement import Journal
+from polydraft.bench._runner import Journal
 from polydraft.cli.main import run
 from polydraft.errors import FailureError
 

@@ -4,10 +4,11 @@ import inspect
 
 import pytest
 
-from polydraft.drafters import ModelTree, Plain, TargetInit
+from polydraft.drafters import ModelTree, Plain
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models.tabular import TabularModel
+from polydraft.papers.target_init import TargetInit
 from polydraft.trees import Topology
 
 TARGET, OTHER = TabularModel.random(5, 1, seed=0), TabularModel.random(5, 1, seed=1)

@@ -3,9 +3,10 @@
 import pytest
 
 from polydraft.certify.reference import greedy_text
-from polydraft.drafters import LOSSY_DRAFTERS, Parts, TargetInit
+from polydraft.drafters import LOSSY_DRAFTERS, Parts
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
+from polydraft.papers.target_init import TargetInit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Topology, parse_tree
 

@@ -14,9 +14,9 @@ from polydraft.analyze.row import Row
 from polydraft.analyze.sample import Observer, collect
 from polydraft.analyze.settings import AnalyzeSettings
 from polydraft.analyze.store import LawStore
-from polydraft.bench.prompts import load_prompts
 from polydraft.engine import Decoder
 from polydraft.models import check_prompts
+from polydraft.prompts import load_prompts
 from polydraft.schemes import SCHEMES
 
 

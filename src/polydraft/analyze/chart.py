@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby, pairwise
 
-from polydraft.bench.report import svg
-from polydraft.bench.report.values import escape
+from polydraft import svg
+from polydraft.svg import escape
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 860.0, 56.0, 610.0, 40.0
 _LEGEND, _LINE = 640.0, 19.0

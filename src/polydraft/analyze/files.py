@@ -7,8 +7,8 @@ from pathlib import Path
 
 from polydraft.analyze.row import Row
 from polydraft.analyze.sweep import Sweep, figures
-from polydraft.bench.output import write_text
 from polydraft.errors import UsageError
+from polydraft.output import write_text
 
 _REMEDY = "free some space or choose another --out, and run again"
 

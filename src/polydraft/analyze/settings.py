@@ -15,7 +15,7 @@ class AnalyzeSettings:
     target: str = "smollm2"
     draft: str = "auto"
     source: str = "builtin"
-    """Prompts, as `polydraft.bench.prompts.load_prompts` takes them."""
+    """Prompts, as `polydraft.prompts.load_prompts` takes them."""
     limit: int | None = 32
     raw: bool = False
     """Prompts as they are, without the chat template."""

@@ -1,1 +1,6 @@
-"""Measuring."""
+"""Measuring methods against each other; docs/bench-results.md describes what is written."""
+
+SCHEMA = 1
+"""Number of the form of `results.json`."""
+BASELINE = "ar"
+"""The method that speed-ups and greedy texts are compared with."""

@@ -7,12 +7,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from polydraft.bench import BASELINE, SCHEMA
 from polydraft.bench.report.values import finite, interval
-from polydraft.bench.schema import BASELINE, SCHEMA
 from polydraft.errors import UsageError
 
 TOKENS_PER_PASS_SHARE = 0.02
-"""Relative change of tokens a pass that counts over all prompts."""
+"""Relative change of tokens per pass that counts over all prompts."""
 ACCEPTANCE_STEP = 0.01
 """Change of an acceptance rate that counts over all prompts."""
 CATEGORY_FACTOR = 3.0
@@ -104,7 +104,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
     """Compare two results.
 
     A speed-up changed when the two 95 % intervals do not overlap. That is stricter than a test at 5 %: with equal intervals it
-    asks for 2.8 standard errors of the difference. Tokens a pass and acceptance change beyond fixed thresholds. Whatever
+    asks for 2.8 standard errors of the difference. Tokens per pass and acceptance change beyond fixed thresholds. Whatever
     concerns identity with plain decoding is always reported.
 
     Parameters

@@ -1,5 +1,10 @@
-"""Clocks and memory, as far as a machine lets itself be read."""
+"""Clocks, memory and energy, as far as a machine lets itself be read.
 
+Joules come from hardware counters: NVML on NVIDIA GPUs, RAPL on CPUs that let it be read.
+"""
+
+import ctypes
+import ctypes.util
 import os
 import platform
 import subprocess
@@ -9,7 +14,7 @@ from typing import Any
 
 import torch
 
-from polydraft.bench.energy import EnergyMeter
+_POWERCAP = Path("/sys/class/powercap")
 
 
 def synchronised_clock(device: torch.device) -> float:
@@ -78,3 +83,81 @@ def _cpu_name() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+class EnergyMeter:
+    """A machine's energy counter, where it has one.
+
+    Attributes
+    ----------
+    source : str
+        Which counter it is, or why there is none.
+    """
+
+    def __init__(self, device: torch.device, powercap: Path = _POWERCAP) -> None:
+        self._nvml: _NvmlCounter | None = None
+        self._rapl: list[_RaplCounter] = []
+        if device.type == "cuda":
+            try:
+                self._nvml = _NvmlCounter(device)
+                self.source = "NVML energy counter of the GPU"
+            except (OSError, AttributeError, RuntimeError) as error:
+                self.source = f"not available: {error}"
+            return
+        counters = sorted(powercap.glob("intel-rapl:?/energy_uj")) if device.type == "cpu" else []
+        self._rapl = [_RaplCounter(path) for path in counters if os.access(path, os.R_OK)]
+        if self._rapl:
+            self.source = "RAPL energy counter of the CPU packages"
+        elif counters:
+            self.source = "not available: the RAPL counters may not be read by this user"
+        else:
+            self.source = f"not available: no energy counter for device {device.type!r}"
+
+    def joules(self) -> float | None:
+        """Return a reading; differences of two readings are energies. None where there is no counter."""
+        if self._nvml is not None:
+            return self._nvml.joules()
+        return sum(counter.joules() for counter in self._rapl) if self._rapl else None
+
+
+class _RaplCounter:
+    """One CPU package; its counter wraps around, which this one does not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._range = int((path.parent / "max_energy_range_uj").read_text()) + 1
+        except (OSError, ValueError):
+            self._range = 2**32
+        self._last, self._turns = 0, 0
+
+    def joules(self) -> float:
+        now = int(self._path.read_text())
+        self._turns += now < self._last
+        self._last = now
+        return (now + self._turns * self._range) / 1e6
+
+
+class _NvmlCounter:
+    """One GPU, by NVIDIA's own library, which comes with the driver; no Python package is needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._library = ctypes.CDLL(ctypes.util.find_library("nvidia-ml") or "libnvidia-ml.so.1")
+        self._call("nvmlInit_v2")
+        self._handle = ctypes.c_void_p()
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+        if uuid is not None:  # by name, because CUDA_VISIBLE_DEVICES renumbers devices for CUDA only
+            self._call("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}".encode(), ctypes.byref(self._handle))
+        else:
+            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(device.index or 0), ctypes.byref(self._handle))
+        self.joules()
+
+    def joules(self) -> float:
+        millijoules = ctypes.c_ulonglong()
+        self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(millijoules))
+        return millijoules.value / 1e3
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != 0:
+            raise RuntimeError(f"{name} of the NVIDIA driver answered with error {code}")

@@ -14,31 +14,22 @@ import torch
 
 import polydraft
 from polydraft.beam import text_log_probs
-from polydraft.bench import (  # noqa: F401  (they register the methods)
-    beam_methods,
-    compiled_peer,
-    llama_cpp_peer,
-    methods,
-    ngram_methods,
-    peers,
-)
-from polydraft.bench.identity import IdentityCheck, Likeness
-from polydraft.bench.measurement import Journal, Measurement
+from polydraft.bench import BASELINE, SCHEMA, _ours, _peers  # noqa: F401  (two of them register the methods)
+from polydraft.bench._results import summarise, write_results
+from polydraft.bench._runner import Journal, Measurement, Runner
 from polydraft.bench.meters import git_revision, machine
 from polydraft.bench.method import Bench, build_methods, check_method_names
-from polydraft.bench.prompts import BenchPrompt, load_prompts
-from polydraft.bench.results import summarise, write_results
-from polydraft.bench.runner import Runner
-from polydraft.bench.schema import BASELINE, SCHEMA
-from polydraft.bench.shard import Shard
+from polydraft.bench.shards import Shard
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
+from polydraft.identity import IdentityCheck, Likeness
 from polydraft.loading import usual_pair
 from polydraft.models import check_prompts
 from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.models.spread import check_device_map
+from polydraft.prompts import Prompt, load_prompts
 from polydraft.sampling import SamplingParams
 
 
@@ -102,7 +93,7 @@ class BenchSession:
         check_prompts([ids for _, ids in encoded], self.loaded.model.max_positions, self.loaded.model.vocab_size)
         longest = max(len(ids) for _, ids in encoded)
         _check_room(longest, options.max_new_tokens, self.loaded.model.max_positions)
-        self.prompts: list[tuple[BenchPrompt, list[int]]] = encoded
+        self.prompts: list[tuple[Prompt, list[int]]] = encoded
         self.bench = Bench(
             target=self.loaded,
             draft=load_draft(draft_name, self.loaded),
@@ -195,7 +186,7 @@ class BenchSession:
 
     def _samples(self, measurements: list[Measurement]) -> list[dict[str, Any]]:
         """Return the first prompt of each category with each method, token by token."""
-        texts: dict[str, BenchPrompt] = {}
+        texts: dict[str, Prompt] = {}
         for prompt, _ in reversed(self.prompts):
             texts[prompt.category] = prompt
         chosen = {prompt.id: prompt for prompt in texts.values()}

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polydraft.bench.identity import IdentityCheck, Likeness
 from polydraft.errors import UsageError
+from polydraft.identity import IdentityCheck, Likeness
 from polydraft.models.hf import HFModel
 
 

@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from polydraft.bench.identity import Likeness
-from polydraft.bench.prompt_formats import BenchPrompt
 from polydraft.certify.certificate import Certificate
 from polydraft.certify.check import Check, CounterExample
 from polydraft.certify.endpoint import Endpoint
@@ -15,8 +13,10 @@ from polydraft.certify.kit import Observer
 from polydraft.certify.text_judge import TextJudge
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
+from polydraft.identity import Likeness
 from polydraft.models import check_prompts
 from polydraft.models.hf import HFModel
+from polydraft.prompts import Prompt
 from polydraft.sampling import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
@@ -25,7 +25,7 @@ _SURE = 0.99
 
 def certify_decoder(
     decoder: Decoder,
-    prompts: Sequence[BenchPrompt],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int = 64,
     chat: bool = True,
@@ -37,8 +37,8 @@ def certify_decoder(
     ----------
     decoder : Decoder
         Of a Hugging Face target.
-    prompts : sequence of BenchPrompt
-        See `polydraft.bench.prompts.load_prompts`.
+    prompts : sequence of Prompt
+        See `polydraft.prompts.load_prompts`.
     max_new_tokens : int
         Most tokens of each text.
     chat : bool
@@ -69,7 +69,7 @@ def certify_decoder(
 def certify_endpoint(
     endpoint: Endpoint,
     target: Decoder,
-    prompts: Sequence[BenchPrompt],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int = 64,
     observer: Observer = lambda *_: None,
@@ -103,7 +103,7 @@ def _used(decoder: Decoder, settings: dict[str, Any]) -> str:
 
 
 def _reference(
-    decoder: Decoder, prompts: Sequence[BenchPrompt], chat: bool, new_tokens: int
+    decoder: Decoder, prompts: Sequence[Prompt], chat: bool, new_tokens: int
 ) -> tuple[GreedyReference, list[list[int]]]:
     if not isinstance(decoder.target, HFModel):
         raise UsageError(f"target {decoder.target.name!r} is no Hugging Face model; allowed: decoders that load() returns")
@@ -116,7 +116,7 @@ def _reference(
 def _certificate(
     phase: str,
     subject: str,
-    prompts: Sequence[BenchPrompt],
+    prompts: Sequence[Prompt],
     judged: Callable[[int], Judgement],
     tokens: int,
     observer: Observer,
@@ -152,7 +152,7 @@ def _certificate(
     return Certificate((subject,), (check,), claim, (phase,))
 
 
-def _example(prompt: BenchPrompt, judgement: Judgement) -> CounterExample:
+def _example(prompt: Prompt, judgement: Judgement) -> CounterExample:
     return CounterExample(
         reason="a greedy text is not the target's, and two logits do not tie where they part",
         details={"prompt": prompt.id, **(judgement.details or {})},

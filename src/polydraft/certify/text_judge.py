@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from polydraft.bench.identity import IdentityCheck, Likeness
 from polydraft.certify.greedy import GreedyReference, Judgement
+from polydraft.identity import IdentityCheck, Likeness
 
 _WATCHED = 16
 """Likeliest tokens among which the one that an endpoint must have emitted is looked for; a near-tie is among the first two."""

@@ -55,9 +55,9 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     from polydraft.analyze import Analysis
     from polydraft.analyze.files import write_files
     from polydraft.analyze.sweep import Sweep
-    from polydraft.bench.measurement import check_folder
     from polydraft.cli.options import arrange_messages
     from polydraft.cli.progress import PhaseProgress
+    from polydraft.output import check_folder
 
     if sweep is not None and out is None:
         raise UsageError("--sweep needs --out; name a folder for the plots")

@@ -79,9 +79,8 @@ def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
 
     All N shards must be there, finished, and begun with equal settings on the same machine.
     """
-    from polydraft.bench.merge import merge_shards
-    from polydraft.bench.papers import PAPERS
-    from polydraft.bench.papers.reproduction import folder_name
+    from polydraft.bench.shards import merge_shards
+    from polydraft.papers import PAPERS, folder_name
 
     if reproduce is None:
         _show(merge_shards(out, folders, _command_line()), out)
@@ -111,10 +110,9 @@ def _bench(**options: Any) -> None:
 
 def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> None:
     """Run a paper's methods at each of its temperatures and write its tables."""
-    from polydraft.bench.measurement import check_folder
-    from polydraft.bench.papers import PAPERS
-    from polydraft.bench.papers.reproduction import folder_name
     from polydraft.bench.session import BenchOptions
+    from polydraft.output import check_folder
+    from polydraft.papers import PAPERS, folder_name
 
     runs, results = PAPERS.get(name).runs, {}
     options |= PAPERS.get(name).settings
@@ -128,8 +126,8 @@ def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> N
 
 def _run(options: "BenchOptions", out: Path, resume: bool) -> dict[str, Any]:
     """Measure once."""
-    from polydraft.bench.measurement import check_folder
     from polydraft.bench.session import BenchSession
+    from polydraft.output import check_folder
 
     check_folder(out, resume=resume)
     session = BenchSession(options)
@@ -162,8 +160,7 @@ def _show(results: dict[str, Any], out: Path) -> None:
 
 def _show_reproduction(name: str, results: dict[float, dict[str, Any]], out: Path) -> None:
     """Write and print a paper's tables, whatever failed, and then say what did."""
-    from polydraft.bench.papers import PAPERS
-    from polydraft.bench.papers.reproduction import FILE, folder_name, write_reproduction
+    from polydraft.papers import FILE, PAPERS, folder_name, write_reproduction
 
     click.echo(write_reproduction(PAPERS.get(name), results, out))
     click.echo(f"{out / FILE} written")

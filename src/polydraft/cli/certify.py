@@ -46,8 +46,8 @@ def _decoder(raw: bool, as_json: bool, **options: Any) -> None:
     The target's own text comes from its Hugging Face forward pass, one token at a time. Where texts part, the target's logits
     decide: as good as equal is a near-tie, and the text is judged on from there; anything else is a counter-example.
     """
-    from polydraft.bench.prompts import load_prompts
     from polydraft.certify.greedy_identity import certify_decoder
+    from polydraft.prompts import load_prompts
 
     prompts = load_prompts(options["source"], options["limit"])
     parts = {name: options[name] for name in ("draft", "tree", "scheme", "walk", "draft_temperature", "lossy")}
@@ -73,9 +73,9 @@ def _endpoint(url: str, model: str, chat: bool, timeout: float, as_json: bool, *
     Texts are followed along the target's tokens; near-ties are told by the target's logits, as for a decoder. Prompts go out
     as they are, or with --chat as one message of the user.
     """
-    from polydraft.bench.prompts import load_prompts
     from polydraft.certify.endpoint import Endpoint
     from polydraft.certify.greedy_identity import certify_endpoint
+    from polydraft.prompts import load_prompts
 
     endpoint = Endpoint(url=url, model=model, chat=chat, timeout=timeout)
     prompts = load_prompts(options["source"], options["limit"])

@@ -10,7 +10,6 @@ from polydraft.drafters.head_tree import HeadTree
 from polydraft.drafters.model_tree import ModelTree
 from polydraft.drafters.plain import Plain
 from polydraft.drafters.riders import RiderOptions
-from polydraft.drafters.target_init import TargetInit, check_lossy
 
 __all__ = [
     "DRAFTERS",
@@ -27,8 +26,6 @@ __all__ = [
     "Parts",
     "Plain",
     "RiderOptions",
-    "TargetInit",
-    "check_lossy",
     "make_drafter",
     "needs_draft",
 ]

@@ -99,6 +99,8 @@ class Growth:
         self.decision, self._mask = decision, SlicedMask.of(topology, device)
         self._going_B: Tensor | None = None
         """Rows that have not stopped; None where no decision model looks."""
+        self.given: tuple[Tensor, Tensor] | None = None
+        """First levels that come from elsewhere, [B, W], and the rows, [B], whose drawn ones they replace."""
 
     def compile(self) -> None:
         """Draw in a few kernels, compiled when first used, where it takes dozens otherwise."""
@@ -154,6 +156,10 @@ class Growth:
                 law_RV = probs_BGV[:, group.rows].flatten(0, 1)
                 uniforms_RK = uniforms_BU[:, group.uniforms].reshape(len(law_RV), group.width)
                 self._plant(tokens_BN, group.children, self._draw(law_RV, uniforms_RK).view(len(tokens_BN), -1))
+        if level.first == 0 and self.given is not None:
+            given_BW, rows_B = self.given
+            firsts = slice(1, 1 + given_BW.shape[1])
+            tokens_BN[:, firsts] = torch.where(rows_B[:, None], given_BW, tokens_BN[:, firsts])
         self._drawn += 1
         if not self.scheme.follows_target:
             self._laws.append(probs_BGV)

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polydraft.atomic import written_whole
-from polydraft.bench.prompts import load_prompts
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
+from polydraft.prompts import load_prompts
 from polydraft.train.chat_form import chat_form
 from polydraft.train.conversations import Texts, Writer
 from polydraft.train.settings import TrainSettings

@@ -8,13 +8,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from polydraft.bench.prompts import load_prompts
 from polydraft.decision import DecisionKind, DecisionModel, save_decision
 from polydraft.decision.decision import DecisionShape
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded
+from polydraft.prompts import load_prompts
 from polydraft.train.decision_traces import TOP, Traces, collect
 
 _HELD_OUT = 0.1

@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 
 from polydraft.atomic import written_whole
-from polydraft.bench.measurement import check_same, read_settings
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
+from polydraft.output import check_same, read_settings
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.acceptance import Acceptance, acceptance_of
 from polydraft.train.card import write_card

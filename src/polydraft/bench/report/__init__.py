@@ -1,12 +1,122 @@
 """`report.html`: one page, no requests, made from `results.json` (docs/bench-results.md)."""
 
+from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from polydraft.bench.output import write_text
-from polydraft.bench.report.page import render
+from polydraft.bench import BASELINE
+from polydraft.bench.report import _charts, _sections, values
+from polydraft.output import write_text
+from polydraft.svg import escape
 
 __all__ = ["render", "write_report"]
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""The browser itself refuses any request of this page."""
+
+_HEADS = {
+    "figures": ("All figures", "One row a method; a pass is one forward of the target."),
+    "speed": (
+        "Speed-up",
+        "Bars over plain decoding; the whisker is the 95\N{NO-BREAK SPACE}% interval, the upright line is 1×.",
+    ),
+    "acceptance": (
+        "Acceptance by depth",
+        "How often a draft is accepted at each depth, once everything above it was; the other methods in grey.",
+    ),
+    "passes": (
+        "Tokens from one pass",
+        "Share of target passes that yielded so many tokens; plain decoding always yields 1.",
+    ),
+    "time": ("Where the time goes", "Milliseconds a token, the reading of the prompt spread over all tokens."),
+    "cost": (
+        "What drafting costs",
+        "On the dashed line a pass would cost what it costs plain decoding; the drop below it is the price of drafting and of "
+        "wider passes. Filled: no other method is as good on both axes.",
+    ),
+    "trees": ("Draft trees", "The root, on the left, is the last known token; above each level its number of candidates."),
+    "tokens": ("Token view", "Who proposed each token of a text. Every one of them was checked by the target."),
+    "measurement": ("How it was measured", "Everything needed to do it again."),
+}
+"""Title and first sentence of each section, by anchor."""
+_QUEUED = '<p class="lead">On a GPU a part counts the time to queue its work; the wait for all of it counts as verify.</p>'
+
+
+def _file(name: str) -> str:
+    return (files("polydraft.bench.report") / name).read_text(encoding="utf-8")
+
+
+def _section(anchor: str, body: str) -> str:
+    title, lead = _HEADS[anchor]
+    return f'<section id="{anchor}"><h2>{title}</h2><p class="lead">{lead}</p>{body}</section>'
+
+
+def _speedups(results: Mapping[str, Any]) -> str:
+    """One chart for all prompts, one per category, on one scale."""
+    methods = {name: figures for name, figures in results["methods"].items() if name != BASELINE}
+    scale = _charts.speedup_scale(methods)
+    charts = [_charts.speedup_chart("All prompts", methods, scale)]
+    for category in values.categories_of(results):
+        rows = {name: part for name, figures in methods.items() if (part := (figures.get("categories") or {}).get(category))}
+        counts = [int(n) for row in rows.values() if (n := values.finite(row.get("prompts"))) is not None]
+        note = f"{max(counts)} prompt{'' if max(counts) == 1 else 's'}" if counts else ""
+        charts.append(_charts.speedup_chart(category, rows, scale, note))
+    return f'{charts[0]}<div class="pairs">{"".join(charts[1:])}</div>'
+
+
+def render(results: dict[str, Any]) -> str:
+    """Return the report as one HTML page that needs nothing else.
+
+    Parameters
+    ----------
+    results : dict
+        What `results.json` holds, schema 1.
+
+    Returns
+    -------
+    str
+        A page without any reference to the outside. All text from `results` is escaped.
+    """
+    methods = results["methods"]
+    settings = results.get("settings") or {}
+    bodies = {
+        "figures": _sections.headline_table(methods),
+        "speed": _speedups(results),
+        "acceptance": _charts.acceptance_panels(methods),
+        "passes": _charts.length_panels(methods),
+        "time": ("" if str(settings.get("device") or "cpu").startswith("cpu") else _QUEUED) + _charts.time_chart(methods),
+        "cost": _charts.pareto_plot(methods),
+        "trees": _charts.tree_panels(results.get("trees") or {}),
+        "tokens": _sections.token_view(results),
+        "measurement": _sections.provenance(results),
+    }
+    links = "".join(f'<li><a href="#{anchor}">{anchor.capitalize()}</a></li>' for anchor in bodies)
+    title = f"polydraft bench: {escape(settings.get('target') or '–')}, {escape(settings.get('draft') or '–')}"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{_file("style.css")}</style>
+</head>
+<body>
+<a class="skip" href="#figures">Skip to the figures</a>
+<main>
+{_sections.header(results)}
+<nav aria-label="Sections"><ul>{links}</ul></nav>
+{"".join(_section(anchor, body) for anchor, body in bodies.items())}
+</main>
+<script>
+{_file("script.js")}</script>
+</body>
+</html>
+"""
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:

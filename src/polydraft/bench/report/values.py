@@ -1,20 +1,13 @@
 """Figures as text; what is missing reads as missing, never as nought."""
 
-import html
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from polydraft.svg import escape
+
 DASH = '<span class="na" title="not available">–</span>'
 NOT_AVAILABLE = '<span class="na">not available</span>'
-
-_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-
-
-def escape(text: object) -> str:
-    """Make any text safe inside an element or a quoted attribute; control characters become visible."""
-    return html.escape(_CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text)), quote=True)
 
 
 def finite(value: object) -> float | None:

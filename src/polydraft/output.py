@@ -1,0 +1,75 @@
+"""What a command leaves behind: files written whole, in folders that may hold work to go on with."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from polydraft.atomic import written_whole
+from polydraft.errors import FailureError, UsageError
+
+
+def write_text(path: Path, text: str, *, remedy: str = "what was measured is in runs.jsonl") -> None:
+    """Write a file, in a folder that exists.
+
+    Raises
+    ------
+    FailureError
+        If it cannot be written, with the remedy; of a benchmark the journal is there already.
+    """
+    try:
+        with written_whole(path) as partial:
+            # Half of a surrogate pair, which a byte-level tokenizer can produce, has no UTF-8: it becomes a question mark.
+            partial.write_bytes(text.encode("utf-8", "replace"))
+    except OSError as error:
+        raise FailureError(f"cannot write {path} ({error.strerror}); {remedy}") from None
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Refuse a folder that cannot be written to, before anything is loaded.
+
+    Raises
+    ------
+    UsageError
+        If it holds a benchmark that is not to be resumed, or is no folder that can be written to.
+    """
+    try:
+        if not resume and (folder / "runs.jsonl").exists():
+            raise UsageError(f"{folder} holds a benchmark already; pass --resume to go on with it, or another --out")
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+
+
+def cannot_write(folder: Path, error: OSError) -> UsageError:
+    """Return the error that says so, to be raised."""
+    return UsageError(f"cannot write to {folder} ({error.strerror}); choose another --out")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read what work in a folder was begun with, which somebody may have torn since."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("it is not an object")
+    except ValueError as error:
+        raise FailureError(
+            f"cannot read {path} ({error}), so nobody knows what was begun there; restore it, or choose another --out"
+        ) from None
+    return settings
+
+
+def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: set[str]) -> None:
+    """Refuse to go on with work that was begun with other settings, but for those that are `free` to change."""
+    changed = [key for key in sorted({*before, *now} - free) if before.get(key) != now.get(key)]
+    if changed:
+        key = changed[0]
+        raise UsageError(
+            f"{folder} was begun with {key}={before.get(key)!r}, not {now.get(key)!r}; use the same settings to resume, "
+            "or another --out"
+        )

@@ -1,0 +1,280 @@
+"""Improved MCSD's target-initialised trees and their verification, a lossy rule.
+
+A tree begins with several tokens from the target's law, and the longest accepted path is kept. Looking at several first tokens
+and keeping the one that the draft continues best prefers tokens that the draft finds easy: the text no longer follows the
+target's law (docs/dynamic.md measures by how much).
+
+References
+----------
+.. [1] Lu et al., Improving Multi-candidate Speculative Decoding, §3.1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polydraft.drafters import LOSSY_DRAFTERS, Drafter, DraftSession, HeadTree, ModelTree, Parts
+from polydraft.drafters.head_tree import HeadTreeSession
+from polydraft.drafters.model_tree import ModelTreeSession
+from polydraft.errors import UsageError
+from polydraft.models import FeatureHead, LanguageModel
+from polydraft.sampling import NO_TOKEN, RowParams, draw_distinct, draw_one
+from polydraft.schemes import Scheme
+from polydraft.trees import DraftTree, Topology
+from polydraft.walks import Fault, Verdict, Walk
+from polydraft.walks.target_law import TargetLaw
+
+
+def check_lossy(name: str, topology: Topology) -> None:
+    """Refuse an unknown lossy drafter, or a tree that it cannot grow."""
+    LOSSY_DRAFTERS.get(name)
+    chains = max(len(topology.children[0]), 1)
+    if topology.depth < 1 or topology != Topology.fork(chains, topology.depth):
+        raise UsageError(f"--lossy {name} grows forks only, not tree {topology}; use a tree such as fork:16x5")
+
+
+class TargetInit(Drafter):
+    """Begin with W tokens from the target's law, draft D more behind each, keep the longest accepted path ([1] §3.1).
+
+    The text does not follow the target's law. What does, and keeps the width, is a fork below one token from the target: the
+    pending token, which every tree here has as its root, is exactly that. So the lossless counterpart is the tree
+    `target-root:WxD`, another name for `fork:WxD`.
+
+    Parameters
+    ----------
+    model : LanguageModel or FeatureHead
+        The draft.
+    topology : Topology
+        A fork; its depth D counts drafted tokens.
+    """
+
+    name = "target-init"
+    lossless = False
+    scheme = "auto"
+
+    def __init__(self, model: LanguageModel | FeatureHead, topology: Topology) -> None:
+        check_lossy(self.name, topology)
+        self.model = model
+        self.topology = Topology.fork(len(topology.children[0]), topology.depth + 1)
+
+    def start(self, params: RowParams, target: LanguageModel) -> "TargetInitSession":
+        """Go to work on a batch."""
+        if params.mixed:
+            raise UsageError("--lossy target-init cannot mix rows of temperature 0 with others; decode them apart")
+        inner = (
+            HeadTree(self.model, self.topology, "rrs-wor").start(params, target)
+            if isinstance(self.model, FeatureHead)
+            else ModelTree(self.model, self.topology, "rrs-wor").start(params, target)
+        )
+        return TargetInitSession(inner, len(self.topology.children[0]), params)
+
+
+class TargetInitSession(DraftSession):
+    """A static tree's session whose first level is replaced by tokens from the target's law, once that is known.
+
+    In the first round of a text it is not, because the last token of a prompt has not been through the target: there the
+    first level is the draft's.
+    """
+
+    def __init__(self, inner: ModelTreeSession | HeadTreeSession, width: int, params: RowParams) -> None:
+        self._inner, self._width, self._greedy = inner, width, params.all_greedy
+        self.num_nodes, self.depth = inner.num_nodes, inner.depth
+        self.reads_features = inner.reads_features  # type: ignore[misc]
+        self._walk = LongestWalk(self._greedy)
+        self.own_walk = self._walk
+        self._next: tuple[Tensor, Tensor] | None = None
+        """The law that the next tree begins with, and the rows in which it is known."""
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the tree is drawn."""
+        return self._inner.scheme
+
+    @property
+    def num_uniforms(self) -> int:
+        """The tree's, and one for each token from the target."""
+        return self._inner.num_uniforms + self._width
+
+    def obstacle(self) -> str | None:
+        """Say why rounds are not recorded."""
+        return "target-initialised trees are lossy and not made for speed"
+
+    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
+        """Get ready as the static tree does."""
+        return self._inner.prepare(texts, longest, rows)
+
+    def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
+        """Let a feature head see the texts."""
+        self._inner.observe(starts, counts, features_BTF)
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
+        """Begin new rows with the draft's tokens."""
+        self._inner.begin(texts, longest, rows, params)
+        if self._next is not None:
+            known_B = self._next[1].clone()
+            known_B[list(rows)] = False
+            self._next = self._next[0], known_B
+
+    def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Take W tokens from the target's law, at temperature 0 the likeliest, and draft behind each."""
+        given = None
+        if self._next is not None:
+            law_BV, known_B = self._next
+            if self._greedy:
+                given = law_BV.topk(self._width, dim=-1).indices, known_B
+            else:
+                given = draw_distinct(law_BV, uniforms_BU[:, -self._width :]), known_B
+        self._inner._growth.given = given
+        self._walk.given_B = None if given is None else given[1]
+        return self._inner.propose(tail_B2, uniforms_BU[:, : self._inner.num_uniforms])
+
+    def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Follow the verdict, and remember the law that the next tree begins with."""
+        assert isinstance(verdict, LongestVerdict)
+        self._next = verdict.next_law_BV, verdict.known_B
+        self._inner.commit(verdict, keep_B, features_BNF)
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Take note of the new texts."""
+        self._inner.settle(texts, emitted)
+
+    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
+        """Drop what lies beyond the texts."""
+        self._inner.rewind(texts)
+
+
+@LOSSY_DRAFTERS.register("target-init")
+def _build(parts: Parts) -> TargetInit:
+    if parts.draft is None:
+        raise UsageError("--lossy target-init needs a draft; pass draft=NAME, a folder, or early-exit:k")
+    return TargetInit(parts.draft, parts.topology)
+
+
+@dataclass(frozen=True, eq=False)
+class LongestVerdict(Verdict):
+    """A verdict that also says from which law the next tree begins."""
+
+    next_law_BV: Tensor
+    """Law after the last emitted token: the target's, or what rejection left of it."""
+    known_B: Tensor
+    """Whether that law is known: not where nothing was accepted."""
+
+
+class LongestWalk(Walk):
+    """Verify every chain of a fork by itself and keep the first longest. Not registered: registered walks are lossless."""
+
+    name = "longest"
+
+    def __init__(self, greedy: bool) -> None:
+        self.greedy = greedy
+        self.given_B: Tensor | None = None
+        """Rows whose first level comes from the target's own law, and so is accepted unseen."""
+
+    @classmethod
+    def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
+        """Only what its own drafter draws."""
+        return False
+
+    def uniforms(self, scheme: Scheme, depth: int) -> int:
+        """One for each node of a chain is enough: chains may share them, since only one chain is kept."""
+        return depth + 1
+
+    def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> LongestVerdict:
+        """Walk down the chains one after the other."""
+        batch_size, device = len(draft.tokens_BN), draft.tokens_BN.device
+        given_B = torch.zeros(batch_size, dtype=torch.bool, device=device) if self.given_B is None else self.given_B
+        root_B = torch.zeros(batch_size, dtype=torch.long, device=device)
+        firsts_BK, tokens_BK = draft.children(root_B)
+        best_B = torch.full_like(root_B, -1)
+        path_BD = torch.zeros(batch_size, draft.depth + 1, dtype=torch.long, device=device)
+        kept_BD = torch.full_like(path_BD, NO_TOKEN)
+        end_B = root_B
+        for chain in range(firsts_BK.shape[1]):
+            nodes_BD, texts_BD, length_B = self._chain(
+                draft, target_law, firsts_BK[:, chain], tokens_BK[:, chain], given_B, uniforms_BU
+            )
+            better_B1 = (length_B > best_B)[:, None]
+            path_BD, kept_BD = torch.where(better_B1, nodes_BD, path_BD), torch.where(better_B1, texts_BD, kept_BD)
+            best_B = torch.maximum(best_B, length_B)
+            end_B = path_BD.gather(1, best_B.clamp(min=0)[:, None])[:, 0]
+        return self._verdict(draft, target_law, uniforms_BU, best_B, path_BD, kept_BD, end_B)
+
+    def _chain(
+        self,
+        draft: DraftTree,
+        target_law: TargetLaw,
+        first_B: Tensor,
+        token_B: Tensor,
+        given_B: Tensor,
+        uniforms_BU: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a chain's nodes, root first, its tokens, and how many of these are accepted."""
+        batch_size = len(first_B)
+        node_B, going_B = torch.zeros_like(first_B), torch.ones_like(given_B)
+        length_B = torch.zeros_like(first_B)
+        nodes_BD = torch.zeros(batch_size, draft.depth + 1, dtype=torch.long, device=first_B.device)
+        texts_BD = torch.full_like(nodes_BD, NO_TOKEN)
+        for step in range(draft.depth):
+            if step:
+                first_B, token_B = (values_BK[:, 0] for values_BK in draft.children(node_B))
+            accepted_B = self._accepts(draft, target_law, step, node_B, token_B, texts_BD[:, :step], uniforms_BU[:, step])
+            if step == 0:
+                accepted_B = accepted_B | given_B
+            going_B = going_B & accepted_B & (token_B != NO_TOKEN)
+            if first_B.device.type == "cpu" and not going_B.any():
+                break
+            length_B = length_B + going_B
+            node_B = torch.where(going_B, first_B, node_B)
+            nodes_BD[:, step + 1], texts_BD[:, step] = node_B, torch.where(going_B, token_B, NO_TOKEN)
+        return nodes_BD, texts_BD, length_B
+
+    def _accepts(
+        self,
+        draft: DraftTree,
+        target_law: TargetLaw,
+        step: int,
+        node_B: Tensor,
+        token_B: Tensor,
+        path_BP: Tensor,
+        uniform_B: Tensor,
+    ) -> Tensor:
+        target_B = _at(target_law(node_B, path_BP), token_B)
+        draft_B = torch.ones_like(target_B) if self.greedy else _at(draft.draft_law(step, node_B), token_B)
+        return uniform_B * draft_B < target_B
+
+    def _verdict(
+        self,
+        draft: DraftTree,
+        target_law: TargetLaw,
+        uniforms_BU: Tensor,
+        best_B: Tensor,
+        path_BD: Tensor,
+        kept_BD: Tensor,
+        end_B: Tensor,
+    ) -> LongestVerdict:
+        """Emit the path, its last token pending; where nothing was accepted one token from the target's law."""
+        known_B = best_B > 0
+        next_BV = target_law(end_B, kept_BD[:, : draft.depth])
+        fault_B = torch.where(next_BV[:, :1].isnan(), Fault.TARGET, Fault.NONE)[:, 0]
+        if not self.greedy:
+            level_B = best_B.clamp(max=draft.depth - 1)
+            draft_BV = torch.stack([draft.draft_law(step, end_B) for step in range(draft.depth)], dim=1)
+            draft_BV = draft_BV.gather(1, level_B[:, None, None].expand(-1, 1, draft_BV.shape[-1]))[:, 0]
+            left_BV = (next_BV - draft_BV).clamp(min=0)
+            rejected_B1 = ((best_B < draft.depth) & (left_BV.sum(-1) > 0))[:, None]
+            next_BV = torch.where(rejected_B1, left_BV, next_BV)
+        tokens_BD = kept_BD.clone()
+        tokens_BD[:, 0] = torch.where(known_B, kept_BD[:, 0], draw_one(next_BV, uniforms_BU[:, -1]))
+        accepted_B = (best_B - 1).clamp(min=0)
+        # Entries beyond the accepted ones repeat the last of them.
+        places_D = torch.arange(path_BD.shape[1], device=path_BD.device)
+        path_BD = path_BD.gather(1, torch.minimum(places_D, accepted_B[:, None]))
+        offered_B = torch.where(accepted_B < draft.depth - 1, accepted_B + 1, accepted_B)
+        return LongestVerdict(path_BD, accepted_B, tokens_BD, offered_B, fault_B, next_BV, known_B)
+
+
+def _at(law_BV: Tensor, token_B: Tensor) -> Tensor:
+    """Return each row's probability of one token."""
+    return law_BV.gather(1, token_B.clamp(min=0)[:, None])[:, 0]

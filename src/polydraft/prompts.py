@@ -1,0 +1,366 @@
+"""Prompts: our own, a file of a known dataset, or a dataset of the Hugging Face hub.
+
+What a file is (JSON lines, JSON, text) and whose records it holds are told by its content.
+"""
+
+import gzip
+import importlib
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from polydraft.errors import UsageError, unknown_name
+from polydraft.registry import Registry
+
+BUILTIN = "builtin"
+"""The source that needs neither a file nor the network."""
+_BUILTIN_FILE = "builtin_prompts.jsonl"
+_HUB = "hf:"
+_ALLOWED = f"allowed: {BUILTIN!r}, the path of a file, or {_HUB}NAME[:SPLIT]"
+_GZIP_MAGIC = b"\x1f\x8b"
+
+Record = Mapping[str, Any]
+"""One row of a dataset, keys as in its file."""
+Placed = tuple[str, Any]
+"""Where a record stands, in words ("line 3"), and the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt to measure with."""
+
+    id: str
+    """Unique within its source."""
+    category: str
+    """What results are grouped by."""
+    text: str
+    """What the user says, exactly as the dataset has it; a chat template is applied elsewhere."""
+
+
+PromptFormat = Callable[[Record], Prompt | None]
+"""Turns a record into a prompt; None where the record is not of this format. An empty `id` is filled in by the reader."""
+FORMATS: Registry[PromptFormat] = Registry("prompt format")
+"""Tried in order of registration: a format with more telling keys stands before one that would also fit."""
+_KEYS: dict[str, str] = {}
+
+
+def _format(name: str, *keys: str) -> Callable[[PromptFormat], PromptFormat]:
+    """Register a format, and the keys that an error message says it needs."""
+    _KEYS[name] = "+".join(keys)
+    return FORMATS.register(name)
+
+
+def _prompt(record: Record, name: str, text: object, id_key: str = "id") -> Prompt | None:
+    """Build the prompt if `text` is one; the category falls back to the format's name."""
+    if not isinstance(text, str) or not text.strip():
+        return None
+    known = record.get(id_key)
+    return Prompt(
+        id="" if known is None else str(known).strip(),
+        category=" ".join(str(record.get("category") or "").split()) or name,
+        text=text,
+    )
+
+
+@_format("mt_bench", "question_id", "turns")
+def mt_bench(record: Record) -> Prompt | None:
+    """Spec-Bench and MT-bench: the first turn."""
+    turns = record.get("turns")
+    return _prompt(record, "mt_bench", turns[0], "question_id") if isinstance(turns, list) and turns else None
+
+
+@_format("squad", "context", "question")
+def squad(record: Record) -> Prompt | None:
+    """SQuAD: the passage, then the question."""
+    context, question = record.get("context"), record.get("question")
+    if not all(isinstance(part, str) and part.strip() for part in (context, question)):
+        return None
+    return _prompt(record, "squad", f"{context}\n\nQuestion: {question}")
+
+
+@_format("gsm8k", "question", "answer")
+def gsm8k(record: Record) -> Prompt | None:
+    """GSM8K: the question."""
+    return _prompt(record, "gsm8k", record.get("question")) if "answer" in record else None
+
+
+@_format("alpaca", "instruction")
+def alpaca(record: Record) -> Prompt | None:
+    """Alpaca: the instruction and, where there is one, its input; without the preamble that Alpaca's own model wants."""
+    instruction, extra = record.get("instruction"), record.get("input")
+    if isinstance(instruction, str) and instruction.strip() and isinstance(extra, str) and extra.strip():
+        instruction = f"{instruction}\n\n{extra}"
+    return _prompt(record, "alpaca", instruction)
+
+
+@_format("mbpp", "task_id", "text")
+def mbpp(record: Record) -> Prompt | None:
+    """MBPP: the task in words; the sanitized edition calls it `prompt` and is told by its `test_list`."""
+    if "task_id" not in record:
+        return None
+    text = record.get("text") or (record.get("prompt") if "test_list" in record else None)
+    return _prompt(record, "mbpp", text, "task_id")
+
+
+@_format("humaneval", "task_id", "prompt")
+def humaneval(record: Record) -> Prompt | None:
+    """HumanEval: the function's head and docstring."""
+    return _prompt(record, "humaneval", record.get("prompt"), "task_id") if "task_id" in record else None
+
+
+@_format("prompt", "prompt")
+def own(record: Record) -> Prompt | None:
+    """Our own: `prompt`, with an `id` and a `category` if it likes."""
+    return _prompt(record, "prompt", record.get("prompt"))
+
+
+@_format("text", "text")
+def text(record: Record) -> Prompt | None:
+    """Plain text: what a line of a text file becomes."""
+    return _prompt(record, "text", record.get("text"))
+
+
+def _parse(content: str, source: str, json_expected: bool = False) -> list[Prompt]:
+    """Read JSON lines, a JSON array, an object with such an array under `data`, or plain text with one prompt per line.
+
+    `source` is what error messages call the file; with `json_expected`, what does not look like JSON is refused.
+    """
+    return _from_records(_placed_records(content, source, json_expected), source)
+
+
+def _from_records(placed: Iterable[Placed], source: str) -> list[Prompt]:
+    """Turn records into prompts, each by the first format that fits, with unique ids.
+
+    A missing id becomes `CATEGORY-NUMBER`; a repeated one gets `@NUMBER`, the number being the record's.
+    """
+    prompts: list[Prompt] = []
+    seen: set[str] = set()
+    for number, (place, record) in enumerate(placed, start=1):
+        prompt = _recognise(record, f"{place} of prompt source {source!r}")
+        name = prompt.id or f"{prompt.category}-{number}"
+        name = f"{name}@{number}" if name in seen else name
+        seen.add(name)
+        prompts.append(replace(prompt, id=name))
+    return prompts
+
+
+def _recognise(record: object, where: str) -> Prompt:
+    """Apply the first format that fits."""
+    if not isinstance(record, Mapping):
+        raise UsageError(f"{where} is a JSON {_json_type(record)}; allowed: a JSON object; fix or remove it")
+    for name in FORMATS:
+        prompt = FORMATS.get(name)(record)
+        if prompt is None:
+            continue
+        try:  # JSON's \ud800 escapes pass the parser and would only fail in the tokenizer or the report
+            f"{prompt.id}{prompt.category}{prompt.text}".encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{where} has half a surrogate pair; allowed: valid Unicode; fix or remove it") from None
+        return prompt
+    found = ", ".join(repr(str(key)[:40]) for key in itertools.islice(record, 12)) or "none"
+    keys = ", ".join(f"{keys} ({name})" for name, keys in _KEYS.items())
+    raise UsageError(f"{where} has no prompt; its keys: {found}; expected non-empty: {keys}; fix or remove it")
+
+
+def _json_type(value: object) -> str:
+    """Name a parsed value as JSON does."""
+    names = {str: "string", list: "array", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _placed_records(content: str, source: str, json_expected: bool) -> Iterator[Placed]:
+    """Find the container by its first characters, and open it."""
+    # Not splitlines(): U+2028 and its kind stand unescaped inside JSON strings.
+    lines = [(f"line {number}", line.strip()) for number, line in enumerate(content.split("\n"), start=1)]
+    lines = [(place, line) for place, line in lines if line]
+    start = "".join(line for _, line in lines[:2])
+    # "[INST] Hello" is a line of text, "[{" and "[\n{" are not.
+    in_array = start.startswith("[") and start[1:].lstrip()[:1] in ("{", '"', "[", "]", "")
+    if in_array or (start.startswith("{") and not _is_json_lines(lines)):
+        yield from _document_records(_loads(content, None, source), lines[0][0])
+    elif json_expected or start.startswith("{"):
+        for place, line in lines:
+            yield from _flattened(place, _loads(line, place, source))
+    else:
+        yield from ((place, {"text": line}) for place, line in lines)
+
+
+def _is_json_lines(lines: list[Placed]) -> bool:
+    """Tell JSON lines from one JSON object: a line that does not ask to be continued, then one that opens an object."""
+    return len(lines) > 1 and not lines[0][1].endswith(("{", "[", ",", ":")) and lines[1][1].startswith("{")
+
+
+def _loads(content: str, place: str | None, source: str) -> Any:
+    """Parse JSON; `place` is None for a whole document, whose parser knows the line."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", None) or (str(error).splitlines() or [type(error).__name__])[0]
+        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        where = place or f"line {getattr(error, 'lineno', 1)}"
+        raise UsageError(
+            f"{where} of prompt source {source!r} is malformed JSON ({reason}{column}); "
+            "allowed: JSON lines, a JSON array, or plain text with a prompt a line; fix or remove it"
+        ) from None
+
+
+def _document_records(document: Any, start: str) -> Iterator[Placed]:
+    """Yield the numbered records of a JSON array or of the array under `data`, or a lone object that begins at `start`."""
+    if isinstance(document, dict) and isinstance(document.get("data"), list):
+        document = document["data"]
+    if not isinstance(document, list):
+        yield from _flattened(start, document)
+        return
+    for number, record in enumerate(document, start=1):
+        yield from _flattened(f"record {number}", record)
+
+
+def _flattened(place: str, record: Any) -> Iterator[Placed]:
+    """Unfold an article of the original SQuAD files: paragraphs → qas, each with its paragraph's context."""
+    paragraphs = record.get("paragraphs") if isinstance(record, dict) else None
+    if not isinstance(paragraphs, list):
+        yield place, record
+        return
+    for p, paragraph in enumerate(paragraphs, start=1):
+        questions = paragraph.get("qas") if isinstance(paragraph, dict) else None
+        if not isinstance(questions, list):
+            yield f"{place}, paragraph {p}", paragraph
+            continue
+        for q, question in enumerate(questions, start=1):
+            row = {**question, "context": paragraph.get("context")} if isinstance(question, dict) else question
+            yield f"{place}, paragraph {p}, question {q}", row
+
+
+def load_prompts(source: str, limit: int | None = None, categories: Sequence[str] = ()) -> list[Prompt]:
+    """Load the prompts of a source.
+
+    Parameters
+    ----------
+    source : str
+        `builtin`; the path of a JSON lines, JSON or text file, possibly gzipped, whose records are of a format in
+        `FORMATS`; or `hf:NAME[:SPLIT]` for a dataset of the Hugging Face hub, where NAME may be
+        `OWNER/NAME/CONFIG` and SPLIT is `test` unless the dataset has none (then its first). A file goes before the hub.
+    limit : int, optional
+        At most this many prompts, at least 1; all where None.
+    categories : sequence of str
+        Keep these only; all where empty.
+
+    Returns
+    -------
+    list of Prompt
+        At least one, in the source's order; with a limit, one of each category in turn, so that categories count alike as far
+        as they reach, and a smaller limit gives the beginning of what a larger one gives.
+
+    Raises
+    ------
+    UsageError
+        If the source cannot be read, holds no prompt or a malformed one, or an argument is out of range.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"prompt limit is {limit}; allowed: 1 or more; leave it out to use every prompt")
+    prompts = _load(source)
+    if not prompts:
+        raise UsageError(
+            f"prompt source {source!r} holds no prompts; allowed: at least one; "
+            f"give it a prompt a line, or records of a known format ({', '.join(FORMATS)})"
+        )
+    if categories:
+        known = {prompt.category for prompt in prompts}
+        for category in categories:
+            if category not in known:
+                raise unknown_name("prompt category", category, known)
+        prompts = [prompt for prompt in prompts if prompt.category in categories]
+    return prompts if limit is None else _round_robin(prompts, limit)
+
+
+def _round_robin(prompts: list[Prompt], limit: int) -> list[Prompt]:
+    """Take one prompt of each category in turn, categories in order of first appearance."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*groups.values()))
+    return list(itertools.islice((prompt for prompt in turns if prompt is not None), limit))
+
+
+def _load(source: str) -> list[Prompt]:
+    """Find out what kind of source it is, and read all of it."""
+    if source == BUILTIN:
+        content = resources.files("polydraft").joinpath(_BUILTIN_FILE).read_text(encoding="utf-8")
+        return _parse(content, source, json_expected=True)
+    path = os.path.expanduser(source)
+    if source.startswith(_HUB) and not os.path.exists(path):
+        return _load_from_hub(source)
+    return _parse(_read_text(path, source), source, json_expected=_names_json(path))
+
+
+def _names_json(path: str) -> bool:
+    """Whether the name promises JSON, so that a broken first line is an error and not a prompt."""
+    return path.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson"))
+
+
+def _read_text(path: str, source: str) -> str:
+    """Read a file, unpacked if it is gzip by content."""
+    try:
+        if not path:  # which Path would take for the current directory
+            raise FileNotFoundError
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"prompt file {source!r} not found; {_ALLOWED}; check the path") from None
+    except IsADirectoryError:
+        raise UsageError(f"prompt source {source!r} is a directory; {_ALLOWED}; name a file in it") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or _first_line(error)
+        raise UsageError(f"prompt file {source!r} cannot be read ({reason}); {_ALLOWED}; check it and its rights") from None
+    if content.startswith(_GZIP_MAGIC):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            reason = _first_line(error)
+            raise UsageError(
+                f"prompt file {source!r} is broken gzip ({reason}); allowed: whole files; fetch it again"
+            ) from None
+    try:
+        return content.decode("utf-8-sig")  # with or without a byte order mark
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UsageError(
+            f"line {line} of prompt file {source!r} is not UTF-8; allowed: UTF-8 text, gzipped or not; convert it with iconv"
+        ) from None
+
+
+def _load_from_hub(source: str) -> list[Prompt]:
+    """Read a dataset through the `datasets` package, which is not a dependency of ours."""
+    name, _, split = source.removeprefix(_HUB).partition(":")
+    parts = name.split("/")
+    if not all(parts) or len(parts) > 3:
+        raise UsageError(f"prompt source {source!r} names no dataset; allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]; name one")
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise UsageError(
+            f"prompt source {source!r} needs the package 'datasets', which cannot be imported; "
+            f"{_ALLOWED}; pip install datasets, or name a file"
+        ) from None
+    config = parts[2] if len(parts) == 3 else None
+    try:
+        rows: Any = datasets.load_dataset("/".join(parts[:2]), config, split=split or None)
+    except Exception as error:  # the hub's client, its HTTP library and each dataset's reader raise what they like
+        raise UsageError(
+            f"prompt source {source!r} cannot be loaded ({_first_line(error)}); "
+            f"allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]; check name, split and network, or name a file"
+        ) from None
+    if isinstance(rows, dict):  # no split was asked for: all of them
+        rows = rows["test"] if "test" in rows else next(iter(rows.values()), ())
+    return _from_records(((f"record {number}", row) for number, row in enumerate(rows, start=1)), source)
+
+
+def _first_line(error: Exception) -> str:
+    """Shorten what an error says to one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

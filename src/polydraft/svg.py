@@ -1,0 +1,104 @@
+"""The few SVG shapes the charts are made of, and the ticks of an axis.
+
+Two kinds of drawing keep text legible at every width. *Fluid* ones give x in per cent of the page's width and y in pixels, so
+nothing is scaled. *Panels* have a fixed viewBox about as wide as a phone and stand side by side where there is room.
+"""
+
+import html
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+Place = float | str
+"""A coordinate: a number of units, or a percentage of the width."""
+
+
+def escape(text: object) -> str:
+    """Make any text safe inside an element or a quoted attribute; control characters become visible."""
+    return html.escape(_CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text)), quote=True)
+
+
+def place(value: Place) -> str:
+    """Write a coordinate without needless digits."""
+    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def line(x1: Place, y1: Place, x2: Place, y2: Place, kind: str) -> str:
+    """Draw a straight line of a CSS class."""
+    return f'<line class="{kind}" x1="{place(x1)}" y1="{place(y1)}" x2="{place(x2)}" y2="{place(y2)}"/>'
+
+
+def rect(x: Place, y: Place, width: Place, height: Place, kind: str) -> str:
+    """Draw a filled rectangle of a CSS class."""
+    return f'<rect class="{kind}" x="{place(x)}" y="{place(y)}" width="{place(width)}" height="{place(height)}"/>'
+
+
+def circle(x: Place, y: Place, radius: float, kind: str) -> str:
+    """Draw a disc of a CSS class."""
+    return f'<circle class="{kind}" cx="{place(x)}" cy="{place(y)}" r="{place(radius)}"/>'
+
+
+def text(x: Place, y: Place, words: str, anchor: str = "middle", kind: str = "tick", shift: float = 0) -> str:
+    """Write words, shifted sideways by pixels where x is a percentage."""
+    moved = f' dx="{place(shift)}"' if shift else ""
+    return f'<text class="{kind}" x="{place(x)}" y="{place(y)}"{moved} text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def fluid(height: float, shapes: Iterable[str], label: str | None = None) -> str:
+    """Draw at the width of the surrounding element; without a label it is decoration beside text that says the same."""
+    role = f'role="img" aria-label="{escape(label)}"' if label else 'aria-hidden="true"'
+    return f'<svg class="fluid" width="100%" height="{place(height)}" {role}>{"".join(shapes)}</svg>'
+
+
+def panel(width: float, height: float, shapes: Iterable[str], label: str) -> str:
+    """Draw in a fixed frame that scales as a whole."""
+    frame = f'viewBox="0 0 {place(width)} {place(height)}"'
+    return f'<svg class="panel-svg" {frame} role="img" aria-label="{escape(label)}">{"".join(shapes)}</svg>'
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A straight map from figures to percentages of the width, with round ticks.
+
+    Parameters
+    ----------
+    low, high : float
+        Figures at the two ends.
+    """
+
+    low: float
+    high: float
+
+    def fraction(self, value: float) -> float:
+        """Where a figure lies, 0 to 1 within the ends; beyond them it is cut."""
+        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+
+    def x(self, value: float) -> str:
+        """Place of a figure as a percentage."""
+        return f"{100 * self.fraction(value):.2f}%"
+
+    def width(self, start: float, end: float) -> str:
+        """Length between two figures as a percentage."""
+        return f"{100 * (self.fraction(end) - self.fraction(start)):.2f}%"
+
+    def ticks(self, wanted: int = 5) -> list[float]:
+        """Round figures within the ends, about as many as wanted."""
+        raw = (self.high - self.low) / max(1, wanted)
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        return [round(index * step, 10) for index in range(first, last + 1)]
+
+
+def tick_text(value: float) -> str:
+    """Write a tick without trailing noughts."""
+    return f"{value:,.10g}"
+
+
+def end_anchor(fraction: float) -> str:
+    """Anchor that keeps a tick's text inside the drawing."""
+    return "start" if fraction < 0.02 else "end" if fraction > 0.98 else "middle"

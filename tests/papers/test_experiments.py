@@ -1,0 +1,69 @@
+"""Papers measured again, with tiny models."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from polydraft.bench.method import MethodSpec
+from polydraft.papers import PAPERS
+from polydraft.trees import parse_tree
+
+
+def test_improved_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paper = PAPERS.get("improved")
+    monkeypatch.setitem(PAPERS._items, "improved", replace(paper, runs={0.0: paper.runs[0.0]}))
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": "p", "category": "a", "prompt": "hello"}) + "\n")
+    options = ("--target", tiny, "--draft", "early-exit:2", "--prompts", str(prompts), "--max-new-tokens", "4")
+    code, _, err = invoke("bench", "--reproduce", "improved", *options, "--out", str(tmp_path / "out"))
+    assert code == 0, err
+    text = (tmp_path / "out" / "reproduction.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| 0 | ")]
+    dynamic = next(row for row in rows if row[1].startswith("dynamic tree"))
+    assert "–" not in dynamic[4:], "it may find that drafting does not pay, but it decodes"
+    assert any("**lossy**" in row[1] for row in rows)
+    for drawing in ("figure-3-t0.svg", "figure-5a-t0.svg", "figure-5b-t0.svg", "figure-6-t0.svg"):
+        assert (tmp_path / "out" / drawing).read_text().startswith("<svg") and drawing in text
+    results = json.loads(next((tmp_path / "out").rglob("results.json")).read_text())
+    fork = results["methods"]["fork:6x5"]
+    assert 0 <= fork["accepted_share"] <= 1
+    assert sum(one["share"] for one in fork["winning_branches"]) == pytest.approx(1), "some path was accepted"
+    assert results["methods"]["target-init:6x5"]["identical"] is None, "lossy texts are not compared"
+    costs = list((tmp_path / "cache" / "costs").glob("*.json"))
+    assert len(costs) == 1 and min(json.loads(costs[0].read_text())["level"].values()) > 0
+
+
+def test_every_tree_of_improved_can_be_written() -> None:
+    for names in PAPERS.get("improved").runs.values():
+        for spec in map(MethodSpec.parse, names):
+            if spec.name in ("fork", "target-init"):
+                width, depth = map(int, spec.argument.split("x"))
+                assert parse_tree(f"fork:{spec.argument}").num_nodes == 1 + width * depth
+
+
+def test_optimal_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paper = PAPERS.get("optimal")
+    monkeypatch.setitem(PAPERS._items, "optimal", replace(paper, runs={0.6: paper.runs[0.6]}))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": "p", "category": "a", "prompt": "hello"}) + "\n")
+    options = ("--target", tiny, "--draft", "early-exit:2", "--prompts", str(prompts), "--max-new-tokens", "4")
+    code, out, err = invoke("bench", "--reproduce", "optimal", *options, "--out", str(tmp_path / "out"))
+    assert code == 0, err
+    text = (tmp_path / "out" / "reproduction.md").read_text()
+    assert text in out
+    for words in ("Table 1", "polydraft analyze --sweep temperature", "Table 2", "Table 3", "EAGLE's sparse tree", "Greedy"):
+        assert words in text
+    tables = [line.split(" | ") for line in text.splitlines() if line.startswith("| 0.6 | ")]
+    ours = [row for row in tables if row[1] == "hybrid *"]
+    assert len(ours) == 2 and all("–" not in row for row in ours), "every tree has figures"
+    hub = next(row for row in tables if row[1] == "SpecHub")
+    assert hub[2] != "–" and hub[4] == hub[6] == "–", "two drafts at most"
+
+
+def test_every_tree_of_optimal_can_be_written() -> None:
+    methods = {method for names in PAPERS.get("optimal").runs.values() for method in names if method != "ar"}
+    trees = {parse_tree(MethodSpec.parse(method).argument).num_nodes for method in methods}
+    assert trees == {1 + 2 + 4 + 8 + 16, 1 + 4 + 16 + 64, 1 + 25}
