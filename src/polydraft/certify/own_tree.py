@@ -4,34 +4,14 @@ from dataclasses import dataclass
 
 from polydraft.certify.subject import Subject
 from polydraft.drafters import ModelTree
-from polydraft.drafters.model_tree import ModelTreeSession
 from polydraft.engine.run import Run
 from polydraft.engine.workspace import Workspace
 from polydraft.models import LanguageModel
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
-from polydraft.schemes import Scheme, Top
-from polydraft.trees import Topology, parse_tree
+from polydraft.schemes import Scheme
+from polydraft.trees import parse_tree
 from polydraft.walks import AUTO, resolve_walk
-
-
-class OwnTree(ModelTree):
-    """A tree of a draft model's tokens, drawn and verified by any `Scheme` object."""
-
-    def __init__(self, model: LanguageModel, topology: Topology, scheme: Scheme, draft_temperature: float | None) -> None:
-        super().__init__(model, topology, "auto", draft_temperature)
-        self._own_scheme = scheme
-
-    def start(self, params: RowParams, target: LanguageModel) -> ModelTreeSession:
-        """Go to work on a batch."""
-        return _OwnSession(self, params, target.vocab_size, self._own_scheme)
-
-
-class _OwnSession(ModelTreeSession):
-    def __init__(self, drafter: OwnTree, params: RowParams, vocab_size: int, scheme: Scheme) -> None:
-        super().__init__(drafter, params, vocab_size)
-        if not isinstance(self.scheme, Top):  # the engine's choice at draft temperature 0, whatever was asked for
-            self.scheme = self._growth.scheme = scheme
 
 
 def tree_for(scheme: Scheme | type[Scheme], wanted: str) -> str:
@@ -55,7 +35,7 @@ class OwnDecoder:
     ) -> tuple[list[list[int]], float]:
         """Return the new tokens of each prompt, and how much of what was offered was accepted."""
         topology = parse_tree(tree_for(self.subject.scheme, self.tree))
-        drafter = OwnTree(self.draft, topology, self.subject.scheme, self.draft_temperature)
+        drafter = ModelTree(self.draft, topology, self.subject.scheme, self.draft_temperature)
         workspace = Workspace(self.target, drafter, RowParams.of(params, len(prompts)))
         scheme, walk = workspace.session.scheme, self.subject.walk
         run = Run(

@@ -12,7 +12,7 @@ from polydraft.drafters.columns import Columns
 from polydraft.drafters.plan import LevelPlan, plan_passes
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, Warper
-from polydraft.schemes import SCHEMES
+from polydraft.schemes import SCHEMES, Scheme
 from polydraft.trees import DraftTree, SlicedMask, Topology
 
 DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
@@ -21,13 +21,14 @@ DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
 _TOP = SCHEMES.get("top")()
 
 
-def check_tree(topology: Topology, scheme: str, vocab_size: int) -> None:
+def check_tree(topology: Topology, scheme: str | Scheme, vocab_size: int) -> None:
     """Refuse a tree that a scheme or a vocabulary cannot fill."""
     if scheme != "auto":
-        limit = SCHEMES.get(scheme).max_children
+        taken = SCHEMES.get(scheme) if isinstance(scheme, str) else scheme
+        limit = taken.max_children
         if limit is not None and topology.max_children > limit:
             raise UsageError(
-                f"scheme {scheme!r} takes at most {limit} candidate a node but tree {topology} has up to "
+                f"scheme {taken.name!r} takes at most {limit} candidate a node but tree {topology} has up to "
                 f"{topology.max_children}; use a chain such as 1x1x1 or scheme {WIDEST_SCHEME}"
             )
     if topology.max_children > vocab_size:
@@ -48,8 +49,8 @@ class Growth:
     Parameters
     ----------
     topology : Topology
-    scheme : str
-        A registered scheme, or ``"auto"``; where the draft temperature is 0 it is `top`, the limit of them all.
+    scheme : str or Scheme
+        A registered scheme, ``"auto"``, or a scheme of your own; at draft temperature 0 it is `top`, the limit of all.
     params : RowParams
         The target's.
     draft_temperature : float, optional
@@ -68,7 +69,7 @@ class Growth:
     def __init__(
         self,
         topology: Topology,
-        scheme: str,
+        scheme: str | Scheme,
         params: RowParams,
         draft_temperature: float | None,
         vocab_size: int,
@@ -82,8 +83,8 @@ class Growth:
             if draft_temperature is None
             else params.map(lambda row: dataclasses.replace(row, temperature=draft_temperature))
         )
-        name = "top" if own.all_greedy else _automatic(topology) if scheme == "auto" else scheme
-        self.scheme = SCHEMES.get(name)()
+        taken = "top" if own.all_greedy else _automatic(topology) if scheme == "auto" else scheme
+        self.scheme = SCHEMES.get(taken)() if isinstance(taken, str) else taken
         self._compiled = False
         self.topology = topology
         self._params = own

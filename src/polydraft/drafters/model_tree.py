@@ -12,6 +12,7 @@ from polydraft.drafters.plan import StaticBlock
 from polydraft.errors import UsageError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.sampling import RowParams
+from polydraft.schemes import Scheme
 from polydraft.trees import Block, DraftTree, Topology
 from polydraft.walks import Verdict
 
@@ -24,8 +25,8 @@ class ModelTree(Drafter):
     model : LanguageModel
         The draft; same tokens as the target.
     topology : Topology
-    scheme : str
-        A registered scheme, or ``"auto"``; `top` where the draft temperature is 0.
+    scheme : str or Scheme
+        A registered scheme, ``"auto"``, or a scheme of your own; `top` where the draft temperature is 0.
     draft_temperature : float, optional
         Temperature of the draft's law, the target's otherwise. It changes speed, never the text's law.
     decision : Decision, optional
@@ -38,7 +39,7 @@ class ModelTree(Drafter):
         self,
         model: LanguageModel,
         topology: Topology,
-        scheme: str = "auto",
+        scheme: str | Scheme = "auto",
         draft_temperature: float | None = None,
         decision: Decision | None = None,
     ) -> None:
