@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from polydraft.analyze._laws import Laws, Observer, collect
+from polydraft.analyze._settings import AnalyzeSettings, Pair, digest_of
 from polydraft.analyze.comparison import Comparison, Row, takes, work
-from polydraft.analyze.laws import Laws, Observer, collect
-from polydraft.analyze.settings import AnalyzeSettings, Pair, digest_of
 from polydraft.atomic import written_whole
 from polydraft.bench.prompts import load_prompts
 from polydraft.engine import Decoder

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from polydraft.analyze.laws import Laws
+from polydraft.analyze._laws import Laws
 from polydraft.schemes import SCHEMES, Greedy, Hybrid, Naive, Scheme, SpecHub, Top
 from polydraft.theory import (
     acceptance,

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+FALSE_ALARM = 1e-4
+"""Chance that a correct rule fails any of its statistical tests; seeds are fixed, so never twice."""
 LEAST_EXPECTED = 5.0
 """Cells expected less often are pooled: below, the statistic does not follow its limit law."""
 

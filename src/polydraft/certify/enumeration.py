@@ -15,6 +15,7 @@ from torch import Tensor
 from polydraft.errors import FailureError
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import Scheme
+from polydraft.trees import parse_tree
 
 TOLERANCE = 1e-9
 """Of enumerations: float64 leaves about 1e-15, the smallest bug of interest (eps = 1e-3) about 1e-4."""
@@ -35,6 +36,12 @@ class ImproperDrawingError(FailureError):
 def largest_count(scheme: Scheme | type[Scheme], wanted: int) -> int:
     """Children that may be asked of a scheme."""
     return wanted if scheme.max_children is None else min(wanted, scheme.max_children)
+
+
+def tree_for(scheme: Scheme | type[Scheme], wanted: str) -> str:
+    """Return the wanted tree, or a chain as deep where the scheme takes fewer children."""
+    limit, topology = scheme.max_children, parse_tree(wanted)
+    return wanted if limit is None or topology.max_children <= limit else f"chain:{topology.depth}"
 
 
 def drawings(scheme: Scheme, draft_probs_CV: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

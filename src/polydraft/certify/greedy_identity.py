@@ -10,9 +10,9 @@ from torch import Tensor
 
 from polydraft.bench.identity import IdentityCheck, Likeness
 from polydraft.bench.prompt_formats import BenchPrompt
-from polydraft.certify.certificate import Certificate, Check, CounterExample
+from polydraft.certify._certificate import Certificate, Check, CounterExample
+from polydraft.certify._kit import Observer
 from polydraft.certify.endpoint import Endpoint
-from polydraft.certify.kit import Observer
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import check_prompts

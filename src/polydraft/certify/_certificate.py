@@ -5,12 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.certify.chi_square import detectable_distance
+from polydraft.certify.chi_square import FALSE_ALARM, detectable_distance
 from polydraft.certify.enumeration import TOLERANCE
 
-FALSE_ALARM = 1e-4
-"""Chance that a correct rule fails any of its statistical tests; seeds are fixed, so never twice."""
-NO_RESULT = "no result"
 _SHOWN = 8
 """Drawings, or tokens of a law, that a text shows of a counter-example; JSON has all."""
 
@@ -113,47 +110,32 @@ class Trial:
     counter_example: CounterExample | None = None
     details: list[dict[str, Any]] = field(default_factory=list)
 
+    def passes(self, threshold: float) -> bool:
+        """Whether findings are as they would be for a correct rule; a rule that did not even return has none."""
+        if self.p_values:
+            return min(self.p_values) > threshold
+        return self.worst is not None and self.allowed is not None and self.worst <= self.allowed
 
-def failed(name: str, example: CounterExample) -> Trial:
-    """Return the trial of a rule that did not even return."""
-    return Trial(name=name, size=0, unit="", measure=NO_RESULT, note=example.reason, counter_example=example)
-
-
-def threshold_of(trials: list[Trial]) -> float:
-    """Return how small a p-value may be: all statistical tests of a subject are one family (Bonferroni)."""
-    return FALSE_ALARM / max(sum(len(trial.p_values) for trial in trials), 1)
-
-
-def passes(trial: Trial, threshold: float) -> bool:
-    """Whether findings are as they would be for a correct rule."""
-    if trial.measure == NO_RESULT:
-        return False
-    if trial.p_values:
-        return min(trial.p_values) > threshold
-    return trial.worst is not None and trial.allowed is not None and trial.worst <= trial.allowed
-
-
-def decide(subject: str, trial: Trial, threshold: float) -> Check:
-    """Turn findings into a check."""
-    statistical, passed = bool(trial.p_values), passes(trial, threshold)
-    distance = detectable_distance(*trial.tested, threshold) + trial.pooled if trial.tested and statistical else None
-    return Check(
-        name=trial.name,
-        subject=subject,
-        passed=passed,
-        size=trial.size,
-        unit=trial.unit,
-        measure=trial.measure,
-        worst=min(trial.p_values) if statistical else trial.worst,
-        threshold=threshold if statistical else trial.allowed,
-        tests=len(trial.p_values),
-        false_alarm=len(trial.p_values) * threshold,
-        detects=distance,
-        seconds=round(trial.seconds, 3),
-        note=trial.note,
-        counter_example=None if passed else trial.counter_example,
-        details=trial.details,
-    )
+    def check(self, subject: str, threshold: float) -> Check:
+        """Decide, by how small p-values may be."""
+        statistical, passed = bool(self.p_values), self.passes(threshold)
+        return Check(
+            name=self.name,
+            subject=subject,
+            passed=passed,
+            size=self.size,
+            unit=self.unit,
+            measure=self.measure,
+            worst=min(self.p_values) if statistical else self.worst,
+            threshold=threshold if statistical else self.allowed,
+            tests=len(self.p_values),
+            false_alarm=len(self.p_values) * threshold,
+            detects=detectable_distance(*self.tested, threshold) + self.pooled if self.tested and statistical else None,
+            seconds=round(self.seconds, 3),
+            note=self.note,
+            counter_example=None if passed else self.counter_example,
+            details=self.details,
+        )
 
 
 @dataclass(frozen=True)

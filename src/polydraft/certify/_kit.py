@@ -5,21 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from polydraft.certify.certificate import (
-    FALSE_ALARM,
-    NO_RESULT,
-    Certificate,
-    Check,
-    CounterExample,
-    Trial,
-    decide,
-    failed,
-    passes,
-    threshold_of,
-)
-from polydraft.certify.enumeration import ImproperDrawingError
-from polydraft.certify.mutants import CORRECT, STRUCTURAL, SUBTLE, WRONG_WALKS, DrawnByRank
-from polydraft.certify.node_trials import (
+from polydraft.certify._certificate import Certificate, Check, CounterExample, Trial
+from polydraft.certify._node_trials import (
     black_box_trial,
     enumeration_trial,
     fixture_trials,
@@ -29,8 +16,11 @@ from polydraft.certify.node_trials import (
     smallest_sampled,
     support_trial,
 )
-from polydraft.certify.subject import FULL, RuleError, Sizes, Subject
-from polydraft.certify.text_trials import greedy_trial, settings_of, texts_trial
+from polydraft.certify._subject import FULL, RuleError, Sizes, Subject
+from polydraft.certify._text_trials import greedy_trial, settings_of, texts_trial
+from polydraft.certify.chi_square import FALSE_ALARM
+from polydraft.certify.enumeration import ImproperDrawingError
+from polydraft.certify.mutants import CORRECT, STRUCTURAL, SUBTLE, WRONG_WALKS, DrawnByRank
 from polydraft.schemes import RejectionWithoutReplacement, Scheme
 from polydraft.walks import NodeWalk
 
@@ -39,8 +29,9 @@ Observer = Callable[[str, int, int], None]
 Step = Callable[[Subject, Sizes], Trial | list[Trial]]
 
 CLAIM = "no error was found in the law of what is emitted; what could have escaped is stated above"
-_TESTS = 100
-"""Statistical tests that a certificate has at most; wrong rules are held against that threshold, the hardest to fall below."""
+_NO_RESULT = "no result"
+_HARDEST = FALSE_ALARM / 100
+"""Wrong rules must fall below the threshold of a certificate with as many statistical tests as there can be."""
 
 
 def certify(
@@ -79,13 +70,14 @@ def check_subject(subject: Subject, sizes: Sizes, observer: Observer = lambda *_
     for number, (name, step) in enumerate(steps, start=1):
         trials += _tried(name, step, subject, sizes)
         observer(subject.name, number, len(steps))
-        if trials[-1].measure == NO_RESULT:  # nor will it return anything elsewhere
+        if trials[-1].measure == _NO_RESULT:  # nor will it return anything elsewhere
             break
-    threshold = threshold_of(trials)
-    wrong = [trial for trial in trials if not passes(trial, threshold)]
+    # All statistical tests of a subject are one family (Bonferroni).
+    threshold = FALSE_ALARM / max(sum(len(trial.p_values) for trial in trials), 1)
+    wrong = [trial for trial in trials if not trial.passes(threshold)]
     if wrong:
         trials = _with_smallest(subject, trials, wrong[0])
-    return [decide(subject.name, trial, threshold) for trial in trials]
+    return [trial.check(subject.name, threshold) for trial in trials]
 
 
 def _node_steps(subject: Subject) -> list[tuple[str, Step]]:
@@ -100,14 +92,18 @@ def _tried(name: str, step: Step, subject: Subject, sizes: Sizes) -> list[Trial]
     started = time.monotonic()
     try:
         found = step(subject, sizes)
-    except RuleError as error:
-        found = failed(name, of_error(error))
     except Exception as error:  # a scheme of the user's own may raise anything
-        line = (str(error).strip().splitlines() or [""])[0]
-        reason = line if isinstance(error, ImproperDrawingError) else f"raised {type(error).__name__}: {line}"
-        found = failed(name, CounterExample(reason=reason))
+        example = _raised(error)
+        found = Trial(name=name, size=0, unit="", measure=_NO_RESULT, note=example.reason, counter_example=example)
     trials = found if isinstance(found, list) else [found]
     return [replace(trial, seconds=(time.monotonic() - started) / len(trials)) for trial in trials]
+
+
+def _raised(error: Exception) -> CounterExample:
+    if isinstance(error, RuleError):
+        return of_error(error)
+    line = (str(error).strip().splitlines() or [""])[0]
+    return CounterExample(reason=line if isinstance(error, ImproperDrawingError) else f"raised {type(error).__name__}: {line}")
 
 
 def _with_smallest(subject: Subject, trials: list[Trial], wrong: Trial) -> list[Trial]:
@@ -139,7 +135,7 @@ def power_check(sizes: Sizes, observer: Observer = lambda *_: None) -> Check:
     for walk in WRONG_WALKS:
         subject = Subject(walk.__name__, RejectionWithoutReplacement(), walk())
         settings = [setting for setting in settings_of(replace(sizes, small_texts=2_000)) if setting.whole]
-        refused = not passes(texts_trial(subject, sizes, settings), FALSE_ALARM / _TESTS)
+        refused = not texts_trial(subject, sizes, settings).passes(_HARDEST)
         details.append({"rule": subject.name, "wrong": True, "refused_by": ["texts"] * refused, "expected": ["texts"]})
         observer("wrong rules", len(details), total)
     missed = [entry["rule"] for entry in details if set(entry["expected"]) - set(entry["refused_by"])]
@@ -162,11 +158,10 @@ def power_check(sizes: Sizes, observer: Observer = lambda *_: None) -> Check:
 
 def _power_over(rule: type[Scheme], sizes: Sizes) -> dict[str, Any]:
     subject = Subject(rule.__name__, rule(), NodeWalk())
-    threshold = FALSE_ALARM / _TESTS
     # One shape is enough to refuse by, and keeps the list short.
     small = replace(sizes, vocabularies=(4,), counts=(2,))
     trials = [enumeration_trial(subject, small), *fixture_trials(subject, small)]
-    refused_by = [trial.name for trial in trials if not passes(trial, threshold)]
+    refused_by = [trial.name for trial in trials if not trial.passes(_HARDEST)]
     if rule in CORRECT:
         expected = []
     elif rule is DrawnByRank:

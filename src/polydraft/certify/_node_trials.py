@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from polydraft.certify.certificate import CounterExample, Trial
+from polydraft.certify._certificate import CounterExample, Trial
+from polydraft.certify._subject import OwnRule, RuleError, Sizes, Subject
 from polydraft.certify.chi_square import token_p_value, tuple_p_value
 from polydraft.certify.enumeration import (
     FIXTURE_DRAFT_V,
@@ -25,7 +26,6 @@ from polydraft.certify.enumeration import (
     round_cases,
     sample_node,
 )
-from polydraft.certify.subject import OwnRule, RuleError, Sizes, Subject
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import Scheme
 

@@ -7,28 +7,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polydraft.certify.certificate import CounterExample, Trial
+from polydraft.certify._certificate import CounterExample, Trial
+from polydraft.certify._subject import Sizes, Subject
 from polydraft.certify.chi_square import LEAST_EXPECTED, joint_law, joint_p_value, text_p_values
+from polydraft.certify.enumeration import tree_for
 from polydraft.certify.reference import ECHO_VOCABULARY, ModelPair, echo_pair, fixture_pair, greedy_text, next_laws, small_pair
-from polydraft.certify.subject import Sizes, Subject
 from polydraft.drafters import ModelTree
 from polydraft.engine.run import Run
 from polydraft.engine.workspace import Workspace
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
-from polydraft.schemes import Scheme
 from polydraft.trees import parse_tree
 from polydraft.walks import AUTO, resolve_walk
 
 GREEDY = SamplingParams(temperature=0)
 _SPARSE = "[[0],[1],[2],[0,0],[0,1],[2,0],[0,0,0],[0,1,0],[0,1,1]]"
 _GREEDY_TREES = ("3x2x1", "chain:4", _SPARSE)
-
-
-def tree_for(scheme: Scheme | type[Scheme], wanted: str) -> str:
-    """Return the wanted tree, or a chain as deep where the scheme takes fewer children."""
-    limit, topology = scheme.max_children, parse_tree(wanted)
-    return wanted if limit is None or topology.max_children <= limit else f"chain:{topology.depth}"
 
 
 def generate(
