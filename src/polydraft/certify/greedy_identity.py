@@ -82,22 +82,20 @@ class GreedyJudge:
             expected, rest = self.reference.continued(text, limit - start), got[start:]
             if expected == rest:
                 break
-            index = next((place for place, pair in enumerate(zip(expected, rest, strict=False)) if pair[0] != pair[1]), None)
-            if index is None or check.compare(text, expected, rest) is Likeness.DIFFERENT:
-                return Judgement(
-                    likeness=Likeness.DIFFERENT, near_ties=ties, details=self._parting(text, expected, rest, start)
-                )
+            shorter = min(len(expected), len(rest))
+            index = next((place for place in range(shorter) if expected[place] != rest[place]), shorter)
+            if index == shorter or check.compare(text, expected, rest) is Likeness.DIFFERENT:
+                details = {"new token number": start + index, **self._parting(text, expected, rest, index)}
+                return Judgement(likeness=Likeness.DIFFERENT, near_ties=ties, details=details)
             ties, start = ties + 1, start + index + 1
             if rest[index] in self.reference.eos_token_ids:
                 break
         return Judgement(likeness=Likeness.NEAR_TIE if ties else Likeness.IDENTICAL, near_ties=ties)
 
-    def _parting(self, text: list[int], expected: list[int], rest: list[int], start: int) -> dict[str, Any]:
-        """Describe the first difference."""
-        pairs = zip(expected, rest, strict=False)
-        index = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(expected), len(rest)))
+    def _parting(self, text: list[int], expected: list[int], rest: list[int], index: int) -> dict[str, Any]:
+        """Describe the first difference, at `index`."""
         wanted, found = (tokens[index] if index < len(tokens) else None for tokens in (expected, rest))
-        details: dict[str, Any] = {"new token number": start + index, "expected token": wanted, "token": found}
+        details: dict[str, Any] = {"expected token": wanted, "token": found}
         if wanted is not None and found is not None:
             logits_V = self.reference.logits(text + expected[:index])
             details["gap of their logits"] = float(logits_V[wanted] - logits_V[found])
@@ -225,7 +223,6 @@ def certify_decoder(
     """
     reference, encoded = _reference(decoder, prompts, chat, max_new_tokens)
     judge = GreedyJudge(reference)
-
     settings: dict[str, Any] = {}
 
     def judged(index: int) -> Judgement:
@@ -309,6 +306,10 @@ def _certificate(
     wrong = [index for index, judgement in enumerate(judgements) if judgement.likeness is Likeness.DIFFERENT]
     # The shortest way to a text that differs is the easiest to look at.
     worst = min(wrong, key=lambda index: (judgements[index].details or {}).get("new token number", 0), default=None)
+    example = worst is not None and CounterExample(
+        reason="a greedy text is not the target's, and two logits do not tie where they part",
+        details={"prompt": prompts[worst].id, **(judgements[worst].details or {})},
+    )
     check = Check(
         name="greedy",
         subject=subject,
@@ -321,7 +322,7 @@ def _certificate(
         detects=1 - (1 - _SURE) ** (1 / len(prompts)),
         seconds=round(time.monotonic() - started, 3),
         note=f"of up to {tokens} tokens, {counts[Likeness.IDENTICAL]} identical, {counts[Likeness.NEAR_TIE]} but for near-ties",
-        counter_example=None if worst is None else _example(prompts[worst], judgements[worst]),
+        counter_example=example or None,
         details=[
             {"prompt": prompt.id, "likeness": judgement.likeness.value, "near_ties": judgement.near_ties}
             for prompt, judgement in zip(prompts, judgements, strict=True)
@@ -329,10 +330,3 @@ def _certificate(
     )
     claim = "at temperature 0 its texts are the target's own, but for near-ties of two logits"
     return Certificate((subject,), (check,), claim, (phase,))
-
-
-def _example(prompt: BenchPrompt, judgement: Judgement) -> CounterExample:
-    return CounterExample(
-        reason="a greedy text is not the target's, and two logits do not tie where they part",
-        details={"prompt": prompt.id, **(judgement.details or {})},
-    )
