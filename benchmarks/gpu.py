@@ -31,7 +31,7 @@ from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.prompts import load_prompts
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
-from polydraft.theory.best_tree import largest_tree
+from polydraft.theory import largest_tree
 from polydraft.trees import Block, parse_tree
 from polydraft.walks import AUTO, resolve_walk
 

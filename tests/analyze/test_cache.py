@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.analyze.store import LawStore
+from polydraft.analyze import LawStore
 from polydraft.models.hf import HFModel
 
 OPTIONS = ("--json", "--temperature", "1", "--drafts", "2", "--positions", "10")

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from polydraft.analyze.chart import Curve, Point, chart
-from polydraft.analyze.clusters import clustered_mean
-from polydraft.analyze.drawing import GREEDY, TOP, WITH_REPLACEMENT, WITHOUT_REPLACEMENT, drawing_of
-from polydraft.analyze.reading import read
+from polydraft.analyze._laws import read
+from polydraft.analyze.comparison import GREEDY, TOP, WITH_REPLACEMENT, WITHOUT_REPLACEMENT, clustered_mean, drawing_of
+from polydraft.analyze.files import Curve, Point, chart
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.schemes import SCHEMES, Hybrid, Naive
 from polydraft.theory import acceptance, hybrid_optimum, with_replacement_optimum

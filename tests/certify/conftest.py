@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from polydraft.certify import Sizes
-from polydraft.certify.text_trials import settings_of
+from polydraft.certify._text_trials import settings_of
 
 TINY = Sizes(
     vocabularies=(3,), counts=(2,), cases=20, node_samples=4_000, texts=100, small_texts=300, prompts=3, greedy_tokens=4
@@ -28,8 +28,8 @@ def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
 def least_sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
     """Let `--quick` try hardly anything: one tree, one pair of models."""
     monkeypatch.setattr("polydraft.certify.QUICK", LEAST)
-    monkeypatch.setattr("polydraft.certify.text_trials._GREEDY_TREES", ("3x2x1",))
-    monkeypatch.setattr("polydraft.certify.text_trials.settings_of", lambda sizes: settings_of(sizes)[:1])
+    monkeypatch.setattr("polydraft.certify._text_trials._GREEDY_TREES", ("3x2x1",))
+    monkeypatch.setattr("polydraft.certify._text_trials.settings_of", lambda sizes: settings_of(sizes)[:1])
     return LEAST
 
 

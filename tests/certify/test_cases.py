@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from polydraft.certify.cases import degenerate_cases, random_cases, round_cases
+from polydraft.certify.enumeration import degenerate_cases, random_cases, round_cases
 
 
 @pytest.mark.parametrize("vocabulary", [2, 3, 4])

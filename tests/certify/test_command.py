@@ -12,9 +12,9 @@ from .conftest import TINY
 def test_the_certificate_says_what_was_tried_and_what_could_escape(invoke, monkeypatch) -> None:
     # Fewer samples of the fixture would let wrong rules through, and the kit would say so.
     monkeypatch.setattr("polydraft.certify.QUICK", replace(TINY, node_samples=12_000))
-    monkeypatch.setattr("polydraft.certify.power.STRUCTURAL", STRUCTURAL[:2])
-    monkeypatch.setattr("polydraft.certify.power.SUBTLE", [])
-    monkeypatch.setattr("polydraft.certify.power.CORRECT", [])
+    monkeypatch.setattr("polydraft.certify._kit.STRUCTURAL", STRUCTURAL[:2])
+    monkeypatch.setattr("polydraft.certify._kit.SUBTLE", [])
+    monkeypatch.setattr("polydraft.certify._kit.CORRECT", [])
     code, out, err = invoke("certify", "rrs-wor", "--quick")
     assert code == 0 and "error" not in err
     for check in ("enumeration", "draws", "fixture", "joint", "support", "texts", "greedy", "power"):

@@ -8,9 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 import polydraft
-from polydraft.certify.greedy import GreedyJudge, GreedyReference
-from polydraft.certify.greedy_identity import certify_decoder
-from polydraft.certify.text_judge import TextJudge
+from polydraft.certify.greedy_identity import GreedyJudge, GreedyReference, TextJudge, certify_decoder
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.identity import Likeness

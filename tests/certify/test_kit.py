@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from polydraft.certify import Subject, all_subjects, certify, find_subject
-from polydraft.certify.cases import round_cases
-from polydraft.certify.check import FALSE_ALARM
-from polydraft.certify.enumeration import TOLERANCE, enumeration_error
-from polydraft.certify.kit import check_subject
-from polydraft.certify.mutants import STRUCTURAL, SUBTLE, DistinctTestedAsIndependent, Rejection
-from polydraft.certify.power import power_check
-from polydraft.certify.wrong_walks import WRONG_WALKS
+from polydraft.certify._kit import check_subject, power_check
+from polydraft.certify.chi_square import FALSE_ALARM
+from polydraft.certify.enumeration import TOLERANCE, enumeration_error, round_cases
+from polydraft.certify.mutants import STRUCTURAL, SUBTLE, WRONG_WALKS, DistinctTestedAsIndependent, Rejection
 from polydraft.schemes import SCHEMES, RejectionWithoutReplacement, Scheme
 from polydraft.schemes.arithmetic import normalised
 from polydraft.walks import WALKS, NodeWalk
@@ -129,7 +126,7 @@ def test_every_wrong_rule_is_refused_by_the_checks_that_should() -> None:
 @pytest.mark.parametrize(("group", "rule"), [("STRUCTURAL", Rejection), ("CORRECT", STRUCTURAL[0])])
 def test_the_power_check_is_able_to_fail(monkeypatch: pytest.MonkeyPatch, group: str, rule: type[Scheme]) -> None:
     for name in ("CORRECT", "STRUCTURAL", "SUBTLE"):
-        monkeypatch.setattr(f"polydraft.certify.power.{name}", [rule] if name == group else [])
-    monkeypatch.setattr("polydraft.certify.power.WRONG_WALKS", [])
+        monkeypatch.setattr(f"polydraft.certify._kit.{name}", [rule] if name == group else [])
+    monkeypatch.setattr("polydraft.certify._kit.WRONG_WALKS", [])
     check = power_check(TINY)
     assert not check.passed and rule.__name__ in check.note

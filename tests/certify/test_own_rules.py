@@ -5,7 +5,7 @@ import json
 import pytest
 
 from polydraft.certify import certify, find_subject
-from polydraft.certify.node_trials import enumeration_trial
+from polydraft.certify._node_trials import enumeration_trial
 from polydraft.errors import UsageError
 
 from .conftest import LEAST

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polydraft.certify.pairs import echo_pair
+from polydraft.certify.reference import echo_pair
 from polydraft.decision import DecisionKind, DecisionModel, check_threshold, draft_fingerprint, load_decision, save_decision
 from polydraft.decision.decision import DecisionShape, law_inputs
 from polydraft.errors import FailureError, UsageError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.certify.pairs import echo_pair
+from polydraft.certify.reference import echo_pair
 from polydraft.drafters import dynamic_costs
 from polydraft.drafters.dynamic_costs import SCHEMES_MEASURED, costs_of, measure, measured_costs, rising
 

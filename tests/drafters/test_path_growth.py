@@ -5,7 +5,7 @@ import heapq
 import pytest
 import torch
 
-from polydraft.certify.pairs import echo_pair
+from polydraft.certify.reference import echo_pair
 from polydraft.drafters import Dynamic
 from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.theory import Costs

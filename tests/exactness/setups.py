@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from polydraft.certify.own_tree import tree_for as narrowed
-from polydraft.certify.pairs import ECHO_VOCABULARY, echo_pair, fixture_pair
+from polydraft.certify.enumeration import tree_for as narrowed
+from polydraft.certify.reference import ECHO_VOCABULARY, echo_pair, fixture_pair
 from polydraft.drafters import DRAFTERS, GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
 from polydraft.engine import Decoder
 from polydraft.models import FeatureHead, HeadShape, TabularModel

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from polydraft.certify.chi_square import chi_square_p_value
-from polydraft.certify.pairs import small_pair
-from polydraft.certify.reference import next_laws
+from polydraft.certify.reference import next_laws, small_pair
 from polydraft.drafters import Dynamic, GramTreeOptions, Parts, RiderOptions, make_drafter
 from polydraft.engine import Decoder, Generation
 from polydraft.ngrams import GramOptions

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from polydraft.analyze._laws import Laws
 from polydraft.analyze.comparison import Comparison, takes
-from polydraft.analyze.laws import Laws
 from polydraft.schemes import SCHEMES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

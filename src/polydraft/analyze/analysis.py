@@ -1,23 +1,100 @@
-"""From a pair of models to the table: text, laws, figures."""
+"""From a pair of models to the table: text, probabilities (kept on disk, so that another scheme runs no model), figures."""
 
-from collections.abc import Iterator
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
-from polydraft.analyze.comparison import Comparison, takes, work
-from polydraft.analyze.fingerprint import digest_of
-from polydraft.analyze.laws import Laws
-from polydraft.analyze.pair import Pair
-from polydraft.analyze.row import Row
-from polydraft.analyze.sample import Observer, collect
-from polydraft.analyze.settings import AnalyzeSettings
-from polydraft.analyze.store import LawStore
+from polydraft.analyze._laws import Laws, Observer, collect
+from polydraft.analyze._settings import AnalyzeSettings, Pair, digest_of
+from polydraft.analyze.comparison import Comparison, Row, takes, work
+from polydraft.atomic import written_whole
 from polydraft.engine import Decoder
 from polydraft.models import check_prompts
 from polydraft.prompts import load_prompts
 from polydraft.schemes import SCHEMES
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_NAMES = ("target", "draft", "prompt")
+
+
+class LawStore:
+    """Keep laws by what they were computed from.
+
+    A file says in its header what it was made of and what its numbers sum up to. One that says anything else, or cannot be
+    read to the end, is not there for all purposes, and is written anew.
+
+    Parameters
+    ----------
+    folder : Path
+        Made when something is kept.
+    most_bytes : int, optional
+        Remove the oldest files beyond that; none if not given.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
+        self._folder, self._most_bytes = folder, most_bytes
+
+    def file(self, origin: dict[str, Any]) -> Path:
+        """Return where the laws of an origin are kept."""
+        return self._folder / f"laws-{digest_of(origin)}.safetensors"
+
+    def load(self, origin: dict[str, Any]) -> Laws | None:
+        """Return the laws of an origin, or None where they are not kept, or not whole."""
+        file = self.file(origin)
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, "pt") as opened:
+                header = opened.metadata() or {}
+                target_RV, draft_RV, prompt_R = (opened.get_tensor(name) for name in _NAMES)
+        except (OSError, SafetensorError, ValueError) as error:
+            logger.info("%s cannot be read (%s): collecting its laws again", file, str(error).splitlines()[0])
+            return None
+        if header != _header(origin, target_RV, draft_RV, prompt_R):
+            logger.info("%s does not hold what it should: collecting its laws again", file)
+            return None
+        return Laws(target_RV, draft_RV, prompt_R)
+
+    def save(self, origin: dict[str, Any], laws: Laws) -> None:
+        """Keep laws, whole or not at all; where there is no room for them, they are not kept."""
+        tensors = [tensor.contiguous() for tensor in (laws.target_RV, laws.draft_RV, laws.prompt_R)]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with written_whole(self.file(origin)) as partial:
+                save_file(dict(zip(_NAMES, tensors, strict=True)), partial, _header(origin, *tensors))
+            self._make_room()
+        except (OSError, SafetensorError) as error:
+            logger.info("laws are not kept: cannot write to %s (%s)", self._folder, error)
+
+    def _make_room(self) -> None:
+        if self._most_bytes is None:
+            return
+        newest_first = sorted(self._folder.glob("laws-*.safetensors"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+        kept = 0
+        for file in newest_first:
+            kept += file.stat().st_size
+            if kept > self._most_bytes and file is not newest_first[0]:
+                file.unlink(missing_ok=True)
+
+
+def _header(origin: dict[str, Any], *tensors: Tensor) -> dict[str, str]:
+    """Say what the numbers were computed from, and what they sum up to."""
+    checksum = hashlib.sha256()
+    for tensor in tensors:
+        checksum.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        checksum.update(tensor.numpy().tobytes())
+    return {"format": str(_FORMAT), "origin": json.dumps(origin, sort_keys=True), "checksum": checksum.hexdigest()}
 
 
 @dataclass(frozen=True)
@@ -66,23 +143,30 @@ class Analysis:
         for temperature in dict.fromkeys(settings.temperatures):
             laws = self.laws(temperature)
             self.sizes.append(SampleSize(temperature, len(laws), len(set(laws.prompt_R.tolist()))))
-            progress = _Steps(
-                self._observer,
-                f"T={temperature:g}: acceptance",
-                len(laws) * work(settings.scheme_names, settings.drafts, settings.paper_bound),
-            )
             comparison = Comparison(
                 laws,
                 temperature,
                 device=self.pair.device,
                 seed=settings.seed,
                 paper_bound=settings.paper_bound,
-                advance=progress,
+                advance=self._counter(temperature, len(laws)),
             )
             for count in dict.fromkeys(settings.drafts):
                 for name in settings.scheme_names:
                     if takes(SCHEMES.get(name), count):
                         yield comparison.row(name, count)
+
+    def _counter(self, temperature: float, positions: int) -> Callable[[int], None]:
+        """Return what counts up, for progress."""
+        settings, done = self.settings, 0
+        total = positions * work(settings.scheme_names, settings.drafts, settings.paper_bound)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            self._observer(f"T={temperature:g}: acceptance", done, total)
+
+        return advance
 
     def laws(self, temperature: float) -> Laws:
         """Return the laws at one temperature, kept ones where they are of these models, prompts and settings."""
@@ -120,14 +204,3 @@ class Analysis:
             "seed": settings.seed,
             "torch": torch.__version__,
         }
-
-
-class _Steps:
-    """Count up, for progress."""
-
-    def __init__(self, observer: Observer, what: str, total: int) -> None:
-        self._observer, self._what, self._total, self._done = observer, what, total, 0
-
-    def __call__(self, count: int) -> None:
-        self._done += count
-        self._observer(self._what, self._done, self._total)

@@ -1,21 +1,91 @@
-"""Schemes against their optima on given laws."""
+"""Schemes against their optima on given probabilities: one row per scheme and number of drafts."""
 
+import math
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from polydraft.analyze.clusters import clustered_mean
-from polydraft.analyze.drawing import Drawing, Optimum, drawing_of
-from polydraft.analyze.laws import Laws
-from polydraft.analyze.row import Row
-from polydraft.schemes import SCHEMES, Scheme
-from polydraft.theory import acceptance
+from polydraft.analyze._laws import Laws
+from polydraft.schemes import SCHEMES, Greedy, Hybrid, Naive, Scheme, SpecHub, Top
+from polydraft.theory import (
+    acceptance,
+    conditional_poisson_optimum,
+    greedy_optimum,
+    hybrid_optimum,
+    top_optimum,
+    with_replacement_optimum,
+    without_replacement_optimum,
+)
 
 _ROWS = 16
 """Positions worked on before progress is told."""
 
 Advance = Callable[[int], None]
+Optimum = Callable[[Tensor, Tensor, int], Tensor]
+"""Target and draft probabilities and the number of drafts, to the largest acceptance of each row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a scheme accepts, and what could be accepted of its drafts."""
+
+    scheme: str
+    drafts: int
+    temperature: float
+    acceptance: float
+    """α: mean chance that one of the drafts is accepted."""
+    standard_error: float | None
+    """Of the acceptance, over prompts; None with a single prompt."""
+    optimum: float | None
+    """α*: the most that any exact verifier could accept of drafts drawn like that; None where the drawing is not known."""
+    gap: float | None
+    """α* − α."""
+    gap_standard_error: float | None
+    """Of the gap, position by position, so that what both have in common does not count."""
+    drawing: str | None
+    """How the drafts are drawn."""
+    paper_bound: float | None = None
+    """What the paper prints for α*, which for distinct drafts belongs to another drawing."""
+
+    def as_dict(self, *, paper_bound: bool) -> dict[str, Any]:
+        """Return the fields by name, the paper's bound only if asked for."""
+        fields = asdict(self)
+        if not paper_bound:
+            del fields["paper_bound"]
+        return fields
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A way of drawing drafts."""
+
+    name: str
+    optimum: Optimum
+    published: Optimum | None = None
+    """What the paper prints for it; None where it has nothing."""
+
+
+WITH_REPLACEMENT = Drawing("independent", with_replacement_optimum, with_replacement_optimum)
+WITHOUT_REPLACEMENT = Drawing("distinct", without_replacement_optimum, conditional_poisson_optimum)
+GREEDY = Drawing("greedy", greedy_optimum, greedy_optimum)
+TOP = Drawing("top", top_optimum)
+
+
+def drawing_of(scheme: Scheme) -> Drawing | None:
+    """Return how a scheme draws, or None where that is not known.
+
+    `child_law` is the way of drawing, so a subclass that keeps it keeps the optimum, and one that replaces it has to say by
+    `replacement` what it draws.
+    """
+    law = type(scheme).child_law
+    if law is Hybrid.child_law:
+        return Drawing("hybrid", _own_optimum(cast(Hybrid, scheme)))
+    known = {Greedy.child_law: GREEDY, SpecHub.child_law: GREEDY, Top.child_law: TOP, Naive.child_law: WITHOUT_REPLACEMENT}
+    declared = {True: WITH_REPLACEMENT, False: WITHOUT_REPLACEMENT, None: None}
+    return known.get(law, declared[scheme.replacement])
 
 
 class Comparison:
@@ -108,3 +178,50 @@ def work(names: tuple[str, ...], counts: tuple[int, ...], paper_bound: bool) -> 
                 if paper_bound and drawing.published is not None:
                     passes.add((drawing.published, count))
     return len(passes)
+
+
+def clustered_mean(values_R: Tensor, cluster_R: Tensor) -> tuple[float, float | None]:
+    """Return the mean of all values and its standard error over clusters.
+
+    Parameters
+    ----------
+    values_R : Tensor
+        One per position, float64.
+    cluster_R : Tensor
+        Which cluster each belongs to.
+
+    Returns
+    -------
+    mean : float
+    standard_error : float or None
+        √(C/(C − 1) Σ_c (Σ_{i∈c} (x_i − mean))²)/R, the linearised error of a mean whose clusters differ in size; None with a
+        single cluster, which tells nothing of others.
+    """
+    mean = float(values_R.mean())
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(cluster_R.tolist()))}
+    clusters = len(numbers)
+    if clusters < 2:
+        return mean, None
+    index_R = torch.tensor([numbers[name] for name in cluster_R.tolist()])
+    sums_C = torch.zeros(clusters, dtype=torch.float64).index_add_(0, index_R, values_R.double() - mean)
+    return mean, math.sqrt(float(sums_C.square().sum()) * clusters / (clusters - 1)) / len(values_R)
+
+
+def _own_optimum(scheme: Hybrid) -> Optimum:
+    """Return the optimum for as many certain drafts as this scheme takes at each position: those whose law is one token."""
+
+    def optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
+        rows = len(draft_probs_RV)
+        certain_R = torch.zeros(rows, dtype=torch.long, device=draft_probs_RV.device)
+        raised_RV = draft_probs_RV.double()
+        for rank in range(count):
+            law_RV = scheme.child_law(draft_probs_RV.double(), certain_R.new_zeros(rows, rank), count)
+            sure_R = (certain_R == rank) & (law_RV.amax(-1) == 1)
+            if not sure_R.any():
+                break
+            certain_R += sure_R
+            # Of equally likely tokens it is the scheme's that are certain: put above the others, whose law that leaves alone.
+            raised_RV = raised_RV.scatter_add(1, law_RV.argmax(-1, keepdim=True), sure_R[:, None].double())
+        return hybrid_optimum(target_probs_RV, raised_RV / raised_RV.sum(-1, keepdim=True), count, certain_R)
+
+    return optimum

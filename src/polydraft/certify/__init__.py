@@ -1,10 +1,8 @@
 """The losslessness kit: certify a verification rule or a walk; a whole decoder or an endpoint by `greedy_identity`."""
 
-from polydraft.certify.certificate import Certificate
-from polydraft.certify.check import Check, CounterExample
-from polydraft.certify.kit import certify
-from polydraft.certify.sizes import FULL, QUICK, Sizes
-from polydraft.certify.subject import Subject, all_subjects, find_subject
+from polydraft.certify._certificate import Certificate, Check, CounterExample
+from polydraft.certify._kit import certify
+from polydraft.certify._subject import FULL, QUICK, Sizes, Subject, all_subjects, find_subject
 
 __all__ = [
     "FULL",

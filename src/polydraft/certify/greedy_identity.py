@@ -2,18 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from polydraft.certify.certificate import Certificate
-from polydraft.certify.check import Check, CounterExample
+import torch
+from torch import Tensor
+
+from polydraft.certify._certificate import Certificate, Check, CounterExample
+from polydraft.certify._kit import Observer
 from polydraft.certify.endpoint import Endpoint
-from polydraft.certify.greedy import GreedyJudge, GreedyReference, Judgement, check_room
-from polydraft.certify.kit import Observer
-from polydraft.certify.text_judge import TextJudge
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.identity import Likeness
+from polydraft.identity import IdentityCheck, Likeness
 from polydraft.models import check_prompts
 from polydraft.models.hf import HFModel
 from polydraft.prompts import Prompt
@@ -21,6 +21,176 @@ from polydraft.sampling import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
 _SURE = 0.99
+_WATCHED = 16
+"""Likeliest tokens among which the one that an endpoint must have emitted is looked for; a near-tie is among the first two."""
+_UNFINISHED = "\ufffd"
+"""What a decoder writes for the beginning of a character."""
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class GreedyReference:
+    """Continue texts by the likeliest token, one at a time, without any of the machinery under test."""
+
+    target: HFModel
+    eos_token_ids: Sequence[int] = ()
+
+    @torch.inference_mode()
+    def continued(self, text: list[int], count: int) -> list[int]:
+        """Return up to `count` more tokens, an end-of-text token included."""
+        new: list[int] = []
+        unread, cache = text, None
+        while len(new) < count:
+            tokens_1T = torch.tensor([unread], device=self.target.device)
+            output = self.target.hf_model(input_ids=tokens_1T, past_key_values=cache, use_cache=True)
+            cache, token = output.past_key_values, int(output.logits[0, -1].float().argmax())
+            new.append(token)
+            unread = [token]
+            if token in self.eos_token_ids:
+                break
+        return new
+
+    @torch.inference_mode()
+    def logits(self, text: list[int]) -> Tensor:
+        """Return the next token's logits."""
+        logits_V: Tensor = self.target.hf_model(torch.tensor([text], device=self.target.device)).logits[0, -1].float()
+        return logits_V
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """How one text compares with the target's own."""
+
+    likeness: Likeness
+    near_ties: int = 0
+    """Places where the text went the other way of two logits that are as good as equal; it is right after each of them."""
+    details: dict[str, Any] | None = None
+    """Where and how it differs."""
+
+
+@dataclass(frozen=True)
+class GreedyJudge:
+    """Compare token by token, and after a near-tie go on along the text that is judged."""
+
+    reference: GreedyReference
+
+    def judge(self, prompt: list[int], got: list[int], limit: int) -> Judgement:
+        """Say how `got` compares with the target's greedy text of at most `limit` tokens."""
+        check, ties, start = IdentityCheck(self.reference.target), 0, 0
+        while start < limit:
+            text = prompt + got[:start]
+            expected, rest = self.reference.continued(text, limit - start), got[start:]
+            if expected == rest:
+                break
+            shorter = min(len(expected), len(rest))
+            index = next((place for place in range(shorter) if expected[place] != rest[place]), shorter)
+            if index == shorter or check.compare(text, expected, rest) is Likeness.DIFFERENT:
+                details = {"new token number": start + index, **self._parting(text, expected, rest, index)}
+                return Judgement(likeness=Likeness.DIFFERENT, near_ties=ties, details=details)
+            ties, start = ties + 1, start + index + 1
+            if rest[index] in self.reference.eos_token_ids:
+                break
+        return Judgement(likeness=Likeness.NEAR_TIE if ties else Likeness.IDENTICAL, near_ties=ties)
+
+    def _parting(self, text: list[int], expected: list[int], rest: list[int], index: int) -> dict[str, Any]:
+        """Describe the first difference, at `index`."""
+        wanted, found = (tokens[index] if index < len(tokens) else None for tokens in (expected, rest))
+        details: dict[str, Any] = {"expected token": wanted, "token": found}
+        if wanted is not None and found is not None:
+            logits_V = self.reference.logits(text + expected[:index])
+            details["gap of their logits"] = float(logits_V[wanted] - logits_V[found])
+        return details
+
+
+@dataclass(frozen=True)
+class TextJudge:
+    """Follow a text along the target's tokens, and find by the target's logits what was emitted where it parts."""
+
+    reference: GreedyReference
+    tokenizer: Any
+
+    def judge(self, prompt: list[int], got: str, limit: int) -> Judgement:
+        """Say how `got` compares with the target's greedy text of at most `limit` tokens."""
+        ties, new = 0, list[int]()
+        got = _finished(got)
+        while True:
+            expected = self.reference.continued(prompt + new, limit - len(new)) if len(new) < limit else []
+            if self._text(prompt, new + expected) == got:
+                break
+            kept = self._agreeing(prompt, new, expected, got)
+            tie = self._tie(prompt, new, expected[: kept + 1], got)
+            if tie is None:
+                details = self._parting(prompt, new + expected[:kept], expected[kept : kept + 1], got)
+                return Judgement(likeness=Likeness.DIFFERENT, near_ties=ties, details=details)
+            ties, new = ties + 1, tie
+            if tie[-1] in self.reference.eos_token_ids:
+                break
+        return Judgement(likeness=Likeness.NEAR_TIE if ties else Likeness.IDENTICAL, near_ties=ties)
+
+    def _tie(self, prompt: list[int], new: list[int], expected: list[int], got: str) -> list[int] | None:
+        """Return the new tokens up to a near-tie by which `got` parts from the expected ones; None if there is none.
+
+        It parts at the last of these, or before: a token that only begins a character agrees with any text.
+        """
+        for place in range(len(expected) - 1, -1, -1):
+            context = new + expected[:place]
+            token = self._emitted(prompt, context, got, expected[place])
+            if token is not None:
+                check = IdentityCheck(self.reference.target)
+                if check.compare(prompt + context, [expected[place]], [token]) is not Likeness.DIFFERENT:
+                    return [*context, token]
+            if place == 0 or self._text(prompt, context) != self._text(prompt, context[:-1]):
+                return None
+        return None
+
+    def _text(self, prompt: list[int], new: list[int]) -> str:
+        """Return the text of new tokens, as it reads behind the prompt."""
+        before = self.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        whole = self.tokenizer.decode(prompt + new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return _finished(whole[len(before) :])
+
+    def _agreeing(self, prompt: list[int], new: list[int], expected: list[int], got: str) -> int:
+        """Count the expected tokens that `got` begins with; an end of text where `got` goes on is none of them."""
+        for count in range(1, len(expected) + 1):
+            ends = expected[count - 1] in self.reference.eos_token_ids
+            if ends or not got.startswith(self._text(prompt, new + expected[:count])):
+                return count - 1
+        return len(expected)
+
+    def _emitted(self, prompt: list[int], context: list[int], got: str, instead_of: int) -> int | None:
+        """Return the likeliest token, other than the expected one, with which the text goes on as `got` does."""
+        done = self._text(prompt, context)
+        logits_V = self.reference.logits(prompt + context)
+        for token in logits_V.topk(min(_WATCHED, len(logits_V))).indices.tolist():
+            if token == instead_of:
+                continue
+            if token in self.reference.eos_token_ids:
+                fits = done == got
+            else:
+                fits = done != got and got.startswith(self._text(prompt, [*context, token]))
+            if fits:
+                return int(token)
+        return None
+
+    def _parting(self, prompt: list[int], context: list[int], expected: list[int], got: str) -> dict[str, Any]:
+        """Describe the first difference."""
+        done = self._text(prompt, context)
+        details: dict[str, Any] = {
+            "new token number": len(context),
+            "text before": done[-_SHOWN:],
+            "expected next": self._text(prompt, context + expected)[len(done) :] or "(end of text)",
+            "came": got[len(done) :][:_SHOWN] or "(end of text)",
+        }
+        token = self._emitted(prompt, context, got, expected[0]) if expected else None
+        if token is not None:
+            logits_V = self.reference.logits(prompt + context)
+            details["gap of their logits"] = float(logits_V[expected[0]] - logits_V[token])
+        return details
+
+
+def _finished(text: str) -> str:
+    """Leave out the beginning of a character that the next token would finish."""
+    return text.rstrip(_UNFINISHED)
 
 
 def certify_decoder(
@@ -53,7 +223,6 @@ def certify_decoder(
     """
     reference, encoded = _reference(decoder, prompts, chat, max_new_tokens)
     judge = GreedyJudge(reference)
-
     settings: dict[str, Any] = {}
 
     def judged(index: int) -> Judgement:
@@ -109,7 +278,14 @@ def _reference(
         raise UsageError(f"target {decoder.target.name!r} is no Hugging Face model; allowed: decoders that load() returns")
     encoded = [decoder.encode(prompt.text, chat=chat) for prompt in prompts]
     check_prompts(encoded, decoder.target.max_positions, decoder.target.vocab_size)
-    check_room(encoded, new_tokens, decoder.target.max_positions)
+    longest, positions = max(map(len, encoded)), decoder.target.max_positions
+    if new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {new_tokens} is out of range; allowed: whole numbers from 1")
+    if positions is not None and longest + new_tokens > positions:  # texts that the context cuts would seem to differ there
+        raise UsageError(
+            f"--max-new-tokens {new_tokens} does not fit behind the longest prompt of {longest} tokens in the model's context "
+            f"of {positions}; use {max(positions - longest, 0)} at most, or shorter prompts"
+        )
     return GreedyReference(decoder.target, decoder.eos_token_ids), encoded
 
 
@@ -130,6 +306,10 @@ def _certificate(
     wrong = [index for index, judgement in enumerate(judgements) if judgement.likeness is Likeness.DIFFERENT]
     # The shortest way to a text that differs is the easiest to look at.
     worst = min(wrong, key=lambda index: (judgements[index].details or {}).get("new token number", 0), default=None)
+    example = worst is not None and CounterExample(
+        reason="a greedy text is not the target's, and two logits do not tie where they part",
+        details={"prompt": prompts[worst].id, **(judgements[worst].details or {})},
+    )
     check = Check(
         name="greedy",
         subject=subject,
@@ -142,7 +322,7 @@ def _certificate(
         detects=1 - (1 - _SURE) ** (1 / len(prompts)),
         seconds=round(time.monotonic() - started, 3),
         note=f"of up to {tokens} tokens, {counts[Likeness.IDENTICAL]} identical, {counts[Likeness.NEAR_TIE]} but for near-ties",
-        counter_example=None if worst is None else _example(prompts[worst], judgements[worst]),
+        counter_example=example or None,
         details=[
             {"prompt": prompt.id, "likeness": judgement.likeness.value, "near_ties": judgement.near_ties}
             for prompt, judgement in zip(prompts, judgements, strict=True)
@@ -150,10 +330,3 @@ def _certificate(
     )
     claim = "at temperature 0 its texts are the target's own, but for near-ties of two logits"
     return Certificate((subject,), (check,), claim, (phase,))
-
-
-def _example(prompt: Prompt, judgement: Judgement) -> CounterExample:
-    return CounterExample(
-        reason="a greedy text is not the target's, and two logits do not tie where they part",
-        details={"prompt": prompt.id, **(judgement.details or {})},
-    )

@@ -1,4 +1,4 @@
-"""Wrong verification rules, each a mistake that someone has made or could make."""
+"""Wrong verification rules and walks, each a mistake that someone has made or could make."""
 
 import dataclasses
 
@@ -21,6 +21,9 @@ from polydraft.schemes.arithmetic import normalised, ratio, without
 from polydraft.schemes.arrays import as_tensor, quietly
 from polydraft.schemes.cells import bucketed_cells
 from polydraft.schemes.contest import Contest
+from polydraft.trees import DraftTree
+from polydraft.walks import NodeWalk, Verdict, Walk
+from polydraft.walks.target_law import TargetLaw
 
 
 def _residual(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
@@ -41,16 +44,13 @@ class Rejection(Scheme):
     least_target = 0.0
 
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Draw with or without replacement."""
         draft_RV = normalised(draft_probs_RV)
         return draft_RV if self.drawn_with_replacement else without(draft_RV, earlier_RJ)
 
     def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Return the children as they are tested."""
         return children_RK
 
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Test the children one after the other."""
         original_RV, draft_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
         children_RK = self.arranged(draft_RV, children_RK)
         draft_RV = normalised(draft_RV ** (1 / self.draft_temperature))
@@ -94,7 +94,6 @@ class Deduplicated(WithReplacement):
     """Merge repeated children and test each once."""
 
     def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Leave out what was there before."""
         columns = [children_RK[:, :1]]
         for rank in range(1, children_RK.shape[1]):
             child_R1 = children_RK[:, rank : rank + 1]
@@ -107,7 +106,6 @@ class SortedByDraft(Rejection):
     """Test the likeliest child first."""
 
     def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Sort."""
         probs_RK = torch.where(children_RK == NO_TOKEN, -1.0, draft_RV.gather(1, children_RK.clamp(min=0)))
         return children_RK.gather(1, probs_RK.argsort(dim=1, descending=True, stable=True))
 
@@ -116,7 +114,6 @@ class PrunedByDraft(Rejection):
     """Drop sampled children that the draft itself finds unlikely."""
 
     def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Prune."""
         unlikely_RK = draft_RV.gather(1, children_RK.clamp(min=0)) < 0.1
         return torch.where(unlikely_RK, NO_TOKEN, children_RK)
 
@@ -161,7 +158,6 @@ class TopAndOne(Scheme):
         return without(normalised(draft_probs_RV), draft_probs_RV.topk(top, dim=1).indices)
 
     def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Put all mass on the next likeliest token; the last child comes from the rest."""
         if earlier_RJ.shape[1] == count - 1:
             return self._rest(draft_probs_RV, count - 1)
         order_RV = draft_probs_RV.argsort(dim=1, descending=True, stable=True)
@@ -169,7 +165,6 @@ class TopAndOne(Scheme):
         return torch.zeros_like(draft_probs_RV).scatter_(1, order_RV[:, rank : rank + 1], 1.0)
 
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Test the last child."""
         rest_RV = self._rest(draft_probs_RV, children_RK.shape[1] - 1)
         tested_RV = rest_RV if self.tested_against_rest else normalised(draft_probs_RV)
         return RejectionWithReplacement().law(target_probs_RV, tested_RV, children_RK[:, -1:])
@@ -185,15 +180,18 @@ class DrawnByRank(RejectionWithoutReplacement):
     """Draw the likeliest children while the law says sampled ones."""
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Take the top."""
         return draft_probs_RV.topk(uniforms_RK.shape[1], dim=1).indices
 
 
-class KSeqLowerEnd(KSeq):
-    """Take the lower end of the interval of ρ: the residual is then negative somewhere, and cut off."""
+class KSeqFewSteps(KSeq):
+    """The correct rule, exact with any number of steps, with as few as the mutant below."""
 
     def __init__(self) -> None:
-        super().__init__(steps=2)  # few: the correct rule is exact with any number
+        super().__init__(steps=2)
+
+
+class KSeqLowerEnd(KSeqFewSteps):
+    """Take the lower end of the interval of ρ: the residual is then negative somewhere, and cut off."""
 
     def _rho(self, target_RV: Tensor, draft_RV: Tensor, count_R1: Tensor) -> Tensor:
         upper_R1 = super()._rho(target_RV, draft_RV, count_R1)
@@ -201,18 +199,10 @@ class KSeqLowerEnd(KSeq):
         return lower_R1.clamp(min=1.0)
 
 
-class KSeqFewSteps(KSeq):
-    """The correct rule, with as few steps as the mutant above."""
-
-    def __init__(self) -> None:
-        super().__init__(steps=2)
-
-
 class RaceOfOneMore(Race):
     """Plan the race for one child more than there are."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
-        """Set up the wrong race."""
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
         wrong = super().contest(target_probs_RV, draft_probs_RV, torch.cat([children_RK, children_RK[:, -1:]], dim=1))
         return dataclasses.replace(right, plan=wrong.plan, law_RV=wrong.law_RV)
@@ -222,7 +212,6 @@ class RaceOfDistinctChildren(Race):
     """Let a repeated child race once."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
-        """Set up the wrong race."""
         distinct_RK = Deduplicated().arranged(draft_probs_RV, children_RK)
         return super().contest(target_probs_RV, draft_probs_RV, distinct_RK)
 
@@ -231,7 +220,6 @@ class RaceWithoutExchange(Race):
     """Let every child race from its own places: it wins by the law of the largest, not by the planned one."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
-        """Set up the wrong race."""
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
         return dataclasses.replace(right, plan=dataclasses.replace(right.plan, drift_RC=0 * right.plan.drift_RC))
 
@@ -243,7 +231,6 @@ class BucketsSharedByTarget(RaceBucketed):
         super().__init__(buckets=3)
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
-        """Set up the wrong race."""
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
         cells_RV, cells = quietly(bucketed_cells)(target_probs_RV, draft_probs_RV, buckets=3)
         cell_RV = as_tensor(cells_RV)
@@ -258,7 +245,6 @@ class HybridWithoutHandover(Hybrid):
     """Declare that certain children are selected by the target's law, and never select them."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
-        """Set up the wrong race."""
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
         assert right.keep_RK is not None
         return dataclasses.replace(right, keep_RK=1 + 0 * right.keep_RK)
@@ -268,7 +254,6 @@ class HybridRacingAll(Hybrid):
     """Take certain children for draws from the whole law."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
-        """Set up the wrong race."""
         return Race().contest(target_probs_RV, draft_probs_RV, children_RK)
 
 
@@ -276,7 +261,6 @@ class HybridOfAnotherThreshold(Hybrid):
     """Verify with another threshold than the children were drawn with."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
-        """Set up the wrong race."""
         return Hybrid(threshold=float("inf")).contest(target_probs_RV, draft_probs_RV, children_RK)
 
 
@@ -287,45 +271,67 @@ class SpecHubTestedAgainstDraft(SpecHub):
         return draft_probs_RV, super()._tested(draft_probs_RV, children_RK)[1]
 
 
-class GumbelSorted(Gumbel):
+class _GumbelOfOthers(Gumbel):
+    """Verify other children, or by another draft law, than were drawn."""
+
+    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        return super().law(target_probs_RV, *self._others(draft_probs_RV, children_RK))
+
+    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        return super().verify(target_probs_RV, *self._others(draft_probs_RV, children_RK), uniforms_RU)
+
+
+class GumbelSorted(_GumbelOfOthers):
     """Verify as if the likeliest child had arrived first."""
 
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Tell the wrong law."""
-        return super().law(target_probs_RV, draft_probs_RV, SortedByDraft().arranged(draft_probs_RV, children_RK))
-
-    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Draw from the wrong law."""
-        sorted_RK = SortedByDraft().arranged(draft_probs_RV, children_RK)
-        return super().verify(target_probs_RV, draft_probs_RV, sorted_RK, uniforms_RU)
+    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
+        return draft_probs_RV, SortedByDraft().arranged(draft_probs_RV, children_RK)
 
 
-class GumbelPruned(Gumbel):
+class GumbelPruned(_GumbelOfOthers):
     """Keep from verification the children that the draft finds unlikely: only the noise itself would not mind."""
 
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Tell the wrong law."""
-        return super().law(target_probs_RV, draft_probs_RV, self._pruned(draft_probs_RV, children_RK))
-
-    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Draw from the wrong law."""
-        return super().verify(target_probs_RV, draft_probs_RV, self._pruned(draft_probs_RV, children_RK), uniforms_RU)
-
-    def _pruned(self, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
         pruned_RK = PrunedByDraft().arranged(draft_probs_RV, children_RK)
-        return pruned_RK.gather(1, (pruned_RK == NO_TOKEN).to(torch.uint8).argsort(dim=1, stable=True))
+        order_RK = (pruned_RK == NO_TOKEN).to(torch.uint8).argsort(dim=1, stable=True)
+        return draft_probs_RV, pruned_RK.gather(1, order_RK)
 
 
-class GumbelAtAnotherTemperature(Gumbel):
+class GumbelAtAnotherTemperature(_GumbelOfOthers):
     """Verify with another law than the children were drawn from."""
 
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Tell the wrong law."""
-        return super().law(target_probs_RV, draft_probs_RV ** (1 / 1.2), children_RK)
+    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
+        return draft_probs_RV ** (1 / 1.2), children_RK
 
-    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Draw from the wrong law."""
-        return super().verify(target_probs_RV, draft_probs_RV ** (1 / 1.2), children_RK, uniforms_RU)
+
+class BonusFromRoot(NodeWalk):
+    """Draw the token behind the last level from the root's law."""
+
+    def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
+        def wrong_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
+            return target_law(torch.zeros_like(node_B) if path_BP.shape[1] == draft.depth else node_B, path_BP)
+
+        return super().run(scheme, draft, wrong_law, uniforms_BU)
+
+
+class LawOfFirstNode(NodeWalk):
+    """Verify every node with the draft law of the first node of its level."""
+
+    def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
+        assert draft.law_rows_BN is not None
+        wrong = dataclasses.replace(draft, law_rows_BN=torch.zeros_like(draft.law_rows_BN))
+        return super().run(scheme, wrong, target_law, uniforms_BU)
+
+
+class SameNumbersAtEveryLevel(NodeWalk):
+    """Verify every level with the random numbers of the first."""
+
+    def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
+        repeated_BU = uniforms_BU[:, : scheme.verify_uniforms].repeat(1, draft.depth + 1)
+        return super().run(scheme, draft, target_law, repeated_BU)
 
 
 CORRECT: list[type[Scheme]] = [Rejection, WithReplacement, TopAndOne, KSeqFewSteps]
@@ -360,3 +366,6 @@ SUBTLE: list[type[Scheme]] = [
     GumbelAtAnotherTemperature,
 ]
 """Seen by enumeration alone: by sampling they would take a million draws, or other laws than the fixture's."""
+
+WRONG_WALKS: list[type[Walk]] = [BonusFromRoot, LawOfFirstNode, SameNumbersAtEveryLevel]
+"""Each takes correct rules through a tree."""

@@ -1,13 +1,65 @@
-"""The laws that generated text must follow, in plain numpy and without any code under test but the table look-up."""
+"""Pairs of models with known laws, and the laws that their texts must follow, in numpy: nothing under test but the look-up."""
 
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from polydraft.certify.enumeration import FIXTURE_DRAFT_V, FIXTURE_TARGET_V
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
+
+ECHO_VOCABULARY = 32
+_SHARPNESS = 2.5  # laws of about two nats: enough to reject, few enough cells to see it
+_LAST = [14, 9, 3]
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """A target, its draft, and where texts begin."""
+
+    target: TabularModel
+    draft: TabularModel
+    prompt: tuple[int, ...]
+
+
+def echoing_model(seed: int) -> TabularModel:
+    """Make a random table that likes to repeat its context, so that penalties have something to do.
+
+    It looks three tokens back: drafting starts from two known ones, so only a third shows errors in a draft's memory.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    table_XXXV = _SHARPNESS * torch.randn([ECHO_VOCABULARY] * 4, generator=generator)
+    tokens_V = torch.arange(ECHO_VOCABULARY)
+    table_XXXV[:, :, tokens_V, tokens_V] += 3.0
+    table_XXXV[:, tokens_V, :, tokens_V] += 3.0
+    return TabularModel(table_XXXV)
+
+
+@cache
+def echo_pair() -> ModelPair:
+    """32 tokens, laws of about two nats, a draft that agrees for the most part."""
+    target = echoing_model(seed=1)
+    # The likeliest continuations are in the prompt, where the repetition penalty finds them.
+    likeliest = [int(token) for token in target.logits_after(_LAST).topk(3).indices]
+    return ModelPair(target, target.mixed_with(echoing_model(seed=2), share=0.7), (*likeliest, *_LAST))
+
+
+@cache
+def fixture_pair() -> ModelPair:
+    """Fixture F at every node: small effects of wrong verification show here first."""
+    models = [TabularModel(law_V.log().repeat(4, 1)) for law_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V)]
+    return ModelPair(models[0], models[1], (0, 0))
+
+
+@cache
+def small_pair() -> ModelPair:
+    """Three tokens whose laws depend on the last three: few enough texts to test each of them."""
+    models = [TabularModel.random(3, order=3, seed=seed, sharpness=1.5) for seed in (5, 6)]
+    return ModelPair(models[0], models[1], (2, 0, 1))
 
 
 def next_laws(model: TabularModel, prompt: list[int], new_NL: NDArray[Any], params: SamplingParams) -> NDArray[Any]:
@@ -25,12 +77,6 @@ def next_laws(model: TabularModel, prompt: list[int], new_NL: NDArray[Any], para
         one_hot_NV: NDArray[Any] = np.eye(model.vocab_size)[scores_NV.argmax(-1)]
         return one_hot_NV
     return _truncated(_softmax(scores_NV / params.temperature), params)
-
-
-def next_law(model: TabularModel, prompt: list[int], new_tokens: list[int], params: SamplingParams) -> NDArray[Any]:
-    """Return the next token's probabilities after one text."""
-    law_V: NDArray[Any] = next_laws(model, prompt, np.array(new_tokens, dtype=int)[None], params)[0]
-    return law_V
 
 
 @lru_cache(maxsize=200_000)
@@ -76,5 +122,6 @@ def greedy_text(model: TabularModel, prompt: list[int], count: int, params: Samp
     """Continue a prompt by the likeliest token, one at a time."""
     new_tokens: list[int] = []
     while len(new_tokens) < count:
-        new_tokens.append(int(next_law(model, prompt, new_tokens, params).argmax()))
+        law_1V = next_laws(model, prompt, np.array(new_tokens, dtype=int)[None], params)
+        new_tokens.append(int(law_1V.argmax()))
     return new_tokens

@@ -10,8 +10,7 @@ from polydraft.cli.machine import DEVICE, DTYPE, THREADS, set_threads
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from polydraft.analyze import Analysis, AnalyzeSettings, Row
-    from polydraft.analyze.store import LawStore
+    from polydraft.analyze import Analysis, AnalyzeSettings, LawStore, Row
 
 _USUAL = {
     None: ("0.6,1.0", "2,4,8"),
@@ -53,8 +52,7 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     prompts. Laws are kept, in --out or in the cache folder, so that asking for another scheme runs no model.
     """
     from polydraft.analyze import Analysis
-    from polydraft.analyze.files import write_files
-    from polydraft.analyze.sweep import Sweep
+    from polydraft.analyze.files import Sweep, write_files
     from polydraft.cli.options import arrange_messages
     from polydraft.cli.progress import PhaseProgress
     from polydraft.output import check_folder
@@ -104,7 +102,7 @@ def _numbers(option: str, text: str, kind: type[float] | type[int]) -> tuple[Any
 
 
 def _store(out: Path | None) -> "LawStore":
-    from polydraft.analyze.store import LawStore
+    from polydraft.analyze import LawStore
     from polydraft.models.bundled import cache_root
 
     return LawStore(cache_root() / "laws", most_bytes=_KEPT_BYTES) if out is None else LawStore(out / "cache")

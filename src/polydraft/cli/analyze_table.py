@@ -7,7 +7,7 @@ from rich.table import Table
 
 from polydraft.analyze import Analysis, Row
 from polydraft.analyze.analysis import SampleSize
-from polydraft.analyze.drawing import drawing_of
+from polydraft.analyze.comparison import drawing_of
 from polydraft.schemes import SCHEMES
 
 _ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")

@@ -25,8 +25,8 @@ class ModelTree(Drafter):
     model : LanguageModel
         The draft; same tokens as the target.
     topology : Topology
-    scheme : str
-        A registered scheme, or ``"auto"``; `top` where the draft temperature is 0.
+    scheme : str or Scheme
+        A registered scheme, ``"auto"``, or a scheme of your own; `top` where the draft temperature is 0.
     draft_temperature : float, optional
         Temperature of the draft's law, the target's otherwise. It changes speed, never the text's law.
     decision : Decision, optional

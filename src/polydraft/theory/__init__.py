@@ -1,13 +1,12 @@
 """What could be accepted at best, what is accepted, and what that makes of speed: formulas, not decoding.
 
-`*_optimum` bound every exact verifier for one way of drawing drafts. `acceptance` tells what a scheme attains. `speedup` and
-`fastest_tree` turn acceptance into time. All work on tensors of laws, one row a position, at full vocabulary; `lp` and
-`product_optimum` are for tiny ones.
+`*_optimum` bound every exact verifier for one way of drawing drafts. `acceptance` tells what a scheme attains. `speedup`
+and `fastest_tree` turn acceptance into time. All work at full vocabulary on tensors of probabilities, one row per position,
+but `linear_program_optimum`, `subset_optimum` and `product_optimum`, which are for tiny ones.
 """
 
-from polydraft.theory.acceptance import Estimate, acceptance
-from polydraft.theory.best_tree import RatedTree, fastest_tree, largest_tree, tree_tokens
-from polydraft.theory.lp import DraftLaw, linear_program_optimum, subset_optimum
+from polydraft.theory.acceptance import Estimate, acceptance, naive_acceptance
+from polydraft.theory.lp import DraftLaw, linear_program_optimum, product_optimum, subset_optimum
 from polydraft.theory.optimum import (
     conditional_poisson_optimum,
     greedy_optimum,
@@ -16,9 +15,18 @@ from polydraft.theory.optimum import (
     with_replacement_optimum,
     without_replacement_optimum,
 )
-from polydraft.theory.product import product_optimum
-from polydraft.theory.rates import naive_acceptance
-from polydraft.theory.speedup import Costs, chain_tokens, cost_curve, improvement_factor, speedup, token_acceptance
+from polydraft.theory.speedup import (
+    Costs,
+    RatedTree,
+    chain_tokens,
+    cost_curve,
+    fastest_tree,
+    improvement_factor,
+    largest_tree,
+    speedup,
+    token_acceptance,
+    tree_tokens,
+)
 
 __all__ = [
     "Costs",

@@ -1,6 +1,7 @@
-"""Optimal acceptance of any draft law at all, by linear programming: the reference that the formulas are tested against.
+"""Optimal acceptance of any draft law at all, for tiny vocabularies: the reference that the formulas are tested against.
 
-A draft law is a table from tuples of tokens to probabilities. Only for tiny vocabularies; needs scipy.
+A draft law is a table from tuples of tokens to probabilities; a linear program (which needs scipy) or a look at all sets of
+tokens finds its optimum.
 
 References
 ----------
@@ -11,14 +12,19 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
+from torch import Tensor
+
 from polydraft.errors import UsageError
-from polydraft.theory.laws import SUM_TOLERANCE
+from polydraft.theory._laws import SUM_TOLERANCE, check_laws
 
 DraftLaw = Mapping[tuple[int, ...], float]
 """Probability of each tuple of drafts; tuples may differ in length where support runs out."""
 
 MAX_VARIABLES = 100_000
 """Pairs of a tuple and one of its tokens; at the limit the solver takes minutes."""
+MAX_VOCABULARY = 20
+"""Where all sets are tried: a million of them, a second or so per row."""
 
 
 def linear_program_optimum(target: Sequence[float], law: DraftLaw) -> float:
@@ -65,14 +71,54 @@ def subset_optimum(target: Sequence[float], law: DraftLaw) -> float:
     """Return the same by trying all sets of tokens, eq. 8 of [1]: exact to rounding, at most 20 tokens."""
     _check_table("target", list(target))
     _check_table("law", list(law.values()))
-    if len(target) > 20:
-        raise UsageError(f"a vocabulary of {len(target):,} tokens has too many sets; allowed: at most 20")
+    if len(target) > MAX_VOCABULARY:
+        raise UsageError(f"a vocabulary of {len(target):,} tokens has too many sets; allowed: at most {MAX_VOCABULARY}")
     drawn = {drafts: sum(1 << token for token in set(drafts)) for drafts in law}
     best = 1.0
     for chosen in range(1 << len(target)):
         outside = math.fsum(chance for drafts, chance in law.items() if drawn[drafts] & ~chosen)
         best = min(best, math.fsum(p for token, p in enumerate(target) if chosen >> token & 1) + outside)
     return best
+
+
+def product_optimum(target_probs_RV: Tensor, draft_probs: Sequence[Tensor]) -> Tensor:
+    """Optimal acceptance for one draft from each of several laws, drawn independently.
+
+    Parameters
+    ----------
+    target_probs_RV : Tensor
+        Probabilities, one row per position.
+    draft_probs : sequence of Tensor
+        One tensor [R, V] for each draft. At most 20 tokens: the sum over sets is enumerated. For larger vocabularies
+        bound the value by the sum of the drafts' single acceptances from above and by the best of them from below.
+
+    Returns
+    -------
+    Tensor
+        α* of each row, float64.
+
+    Notes
+    -----
+    Eq. 8 of [1] with Q(H) = ∏_j q_j(H), the third construction of its §2.3, for which it gives no algorithm: P − Q is
+    submodular, but Q is not q-convex for any single q, so Theorem 6 does not apply.
+    """
+    if not draft_probs:
+        raise UsageError("draft_probs is empty; allowed: one law [R, V] for each draft, from one")
+    named = {f"draft_probs[{index}]": draft_RV for index, draft_RV in enumerate(draft_probs)}
+    check_laws(target_probs_RV=target_probs_RV, **named)
+    vocabulary = target_probs_RV.shape[1]
+    if vocabulary > MAX_VOCABULARY:
+        raise UsageError(
+            f"a vocabulary of {vocabulary:,} tokens is too large for different draft laws; allowed: at most {MAX_VOCABULARY}, "
+            "because all its sets are tried; use one draft law, or merge tokens"
+        )
+    best = []
+    for row in range(len(target_probs_RV)):
+        inside_X = torch.ones(1, dtype=torch.float64, device=target_probs_RV.device)
+        for draft_RV in draft_probs:
+            inside_X = inside_X * _subset_sums(draft_RV[row].double())
+        best.append((_subset_sums(target_probs_RV[row].double()) + 1 - inside_X).min())
+    return torch.stack(best).clamp(max=1)
 
 
 def product_law(*drafts: Sequence[float]) -> dict[tuple[int, ...], float]:
@@ -110,3 +156,11 @@ def _check_table(name: str, values: list[float]) -> None:
         raise UsageError(f"{name} has a negative entry or one that is not a number; allowed: probabilities from 0")
     if abs(math.fsum(values) - 1) > SUM_TOLERANCE:
         raise UsageError(f"{name} sums to {math.fsum(values):.6g}; allowed: 1 within {SUM_TOLERANCE:g}")
+
+
+def _subset_sums(weights_V: Tensor) -> Tensor:
+    """Return the sum of the weights over each of the 2^V sets; token i is bit i of a set's number."""
+    sums_X = weights_V.new_zeros(1)
+    for weight in weights_V:
+        sums_X = torch.cat([sums_X, sums_X + weight])
+    return sums_X

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
-from polydraft.theory.laws import by_rows, check_count, check_laws
+from polydraft.theory._laws import by_rows, check_pair
 from polydraft.theory.without_replacement import MAX_COUNT, escape_chances
 
 
@@ -26,9 +26,9 @@ def with_replacement_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, co
     Parameters
     ----------
     target_probs_RV, draft_probs_RV : Tensor
-        Laws, one row a position; each sums to one.
+        Laws, one row per position; each sums to one.
     count : int
-        Drafts a position, n.
+        Drafts per position, n.
 
     Returns
     -------
@@ -39,9 +39,8 @@ def with_replacement_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, co
     -----
     §4.2 of [1] with Q(H) = q(H)ⁿ. 1 − Q is taken from the mass outside H, which keeps its digits where q(H) is near one.
     """
-    check_laws(target_probs_RV=target_probs_RV, draft_probs_RV=draft_probs_RV)
-    check_count(count)
-    return by_rows(lambda target_RV, draft_RV: _independent(target_RV, draft_RV, count), target_probs_RV, draft_probs_RV)
+    check_pair(target_probs_RV, draft_probs_RV, count)
+    return by_rows(_independent, target_probs_RV, draft_probs_RV, count)
 
 
 def without_replacement_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
@@ -58,15 +57,8 @@ def without_replacement_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor,
     proved in [1] for that other Q, and for this one only at n ≤ 2; no exception is known (the tests compare with all sets).
     If there were one, this function would return too much, so it is an upper bound in any case.
     """
-    check_laws(target_probs_RV=target_probs_RV, draft_probs_RV=draft_probs_RV)
-    check_count(count, most=MAX_COUNT)
-
-    def optimum(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
-        target_RV, draft_RV = _by_ratio(target_RV, draft_RV)
-        support = int((draft_RV > 0).sum(-1).max())  # tokens without draft mass come last and cannot be drawn
-        return _best_prefix(target_RV[:, :support], escape_chances(draft_RV[:, :support], count))
-
-    return by_rows(optimum, target_probs_RV, draft_probs_RV)
+    check_pair(target_probs_RV, draft_probs_RV, count, most=MAX_COUNT)
+    return by_rows(_distinct, target_probs_RV, draft_probs_RV, count)
 
 
 def conditional_poisson_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
@@ -89,23 +81,8 @@ def conditional_poisson_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor,
 
     Computed in logarithms with b_j = j! W_j, which are probabilities: b_j(H ∪ x) = b_j(H) + j q(x) b_{j−1}(H).
     """
-    check_laws(target_probs_RV=target_probs_RV, draft_probs_RV=draft_probs_RV)
-    check_count(count)
-
-    def optimum(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
-        target_RV, draft_RV = _by_ratio(target_RV, draft_RV)
-        log_draft_RV = draft_RV.log()
-        log_sum_RV = log_draft_RV.logcumsumexp(-1)
-        for order in range(2, count + 1):
-            before_RV = torch.nn.functional.pad(log_sum_RV[:, :-1], (1, 0), value=-torch.inf)
-            log_sum_RV = (log_draft_RV + before_RV).logcumsumexp(-1) + math.log(order)
-        inside_RV = torch.exp(log_sum_RV - log_sum_RV[:, -1:])
-        support_R1 = (draft_RV > 0).sum(-1, keepdim=True)
-        whole_RV = (draft_RV > 0).cumsum(-1) == support_R1
-        escape_RV = 1 - torch.where(support_R1 < count, whole_RV.double(), inside_RV)
-        return _best_prefix(target_RV, escape_RV.clamp(min=0))
-
-    return by_rows(optimum, target_probs_RV, draft_probs_RV)
+    check_pair(target_probs_RV, draft_probs_RV, count)
+    return by_rows(_conditional_poisson, target_probs_RV, draft_probs_RV, count)
 
 
 def top_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
@@ -113,13 +90,7 @@ def top_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> 
 
     Parameters and result as for `with_replacement_optimum`. Ties go to the tokens that `torch.topk` prefers.
     """
-    check_laws(target_probs_RV=target_probs_RV, draft_probs_RV=draft_probs_RV)
-    check_count(count)
-
-    def optimum(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
-        return (target_RV * top_mask(draft_RV, count)).sum(-1).clamp(max=1)
-
-    return by_rows(optimum, target_probs_RV, draft_probs_RV)
+    return hybrid_optimum(target_probs_RV, draft_probs_RV, count, count)
 
 
 def greedy_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
@@ -138,7 +109,7 @@ def hybrid_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int, 
     target_probs_RV, draft_probs_RV, count
         As for `with_replacement_optimum`.
     fixed : int or Tensor
-        How many drafts are not random, 0 to `count`; one number, or one a row. 0 is `with_replacement_optimum`, n − 1
+        How many drafts are not random, 0 to `count`; one number, or one per row. 0 is `with_replacement_optimum`, n − 1
         `greedy_optimum`, n `top_optimum`.
 
     Returns
@@ -146,35 +117,29 @@ def hybrid_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int, 
     Tensor
         α* = P(T) + 1 − max_H (Q(H) − P(H)) over sets H outside the likeliest tokens T, float64.
     """
-    check_laws(target_probs_RV=target_probs_RV, draft_probs_RV=draft_probs_RV)
-    check_count(count)
+    check_pair(target_probs_RV, draft_probs_RV, count)
     fixed_R = torch.as_tensor(fixed, device=draft_probs_RV.device).expand(len(draft_probs_RV))
     if fixed_R.is_floating_point() or fixed_R.min() < 0 or fixed_R.max() > count:
         raise UsageError(f"fixed is {fixed}; allowed: whole numbers from 0 to count, {count}")
     value_R = torch.empty(len(draft_probs_RV), dtype=torch.float64, device=draft_probs_RV.device)
     for kept in sorted(set(fixed_R.tolist())):
         rows_X = (fixed_R == kept).nonzero()[:, 0]
-        formula = partial(_fixed_and_drawn, fixed=kept, drawn=count - kept)
-        value_R[rows_X] = by_rows(formula, target_probs_RV[rows_X], draft_probs_RV[rows_X])
+        formula = partial(_fixed_and_drawn, fixed=kept)
+        value_R[rows_X] = by_rows(formula, target_probs_RV[rows_X], draft_probs_RV[rows_X], count)
     return value_R
 
 
-def top_mask(draft_RV: Tensor, count: int) -> Tensor:
-    """Mark the `count` likeliest tokens of each row, as far as they have mass."""
-    places_RK = draft_RV.topk(min(count, draft_RV.shape[1]), dim=1).indices
-    return torch.zeros_like(draft_RV, dtype=torch.bool).scatter_(1, places_RK, True) & (draft_RV > 0)
-
-
-def _fixed_and_drawn(target_RV: Tensor, draft_RV: Tensor, fixed: int, drawn: int) -> Tensor:
-    """P(T) plus what independent draws from q without T can at most cover of the rest."""
-    top_RV = top_mask(draft_RV, fixed)
+def _fixed_and_drawn(target_RV: Tensor, draft_RV: Tensor, count: int, fixed: int) -> Tensor:
+    """P(T) plus the most that independent draws from q without T can cover of the rest; T holds only tokens with mass."""
+    places_RK = draft_RV.topk(min(fixed, draft_RV.shape[1]), dim=1).indices
+    top_RV = torch.zeros_like(draft_RV, dtype=torch.bool).scatter_(1, places_RK, True) & (draft_RV > 0)
     sure_R = (target_RV * top_RV).sum(-1)
-    if drawn == 0:
+    if fixed == count:
         return sure_R.clamp(max=1)
     others_RV = draft_RV.masked_fill(top_RV, 0.0)
     mass_R1 = others_RV.sum(-1, keepdim=True)
     law_RV = others_RV / torch.where(mass_R1 > 0, mass_R1, 1.0)
-    covered_R = _independent(target_RV.masked_fill(top_RV, 0.0), law_RV, drawn)
+    covered_R = _independent(target_RV.masked_fill(top_RV, 0.0), law_RV, count - fixed)
     return (sure_R + torch.where(mass_R1[:, 0] > 0, covered_R, 0.0)).clamp(max=1)
 
 
@@ -185,6 +150,28 @@ def _independent(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
     target_RV, draft_RV = _by_ratio(target_RV, draft_RV)
     behind_RV = torch.nn.functional.pad(draft_RV.flip(-1).cumsum(-1).flip(-1)[:, 1:], (0, 1))
     return _best_prefix(target_RV, -torch.expm1(count * torch.log1p(-behind_RV.clamp(max=1))))
+
+
+def _distinct(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
+    """α* for draws without replacement."""
+    target_RV, draft_RV = _by_ratio(target_RV, draft_RV)
+    support = int((draft_RV > 0).sum(-1).max())  # tokens without draft mass come last and cannot be drawn
+    return _best_prefix(target_RV[:, :support], escape_chances(draft_RV[:, :support], count))
+
+
+def _conditional_poisson(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
+    """α* for independent draws given that they are distinct."""
+    target_RV, draft_RV = _by_ratio(target_RV, draft_RV)
+    log_draft_RV = draft_RV.log()
+    log_sum_RV = log_draft_RV.logcumsumexp(-1)
+    for order in range(2, count + 1):
+        before_RV = torch.nn.functional.pad(log_sum_RV[:, :-1], (1, 0), value=-torch.inf)
+        log_sum_RV = (log_draft_RV + before_RV).logcumsumexp(-1) + math.log(order)
+    inside_RV = torch.exp(log_sum_RV - log_sum_RV[:, -1:])
+    support_R1 = (draft_RV > 0).sum(-1, keepdim=True)
+    whole_RV = (draft_RV > 0).cumsum(-1) == support_R1
+    escape_RV = 1 - torch.where(support_R1 < count, whole_RV.double(), inside_RV)
+    return _best_prefix(target_RV, escape_RV.clamp(min=0))
 
 
 def _by_ratio(target_RV: Tensor, draft_RV: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,28 +1,32 @@
-"""From acceptance to speed: tokens a target pass, what a round costs, and their quotient.
+"""From acceptance to speed: tokens per target pass, what a round costs, and which tree makes the most of it.
 
 References
 ----------
 .. [1] Lu et al., Improving Multi-candidate Speculative Decoding, eq. 1.
 .. [2] Leviathan et al. 2023, arXiv:2211.17192, eq. 1 and Theorem 3.8.
+.. [3] Chen et al., Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding, arXiv:2402.12374.
 """
 
+import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, pairwise
 
 from polydraft.errors import UsageError
+from polydraft.trees import MAX_NODES, Topology
 
 CostCurve = Callable[[int], float]
 """Tokens of one target pass to its cost, in passes over one token."""
 
 
 def chain_tokens(acceptance: float | Sequence[float], length: int | None = None) -> float:
-    """Return the expected tokens a target pass from a chain of drafts, the token after the accepted ones included.
+    """Return the expected tokens per target pass from a chain of drafts, the token after the accepted ones included.
 
     Parameters
     ----------
     acceptance : float or sequence of float
-        Chance α that a draft is accepted if all before it were: one number for all places, or one a place.
+        Chance α that a draft is accepted if all before it were: one number for all places, or one per place.
     length : int, optional
         Drafts γ of the chain; required with a single number.
 
@@ -54,7 +58,7 @@ def improvement_factor(acceptance: float, length: int, draft_cost: float) -> flo
     acceptance : float
         α: chance that one drafted token is accepted.
     length : int
-        γ: drafts a round.
+        γ: drafts per round.
     draft_cost : float
         c: time of one draft pass in target passes.
 
@@ -76,7 +80,7 @@ def token_acceptance(accepted_share: float, length: int) -> float:
     accepted_share : float
         E[accepted drafts] / length, which [1] reports as its acceptance rate.
     length : int
-        γ: drafts a round.
+        γ: drafts per round.
     """
     _check("accepted_share", accepted_share, 0, 1)
     _check("length", length, 1, whole=True)
@@ -96,7 +100,7 @@ class Costs:
     tree_pass: CostCurve
     """The target's pass, by the number of its tokens, the root among them; see `cost_curve`."""
     overhead: float = 0.0
-    """Everything else, once a round."""
+    """Everything else, once per round."""
 
     def __post_init__(self) -> None:
         _check("draft_level", self.draft_level, 0)
@@ -108,14 +112,14 @@ class Costs:
 
 
 def speedup(tokens: float, levels: int, nodes: int, costs: Costs) -> float:
-    """Speed-up over plain decoding: tokens a round over the cost of the round.
+    """Speed-up over plain decoding: tokens per round over the cost of the round.
 
     `improvement_factor` is the case of a chain (`tokens` from `chain_tokens`, levels γ) with a flat cost curve.
 
     Parameters
     ----------
     tokens : float
-        Expected tokens a round, as `chain_tokens` or `tree_tokens` give.
+        Expected tokens per round, as `chain_tokens` or `tree_tokens` give.
     levels, nodes : int
         Depth of the tree, and its nodes with the root.
     costs : Costs
@@ -153,6 +157,113 @@ def cost_curve(measured: Mapping[int, float]) -> CostCurve:
         return (low + (high - low) * (nodes - begin) / (end - begin)) / unit
 
     return cost
+
+
+@dataclass(frozen=True)
+class RatedTree:
+    """A tree with what the model of `tree_tokens` expects of it."""
+
+    topology: Topology
+    tokens: float
+    """Expected tokens per target pass."""
+    speedup: float
+    """Over plain decoding."""
+
+
+def tree_tokens(topology: Topology, rank_acceptance: Sequence[float]) -> float:
+    """Return the expected tokens per target pass from a tree, the token after the accepted ones included.
+
+    Parameters
+    ----------
+    topology : Topology
+        The tree.
+    rank_acceptance : sequence of float
+        Chance a_k that the k-th child of a node is accepted if the node was; falling, at most one in all.
+
+    Returns
+    -------
+    float
+        1 + Σ over nodes below the root of ∏ a_rank along their paths (the positional acceptance model of [3]).
+
+    Notes
+    -----
+    The model takes a_k to be the same at every node. Where acceptance varies from position to position, as it does, it is
+    an average, and the product overstates or understates long paths.
+    """
+    ranks = _checked(rank_acceptance)
+    if topology.max_children > len(ranks):
+        raise UsageError(
+            f"rank_acceptance has {len(ranks)} numbers but nodes have up to {topology.max_children} children; one per child"
+        )
+    chances = [1.0] * topology.num_nodes
+    for node, children in enumerate(topology.children):
+        for rank, child in enumerate(children):
+            chances[child] = chances[node] * ranks[rank]
+    return sum(chances)
+
+
+def largest_tree(rank_acceptance: Sequence[float], nodes: int, max_depth: int | None = None) -> Topology:
+    """Return the tree of at most `nodes` nodes, the root included, with the most expected tokens.
+
+    Notes
+    -----
+    [3] finds it by dynamic programming. With a_k falling the nodes of the largest path products are the tree: a parent's
+    product is never smaller than its child's, nor an elder sibling's than a younger's, so they hang together. That also
+    bounds what any tree of this size can give. Nodes that cannot be accepted are left out.
+    """
+    _check("nodes", nodes, 1, MAX_NODES, whole=True)
+    paths = [path for path, _ in islice(_by_product(_checked(rank_acceptance), max_depth), nodes - 1)]
+    return Topology.from_paths(paths)
+
+
+def fastest_tree(rank_acceptance: Sequence[float], costs: Costs, max_nodes: int, max_depth: int) -> RatedTree:
+    """Return the tree with the largest speed-up, over all sizes and depths up to those given.
+
+    For every depth the trees of all sizes are beginnings of one list, so that all are tried.
+    """
+    _check("max_nodes", max_nodes, 1, MAX_NODES, whole=True)
+    ranks = _checked(rank_acceptance)
+    best, best_paths, best_tokens = speedup(1.0, 0, 1, costs), [], 1.0
+    for cap in range(1, max_depth + 1):
+        paths: list[tuple[int, ...]] = []
+        tokens, depth = 1.0, 0
+        for path, chance in islice(_by_product(ranks, cap), max_nodes - 1):
+            paths.append(path)
+            tokens, depth = tokens + chance, max(depth, len(path))
+            factor = speedup(tokens, depth, len(paths) + 1, costs)
+            if factor > best:
+                best, best_paths, best_tokens = factor, paths.copy(), tokens
+    return RatedTree(Topology.from_paths(best_paths), best_tokens, best)
+
+
+def _by_product(ranks: list[float], max_depth: int | None) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Paths and their products, largest first, shallow before deep among equals; each after its parent and elder siblings."""
+    heap: list[tuple[float, int, tuple[int, ...], float]] = []
+    if max_depth is None or max_depth > 0:
+        heap.append((-ranks[0], 1, (0,), 1.0))
+    while heap:
+        negative, depth, path, parent = heapq.heappop(heap)
+        if negative == 0:
+            return
+        yield path, -negative
+        rank = path[-1]
+        if rank + 1 < len(ranks):
+            heapq.heappush(heap, (-parent * ranks[rank + 1], depth, (*path[:-1], rank + 1), parent))
+        if max_depth is None or depth < max_depth:
+            heapq.heappush(heap, (negative * ranks[0], depth + 1, (*path, 0), -negative))
+
+
+def _checked(rank_acceptance: Sequence[float]) -> list[float]:
+    ranks = [float(chance) for chance in rank_acceptance]
+    if not ranks or not all(0 <= chance <= 1 for chance in ranks) or sum(ranks) > 1 + 1e-9:
+        raise UsageError(
+            f"rank_acceptance is {ranks}; allowed: chances from 0, at most 1 in all, because one child at most is accepted"
+        )
+    if any(younger > elder for elder, younger in pairwise(ranks)):
+        raise UsageError(
+            f"rank_acceptance rises ({ranks}); allowed: falling chances; sort them, or average over more positions"
+        )
+    return ranks
 
 
 def _check(name: str, value: float, least: float, most: float = math.inf, *, whole: bool = False) -> None:

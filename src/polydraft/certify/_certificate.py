@@ -1,15 +1,141 @@
-"""The certificate: everything that was tried, and what it is worth."""
+"""What was tried, how much, what came out, and what would have been too much: trials, checks, and the certificate of all."""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.certify.check import FALSE_ALARM, Check, CounterExample
+from polydraft.certify.chi_square import FALSE_ALARM, detectable_distance
 from polydraft.certify.enumeration import TOLERANCE
 
 _SHOWN = 8
 """Drawings, or tokens of a law, that a text shows of a counter-example; JSON has all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CounterExample:
+    """Where a rule goes wrong, as small as it was found."""
+
+    reason: str
+    """What is wrong, in words."""
+    target_probs: list[float] = field(default_factory=list)
+    draft_probs: list[float] = field(default_factory=list)
+    drafts: int | None = None
+    """How many children were drawn."""
+    law: list[float] = field(default_factory=list)
+    """The emitted token's law, or the shares of sampled ones, over all drawings."""
+    expected: list[float] = field(default_factory=list)
+    """What it should be."""
+    drawings: list[dict[str, Any]] = field(default_factory=list)
+    """`children`, their `chance`, and the `law` that the rule gave, where it is known."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """Anything else: texts, prompts, tokens."""
+
+    @property
+    def distance(self) -> float | None:
+        """Total variation between what came out and what should."""
+        if not self.law or len(self.law) != len(self.expected):
+            return None
+        return sum(abs(one - other) for one, other in zip(self.law, self.expected, strict=True)) / 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON takes, empty parts left out."""
+        parts = {**vars(self), "total_variation": self.distance}
+        return {name: plain(value) for name, value in parts.items() if value not in ([], {}, None)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The outcome of one check."""
+
+    name: str
+    subject: str
+    passed: bool
+    size: int
+    unit: str
+    """What `size` counts."""
+    measure: str
+    """What `worst` is."""
+    worst: float | None
+    threshold: float | None
+    """What `worst` may be: at most, for errors; at least, for p-values."""
+    tests: int = 0
+    """Statistical tests in this check."""
+    false_alarm: float = 0.0
+    """Chance that a correct rule fails this check."""
+    detects: float | None = None
+    """Total-variation error that is seen with chance .99, where that can be said."""
+    seconds: float = 0.0
+    note: str = ""
+    counter_example: CounterExample | None = None
+    details: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON takes."""
+        parts = {name: plain(value) for name, value in vars(self).items() if name != "counter_example"}
+        example = self.counter_example
+        return {**parts, "counter_example": None if example is None else example.as_dict()}
+
+
+def plain(value: Any) -> Any:
+    """Replace numbers that JSON does not know by their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Findings of one check of one subject.
+
+    Either exact, with a `worst` value and the largest one `allowed`, or statistical, with `p_values`: how small these may be
+    depends on how many there are in all trials of the subject.
+    """
+
+    name: str
+    size: int
+    unit: str
+    measure: str = "smallest p-value"
+    worst: float | None = None
+    allowed: float | None = None
+    p_values: list[float] = field(default_factory=list)
+    tested: tuple[int, int] | None = None
+    """Samples and degrees of freedom of the test whose power can be told."""
+    pooled: float = 0.0
+    """Mass of the cells that this test cannot tell apart, where an error may hide."""
+    seconds: float = 0.0
+    note: str = ""
+    counter_example: CounterExample | None = None
+    details: list[dict[str, Any]] = field(default_factory=list)
+
+    def passes(self, threshold: float) -> bool:
+        """Whether findings are as they would be for a correct rule; a rule that did not even return has none."""
+        if self.p_values:
+            return min(self.p_values) > threshold
+        return self.worst is not None and self.allowed is not None and self.worst <= self.allowed
+
+    def check(self, subject: str, threshold: float) -> Check:
+        """Decide, by how small p-values may be."""
+        statistical, passed = bool(self.p_values), self.passes(threshold)
+        return Check(
+            name=self.name,
+            subject=subject,
+            passed=passed,
+            size=self.size,
+            unit=self.unit,
+            measure=self.measure,
+            worst=min(self.p_values) if statistical else self.worst,
+            threshold=threshold if statistical else self.allowed,
+            tests=len(self.p_values),
+            false_alarm=len(self.p_values) * threshold,
+            detects=detectable_distance(*self.tested, threshold) + self.pooled if self.tested and statistical else None,
+            seconds=round(self.seconds, 3),
+            note=self.note,
+            counter_example=None if passed else self.counter_example,
+            details=self.details,
+        )
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,61 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polydraft.certify.check import CounterExample
-from polydraft.certify.chi_square import LEAST_EXPECTED
-from polydraft.certify.own_tree import OwnDecoder
-from polydraft.certify.pairs import ECHO_VOCABULARY, ModelPair, echo_pair, fixture_pair, small_pair
-from polydraft.certify.reference import greedy_text, next_laws
-from polydraft.certify.sizes import Sizes
-from polydraft.certify.subject import Subject
-from polydraft.certify.texts import joint_law, joint_p_value, text_p_values
-from polydraft.certify.trial import Trial
-from polydraft.sampling import SamplingParams
+from polydraft.certify._certificate import CounterExample, Trial
+from polydraft.certify._subject import Sizes, Subject
+from polydraft.certify.chi_square import LEAST_EXPECTED, joint_law, joint_p_value, text_p_values
+from polydraft.certify.enumeration import tree_for
+from polydraft.certify.reference import ECHO_VOCABULARY, ModelPair, echo_pair, fixture_pair, greedy_text, next_laws, small_pair
+from polydraft.drafters import ModelTree
+from polydraft.engine import Engine, TokenSequence
+from polydraft.engine.workspace import Workspace
+from polydraft.sampling import RowParams, SamplingParams
+from polydraft.sampling.noise import row_generator, row_seed
+from polydraft.trees import parse_tree
+from polydraft.walks import AUTO, resolve_walk
 
 GREEDY = SamplingParams(temperature=0)
 _SPARSE = "[[0],[1],[2],[0,0],[0,1],[2,0],[0,0,0],[0,1,0],[0,1,1]]"
 _GREEDY_TREES = ("3x2x1", "chain:4", _SPARSE)
+
+
+def generate(
+    subject: Subject,
+    pair: ModelPair,
+    tree: str,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    new_tokens: int,
+    seed: int,
+    draft_temperature: float | None = None,
+) -> tuple[list[list[int]], float]:
+    """Run rounds as `Decoder` does, with a scheme and a walk that nobody need have registered.
+
+    Returns the new tokens of each prompt, and how much of what was offered was accepted.
+    """
+    drafter = ModelTree(pair.draft, parse_tree(tree_for(subject.scheme, tree)), subject.scheme, draft_temperature)
+    workspace = Workspace(pair.target, drafter, RowParams.of(params, len(prompts)))
+    sequences = [
+        TokenSequence(
+            row=row,
+            prompt=prompt,
+            params=params,
+            generator=row_generator(row_seed(seed, row)),
+            max_new_tokens=new_tokens,
+            max_positions=pair.target.max_positions,
+        )
+        for row, prompt in enumerate(prompts)
+    ]
+    engine = Engine(
+        target=pair.target,
+        drafter=drafter,
+        workspace=workspace,
+        choose_walk=lambda scheme: subject.walk if subject.walk.fits(scheme) else resolve_walk(AUTO, scheme),
+        sequences=sequences,
+    )
+    while not engine.done:
+        engine.step()
+    return [sequence.new_tokens for sequence in sequences], engine.stats.acceptance_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +79,9 @@ class Setting:
 
     def generate(self, subject: Subject) -> tuple[NDArray[Any], float]:
         """Return texts [N, L], and how much of what was offered was accepted."""
-        pair = self.pair
-        decoder = OwnDecoder(subject=subject, target=pair.target, draft=pair.draft, tree=self.tree)
         seed = zlib.crc32(self.label.encode())  # of its own: tests on shared random numbers would fail together
-        texts, acceptance = decoder.generate([list(pair.prompt)] * self.texts, self.sampling, self.tokens, seed)
+        prompts = [list(self.pair.prompt)] * self.texts
+        texts, acceptance = generate(subject, self.pair, self.tree, prompts, self.sampling, self.tokens, seed)
         return np.array(texts), acceptance
 
     def target_laws(self, new_NL: NDArray[Any]) -> NDArray[Any]:
@@ -139,10 +179,7 @@ def greedy_trial(subject: Subject, sizes: Sizes) -> Trial:
     wrong, size, example = 0, 0, None
     for tree in _GREEDY_TREES:
         for draft_temperature in (None, 1.0):
-            decoder = OwnDecoder(
-                subject=subject, target=pair.target, draft=pair.draft, tree=tree, draft_temperature=draft_temperature
-            )
-            texts, _ = decoder.generate(prompts, GREEDY, sizes.greedy_tokens, seed=3)
+            texts, _ = generate(subject, pair, tree, prompts, GREEDY, sizes.greedy_tokens, 3, draft_temperature)
             size += len(texts)
             for prompt, text, other in zip(prompts, expected, texts, strict=True):
                 if text != other:

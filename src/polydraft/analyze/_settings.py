@@ -1,0 +1,157 @@
+"""What to analyse: the settings, the two models they name, and marks of what figures were computed from."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polydraft.errors import UsageError
+from polydraft.loading import usual_pair
+from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
+from polydraft.models.loading import Loaded, load_draft, load_model
+from polydraft.models.placement import resolve_device, resolve_dtype
+from polydraft.schemes import SCHEMES
+from polydraft.theory.without_replacement import MAX_COUNT
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeSettings:
+    """A pair of models, the text to compare them on, and the verifiers to compare."""
+
+    target: str = "smollm2"
+    draft: str = "auto"
+    source: str = "builtin"
+    """Prompts, as `polydraft.prompts.load_prompts` takes them."""
+    limit: int | None = 32
+    raw: bool = False
+    """Prompts as they are, without the chat template."""
+    temperatures: tuple[float, ...] = (0.6, 1.0)
+    draft_temperature: float | None = None
+    """The target's temperature if not given."""
+    drafts: tuple[int, ...] = (2, 4, 8)
+    schemes: tuple[str, ...] = ()
+    """Registered names; all of them where empty."""
+    max_new_tokens: int = 64
+    positions: int = 256
+    """Most positions per temperature; more are thinned out at random."""
+    batch_size: int = 16
+    seed: int = 0
+    paper_bound: bool = False
+    """Add what the paper prints as the optimum of drawing without replacement."""
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "positions", "batch_size", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is out of range; allowed: whole numbers from 1")
+        for count in self.drafts:
+            if not 1 <= count <= MAX_COUNT:
+                raise UsageError(f"--drafts {count} is out of range; allowed: whole numbers from 1 to {MAX_COUNT}")
+        for scheme in self.schemes:
+            SCHEMES.get(scheme)
+        self._check_temperatures()
+
+    def _check_temperatures(self) -> None:
+        own = self.draft_temperature
+        if own is not None and not 0 < own < math.inf:
+            raise UsageError(
+                f"--draft-temperature {own:g} is out of range; allowed: above 0; at 0 every scheme takes the draft's likeliest "
+                "tokens, which --schemes top shows"
+            )
+        for temperature in self.temperatures:
+            if not 0 <= temperature < math.inf:
+                raise UsageError(f"--temperature {temperature:g} is out of range; allowed: above 0, such as 0.6,1.0")
+            if temperature == 0 and own is None:
+                raise UsageError(
+                    "--temperature 0 leaves nothing to compare: laws are single tokens and all schemes take the draft's "
+                    "likeliest ones; allowed: above 0, such as 0.1, or 0 with a --draft-temperature above 0; for greedy "
+                    "decoding use: polydraft bench"
+                )
+
+    @property
+    def scheme_names(self) -> tuple[str, ...]:
+        """The schemes asked for, each once."""
+        return tuple(dict.fromkeys(self.schemes or SCHEMES.names()))
+
+
+class Pair:
+    """A target and its draft by name, loaded only when something has to be computed with them.
+
+    Parameters
+    ----------
+    target, draft, device, dtype : str
+        As `polydraft.load` takes them.
+    """
+
+    def __init__(self, target: str, draft: str, device: str, dtype: str) -> None:
+        self.target_name = target
+        self.draft_name = usual_pair(target)[0] if draft == "auto" else draft
+        if self.draft_name == "none":
+            raise UsageError(f"target {target!r} has no draft to compare with; pass --draft NAME, a folder, or early-exit:k")
+        self.device: torch.device = resolve_device(device)
+        self.dtype: torch.dtype = resolve_dtype(dtype, self.device)
+
+    @cached_property
+    def target(self) -> Loaded:
+        """The target, loaded."""
+        return load_model(self.target_name, self.device, self.dtype)
+
+    @cached_property
+    def draft(self) -> LanguageModel | FeatureHead:
+        """The draft, loaded."""
+        draft = load_draft(self.draft_name, self.target)
+        assert draft is not None, "'none' was refused"
+        return draft
+
+    def fingerprint(self) -> list[str] | None:
+        """Return marks of both models' files and of how they compute, or None while that cannot be told."""
+        marks = [model_fingerprint(name) for name in (self.target_name, self.draft_name)]
+        found = [mark for mark in marks if mark is not None]
+        return [*found, str(self.dtype), self.device.type] if len(found) == len(marks) else None
+
+
+def digest_of(value: Any) -> str:
+    """Return a short mark of anything that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def model_fingerprint(name: str) -> str | None:
+    """Return a mark of the files of a model, without loading it, or None where they are not on this machine.
+
+    A model that was trained or downloaded again has files of another size or time. Drafts made of the target itself have no
+    files: their name says all.
+    """
+    if name.startswith("early-exit"):
+        return name
+    folder = bundled_folder() if name == BUNDLED else SHIPPED_DRAFTS.get(name, Path(name))
+    files = _files(folder) if folder.is_dir() else _files(_snapshot(name))
+    return digest_of(files) if files else None
+
+
+def _files(folder: Path | None) -> Sequence[tuple[str, int, int]]:
+    if folder is None:
+        return []
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+
+
+def _snapshot(name: str) -> Path | None:
+    """Return where a model of the hub was downloaded to."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no name of the hub; loading will say so
+        return None
+    return Path(file).parent if isinstance(file, str) else None
