@@ -17,7 +17,7 @@ from polydraft.cli.render import results_table
 from polydraft.errors import UsageError
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter
-from polydraft.ngrams.gram_file import save_trie
+from polydraft.ngrams.gram_trie import save_trie
 
 METHODS = [
     "ar",

@@ -7,8 +7,16 @@ import pytest
 import torch
 
 from polydraft.certify.pairs import echo_pair
-from polydraft.decision import DecisionKind, DecisionModel, check_threshold, draft_fingerprint, load_decision, save_decision
-from polydraft.decision.decision import DecisionShape, law_inputs
+from polydraft.decision import (
+    DecisionKind,
+    DecisionModel,
+    DecisionShape,
+    check_threshold,
+    draft_fingerprint,
+    law_inputs,
+    load_decision,
+    save_decision,
+)
 from polydraft.errors import FailureError, UsageError
 from polydraft.train.decision_traces import TOP, Traces, collect
 from polydraft.train.decision_training import DecisionSettings, fit, quality_of

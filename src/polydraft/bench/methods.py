@@ -4,8 +4,7 @@ import math
 
 from polydraft.bench.flat import FlatModel
 from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token, Tokens
-from polydraft.decision import DEFAULT_THRESHOLD, DecisionModel, check_threshold, load_decision
-from polydraft.decision.folder import SHIPPED_DECISIONS
+from polydraft.decision import DEFAULT_THRESHOLD, SHIPPED_DECISIONS, DecisionModel, check_threshold, load_decision
 from polydraft.drafters import LOSSY_DRAFTERS, Parts, make_drafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError

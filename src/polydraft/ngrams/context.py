@@ -12,10 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
-from polydraft.ngrams.chances import match_chance
-from polydraft.ngrams.distinct import Distinct
-from polydraft.ngrams.options import GramOptions
+from polydraft.ngrams._ranking import Distinct, matched_ways
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way
 
 Gram = tuple[int, ...]
 Found = tuple[int, Gram]
@@ -162,13 +160,7 @@ class ContextMemory(GramMemory):
 
     def ways(self, place: tuple[Gram, list[Found]], width: int) -> list[Way]:
         """Return what comes next in the continuations: longest match first, then most recent first."""
-        found: dict[int, float] = {}
-        for size, gram in place[1]:
-            if gram[0] not in found:
-                found[gram[0]] = match_chance(size, len(found))
-                if len(found) == width:
-                    break
-        return list(found.items())
+        return matched_ways(((size, gram[0]) for size, gram in place[1]), width)
 
 
 class ContextCache(GramCache):
@@ -185,6 +177,4 @@ class ContextCache(GramCache):
         return ContextMemory(self._options, self._shared)
 
 
-@GRAM_CACHES.register("context")
-def _build(options: GramOptions) -> ContextCache:
-    return ContextCache(options)
+GRAM_CACHES.register(ContextCache.name)(ContextCache)

@@ -13,10 +13,9 @@ from polydraft.models.bundled import BUNDLED, bundled_folder
 from polydraft.models.hub import check_name, hub_options
 from polydraft.models.loading import Loaded, load_model
 from polydraft.ngrams import tokenizer_fingerprint
+from polydraft.ngrams.cache import check_order
 from polydraft.ngrams.counting import GramCounter
-from polydraft.ngrams.gram_file import save_trie
-from polydraft.ngrams.gram_trie import GramTrie
-from polydraft.ngrams.options import check_order
+from polydraft.ngrams.gram_trie import GramTrie, save_trie
 from polydraft.ngrams.reading import blocks_of, check_text_file
 from polydraft.ngrams.repeats import fresh_stretches
 from polydraft.train.chat_form import chat_form

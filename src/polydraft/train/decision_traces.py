@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polydraft.decision import Decision
-from polydraft.decision.decision import law_inputs
+from polydraft.decision import Decision, law_inputs
 from polydraft.drafters import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.engine import Decoder
 from polydraft.models import FeatureHead, LanguageModel

@@ -9,8 +9,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from polydraft.bench.prompts import load_prompts
-from polydraft.decision import DecisionKind, DecisionModel, save_decision
-from polydraft.decision.decision import DecisionShape
+from polydraft.decision import DecisionKind, DecisionModel, DecisionShape, save_decision
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import FeatureHead, LanguageModel
