@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from polydraft.bench.papers import PAPERS
 from polydraft.bench.session import BenchOptions, BenchSession
-from polydraft.cli.render import results_table
+from polydraft.cli.terminal import results_table
 from polydraft.errors import UsageError
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter

@@ -32,7 +32,7 @@ def arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Decoder]:
 
 
 def test_arms_differ_in_their_drafts_alone(invoke, tiny: str, arms: list[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.cli.render.rested", lambda stats: True)
+    monkeypatch.setattr("polydraft.cli.terminal.rested", lambda stats: True)
     options = ("--draft", "early-exit:1", "--tree", "dynamic:8", "--walk", "node", "--draft-temperature", "0.5")
     code, _, err = invoke("generate", "hello", "--target", tiny, *options, *SETTINGS)
     assert code == 0, err

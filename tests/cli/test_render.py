@@ -1,6 +1,6 @@
 """What is said about a comparison with plain decoding."""
 
-from polydraft.cli.render import break_even_line
+from polydraft.cli.terminal import break_even_line
 from polydraft.engine import Stats
 
 

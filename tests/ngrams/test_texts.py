@@ -5,8 +5,7 @@ import gzip
 import pytest
 
 from polydraft.errors import UsageError
-from polydraft.ngrams.reading import blocks_of
-from polydraft.ngrams.repeats import fresh_stretches
+from polydraft.train.corpus_cache import blocks_of, fresh_stretches
 
 from .brute import random_text
 

@@ -5,19 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import Choices, shared_options
-from polydraft.cli.standard_input import not_text, read_line, standard_input
+from polydraft.cli.options import Choices, GroupedCommand, shared_options
+from polydraft.cli.terminal import TokenPrinter, not_text, output_console, play, read_line, standard_input, summary_line
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from polydraft.cli.render import TokenPrinter
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
 _HELP = "/reset forgets the conversation, /stats shows figures of the last answer, /exit or end of input leaves"
 
 
-@click.command("chat", short_help="Talk with the target over several turns.")
+@click.command("chat", cls=GroupedCommand)
 @shared_options
 @click.option("--system", default=None, help="System message that opens the conversation.")
 def command(system: str | None, **options: Any) -> None:
@@ -31,8 +30,6 @@ def command(system: str | None, **options: Any) -> None:
     source = standard_input()
     decoder = choices.decoder()
     decoder.encode_chat([{"role": "user", "content": "hello"}])  # refuses a model without a chat template at once
-
-    from polydraft.cli.render import TokenPrinter, output_console, summary_line
 
     console = output_console()
     interactive = source.isatty() and console.is_terminal
@@ -66,11 +63,9 @@ def command(system: str | None, **options: Any) -> None:
 
 
 def _answer(
-    decoder: "Decoder", messages: list[dict[str, str]], choices: Choices, params: "SamplingParams", printer: "TokenPrinter"
+    decoder: "Decoder", messages: list[dict[str, str]], choices: Choices, params: "SamplingParams", printer: TokenPrinter
 ) -> "Generation":
     """Print an answer as it comes; Ctrl-C ends the answer, not the conversation."""
-    from polydraft.cli.render import play
-
     request = choices.request(params) | {"seed": choices.seed + len(messages)}
     stream = decoder.stream(decoder.encode_chat(messages), keep=True, **request)
     with suppress(KeyboardInterrupt):
