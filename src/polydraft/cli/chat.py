@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from polydraft.cli.options import Choices, GroupedCommand, shared_options
-from polydraft.cli.terminal import TokenPrinter, not_text, output_console, play, read_line, standard_input, summary_line
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
+    from polydraft.cli.terminal import TokenPrinter
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
@@ -25,6 +25,8 @@ def command(system: str | None, **options: Any) -> None:
     One line of standard input is one turn. /reset forgets the conversation, /stats shows the figures of the last
     answer, /exit leaves.
     """
+    from polydraft.cli.terminal import TokenPrinter, output_console, standard_input, summary_line
+
     choices = Choices(**options)
     params = choices.check()
     source = standard_input()
@@ -63,9 +65,11 @@ def command(system: str | None, **options: Any) -> None:
 
 
 def _answer(
-    decoder: "Decoder", messages: list[dict[str, str]], choices: Choices, params: "SamplingParams", printer: TokenPrinter
+    decoder: "Decoder", messages: list[dict[str, str]], choices: Choices, params: "SamplingParams", printer: "TokenPrinter"
 ) -> "Generation":
     """Print an answer as it comes; Ctrl-C ends the answer, not the conversation."""
+    from polydraft.cli.terminal import play
+
     request = choices.request(params) | {"seed": choices.seed + len(messages)}
     stream = decoder.stream(decoder.encode_chat(messages), keep=True, **request)
     with suppress(KeyboardInterrupt):
@@ -75,6 +79,8 @@ def _answer(
 
 def _read_line(interactive: bool) -> str | None:
     """Return the next line without its ends, or None at the end of input."""
+    from polydraft.cli.terminal import not_text, read_line
+
     while True:
         try:
             line = input("> ") if interactive else read_line()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from polydraft.cli.options import Choices, GroupedCommand, options_of, shared_options, taken
-from polydraft.cli.terminal import read_all
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
@@ -109,6 +108,8 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     The text follows the target's own sampling law, whatever draft, tree and scheme are chosen; at temperature 0 it is
     the target's greedy text. With --beams it is the text of beam search or beam sampling, see docs/beams.md.
     """
+    from polydraft.cli.terminal import read_all
+
     beams = taken(BeamChoices, options)
     choices = Choices(**options)
     params = choices.check()

@@ -8,9 +8,10 @@ import dataclasses
 import inspect
 import logging
 import re
-import textwrap
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
@@ -105,14 +106,19 @@ def _arguments(annotation: Any, default: Any) -> dict[str, Any]:
 
 def _field_docs(kind: type[Any]) -> dict[str, str]:
     """Return the docstrings below a class's own fields, by field."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef)
     found = {}
-    for statement, following in pairwise(definition.body):
+    for statement, following in pairwise(_class_bodies(kind.__module__)[kind.__name__]):
         match statement, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 found[name] = re.sub(r"\n\s*", " ", text)
     return found
+
+
+@cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """Parse a module once: `inspect.getsource` of a class would do so for each."""
+    parsed = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in parsed.body if isinstance(node, ast.ClassDef)}
 
 
 def taken(kind: type[Kind], options: dict[str, Any]) -> Kind:

@@ -112,6 +112,9 @@ class GramCache(ABC):
 
     name: ClassVar[str]
 
+    def __init__(self, options: GramOptions) -> None:
+        self._options = options
+
     @property
     def is_empty(self) -> bool:
         """Whether its memories will never propose anything: a corpus cache without a corpus."""

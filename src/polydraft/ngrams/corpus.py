@@ -64,7 +64,7 @@ class _Known:
         return value
 
 
-class CorpusMemory(GramMemory):
+class _CorpusMemory(GramMemory):
     """The text's last tokens, and the n-grams that they are looked up in."""
 
     def __init__(self, trie: GramTrie | None, known: _Known) -> None:
@@ -76,7 +76,6 @@ class CorpusMemory(GramMemory):
         self._tail = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append certain text."""
         if self._trie is not None:
             most = len(self._trie.level_sizes) - 1  # the longest n-grams that anything follows
             self._tail = [*self._tail, *tokens[-most:]][-most:]
@@ -149,20 +148,18 @@ class CorpusCache(GramCache):
 
     name = "corpus"
 
-    def __init__(self, trie: GramTrie | None) -> None:
-        self._trie = trie
-        self._known = _Known()
+    def __init__(self, options: GramOptions) -> None:
+        super().__init__(options)
+        self._trie, self._known = load_corpus(options.corpus, options.fingerprint), _Known()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no corpus."""
         return self._trie is None
 
-    def open(self) -> CorpusMemory:
+    def open(self) -> _CorpusMemory:
         """Return the memory of a new text."""
-        return CorpusMemory(self._trie, self._known)
+        return _CorpusMemory(self._trie, self._known)
 
 
-@GRAM_CACHES.register("corpus")
-def _build(options: GramOptions) -> CorpusCache:
-    return CorpusCache(load_corpus(options.corpus, options.fingerprint))
+GRAM_CACHES.register(CorpusCache.name)(CorpusCache)

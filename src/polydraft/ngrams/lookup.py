@@ -10,7 +10,7 @@ from itertools import islice
 from math import log
 
 from polydraft.ngrams._ranking import Distinct, Step, best_paths, matched_ways
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
 
 ROOT = 0
 """State of the automaton that stands for the empty n-gram."""
@@ -35,7 +35,7 @@ def copied(text: list[int], place: int, length: int) -> list[int]:
     return tokens if length <= period else (tokens * -(-length // period))[:length]
 
 
-class LookupMemory(GramMemory):
+class _LookupMemory(GramMemory):
     """A text with, for every n-gram of it, the places after it."""
 
     def __init__(self, max_match: int) -> None:
@@ -43,7 +43,6 @@ class LookupMemory(GramMemory):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the text."""
         self._text: list[int] = []
         # Of n-grams with n = 1, 2, ...: the latest place after each, and for each place (from n on) the one before it. No
         # n-gram ends before place 1, so 0 means none.
@@ -118,12 +117,9 @@ class LookupCache(GramCache):
 
     name = "lookup"
 
-    def __init__(self, options: GramOptions) -> None:
-        self._max_match = options.max_match
-
-    def open(self) -> LookupMemory:
+    def open(self) -> _LookupMemory:
         """Return the memory of a new text."""
-        return LookupMemory(self._max_match)
+        return _LookupMemory(self._options.max_match)
 
 
 class SuffixAutomaton:
@@ -191,7 +187,7 @@ class SuffixAutomaton:
         return part
 
 
-class SuffixMemory(GramMemory):
+class _SuffixMemory(GramMemory):
     """A text as an automaton."""
 
     def __init__(self, by_count: bool) -> None:
@@ -199,12 +195,10 @@ class SuffixMemory(GramMemory):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the text."""
         self._automaton = SuffixAutomaton()
         self._text: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append certain text."""
         self._text.extend(tokens)
         self._automaton.extend(tokens)
 
@@ -284,12 +278,9 @@ class SuffixCache(GramCache):
 
     name = "suffix"
 
-    def __init__(self, options: GramOptions) -> None:
-        self._by_count = options.prefer == "frequent"
-
-    def open(self) -> SuffixMemory:
+    def open(self) -> _SuffixMemory:
         """Return the memory of a new text."""
-        return SuffixMemory(self._by_count)
+        return _SuffixMemory(by_count=self._options.prefer == "frequent")
 
 
 GRAM_CACHES.register(LookupCache.name)(LookupCache)

@@ -97,28 +97,22 @@ class _TracingSession(DraftSession):
         self._tree: DraftTree | None = None
 
     def obstacle(self) -> str | None:
-        """Say why rounds are not recorded."""
         return "traces are taken"
 
     def contexts(self) -> Sequence[Context]:
-        """Return the draft's memories."""
         return self._inner.contexts()
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int) -> Sequence[int] | None:
-        """Get ready as the draft does."""
         return self._inner.prepare(texts, longest)
 
     def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
-        """Let a feature head see the texts."""
         if self._inner.reads_features:
             self._inner.observe(starts, counts, features_BTF)
 
     def forget(self) -> None:
-        """Drop what is known of earlier texts."""
         self._inner.forget()
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int) -> None:
-        """Begin as the draft does."""
         self._inner.begin(texts, longest)
 
     def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
@@ -146,15 +140,12 @@ class _TracingSession(DraftSession):
         return self._inner.commit(verdict, keep_B, features_BNF)
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Hand over what `commit` returned."""
         self._inner.receive(reports)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Take note of the new texts."""
         self._inner.settle(texts, emitted)
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
-        """Drop what lies beyond the texts."""
         self._inner.rewind(texts)
 
 
