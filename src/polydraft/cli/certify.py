@@ -105,7 +105,7 @@ class _Certify(click.Command):
 @click.option("--all", "everything", is_flag=True, help="Every registered scheme, and every walk with all schemes that fit.")
 @click.option("--draws", default=None, help="How a function's drafts are drawn: with-replacement, without-replacement or top.")
 @click.option("--arrays", default="torch", show_default=True, help="What a function's probabilities come as: torch or numpy.")
-@click.option("--quick", is_flag=True, help="Try less: seconds instead of half a minute a name.")
+@click.option("--quick", is_flag=True, help="Try less: seconds instead of half a minute per name.")
 @click.option("--no-power", is_flag=True, help="Leave out the known wrong rules.")
 @machine_options(skip=("device", "dtype"))
 @_JSON

@@ -38,17 +38,14 @@ class _Level:
 
     @classmethod
     def empty(cls) -> "_Level":
-        """Return no n-grams."""
         return cls(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
     @classmethod
     def counted(cls, keys: NDArray[np.int64]) -> "_Level":
-        """Count keys that come in any order."""
         return cls(*np.unique(keys, return_counts=True))
 
     @classmethod
     def merged(cls, levels: Sequence["_Level"]) -> "_Level":
-        """Add up several counts."""
         keys = np.concatenate([level.keys for level in levels])
         if not len(keys):
             return cls.empty()
@@ -64,7 +61,6 @@ class _Level:
 
     @property
     def size(self) -> int:
-        """How many n-grams there are."""
         return len(self.keys)
 
     def find(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -75,7 +71,6 @@ class _Level:
         return np.where(self.keys[places] == keys, places, ABSENT)
 
     def at_least(self, count: int) -> "_Level":
-        """Leave out what was seen less often."""
         return self._only(self.counts >= count)
 
     def most_frequent(self, most: int) -> "_Level":
