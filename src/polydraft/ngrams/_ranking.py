@@ -5,11 +5,11 @@ prompts of mathematics, code, translations and summaries, none of them among tho
 by hand. They say which candidates a pass is spent on; the text that comes out follows the target's law whatever they say.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from polydraft.ngrams.cache import Match, Way
+from polydraft.ngrams.cache import Match
 
 Step = tuple[float, int, int]
 """One way on from a node: how unlikely it is, at least 0 (minus the logarithm of its share, or its rank); token; node."""
@@ -51,17 +51,6 @@ def share_chance(size: int, rank: int, share: float) -> float:
     ranks = _BY_SHARE[min(size, len(_BY_SHARE)) - 1]
     shares = ranks[min(rank, len(ranks) - 1)]
     return shares[min(int(10 * share), len(shares) - 1)]
-
-
-def matched_ways(candidates: Iterable[tuple[int, int]], width: int) -> list[Way]:
-    """Return up to `width` different tokens with their chances; candidates are (matched tokens, next token), best first."""
-    found: dict[int, float] = {}
-    for size, token in candidates:
-        if token not in found:
-            found[token] = match_chance(size, len(found))
-            if len(found) == width:
-                break
-    return list(found.items())
 
 
 class Distinct:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from polydraft.ngrams._ranking import Distinct, matched_ways
+from polydraft.ngrams._ranking import Distinct, match_chance
 from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way
 
 Gram = tuple[int, ...]
@@ -159,7 +159,13 @@ class _ContextMemory(GramMemory):
 
     def ways(self, place: tuple[Gram, list[Found]], width: int) -> list[Way]:
         """Return what comes next in the continuations: longest match first, then most recent first."""
-        return matched_ways(((size, gram[0]) for size, gram in place[1]), width)
+        found: dict[int, float] = {}
+        for size, gram in place[1]:
+            if gram[0] not in found:
+                found[gram[0]] = match_chance(size, len(found))
+                if len(found) == width:
+                    break
+        return list(found.items())
 
 
 class ContextCache(GramCache):

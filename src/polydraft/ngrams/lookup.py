@@ -5,11 +5,11 @@ is in the spirit of `prompt_lookup_num_tokens` of Hugging Face transformers, whi
 first match; here an index grows with the text, the most recent match comes first, and there may be several.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import log
 
-from polydraft.ngrams._ranking import Distinct, Step, best_paths, matched_ways
+from polydraft.ngrams._ranking import Distinct, Step, best_paths, match_chance
 from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
 
 ROOT = 0
@@ -89,7 +89,14 @@ class _LookupMemory(GramMemory):
     def ways(self, place: tuple[tuple[int, ...], list[_Copy]], width: int) -> list[Way]:
         """Return what comes next in the copies: longest match first, then most recent first."""
         path, copies = place
-        return matched_ways(((size, self._token(at, path)) for size, at in copies), width)
+        found: dict[int, float] = {}
+        for size, at in copies:
+            token = self._token(at, path)
+            if token not in found:
+                found[token] = match_chance(size, len(found))
+                if len(found) == width:
+                    break
+        return list(found.items())
 
     def _token(self, at: int, path: tuple[int, ...]) -> int:
         """Return the token at a place of text and path; a copy that comes to the text's end goes on with itself."""
@@ -241,17 +248,17 @@ class _SuffixMemory(GramMemory):
 
     def ways(self, place: tuple[int, int], width: int) -> list[Way]:
         """Return what followed the longest end, then what followed shorter ones."""
-        return matched_ways(self._followed(*place, width), width)
-
-    def _followed(self, state: int, size: int, width: int) -> Iterator[tuple[int, int]]:
-        automaton = self._automaton
+        automaton, (state, size) = self._automaton, place
+        found: dict[int, float] = {}
         for _ in range(_MOST_STATES):
-            if state <= ROOT:
+            if state <= ROOT or len(found) >= width:
                 break
             for _, token, _ in self._steps(state, width) if automaton.steps[state] else ():
-                yield size, token
+                if token not in found and len(found) < width:
+                    found[token] = match_chance(size, len(found))
             state = automaton.links[state]
             size = automaton.sizes[state]
+        return list(found.items())
 
     def _steps(self, state: int, width: int) -> list[Step]:
         """Return the ways on, most frequent or most recent first; from the text's end as from its longest end seen before."""

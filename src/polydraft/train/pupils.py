@@ -32,7 +32,7 @@ class Pupil(ABC):
         return
 
     @abstractmethod
-    def lesson(self, texts: Texts) -> tuple[TargetLaws, list[tuple[Tensor, Tensor]]]:
+    def lesson(self, texts: Texts, depths: int) -> tuple[TargetLaws, list[tuple[Tensor, Tensor]]]:
         """Return the target's laws at the answers' positions, and for each depth rows of these and the draft's logits there."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class DraftPupil(Pupil):
         _take_embeddings(self.model.get_input_embeddings().weight, target.model.hf_model.get_input_embeddings().weight)
         self.teacher = Teacher(target.model, vocabulary)
 
-    def lesson(self, texts: Texts) -> tuple[TargetLaws, list[tuple[Tensor, Tensor]]]:
+    def lesson(self, texts: Texts, depths: int) -> tuple[TargetLaws, list[tuple[Tensor, Tensor]]]:
         """Run the draft along the texts."""
         device = self.teacher.target.device
         tokens_BL, answer_BL = texts.tokens_NL.to(device).long(), texts.answer_NL.to(device)
@@ -134,7 +134,7 @@ class HeadPupil(Pupil):
         hidden_BLH = self.teacher.features(tokens_BL)[:, 1:, : self.head.shape.hidden_size].float()
         self.head.output_norm.weight.copy_(hidden_BLH.square().mean((0, 1)).sqrt())
 
-    def lesson(self, texts: Texts) -> tuple[TargetLaws, list[tuple[Tensor, Tensor]]]:
+    def lesson(self, texts: Texts, depths: int) -> tuple[TargetLaws, list[tuple[Tensor, Tensor]]]:
         """Run the head along the texts; entry i (features i, token i + 1) answers for the law after token i + 1.
 
         At depth d an entry takes the output of depth d − 1 one entry earlier for its features, and attends, as inside a tree,
@@ -153,7 +153,7 @@ class HeadPupil(Pupil):
         positions_BE = torch.arange(entries, device=device).expand(len(tokens_BL), -1)
         fused_BEH = self.head.fused(features_BLF[:, :entries].to(self.head.dtype))
         keys, values, answers = [], [], []
-        for depth in range(self.depths):
+        for depth in range(depths):
             joined_BEH = self.head.entry(fused_BEH, following_BE)
             query, key, value = self.head.projected(joined_BEH, positions_BE)
             keys.append(key)

@@ -171,7 +171,7 @@ def _step(
 ) -> Tensor:
     """Take one step and return its loss; one whose gradient is not a number changes nothing and is not a number itself."""
     with _autocast(pupil):
-        laws, answers = pupil.lesson(corpus.batch(step, settings.batch_size, settings.seed))
+        laws, answers = pupil.lesson(corpus.batch(step, settings.batch_size, settings.seed), pupil.depths)
         loss = torch.zeros((), device=pupil.teacher.target.device)
         weights = [_DEPTH_DISCOUNT**depth for depth in range(len(answers))]
         for weight, (rows_R, logits_RD) in zip(weights, answers, strict=True):
@@ -198,7 +198,7 @@ def evaluate(pupil: Pupil, corpus: Corpus, settings: TrainSettings) -> tuple[Acc
     test = corpus.test()
     rows = _TEST_POSITIONS // settings.length + 1
     with _autocast(pupil):
-        laws, answers = pupil.lesson(Texts(test.tokens_NL[:rows], test.answer_NL[:rows]))
+        laws, answers = pupil.lesson(Texts(test.tokens_NL[:rows], test.answer_NL[:rows]), pupil.depths)
     first = slice(_TEST_POSITIONS)
     return tuple(acceptance_of(laws.rows(rows_R[first]), logits_RD[first]) for rows_R, logits_RD in answers)
 
