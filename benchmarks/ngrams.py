@@ -19,8 +19,8 @@ from pathlib import Path
 from polydraft.models.bundled import bundled_folder
 from polydraft.ngrams import GRAM_CACHES, GramMemory, GramOptions
 from polydraft.ngrams.counting import GramCounter
-from polydraft.ngrams.gram_file import save_trie
-from polydraft.ngrams.reading import blocks_of
+from polydraft.ngrams.gram_trie import save_trie
+from polydraft.train.corpus_cache import blocks_of
 
 VOCABULARY = 49_152
 CONTEXTS = (512, 4096)

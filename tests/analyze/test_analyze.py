@@ -14,9 +14,9 @@ from polydraft.sampling import SamplingParams
 from polydraft.sampling.noise import row_seed
 from polydraft.schemes import SCHEMES, RejectionWithReplacement
 from polydraft.schemes.arithmetic import normalised
-from polydraft.train.conversations import Texts
-from polydraft.train.head_pupil import HeadPupil
+from polydraft.train.corpus import Texts
 from polydraft.train.laws import Teacher
+from polydraft.train.pupils import HeadPupil
 
 from .conftest import DRAFTS, NEW_TOKENS, TEXTS
 

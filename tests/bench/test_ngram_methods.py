@@ -12,11 +12,11 @@ from sample_results import sample_results
 from transformers import AutoTokenizer
 
 from polydraft.bench.session import BenchOptions, BenchSession
-from polydraft.cli.render import results_table
+from polydraft.cli.terminal import results_table
 from polydraft.errors import UsageError
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter
-from polydraft.ngrams.gram_file import save_trie
+from polydraft.ngrams.gram_trie import save_trie
 from polydraft.papers import PAPERS
 
 METHODS = [

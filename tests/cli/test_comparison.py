@@ -1,10 +1,11 @@
-"""What `--compare` holds against what: arms that differ in their drafts alone."""
+"""`--compare`: arms that differ in their drafts alone, and what is said about them."""
 
 from pathlib import Path
 
 import pytest
 
-from polydraft.engine import Decoder
+from polydraft.cli.terminal import break_even_line
+from polydraft.engine import Decoder, Stats
 
 SAME = ("target", "tokenizer", "eos_token_ids", "walk", "graphs", "compiled", "ahead")
 SETTINGS = ("--compiled", "--no-graphs", "--max-new-tokens", "6", "--compare")
@@ -32,7 +33,7 @@ def arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Decoder]:
 
 
 def test_arms_differ_in_their_drafts_alone(invoke, tiny: str, arms: list[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.cli.render.rested", lambda stats: True)
+    monkeypatch.setattr("polydraft.cli.terminal.rested", lambda stats: True)
     options = ("--draft", "early-exit:1", "--tree", "dynamic:8", "--walk", "node", "--draft-temperature", "0.5")
     code, _, err = invoke("generate", "hello", "--target", tiny, *options, *SETTINGS)
     assert code == 0, err
@@ -66,3 +67,21 @@ def test_beams_are_compared_with_beams_of_the_same_decoder(invoke, tiny: str, ar
     plain, drafted = arms
     assert [arm.drafter.name for arm in arms] == ["none", "model"] and drafted.compiled
     assert [getattr(plain, name) for name in SAME] == [getattr(drafted, name) for name in SAME]
+
+
+def stats(rounds: int, seconds: float, offered: int) -> Stats:
+    found = Stats()
+    found.rounds, found.total_seconds, found.offers_by_depth = rounds, seconds, [offered] if offered else []
+    found.seconds["draft"] = 0.25 * seconds
+    return found
+
+
+def test_what_a_round_must_yield_is_said_where_rounds_had_drafts() -> None:
+    line = break_even_line(stats(64, 6.4, 0), stats(32, 6.4, 30))
+    assert "takes 2.0 plain passes" in line and "drafting 0.5" in line and "pays above 2.0 tokens/pass" in line
+
+
+def test_a_drafter_that_rests_is_no_measure_of_a_round_with_drafts() -> None:
+    for offered in (0, 2):
+        line = break_even_line(stats(64, 6.4, 0), stats(62, 6.8, offered))
+        assert line.startswith(f"{offered} of 62 rounds had drafts") and "pays above" not in line

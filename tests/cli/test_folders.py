@@ -10,9 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polydraft.decision import load_decision
-from polydraft.decision.decision import DecisionKind, DecisionModel, DecisionShape
-from polydraft.decision.folder import save_decision
+from polydraft.decision import DecisionKind, DecisionModel, DecisionShape, load_decision, save_decision
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import HeadShape
 from polydraft.models.head_folder import load_head, new_head, save_head, tokenizer_fingerprint

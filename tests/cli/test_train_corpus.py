@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from polydraft.ngrams import CorpusCache, load_corpus, tokenizer_fingerprint
+from polydraft.ngrams import CorpusCache, GramOptions, load_corpus, tokenizer_fingerprint
 
 TEXT = "the cat sat on the mat; the cat sat on the hat. " * 20
 
@@ -20,7 +20,7 @@ def text(tmp_path: Path) -> Path:
 
 def proposals(tiny: str, file: Path, words: str) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    memory = CorpusCache(load_corpus(file, tokenizer_fingerprint(tokenizer))).open()
+    memory = CorpusCache(GramOptions(corpus=file, fingerprint=tokenizer_fingerprint(tokenizer))).open()
     memory.read(tokenizer(words)["input_ids"])
     return [tokenizer.decode(tokens) for tokens in memory.propose(3, 6)]
 

@@ -7,11 +7,19 @@ import pytest
 import torch
 
 from polydraft.certify.reference import echo_pair
-from polydraft.decision import DecisionKind, DecisionModel, check_threshold, draft_fingerprint, load_decision, save_decision
-from polydraft.decision.decision import DecisionShape, law_inputs
+from polydraft.decision import (
+    DecisionKind,
+    DecisionModel,
+    DecisionShape,
+    check_threshold,
+    draft_fingerprint,
+    law_inputs,
+    load_decision,
+    save_decision,
+)
 from polydraft.errors import FailureError, UsageError
-from polydraft.train.decision_traces import TOP, Traces, collect
-from polydraft.train.decision_training import DecisionSettings, fit, quality_of
+from polydraft.train import DecisionSettings
+from polydraft.train.decision_training import TOP, Traces, collect, fit, quality_of
 
 TARGET, DRAFT = echo_pair().target, echo_pair().draft
 
@@ -22,18 +30,8 @@ def model(kind: DecisionKind = DecisionKind.LAW, inputs: int = TOP + 1) -> Decis
 
 
 def traces(count: int) -> Traces:
-    return collect(
-        TARGET,
-        DRAFT,
-        [[3, 4], list(echo_pair().prompt)],
-        count=count,
-        depth=3,
-        rows=64,
-        new_tokens=40,
-        eos_token_ids=(),
-        seed=0,
-        advance=lambda done: None,
-    )
+    settings = DecisionSettings(traces=count, depth=3, rows=64, new_tokens=40)
+    return collect(settings, TARGET, DRAFT, [[3, 4], list(echo_pair().prompt)])
 
 
 def test_a_law_is_seen_by_its_largest_probabilities_and_its_entropy() -> None:

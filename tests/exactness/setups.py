@@ -15,7 +15,7 @@ from polydraft.engine import Decoder
 from polydraft.models import FeatureHead, HeadShape, TabularModel
 from polydraft.ngrams import GramOptions
 from polydraft.ngrams.counting import GramCounter
-from polydraft.ngrams.gram_file import save_trie
+from polydraft.ngrams.gram_trie import save_trie
 from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree

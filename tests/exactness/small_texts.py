@@ -14,7 +14,7 @@ from polydraft.drafters import Dynamic, GramTreeOptions, Parts, RiderOptions, ma
 from polydraft.engine import Decoder, Generation
 from polydraft.ngrams import GramOptions
 from polydraft.ngrams.counting import GramCounter
-from polydraft.ngrams.gram_file import save_trie
+from polydraft.ngrams.gram_trie import save_trie
 from polydraft.sampling import SamplingParams
 from polydraft.theory import Costs
 from polydraft.trees import DynamicShape, parse_tree

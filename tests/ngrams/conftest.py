@@ -2,7 +2,7 @@ import pytest
 
 from polydraft.ngrams import GramOptions
 from polydraft.ngrams.counting import GramCounter
-from polydraft.ngrams.gram_file import save_trie
+from polydraft.ngrams.gram_trie import save_trie
 
 from .brute import random_text
 

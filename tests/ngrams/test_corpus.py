@@ -1,17 +1,21 @@
 """Corpus cache files: what is written is read back, and nothing else is."""
 
 import hashlib
+import json
 import struct
 
 import numpy as np
 import pytest
 
 from polydraft.errors import FailureError, UsageError
-from polydraft.ngrams import GRAM_CACHES, GramOptions, corpus, load_corpus
+from polydraft.models.bundled import SHIPPED_DRAFTS
+from polydraft.ngrams import GRAM_CACHES, SHIPPED_CORPORA, GramOptions, corpus, load_corpus
 from polydraft.ngrams.counting import GramCounter
-from polydraft.ngrams.gram_file import HEADER_SIZE, load_trie, save_trie
+from polydraft.ngrams.gram_trie import HEADER_SIZE, load_trie, save_trie
 
 from .conftest import MARK
+
+SHIPPED = SHIPPED_CORPORA["smollm2-corpus"]
 
 
 def resealed(data: bytes) -> bytes:
@@ -134,3 +138,16 @@ def test_proposals_are_likeliest_first(corpus_file):
         tokens = [match.tokens[0] for match in memory.matches(3, 1)]
         assert tokens == [token for _, token, _ in trie.steps(trie.find([first]), 3)]
         assert np.all(np.diff([int(trie.weights_N[trie.find([first, token])]) for token in tokens]) <= 0)
+
+
+@pytest.mark.skipif(not SHIPPED.is_file(), reason="this copy has no corpus cache")
+def test_the_shipped_cache_is_small_and_fits_the_bundled_target():
+    mark = json.loads((SHIPPED_DRAFTS["smollm2-head"] / "config.json").read_text())["tokenizer_fingerprint"]
+    assert SHIPPED.stat().st_size <= 4_000_000
+    trie = load_corpus("auto", mark)
+    assert trie is not None and trie.corpus_tokens > 1_000_000
+    cache = GRAM_CACHES.get("corpus")(GramOptions(fingerprint=mark))
+    assert not cache.is_empty
+    memory = cache.open()
+    memory.read(trie.gram_of(trie.level_sizes[0])[:1])  # the commonest pair of tokens
+    assert memory.propose(4, 4)

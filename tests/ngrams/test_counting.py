@@ -8,8 +8,7 @@ import pytest
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.ngrams.counting import GramCounter
-from polydraft.ngrams.gram_file import HEADER_SIZE, node_bytes, save_trie
-from polydraft.ngrams.gram_trie import ABSENT, weights_of
+from polydraft.ngrams.gram_trie import ABSENT, HEADER_SIZE, node_bytes, save_trie, weights_of
 
 from .brute import random_text
 

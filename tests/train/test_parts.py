@@ -5,11 +5,8 @@ import torch
 from polydraft.models.loading import Loaded
 from polydraft.sampling import NO_TOKEN, PartialVocabulary
 from polydraft.schemes import RejectionWithoutReplacement
-from polydraft.train.acceptance import acceptance_of
-from polydraft.train.chat_form import chat_form
-from polydraft.train.conversations import Writer
-from polydraft.train.laws import TargetLaws, Teacher
-from polydraft.train.losses import loss_of
+from polydraft.train.corpus import Writer, chat_form
+from polydraft.train.laws import TargetLaws, Teacher, acceptance_of, loss_of
 
 
 def test_the_form_of_a_template_is_what_stands_between_the_turns(target: Loaded) -> None:

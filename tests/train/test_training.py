@@ -11,7 +11,8 @@ import polydraft
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded, load_model
 from polydraft.sampling import SamplingParams
-from polydraft.train import Report, TrainSettings, checkpoint, train
+from polydraft.train import TrainSettings, training
+from polydraft.train.training import Report, train
 
 from .conftest import short, weights
 
@@ -100,16 +101,16 @@ def test_a_full_disk_leaves_the_old_checkpoint(monkeypatch: pytest.MonkeyPatch, 
     settings = short("head")
     with pytest.raises(KilledError):
         run(settings, target, tmp_path / "out", kill_at=6)
-    save_file = checkpoint.save_file
+    save_file = training.save_file
 
     def full(tensors, file):
         Path(file).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(training, "save_file", full)
     with pytest.raises(FailureError, match=r"No space left.*saved before is intact"):
         run(settings, target, tmp_path / "out", resume=True)
-    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    monkeypatch.setattr(training, "save_file", save_file)
     assert not list((tmp_path / "out" / "training").glob(".checkpoint*"))
     reports = run(settings, target, tmp_path / "out", resume=True)
     assert next(report for report in reports if report.phase == "training").done == 4
@@ -118,8 +119,6 @@ def test_a_full_disk_leaves_the_old_checkpoint(monkeypatch: pytest.MonkeyPatch, 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good(
     monkeypatch: pytest.MonkeyPatch, kind: str, target: Loaded, tmp_path: Path
 ) -> None:
-    from polydraft.train import training
-
     original, calls = training.loss_of, []
 
     def failing(*arguments):

@@ -6,8 +6,7 @@ from typing import Any
 
 from polydraft.beam import BeamDecoder
 from polydraft.bench.method import COMBINED, METHODS, Bench, Method, MethodSpec, Token, Tokens
-from polydraft.decision import DEFAULT_THRESHOLD, DecisionModel, check_threshold, load_decision
-from polydraft.decision.folder import SHIPPED_DECISIONS
+from polydraft.decision import DEFAULT_THRESHOLD, SHIPPED_DECISIONS, DecisionModel, check_threshold, load_decision
 from polydraft.drafters import (
     GRAM_DRAFTERS,
     LOSSY_DRAFTERS,

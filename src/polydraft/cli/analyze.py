@@ -1,16 +1,20 @@
 """`polydraft analyze`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.machine import DEVICE, DTYPE, THREADS, set_threads
+from polydraft.cli.options import machine_options, prepare
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from polydraft.analyze import Analysis, AnalyzeSettings, LawStore, Row
+    from polydraft.analyze.analysis import SampleSize
 
 _USUAL = {
     None: ("0.6,1.0", "2,4,8"),
@@ -20,9 +24,10 @@ _USUAL = {
 """What --sweep looks at, temperatures and drafts, unless told otherwise; 3 drafts and 0.7 are the paper's own."""
 _KEPT_BYTES = 2**31
 """Of laws in the user's cache folder; in --out all are kept."""
+_ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")
 
 
-@click.command("analyze", short_help="Compare what schemes accept with the most that could be accepted.")
+@click.command("analyze")
 @click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name.")
 @click.option("--draft", default="auto", show_default=True, help="Draft: a folder, a hub name, early-exit:k, or auto.")
 @click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
@@ -40,9 +45,7 @@ _KEPT_BYTES = 2**31
 @click.option("--paper-bound", is_flag=True, help="Show beside α* what the paper prints for it.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for tables, plots and collected laws.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-@DEVICE
-@DTYPE
-@THREADS
+@machine_options()
 def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) -> None:
     """Compare what every scheme accepts with the most that any verifier could accept of drafts drawn in the same way.
 
@@ -53,8 +56,7 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     """
     from polydraft.analyze import Analysis
     from polydraft.analyze.files import Sweep, write_files
-    from polydraft.cli.options import arrange_messages
-    from polydraft.cli.progress import PhaseProgress
+    from polydraft.cli.terminal import PhaseProgress
     from polydraft.output import check_folder
 
     if sweep is not None and out is None:
@@ -62,7 +64,7 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     settings = _settings(sweep, options)
     if out is not None:
         check_folder(out, resume=True)
-    arrange_messages()
+    prepare(settings.threads)
     with PhaseProgress() as progress:
         analysis = Analysis(settings, _store(out), progress)
         rows = list(analysis.rows())
@@ -85,9 +87,7 @@ def _settings(sweep: str | None, options: dict[str, Any]) -> "AnalyzeSettings":
     options["temperatures"] = _numbers("--temperature", options.pop("temperature") or temperatures, float)
     options["drafts"] = _numbers("--drafts", options.pop("drafts") or drafts, int)
     schemes = options.pop("schemes").replace(",", " ").split()
-    settings = AnalyzeSettings(schemes=() if schemes in ([], ["all"]) else tuple(schemes), **options)
-    set_threads(settings.threads)
-    return settings
+    return AnalyzeSettings(schemes=() if schemes in ([], ["all"]) else tuple(schemes), **options)
 
 
 def _numbers(option: str, text: str, kind: type[float] | type[int]) -> tuple[Any, ...]:
@@ -121,11 +121,55 @@ def _report(analysis: "Analysis", rows: list["Row"]) -> dict[str, Any]:
 
 
 def _show(analysis: "Analysis", rows: list["Row"]) -> None:
-    """Print a table for each temperature."""
+    """Print one table per temperature."""
     from rich.console import Group
 
-    from polydraft.cli.analyze_table import analysis_table
-    from polydraft.cli.render import output_console
+    from polydraft.cli.terminal import output_console
 
-    tables = [analysis_table(analysis, rows, size) for size in analysis.sizes]
-    output_console().print(Group(*tables))
+    output_console().print(Group(*(_table(analysis, rows, size) for size in analysis.sizes)))
+
+
+def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> "Table":
+    """Return the table of one temperature, a section for each number of drafts; a dash where a scheme takes fewer."""
+    from rich import box
+    from rich.table import Table
+
+    from polydraft.analyze.comparison import drawing_of
+    from polydraft.schemes import SCHEMES
+
+    settings, pair = analysis.settings, analysis.pair
+    title = (
+        f"{pair.target_name}, draft {pair.draft_name}, T={size.temperature:g}\n"
+        f"{size.positions} positions of answers to {size.prompts} prompts; ± one standard error over prompts"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("drafts", "drawn", "scheme"):
+        table.add_column(heading, no_wrap=True)
+    headings = ["accepted α", "optimum α*", "gap α* − α"] + (["paper's α*"] if settings.paper_bound else [])
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    found = {(row.scheme, row.drafts): row for row in rows if row.temperature == size.temperature}
+    drawn = {name: drawing_of(SCHEMES.get(name)()) for name in settings.scheme_names}
+    kinds = {name: "other" if drawing is None else drawing.name for name, drawing in drawn.items()}
+    for count in settings.drafts:
+        table.add_section()
+        before = None
+        for name in sorted(settings.scheme_names, key=lambda name: _ORDER.index(kinds[name])):
+            row = found.get((name, count))
+            cells = ["-"] * len(headings) if row is None else _cells(row, settings.paper_bound)
+            table.add_row("" if before else str(count), "" if kinds[name] == before else kinds[name], name, *cells)
+            before = kinds[name]
+    return table
+
+
+def _cells(row: "Row", paper_bound: bool) -> list[str]:
+    cells = [_figure(row.acceptance, row.standard_error), _figure(row.optimum), _figure(row.gap, row.gap_standard_error)]
+    return [*cells, _figure(row.paper_bound)] if paper_bound else cells
+
+
+def _figure(value: float | None, error: float | None = None) -> str:
+    if value is None:
+        return "-"
+    # Rounding leaves some 1e-17 on either side of nothing.
+    written = f"{value if abs(value) >= 5e-5 else 0.0:.4f}"
+    return written if error is None else f"{written} ±{error:.4f}"

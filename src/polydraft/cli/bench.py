@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.machine import DEVICE, DTYPE, THREADS
+from polydraft.cli.options import machine_options, prepare
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
     from polydraft.bench.session import BenchOptions
 
 
-@click.group("bench", short_help="Measure methods against each other.", invoke_without_command=True)
+@click.group("bench", invoke_without_command=True)
 @click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
 @click.option("--limit", type=int, default=None, help="Use so many prompts, spread over the categories.")
 @click.option("--shard", default=None, metavar="I/N", help="Measure only the I-th of N shares of these prompts; see merge.")
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 @click.option("--repeat", type=int, default=1, show_default=True, help="Measure everything so many times.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first repeat; later ones count up.")
 @click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
-@DEVICE
 @click.option("--device-map", default=None, help="For targets larger than one device: auto, balanced, sequential.")
-@DTYPE
-@THREADS
+@machine_options()
 @click.option(
     "--reproduce",
     default=None,
@@ -94,9 +92,8 @@ def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
 
 def _bench(**options: Any) -> None:
     from polydraft.bench.session import BenchOptions
-    from polydraft.cli.options import arrange_messages
 
-    arrange_messages()
+    prepare(options["threads"])
     paper: str | None = options.pop("reproduce")
     out: Path | None = options.pop("out")
     resume: bool = options.pop("resume")
@@ -145,7 +142,7 @@ def _command_line() -> list[str]:
 
 def _show(results: dict[str, Any], out: Path) -> None:
     """Print the table; a wrong text or a failed method ends in an error, once everything is written."""
-    from polydraft.cli.render import output_console, results_table
+    from polydraft.cli.terminal import output_console, results_table
 
     output_console().print(results_table(results))
     click.echo(f"{out / 'results.json'} and {out / 'report.html'} written")

@@ -1,13 +1,11 @@
 """`polydraft certify`."""
 
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from polydraft.cli.machine import DEVICE, DTYPE, THREADS, set_threads
-from polydraft.cli.option_list import with_options
+from polydraft.cli.options import machine_options, prepare, set_threads, with_options
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
@@ -15,19 +13,18 @@ if TYPE_CHECKING:
     from polydraft.engine import Decoder
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
-_PROMPTED: list[Callable[[Any], Any]] = [
-    click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name."),
-    click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."),
-    click.option("--limit", type=int, default=20, show_default=True, help="Use so many prompts, spread over the categories."),
-    click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text."),
-    DEVICE,
-    DTYPE,
-    THREADS,
-    _JSON,
-]
-
-
-_prompted = with_options(_PROMPTED)
+_prompted = with_options(
+    [
+        click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name."),
+        click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."),
+        click.option(
+            "--limit", type=int, default=20, show_default=True, help="Use so many prompts, spread over the categories."
+        ),
+        click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text."),
+        machine_options(),
+        _JSON,
+    ]
+)
 """What both commands have that compare texts with a target's."""
 
 
@@ -102,16 +99,15 @@ class _Certify(click.Command):
 @click.command(
     "certify",
     cls=_Certify,
-    short_help="Show that a rule, a decoder or an endpoint is lossless.",
     epilog="Also: polydraft certify decoder --help, polydraft certify endpoint --help.",
 )
 @click.argument("names", metavar="NAME...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Every registered scheme, and every walk with all schemes that fit.")
 @click.option("--draws", default=None, help="How a function's drafts are drawn: with-replacement, without-replacement or top.")
 @click.option("--arrays", default="torch", show_default=True, help="What a function's probabilities come as: torch or numpy.")
-@click.option("--quick", is_flag=True, help="Try less: seconds instead of half a minute a name.")
+@click.option("--quick", is_flag=True, help="Try less: seconds instead of half a minute per name.")
 @click.option("--no-power", is_flag=True, help="Leave out the known wrong rules.")
-@THREADS
+@machine_options(skip=("device", "dtype"))
 @_JSON
 def command(
     names: tuple[str, ...],
@@ -144,17 +140,15 @@ def command(
 
 
 def _progress() -> Any:
-    from polydraft.cli.progress import PhaseProgress
+    from polydraft.cli.terminal import PhaseProgress
 
     return PhaseProgress()
 
 
 def _loaded(parts: dict[str, Any], options: dict[str, Any]) -> "Decoder":
-    from polydraft.cli.options import arrange_messages
     from polydraft.loading import load
 
-    arrange_messages()
-    set_threads(options["threads"])
+    prepare(options["threads"])
     return load(options["target"], **parts, device=options["device"], dtype=options["dtype"])
 
 

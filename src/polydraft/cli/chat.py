@@ -5,19 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import Choices, shared_options
-from polydraft.cli.standard_input import not_text, read_line, standard_input
+from polydraft.cli.options import Choices, GroupedCommand, shared_options
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from polydraft.cli.render import TokenPrinter
+    from polydraft.cli.terminal import TokenPrinter
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
 _HELP = "/reset forgets the conversation, /stats shows figures of the last answer, /exit or end of input leaves"
 
 
-@click.command("chat", short_help="Talk with the target over several turns.")
+@click.command("chat", cls=GroupedCommand)
 @shared_options
 @click.option("--system", default=None, help="System message that opens the conversation.")
 def command(system: str | None, **options: Any) -> None:
@@ -26,13 +25,13 @@ def command(system: str | None, **options: Any) -> None:
     One line of standard input is one turn. /reset forgets the conversation, /stats shows the figures of the last
     answer, /exit leaves.
     """
+    from polydraft.cli.terminal import TokenPrinter, output_console, standard_input, summary_line
+
     choices = Choices(**options)
     params = choices.check()
     source = standard_input()
     decoder = choices.decoder()
     decoder.encode_chat([{"role": "user", "content": "hello"}])  # refuses a model without a chat template at once
-
-    from polydraft.cli.render import TokenPrinter, output_console, summary_line
 
     console = output_console()
     interactive = source.isatty() and console.is_terminal
@@ -69,7 +68,7 @@ def _answer(
     decoder: "Decoder", messages: list[dict[str, str]], choices: Choices, params: "SamplingParams", printer: "TokenPrinter"
 ) -> "Generation":
     """Print an answer as it comes; Ctrl-C ends the answer, not the conversation."""
-    from polydraft.cli.render import play
+    from polydraft.cli.terminal import play
 
     request = choices.request(params) | {"seed": choices.seed + len(messages)}
     stream = decoder.stream(decoder.encode_chat(messages), keep=True, **request)
@@ -80,6 +79,8 @@ def _answer(
 
 def _read_line(interactive: bool) -> str | None:
     """Return the next line without its ends, or None at the end of input."""
+    from polydraft.cli.terminal import not_text, read_line
+
     while True:
         try:
             line = input("> ") if interactive else read_line()

@@ -1,24 +1,104 @@
-"""`polydraft generate`."""
+"""`polydraft generate`: one text, several samples, or beams."""
 
+import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from polydraft.cli.beams import beam_options, generate_many, take_beam_options
-from polydraft.cli.options import Choices, shared_options
-from polydraft.cli.standard_input import read_all
+from polydraft.cli.options import Choices, GroupedCommand, options_of, shared_options, taken
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
+    from polydraft.beam import BeamDecoder, BeamGeneration, BeamOptions, ScoredText
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
+_REPEATED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "seed")
+"""Settings that stand in the JSON output as they were given."""
+_FLAGS = {"draws": "--beam-draws", "verification": "--beam-verification"}
 
-@click.command("generate", short_help="Generate text from one prompt.")
+
+@dataclass(frozen=True, kw_only=True)
+class BeamChoices:
+    """Beams and several samples."""
+
+    beams: int | None = None
+    """Decode with so many beams; beam search at temperature 0, sampling above."""
+    beam_mode: str | None = None
+    """search or sample  [default: by the temperature]."""
+    draws: str | None = None
+    """Sampling: distinct beams, iid ones, or hf (twice as many drawn, the best kept)."""
+    verification: str | None = None
+    """Sampling: layers (the paper's), coupled (shared noise) or auto."""
+    draft_width: int | None = None
+    """Beams of the draft  [default: 4 times the beams on a GPU, 1.5 times on a CPU; twice with --width-threshold]."""
+    draft_depth: int | None = None
+    """Most steps that the draft's beams run ahead  [default: 4 on a GPU, 2 on a CPU; 3 with --width-threshold]."""
+    twins: bool = False
+    """Draft beams from what the target said after texts that end alike; needs no draft model."""
+    width_threshold: float | None = None
+    """Sampling: keep as many beams per layer as drafts yield with this chance."""
+    min_width: int | None = None
+    """Least beams per layer, with --width-threshold."""
+    one_cache: bool = False
+    """Sampling: go on with the likeliest beam after each round (a heuristic, no sampling law)."""
+    length_penalty: float | None = None
+    """Beam scores are divided by length to this power  [default: 1]."""
+    early_stopping: Literal["true", "false", "never"] | None = None
+    """When beams end, as in Hugging Face  [default: false]."""
+    num_return_sequences: int | None = None
+    """Texts wanted, with log-probabilities: the best beams, or so many samples."""
+
+    def given(self) -> dict[str, Any]:
+        """Return those that were set."""
+        return {name: value for name, value in vars(self).items() if value is not None and value is not False}
+
+    def options(self, temperature: float) -> "BeamOptions":
+        """Return them as options of the decoder."""
+        from polydraft.beam import BeamOptions
+
+        fields = self.given()
+        fields["mode"] = fields.pop("beam_mode", "search" if temperature == 0 else "sample")
+        if "early_stopping" in fields:
+            fields["early_stopping"] = {"true": True, "false": False}.get(fields["early_stopping"], "never")
+        return BeamOptions(**fields)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is to be generated, and how it is shown."""
+
+    text: str
+    choices: Choices
+    params: "SamplingParams"
+    raw: bool
+    compare: bool
+    as_json: bool
+
+    def run(self, decoder: "Decoder", printer: Any = None) -> "Generation":
+        """Decode one text."""
+        from polydraft.cli.terminal import play
+
+        stream = decoder.stream(self.text, chat=not self.raw, **self.choices.request(self.params))
+        play(stream, printer)
+        return stream.results()[0]
+
+    def run_beams(self, beams: "BeamDecoder", options: "BeamOptions", printer: Any = None) -> "BeamGeneration":
+        """Decode with beams."""
+        from polydraft.cli.terminal import play
+
+        fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
+        stream = beams.stream(self.text, chat=not self.raw, **self.choices.request(self.params), **fields)
+        play(stream, printer)
+        return stream.result()
+
+
+@click.command("generate", cls=GroupedCommand)
 @click.argument("prompt")
 @shared_options
-@beam_options
+@options_of(BeamChoices, **{name: {"flag": flag} for name, flag in _FLAGS.items()})
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--compare", is_flag=True, help="Also decode plainly, in the same run, and print a table.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
@@ -28,7 +108,9 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     The text follows the target's own sampling law, whatever draft, tree and scheme are chosen; at temperature 0 it is
     the target's greedy text. With --beams it is the text of beam search or beam sampling, see docs/beams.md.
     """
-    beams = take_beam_options(options)
+    from polydraft.cli.terminal import read_all
+
+    beams = taken(BeamChoices, options)
     choices = Choices(**options)
     params = choices.check()
     if as_json and compare:
@@ -36,49 +118,48 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     text = read_all() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("empty prompt: it has no tokens; give at least one character")
-    if beams:
-        generate_many(beams, text, choices, raw, compare, as_json)
-        return
-    decoder = choices.decoder()
-    if as_json:
-        result = _run(decoder, text, choices, params, raw, printer=None)
-        click.echo(json.dumps(_as_object(result, decoder, choices), ensure_ascii=False))
+    task = _Task(text, choices, params, raw, compare, as_json)
+    if beams.beams is not None:
+        _generate_beams(task, beams)
+    elif beams.given():
+        _generate_samples(task, beams)
+    else:
+        _generate_one(task)
+
+
+def _generate_one(task: _Task) -> None:
+    decoder = task.choices.decoder()
+    if task.as_json:
+        result = task.run(decoder)
+        click.echo(json.dumps(_as_object(result, decoder, task.choices), ensure_ascii=False))
         return
     import torch
 
-    from polydraft.cli.render import TokenPrinter, break_even_line, comparison_table, output_console, rested, summary_line
+    from polydraft.cli.terminal import TokenPrinter, break_even_line, comparison_table, output_console, rested, summary_line
 
     console = output_console()
     baseline = None
-    if compare:
+    if task.compare:
         click.echo("decoding plainly first, for comparison ...", err=True)
-        baseline = _run(decoder.replace(drafter=None), text, choices, params, raw, printer=None)
-    result = _run(decoder, text, choices, params, raw, TokenPrinter(console))
+        baseline = task.run(decoder.replace(drafter=None))
+    result = task.run(decoder, TokenPrinter(console))
     if baseline is None:
         click.echo(summary_line(result.stats), err=True)
         return
-    rows = [("plain", baseline.stats), (f"{decoder_draft(decoder)}, tree {decoder_tree(decoder)}", result.stats)]
+    rows = [("plain", baseline.stats), (_arm_name(decoder), result.stats)]
     console.print()
     restless = _restless(decoder) if rested(result.stats) else None
     if restless is not None:
         click.echo("it mostly rested: decoding with drafts in every round, to show what that would cost ...", err=True)
-        other = _run(restless, text, choices, params, raw, printer=None)
-        rows.append((f"{decoder_draft(restless)}, tree {decoder_tree(restless)}", other.stats))
+        other = task.run(restless)
+        rows.append((_arm_name(restless), other.stats))
     console.print(comparison_table(rows))
     for _, stats in rows[1:]:
         console.print(break_even_line(baseline.stats, stats))
     if not decoder.lossless:
         console.print(f"{decoder.drafter.name} is lossy: its text does not follow the target's law")
-    elif params.temperature == 0:
+    elif task.params.temperature == 0:
         _check_identity(baseline, result, console, exact=getattr(decoder.target, "dtype", None) is torch.float32)
-
-
-def _run(decoder: "Decoder", text: str, choices: Choices, params: "SamplingParams", raw: bool, printer: Any) -> "Generation":
-    from polydraft.cli.render import play
-
-    stream = decoder.stream(text, chat=not raw, **choices.request(params))
-    play(stream, printer)
-    return stream.results()[0]
 
 
 def _restless(decoder: "Decoder") -> "Decoder | None":
@@ -100,15 +181,17 @@ def _restless(decoder: "Decoder") -> "Decoder | None":
     return decoder.replace(drafter=make_drafter(parts))
 
 
-def decoder_draft(decoder: "Decoder") -> str:
-    """Name a decoder's draft for people."""
+def _draft_name(decoder: "Decoder") -> str:
     model = getattr(decoder.drafter, "model", None)
     return model.name if model is not None else decoder.drafter.name
 
 
-def decoder_tree(decoder: "Decoder") -> str:
-    """Name a decoder's tree for people."""
+def _tree_name(decoder: "Decoder") -> str:
     return str(getattr(decoder.drafter, "topology", "none"))
+
+
+def _arm_name(decoder: "Decoder") -> str:
+    return f"{_draft_name(decoder)}, tree {_tree_name(decoder)}"
 
 
 def _check_identity(baseline: "Generation", result: "Generation", console: Any, exact: bool) -> None:
@@ -133,23 +216,124 @@ def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> di
         "settings": {
             "target": choices.target,
             "drafter": decoder.drafter.name,
-            "draft": decoder_draft(decoder),
-            "tree": decoder_tree(decoder),
+            "draft": _draft_name(decoder),
+            "tree": _tree_name(decoder),
             "scheme": result.settings["scheme"],
             "walk": result.settings["walk"],
             "draft_temperature": choices.draft_temperature,
             "decision": choices.decision,
             "lossless": decoder.lossless,
-            "temperature": choices.temperature,
-            "top_k": choices.top_k,
-            "top_p": choices.top_p,
-            "min_p": choices.min_p,
-            "repetition_penalty": choices.repetition_penalty,
-            "max_new_tokens": choices.max_new_tokens,
-            "seed": choices.seed,
+            **{name: getattr(choices, name) for name in _REPEATED},
             "stop": list(choices.stop),
             **({"lossy": choices.lossy} if choices.lossy else {}),
             "device": str(decoder.target.device),
             "dtype": str(getattr(decoder.target, "dtype", "")).removeprefix("torch."),
         },
     }
+
+
+def _generate_samples(task: _Task, beams: BeamChoices) -> None:
+    """Draw samples of one prompt, as one batch."""
+    count = beams.num_return_sequences
+    for name in beams.given():
+        if name != "num_return_sequences":
+            flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+            raise UsageError(f"{flag} is for beams; add --beams, such as --beams 4")
+    assert count is not None
+    if count < 1:
+        raise UsageError(f"--num-return-sequences {count} is out of range; allowed: whole numbers from 1")
+    if count > 1 and task.params.temperature == 0:
+        raise UsageError("--num-return-sequences needs a temperature above 0, or all texts would be the same; or use --beams")
+    if task.compare:
+        raise UsageError("--compare compares one text; leave --num-return-sequences out")
+    from polydraft.beam import scored
+    from polydraft.cli.terminal import summary_line
+
+    decoder = task.choices.decoder()
+    prompt = decoder.encode(task.text, chat=not task.raw)
+    generations = decoder.generate([prompt] * count, **task.choices.request(task.params))
+    texts = scored(decoder.target, prompt, generations)
+    stats = generations[0].stats
+    if task.as_json:
+        settings = {"seed": task.choices.seed, "temperature": task.params.temperature, "num_return_sequences": count}
+        _echo_json(texts, stats.as_dict(), settings, decoder)
+        return
+    _print_texts(texts)
+    click.echo(summary_line(stats), err=True)
+
+
+def _generate_beams(task: _Task, beams: BeamChoices) -> None:
+    from polydraft.beam import BeamDecoder
+    from polydraft.beam.decoder import check_law
+
+    choices = task.choices
+    _refuse_what_does_not_apply(choices)
+    options = beams.options(task.params.temperature)
+    check_law(options, task.params)
+    if options.twins:
+        if choices.draft not in ("auto", "none"):
+            raise UsageError(f"--twins needs no draft, but --draft {choices.draft} is given; leave one of them out")
+        task = dataclasses.replace(task, choices=dataclasses.replace(choices, draft="none"))
+    decoder = task.choices.decoder()
+    beam_decoder = BeamDecoder(decoder)
+    if task.as_json:
+        result = task.run_beams(beam_decoder, options)
+        _echo_json(result.texts, result.stats.as_dict(), result.settings, decoder)
+        return
+    from polydraft.cli.terminal import TokenPrinter, break_even_line, comparison_table, output_console, summary_line
+
+    console = output_console()
+    baseline = None
+    if task.compare:
+        click.echo("decoding with beams but without drafts first, for comparison ...", err=True)
+        plain = BeamDecoder(decoder.replace(drafter=None))
+        baseline = task.run_beams(plain, dataclasses.replace(options, twins=False))
+    several = options.num_return_sequences > 1
+    result = task.run_beams(beam_decoder, options, None if several else TokenPrinter(console))
+    if several:
+        _print_texts(result.texts)
+    if baseline is None:
+        click.echo(summary_line(result.stats), err=True)
+        return
+    console.print()
+    draft = result.settings["draft"]
+    width = result.settings["draft_width"] or options.width_of_drafts
+    name = f"{options.beams} beams again" if draft is None else f"{draft}, {width} draft beams"
+    console.print(comparison_table([(f"{options.beams} beams, no draft", baseline.stats), (name, result.stats)]))
+    console.print(break_even_line(baseline.stats, result.stats))
+    if [one.token_ids for one in baseline.texts] == [one.token_ids for one in result.texts]:
+        console.print("the texts are identical, token by token")
+
+
+def _refuse_what_does_not_apply(choices: Choices) -> None:
+    """Refuse options of single texts."""
+    for flag, value in (("--scheme", choices.scheme), ("--walk", choices.walk), ("--tree", choices.tree)):
+        if value != "auto":
+            what = "beams have forests and a verification of their own" if flag != "--tree" else "beams grow forests"
+            remedy = "--draft-width and --draft-depth" if flag == "--tree" else "--beam-verification"
+            raise UsageError(f"{flag} {value} does not apply to beams: {what}; leave it out, or see {remedy}")
+    if choices.drafter not in ("auto", "model"):
+        raise UsageError(
+            f"--drafter {choices.drafter} does not apply to beams, which take their drafts from a model or, with --twins, "
+            "from the target; leave it out"
+        )
+    if choices.decision is not None:
+        raise UsageError("--decision does not apply to beams, which end their forests by themselves; leave it out")
+    if choices.draft_temperature is not None:
+        raise UsageError("--draft-temperature does not apply to beams, whose draft samples as the target does; leave it out")
+
+
+def _print_texts(texts: "list[ScoredText]") -> None:
+    for number, one in enumerate(texts, start=1):
+        score = "" if one.score is None else f", score {one.score:.4f}"
+        head = (
+            f"[{number}] log-probability {one.log_prob:.4f} in {len(one.token_ids)} tokens{score}, ended by {one.stop_reason}"
+        )
+        click.echo(head)
+        click.echo(one.text)
+
+
+def _echo_json(texts: "list[ScoredText]", stats: dict[str, Any], settings: dict[str, Any], decoder: "Decoder") -> None:
+    place = {"device": str(decoder.target.device), "target": decoder.target.name}
+    found = {"texts": [one.as_dict() for one in texts], "stats": stats, "settings": {**settings, **place}}
+    click.echo(json.dumps(found, ensure_ascii=False))

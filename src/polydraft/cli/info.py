@@ -11,7 +11,7 @@ import click
 import polydraft
 
 
-@click.command("info", short_help="Show what is installed and what can be chosen.")
+@click.command("info")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 def command(as_json: bool) -> None:
     """Show versions, the device, models found on this machine, and all schemes, drafters and model families."""

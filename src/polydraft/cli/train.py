@@ -1,49 +1,31 @@
 """`polydraft train`."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.machine import DEVICE, THREADS, set_threads
-from polydraft.cli.option_list import with_options
-from polydraft.cli.train_corpus import command as _corpus_cache
-from polydraft.cli.train_decision import command as _decision
+from polydraft.cli.options import machine_options, options_of, prepare, with_options
 from polydraft.errors import UsageError
+from polydraft.train import CorpusCacheSettings, DecisionSettings, DraftSize, HeadSize, TrainSettings
 
 if TYPE_CHECKING:
-    from polydraft.train import Report
+    import torch
 
-_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--target", default="smollm2", show_default=True, help="Model to draft for: smollm2 (bundled), a folder, or a hub name."),
+    from polydraft.train.training import Report
+
+_DTYPES = "auto, float32, bfloat16."
+_TAPS = "Layers of the target to read besides the last, such as 8,15,23; 'none' for none  [default: at 1/4, 1/2 and 3/4]."
+_shared = with_options([
     click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the draft."),
-    click.option("--vocabulary", type=int, default=0, show_default=True, help="Draft only this many frequent tokens, which is faster; 0 for all."),
-    click.option("--prompts", default=None, help="File of prompts, or 'builtin', that the target answers  [default: it makes up its own]."),
-    click.option("--limit", "prompt_limit", type=int, default=None, help="Use at most so many prompts."),
-    click.option("--text", "texts", multiple=True, help="File of plain text to train on instead; may be given several times."),
-    click.option("--tokens", type=int, default=2_000_000, show_default=True, help="Tokens of text to train on."),
-    click.option("--length", type=int, default=384, show_default=True, help="Tokens of one text."),
-    click.option("--steps", type=int, default=2_000, show_default=True, help="Training steps."),
-    click.option("--batch-size", type=int, default=32, show_default=True, help="Texts a step."),
-    click.option("--learning-rate", type=float, default=1e-3, show_default=True, help="Peak learning rate."),
-    click.option("--loss", default="kl", show_default=True, help="kl, tv (total variation) or kl+tv, on the target's full law."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same draft (on the same machine)."),
-    click.option("--save-every", type=int, default=200, show_default=True, help="Steps between checkpoints."),
-    click.option("--evaluate-every", type=int, default=100, show_default=True, help="Steps between measurements of acceptance."),
-    click.option("--sampling-rows", type=int, default=256, show_default=True, help="Texts that the target writes side by side."),
+    options_of(TrainSettings, skip=("size",), prompt_limit={"flag": "--limit"}, texts={"flag": "--text"}),
     click.option("--resume", is_flag=True, help="Go on with an interrupted training in --out."),
-    DEVICE,
-    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16."),
-    THREADS,
-]  # fmt: skip
+    machine_options(dtype={"help": _DTYPES}),
+])  # fmt: skip
 
 
-_shared = with_options(_OPTIONS)
-
-
-@click.group("train", short_help="Train a draft for your target.")
+@click.group("train")
 def command() -> None:
     """Train a draft for a target, from text that the target writes itself.
 
@@ -53,34 +35,19 @@ def command() -> None:
     """
 
 
-command.add_command(_corpus_cache)
-command.add_command(_decision)
-
-
 @command.command("draft")
 @_shared
-@click.option("--layers", type=int, default=3, show_default=True, help="Layers of the draft.")
-@click.option("--width", type=int, default=256, show_default=True, help="Hidden size of the draft, a multiple of 32.")
+@options_of(DraftSize)
 def draft(layers: int, width: int, **options: Any) -> None:
     """Distil a small causal language model with the target's tokenizer."""
-    from polydraft.train import DraftSize
-
     _train(DraftSize(layers=layers, width=width), options)
 
 
 @command.command("head")
 @_shared
-@click.option("--mlp", "mlp_size", type=int, default=0, show_default=True, help="Width of the head's MLP; 0 for the target's.")
-@click.option(
-    "--taps",
-    default=None,
-    help="Layers of the target to read besides the last, such as 8,15,23; 'none' for none  [default: at 1/4, 1/2 and 3/4].",
-)
-@click.option("--rollouts", type=int, default=4, show_default=True, help="Depths to train at, all but the first on the head's own outputs.")  # fmt: skip
+@options_of(HeadSize, mlp_size={"flag": "--mlp"}, taps={"type": str, "multiple": False, "help": _TAPS})
 def head(mlp_size: int, taps: str | None, rollouts: int, **options: Any) -> None:
     """Train a feature head, in the manner of EAGLE, on the target's hidden states."""
-    from polydraft.train import HeadSize
-
     _train(HeadSize(mlp_size=mlp_size, taps=_layers(taps), rollouts=rollouts), options)
 
 
@@ -93,21 +60,18 @@ def _layers(taps: str | None) -> tuple[int, ...] | None:
         raise UsageError(f"--taps {taps!r} is not a list of layers; write numbers such as 8,15,23, or none") from None
 
 
-def _train(size: Any, options: dict[str, Any]) -> None:
-    from polydraft.cli.options import arrange_messages
-    from polydraft.cli.progress import PhaseProgress
-    from polydraft.models.loading import load_model
-    from polydraft.models.placement import resolve_device, resolve_dtype
-    from polydraft.train import TrainSettings, train
-
+def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     out, resume = options.pop("out"), options.pop("resume")
-    device, dtype, threads = options.pop("device"), options.pop("dtype"), options.pop("threads")
-    settings: TrainSettings = TrainSettings(size=size, **options)
+    machine = {name: options.pop(name) for name in ("device", "dtype", "threads")}
+    settings = TrainSettings(size=size, **options)
     settings.check()
-    set_threads(threads)
-    arrange_messages()
-    place = resolve_device(device)
-    target = load_model(settings.target, place, resolve_dtype(dtype, place))
+    device, dtype = _place(**machine)
+
+    from polydraft.cli.terminal import PhaseProgress
+    from polydraft.models.loading import load_model
+    from polydraft.train.training import train
+
+    target = load_model(settings.target, device, dtype)
     words = " ".join(["polydraft", *sys.argv[1:]])
     with PhaseProgress() as progress:
 
@@ -118,6 +82,15 @@ def _train(size: Any, options: dict[str, Any]) -> None:
     click.echo(f"draft written to {folder}; use it with: --target {settings.target} --draft {folder}")
 
 
+def _place(device: str, dtype: str, threads: int | None) -> "tuple[torch.device, torch.dtype]":
+    """Arrange the machine, and say where and in which precision models are to be."""
+    from polydraft.models.placement import resolve_device, resolve_dtype
+
+    prepare(threads)
+    place = resolve_device(device)
+    return place, resolve_dtype(dtype, place)
+
+
 def _note(report: "Report") -> str:
     """Say in a few words how training goes."""
     note = "" if report.loss is None else f"loss {report.loss:.3f}"
@@ -126,3 +99,77 @@ def _note(report: "Report") -> str:
         if len(report.acceptance) > 1:
             note += f", depth {len(report.acceptance)}: {report.acceptance[-1].greedy_1:.2f}"
     return note
+
+
+@command.command("decision")
+@click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name.")
+@click.option("--draft", default="auto", show_default=True, help="Draft to decide for: a folder, a hub name, early-exit:k, or auto.")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the decision model.")
+@options_of(DecisionSettings, new_tokens={"flag": "--max-new-tokens"})
+@machine_options(dtype={"help": _DTYPES})
+def decision(target: str, draft: str, out: Path, device: str, dtype: str, threads: int | None, **options: Any) -> None:
+    """Train a model that says when to stop drafting, from real rounds of the pair.
+
+    It is used with --decision FOLDER and serves the draft it was trained for only.
+    """
+    settings = DecisionSettings(**options)
+    settings.check()
+
+    from polydraft.cli.terminal import PhaseProgress
+    from polydraft.loading import DEFAULT_PAIRS
+    from polydraft.models.loading import load_draft, load_model
+    from polydraft.train.decision_training import train_decision
+
+    usual, _ = DEFAULT_PAIRS.get(target, ("none", ""))
+    name = usual if draft == "auto" else draft
+    if name == "none":
+        raise UsageError("a decision model needs a draft; pass --draft NAME, a folder, or early-exit:k")
+    loaded = load_model(target, *_place(device, dtype, threads))
+    model = load_draft(name, loaded)
+    assert model is not None
+    with PhaseProgress() as progress:
+        quality = train_decision(settings, loaded, model, out, progress)
+    click.echo(
+        f"decision model written to {out}: AUC {quality.auc:.3f}, calibration error {quality.calibration_error:.3f} on "
+        f"{quality.count} held-out tokens, {quality.accepted:.0%} of them accepted; use it with: --decision {out}"
+    )
+
+
+@command.command("corpus-cache", short_help="Count the n-grams of a corpus.")
+@click.argument("more_texts", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="File for the cache.")
+@options_of(CorpusCacheSettings, texts={"flag": "--text"}, generate={"metavar": "TOKENS", "show_default": False})
+@machine_options(
+    device={"help": "With --generate: auto, cpu, cuda, cuda:1, ..."}, dtype={"help": f"With --generate: {_DTYPES}"}
+)
+def corpus_cache(
+    texts: tuple[Path, ...],
+    more_texts: tuple[Path, ...],
+    out: Path,
+    device: str,
+    dtype: str,
+    threads: int | None,
+    **options: Any,
+) -> None:
+    """Count what usually follows a few tokens, for drafting from n-grams (--drafter self-draft or corpus).
+
+    A corpus need not fit into memory. The file is tied to the tokenizer, and mapped into memory when it is used.
+
+    \b
+    Examples:
+      polydraft train corpus-cache --tokenizer smollm2 --text news.txt.gz code.txt --out my.grams
+      polydraft train corpus-cache --generate 2000000 --sampling-rows 4096 --max-bytes 3000000 --out my.grams
+    """  # noqa: D301 (\b keeps click from filling the lines)
+    settings = CorpusCacheSettings(texts=(*texts, *more_texts), **options)
+    settings.check(out)
+
+    from polydraft.cli.terminal import PhaseProgress
+    from polydraft.train.corpus_cache import make_corpus_cache
+
+    place = _place(device, dtype, threads)
+    with PhaseProgress() as progress:
+        trie = make_corpus_cache(settings, out, progress, *place)
+    click.echo(
+        f"corpus cache written to {out}: {len(trie.tokens_N):,} n-grams of up to {len(trie.level_sizes)} tokens, of "
+        f"{trie.corpus_tokens:,} tokens of text, {out.stat().st_size:,} bytes; use it with: --drafter self-draft --corpus {out}"
+    )

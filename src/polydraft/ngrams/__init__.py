@@ -1,12 +1,10 @@
 """What text has been seen before, and what came next: memories of n-grams, on the host."""
 
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
+from polydraft.models.head_folder import tokenizer_fingerprint
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way
 from polydraft.ngrams.context import ContextCache
 from polydraft.ngrams.corpus import SHIPPED_CORPORA, CorpusCache, load_corpus
-from polydraft.ngrams.fingerprint import tokenizer_fingerprint
-from polydraft.ngrams.lookup import LookupCache
-from polydraft.ngrams.options import GramOptions
-from polydraft.ngrams.suffix import SuffixCache
+from polydraft.ngrams.lookup import LookupCache, SuffixCache
 
 __all__ = [
     "GRAM_CACHES",

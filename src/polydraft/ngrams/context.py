@@ -12,10 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
-from polydraft.ngrams.chances import match_chance
-from polydraft.ngrams.distinct import Distinct
-from polydraft.ngrams.options import GramOptions
+from polydraft.ngrams._ranking import Distinct, match_chance
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way
 
 Gram = tuple[int, ...]
 Found = tuple[int, Gram]
@@ -121,7 +119,7 @@ class GramTables:
         return continuation[:length]
 
 
-class ContextMemory(GramMemory):
+class _ContextMemory(GramMemory):
     """The text's last tokens, and the tables that they are looked up in."""
 
     def __init__(self, options: GramOptions, shared: GramTables | None) -> None:
@@ -134,7 +132,6 @@ class ContextMemory(GramMemory):
         self._tail: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append certain text."""
         text = [*self._tail, *tokens]
         self._tables.add(text, len(tokens))
         self._tail = text[-(self._options.max_prefix + self._options.gram - 1) :]
@@ -177,14 +174,12 @@ class ContextCache(GramCache):
     name = "context"
 
     def __init__(self, options: GramOptions) -> None:
-        self._options = options
+        super().__init__(options)
         self._shared = GramTables(options) if options.shared else None
 
-    def open(self) -> ContextMemory:
+    def open(self) -> _ContextMemory:
         """Return the memory of a new text."""
-        return ContextMemory(self._options, self._shared)
+        return _ContextMemory(self._options, self._shared)
 
 
-@GRAM_CACHES.register("context")
-def _build(options: GramOptions) -> ContextCache:
-    return ContextCache(options)
+GRAM_CACHES.register(ContextCache.name)(ContextCache)

@@ -14,14 +14,10 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
-from polydraft.ngrams.chances import share_chance
-from polydraft.ngrams.distinct import Distinct
-from polydraft.ngrams.fingerprint import check_fingerprint
-from polydraft.ngrams.gram_file import load_trie
-from polydraft.ngrams.gram_trie import ABSENT, GramTrie
-from polydraft.ngrams.options import GramOptions
-from polydraft.ngrams.paths import Step, best_paths
+from polydraft.errors import UsageError
+from polydraft.ngrams._ranking import Distinct, Step, best_paths, share_chance
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way
+from polydraft.ngrams.gram_trie import ABSENT, GramTrie, load_trie
 
 SHIPPED_CORPORA = {"smollm2-corpus": Path(__file__).parent.parent / "drafts" / "smollm2-corpus" / "corpus.grams"}
 """Corpus caches that come with this package, by name."""
@@ -38,7 +34,11 @@ def load_corpus(name: str | Path, fingerprint: str | None) -> GramTrie | None:
         shipped = [load_trie(file) for file in SHIPPED_CORPORA.values() if fingerprint is not None and file.is_file()]
         return next((trie for trie in shipped if trie.fingerprint == fingerprint), None)
     trie = load_trie(SHIPPED_CORPORA.get(str(name), Path(name)))
-    check_fingerprint(name, trie.fingerprint, fingerprint)
+    if fingerprint is not None and trie.fingerprint != fingerprint:
+        raise UsageError(
+            f"corpus cache {str(name)!r} was made for another tokenizer (fingerprint {trie.fingerprint}, the target's is "
+            f"{fingerprint}); make one with: polydraft train corpus-cache --tokenizer TARGET --text FILE --out FILE"
+        )
     return trie
 
 
@@ -64,7 +64,7 @@ class _Known:
         return value
 
 
-class CorpusMemory(GramMemory):
+class _CorpusMemory(GramMemory):
     """The text's last tokens, and the n-grams that they are looked up in."""
 
     def __init__(self, trie: GramTrie | None, known: _Known) -> None:
@@ -76,7 +76,6 @@ class CorpusMemory(GramMemory):
         self._tail = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append certain text."""
         if self._trie is not None:
             most = len(self._trie.level_sizes) - 1  # the longest n-grams that anything follows
             self._tail = [*self._tail, *tokens[-most:]][-most:]
@@ -149,20 +148,18 @@ class CorpusCache(GramCache):
 
     name = "corpus"
 
-    def __init__(self, trie: GramTrie | None) -> None:
-        self._trie = trie
-        self._known = _Known()
+    def __init__(self, options: GramOptions) -> None:
+        super().__init__(options)
+        self._trie, self._known = load_corpus(options.corpus, options.fingerprint), _Known()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no corpus."""
         return self._trie is None
 
-    def open(self) -> CorpusMemory:
+    def open(self) -> _CorpusMemory:
         """Return the memory of a new text."""
-        return CorpusMemory(self._trie, self._known)
+        return _CorpusMemory(self._trie, self._known)
 
 
-@GRAM_CACHES.register("corpus")
-def _build(options: GramOptions) -> CorpusCache:
-    return CorpusCache(load_corpus(options.corpus, options.fingerprint))
+GRAM_CACHES.register(CorpusCache.name)(CorpusCache)

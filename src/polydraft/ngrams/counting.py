@@ -5,12 +5,13 @@ would not fit into a table). N-grams of n + 1 tokens are counted only where the 
 
 Memory: a table of at most `max_table` distinct n-grams (or as many as there are tokens in the vocabulary, if that is more)
 with some copies of it while it is sorted, plus the n-grams that are kept, of which there are never more than fit into the
-bytes asked for, at each length. Disk: 6 to 8 bytes a token.
+bytes asked for, at each length. Disk: 6 to 8 bytes per token.
 """
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,121 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polydraft.errors import FailureError, UsageError
-from polydraft.ngrams.gram_file import HEADER_SIZE, node_bytes, token_type
-from polydraft.ngrams.gram_level import GramLevel, assemble, fitted, floor_count
-from polydraft.ngrams.gram_trie import ABSENT, GramTrie
-from polydraft.ngrams.options import check_order
+from polydraft.ngrams.cache import check_order
+from polydraft.ngrams.gram_trie import ABSENT, HEADER_SIZE, GramTrie, node_bytes, token_type, weights_of
 
 Advance = Callable[[int, int], None]
 """Told how many steps of how many are done."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """Distinct keys, ascending, with their counts.
+
+    The key of an n-gram is the place of its beginning in the level below × vocabulary size + its last token.
+    """
+
+    keys: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls) -> "_Level":
+        return cls(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+
+    @classmethod
+    def counted(cls, keys: NDArray[np.int64]) -> "_Level":
+        return cls(*np.unique(keys, return_counts=True))
+
+    @classmethod
+    def merged(cls, levels: Sequence["_Level"]) -> "_Level":
+        keys = np.concatenate([level.keys for level in levels])
+        if not len(keys):
+            return cls.empty()
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
+        return cls(keys[starts], np.add.reduceat(np.concatenate([level.counts for level in levels])[order], starts))
+
+    @classmethod
+    def joined(cls, low: "_Level", high: "_Level") -> "_Level":
+        """Put keys after lower ones."""
+        return cls(np.append(low.keys, high.keys), np.append(low.counts, high.counts))
+
+    @property
+    def size(self) -> int:
+        return len(self.keys)
+
+    def find(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the place of each key, `ABSENT` for unknown ones."""
+        if not self.size:
+            return np.full(len(keys), ABSENT, dtype=np.int64)
+        places = np.minimum(np.searchsorted(self.keys, keys), self.size - 1)
+        return np.where(self.keys[places] == keys, places, ABSENT)
+
+    def at_least(self, count: int) -> "_Level":
+        return self._only(self.counts >= count)
+
+    def most_frequent(self, most: int) -> "_Level":
+        """Leave all but the most frequent out; of equally frequent ones those with the lowest keys stay."""
+        return self if self.size <= most else self._only(self.among_most_frequent(most))
+
+    def among_most_frequent(self, most: int) -> NDArray[np.bool_]:
+        """Say which n-grams `most_frequent` would leave."""
+        keep = np.zeros(self.size, dtype=bool)
+        keep[np.argsort(-self.counts, kind="stable")[:most]] = True
+        return keep
+
+    def _only(self, keep: NDArray[np.bool_]) -> "_Level":
+        return self if keep.all() else _Level(self.keys[keep], self.counts[keep])
+
+
+def _sorted(
+    levels: Sequence[_Level], sizes: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return counts, levels and the bytes used so far of all n-grams, most frequent first, then shorter ones first."""
+    counts = np.concatenate([level.counts for level in levels])
+    numbers = np.repeat(np.arange(len(levels)), [level.size for level in levels])
+    order = np.argsort(-counts, kind="stable")
+    return counts[order], numbers[order], np.cumsum(sizes[numbers[order]])
+
+
+def _floor_count(levels: Sequence[_Level], sizes: NDArray[np.int64], room: int) -> int:
+    """Return the count below which no n-gram, of whatever length, can fit any more."""
+    counts, _, used = _sorted(levels, sizes)
+    full = int(np.searchsorted(used, room, side="right"))
+    return int(counts[full]) if full < len(counts) else 1
+
+
+def _fitted(levels: Sequence[_Level], sizes: NDArray[np.int64], room: int) -> list[NDArray[np.bool_]]:
+    """Say of each level's n-grams which are among the most frequent ones that fit.
+
+    A beginning is seen as often as its n-gram at least, and is shorter: it stays whenever the n-gram does.
+    """
+    _, numbers, used = _sorted(levels, sizes)
+    kept = np.bincount(numbers[: int(np.searchsorted(used, room, side="right"))], minlength=len(levels))
+    return [level.among_most_frequent(int(most)) for level, most in zip(levels, kept, strict=True)]
+
+
+def _assemble(
+    levels: Sequence[_Level], kept: Sequence[NDArray[np.bool_]], vocab_size: int
+) -> tuple[tuple[int, ...], NDArray[Any], NDArray[np.uint8], NDArray[np.uint32]]:
+    """Put the kept nodes in order, level by level, siblings by falling count: sizes, tokens, weights, first children."""
+    sizes = tuple(int(keep.sum()) for keep in kept)
+    tokens, counts, firsts = [], [], []
+    parents_N, end = np.zeros(1, dtype=np.int64), 0  # new places of the nodes of the level below; it begins with the root
+    for level, keep in zip(levels, kept, strict=True):
+        keys_N, counts_N = level.keys[keep], level.counts[keep]
+        parent_N, token_N = parents_N[keys_N // vocab_size], keys_N % vocab_size
+        order_N = np.lexsort((token_N, -counts_N, parent_N))
+        tokens.append(token_N[order_N])
+        counts.append(counts_N[order_N])
+        children_N = np.bincount(parent_N, minlength=int((parents_N != ABSENT).sum()))
+        firsts.append(end + np.cumsum(children_N) - children_N)
+        parents_N = np.full(level.size, ABSENT)
+        parents_N[np.flatnonzero(keep)[order_N]] = np.arange(len(keys_N))
+        end += len(keys_N)
+    firsts_I = np.append(np.concatenate(firsts[1:]), end).astype(np.uint32)
+    return sizes, np.concatenate(tokens).astype(token_type(vocab_size)), weights_of(np.concatenate(counts)), firsts_I
 
 
 class GramCounter:
@@ -103,7 +212,7 @@ class GramCounter:
         sizes = node_bytes(self._vocab_size, order)
         room = max_bytes - HEADER_SIZE - 4
         most = max(room // int(sizes.min()), 0)
-        levels: list[GramLevel] = []
+        levels: list[_Level] = []
         for number in range(order):
             if number == 0:
                 level = self._count_tokens(tokens_X, min_count)
@@ -112,44 +221,44 @@ class GramCounter:
             level = level.most_frequent(most)
             levels.append(level)
             self._place(tokens_X, nodes_X, level, number)
-            min_count = max(min_count, floor_count(levels, sizes, room))
+            min_count = max(min_count, _floor_count(levels, sizes, room))
             if advance:
                 advance(number + 1, order)
-        kept = fitted(levels, sizes, room)
+        kept = _fitted(levels, sizes, room)
         if not kept[0].any():
             raise UsageError(
                 f"no n-gram of the corpus ({self.size} tokens) is kept; give more text, a lower --min-count or more --max-bytes"
             )
-        nodes = assemble(levels, kept, self._vocab_size)
+        nodes = _assemble(levels, kept, self._vocab_size)
         return GramTrie(fingerprint, self._vocab_size, self._max_prefix, self._gram, self.size, *nodes)
 
     def _chunks(self, total: int) -> Iterator[slice]:
         for first in range(0, total, self._chunk):
             yield slice(first, min(first + self._chunk, total))
 
-    def _count_tokens(self, tokens_X: NDArray[Any], min_count: int) -> GramLevel:
+    def _count_tokens(self, tokens_X: NDArray[Any], min_count: int) -> _Level:
         counts_V = np.zeros(self._vocab_size + 1, dtype=np.int64)
         for chunk in self._chunks(len(tokens_X)):
             counts_V += np.bincount(tokens_X[chunk], minlength=self._vocab_size + 1)
         kept = np.flatnonzero(counts_V[:-1] >= min_count)
-        return GramLevel(kept, counts_V[kept])
+        return _Level(kept, counts_V[kept])
 
     def _count_level(
-        self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], parents: GramLevel, number: int, min_count: int, most: int
-    ) -> GramLevel:
+        self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], parents: _Level, number: int, min_count: int, most: int
+    ) -> _Level:
         """Count n-grams, as the number of their beginning's node × vocabulary size + last token, a range of nodes at a time."""
-        kept = GramLevel.empty()
+        kept = _Level.empty()
         for low, high in _ranges(parents.counts, self._max_table):
-            table = GramLevel.empty()
-            waiting: list[GramLevel] = []
+            table = _Level.empty()
+            waiting: list[_Level] = []
             for chunk in self._chunks(len(tokens_X) - number):
                 keys = self._keys(tokens_X, nodes_X, chunk, number)
                 keys = keys[(keys >= low * self._vocab_size) & (keys < high * self._vocab_size)]
-                waiting.append(GramLevel.counted(keys))
+                waiting.append(_Level.counted(keys))
                 if sum(level.size for level in waiting) > self._max_table:
-                    table, waiting = GramLevel.merged([table, *waiting]), []
-            table = GramLevel.merged([table, *waiting])
-            kept = GramLevel.joined(kept, table.at_least(min_count)).most_frequent(most)
+                    table, waiting = _Level.merged([table, *waiting]), []
+            table = _Level.merged([table, *waiting])
+            kept = _Level.joined(kept, table.at_least(min_count)).most_frequent(most)
         return kept
 
     def _keys(self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], chunk: slice, number: int) -> NDArray[np.int64]:
@@ -158,7 +267,7 @@ class GramCounter:
         last = tokens_X[chunk.start + number : chunk.stop + number].astype(np.int64)
         return np.where((nodes != ABSENT) & (last < self._vocab_size), nodes * self._vocab_size + last, ABSENT)
 
-    def _place(self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], level: GramLevel, number: int) -> None:
+    def _place(self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], level: _Level, number: int) -> None:
         """Write down, for every place of the corpus, the node of the n-gram that begins there."""
         total = len(tokens_X) - number
         for chunk in self._chunks(total):

@@ -1,20 +1,29 @@
-"""Prompt lookup: find the text's last few tokens earlier in the text, and propose what came next there.
+"""Prompt lookup: find the text's end earlier in the text, and propose what came next there.
 
-In the spirit of `prompt_lookup_num_tokens` of Hugging Face transformers, which scans the text anew each round and takes the
+Two caches do so: `lookup` matches a few tokens by an index of n-grams, `suffix` as many as possible by a suffix automaton. This
+is in the spirit of `prompt_lookup_num_tokens` of Hugging Face transformers, which scans the text anew each round and takes the
 first match; here an index grows with the text, the most recent match comes first, and there may be several.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from math import log
 
+from polydraft.ngrams._ranking import Distinct, Step, best_paths, match_chance
 from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
-from polydraft.ngrams.chances import match_chance
-from polydraft.ngrams.distinct import Distinct
-from polydraft.ngrams.options import GramOptions
+
+ROOT = 0
+"""State of the automaton that stands for the empty n-gram."""
 
 _MOST_VISITS = 32
 """Earlier places of one n-gram that are looked at in a round: many of them continue alike."""
 _MOST_COPIES = 8
 """Those of each length that are followed token by token."""
+_MOST_STATES = 8
+"""Ends of the text, longest first, whose continuations are asked for in a round."""
+_MOST_UPDATES = 32
+"""States whose figures are brought up to date with a token, longest first. Ordinary text has fewer ends that were seen before;
+repetitive text (a thousand times the same token) would take quadratic time otherwise, and gets figures a little too low."""
 _Copy = tuple[int, int]
 """Tokens that match, and the place of the text after them."""
 
@@ -26,7 +35,7 @@ def copied(text: list[int], place: int, length: int) -> list[int]:
     return tokens if length <= period else (tokens * -(-length // period))[:length]
 
 
-class LookupMemory(GramMemory):
+class _LookupMemory(GramMemory):
     """A text with, for every n-gram of it, the places after it."""
 
     def __init__(self, max_match: int) -> None:
@@ -34,7 +43,6 @@ class LookupMemory(GramMemory):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the text."""
         self._text: list[int] = []
         # Of n-grams with n = 1, 2, ...: the latest place after each, and for each place (from n on) the one before it. No
         # n-gram ends before place 1, so 0 means none.
@@ -116,14 +124,171 @@ class LookupCache(GramCache):
 
     name = "lookup"
 
-    def __init__(self, options: GramOptions) -> None:
-        self._max_match = options.max_match
-
-    def open(self) -> LookupMemory:
+    def open(self) -> _LookupMemory:
         """Return the memory of a new text."""
-        return LookupMemory(self._max_match)
+        return _LookupMemory(self._options.max_match)
 
 
-@GRAM_CACHES.register("lookup")
-def _build(options: GramOptions) -> LookupCache:
-    return LookupCache(options)
+class SuffixAutomaton:
+    """A growing text and all its n-grams, of any length, with how often and when last each was seen.
+
+    Built token by token in amortised constant time (Blumer et al. 1985). A state stands for all n-grams that end at the same
+    places; its link leads to the longest end of them that was seen at further places as well.
+    """
+
+    def __init__(self) -> None:
+        self.text_size = 0
+        self.whole = ROOT
+        """State of the whole text; its link is the state of the longest end of the text that stands elsewhere too."""
+        # By state.
+        self.steps: list[dict[int, int]] = [{}]
+        """Tokens that were seen next, with the states they lead to."""
+        self.links: list[int] = [-1]
+        self.sizes: list[int] = [0]
+        """Tokens of its longest n-gram."""
+        self.counts: list[int] = [0]
+        """How often its n-grams were seen."""
+        self.latest: list[int] = [0]
+        """Place after the last time they were seen."""
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        steps, links, sizes, counts, latest = self.steps, self.links, self.sizes, self.counts, self.latest
+        whole, size = self.whole, self.text_size
+        for token in tokens:
+            size += 1
+            new, state = len(links), whole
+            steps.append({})
+            links.append(ROOT)
+            sizes.append(size)
+            counts.append(1)
+            latest.append(size)
+            while state >= 0 and token not in (ways := steps[state]):
+                ways[token] = new
+                state = links[state]
+            if state >= 0:
+                known = steps[state][token]
+                links[new] = known if sizes[known] == sizes[state] + 1 else self._split(state, token, known)
+            whole, state = new, links[new]
+            for _ in range(_MOST_UPDATES):
+                if state <= ROOT:
+                    break
+                counts[state] += 1
+                latest[state] = size
+                state = links[state]
+        self.whole, self.text_size = whole, size
+
+    def _split(self, state: int, token: int, known: int) -> int:
+        """Take the shorter n-grams of a state, which are now seen at one place more, out of it into a state of their own."""
+        steps, links = self.steps, self.links
+        part = len(links)
+        steps.append(steps[known].copy())
+        links.append(links[known])
+        self.sizes.append(self.sizes[state] + 1)
+        self.counts.append(self.counts[known])
+        self.latest.append(self.latest[known])
+        links[known] = part
+        while state >= 0 and steps[state].get(token) == known:
+            steps[state][token] = part
+            state = links[state]
+        return part
+
+
+class _SuffixMemory(GramMemory):
+    """A text as an automaton."""
+
+    def __init__(self, by_count: bool) -> None:
+        self._by_count = by_count
+        self.reset()
+
+    def reset(self) -> None:
+        self._automaton = SuffixAutomaton()
+        self._text: list[int] = []
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self._text.extend(tokens)
+        self._automaton.extend(tokens)
+
+    def matches(self, count: int, length: int) -> list[Match]:
+        """Return what followed the longest end of the text that was seen before, then what followed shorter ones."""
+        automaton, found, text = self._automaton, Distinct(count), self._text
+        counts, latest = automaton.counts, automaton.latest
+
+        def steps(state: int) -> list[Step]:
+            return self._steps(state, count)
+
+        def rest(state: int, depth: int) -> list[int] | None:
+            # Seen once: all that can follow is what stands there.
+            return copied(text, latest[state] - depth, length) if counts[state] == 1 else None
+
+        state = automaton.links[automaton.whole]
+        for _ in range(_MOST_STATES):
+            if state <= ROOT:
+                break
+            for tokens in islice(best_paths(state, steps, length, rest), count):
+                found.add(automaton.sizes[state], tokens)
+                if found.full:
+                    return found.matches
+            state = automaton.links[state]
+        return found.matches
+
+    def end(self) -> tuple[int, int]:
+        """Return the state of the longest end of the text that was seen before, and its tokens."""
+        state = max(self._automaton.links[self._automaton.whole], ROOT)
+        return state, self._automaton.sizes[state]
+
+    def step(self, place: tuple[int, int], token: int) -> tuple[int, int]:
+        """Follow a token, by as long an end as it was ever seen after."""
+        automaton, (state, size) = self._automaton, place
+        while state > ROOT and token not in automaton.steps[state]:
+            state = automaton.links[state]
+            size = automaton.sizes[state]
+        following = automaton.steps[state].get(token)
+        return (ROOT, 0) if following is None else (following, size + 1)
+
+    def ways(self, place: tuple[int, int], width: int) -> list[Way]:
+        """Return what followed the longest end, then what followed shorter ones."""
+        automaton, (state, size) = self._automaton, place
+        found: dict[int, float] = {}
+        for _ in range(_MOST_STATES):
+            if state <= ROOT or len(found) >= width:
+                break
+            for _, token, _ in self._steps(state, width) if automaton.steps[state] else ():
+                if token not in found and len(found) < width:
+                    found[token] = match_chance(size, len(found))
+            state = automaton.links[state]
+            size = automaton.sizes[state]
+        return list(found.items())
+
+    def _steps(self, state: int, width: int) -> list[Step]:
+        """Return the ways on, most frequent or most recent first; from the text's end as from its longest end seen before."""
+        automaton = self._automaton
+        while not automaton.steps[state]:
+            state = automaton.links[state]
+        if state <= ROOT:
+            return []
+        ways = automaton.steps[state]
+        counts, latest = automaton.counts, automaton.latest
+        if len(ways) == 1:
+            return [(0.0, token, to) for token, to in ways.items()]
+        if not self._by_count:
+            newest = sorted([(-latest[to], token, to) for token, to in ways.items()])[:width]
+            return [(float(rank), token, to) for rank, (_, token, to) in enumerate(newest)]
+        # No two ways were seen last at the same place.
+        commonest = sorted([(-counts[to], -latest[to], token, to) for token, to in ways.items()])
+        total = -sum([number for number, _, _, _ in commonest])
+        return [(log(total / -number), token, to) for number, _, token, to in commonest[:width]]
+
+
+class SuffixCache(GramCache):
+    """What followed the longest end of the text that was seen before (suffix automaton)."""
+
+    name = "suffix"
+
+    def open(self) -> _SuffixMemory:
+        """Return the memory of a new text."""
+        return _SuffixMemory(by_count=self._options.prefer == "frequent")
+
+
+GRAM_CACHES.register(LookupCache.name)(LookupCache)
+GRAM_CACHES.register(SuffixCache.name)(SuffixCache)

@@ -1,6 +1,8 @@
-"""Drafts made to measure: distilled models and feature heads, from the target's own text."""
+"""Drafts made to measure: distilled models and feature heads, from the target's own text.
 
-from polydraft.train.settings import DraftSize, HeadSize, TrainSettings
-from polydraft.train.training import Report, train
+Only settings are imported here, so that the command line's help need not wait for torch; `polydraft.train.training` trains.
+"""
 
-__all__ = ["DraftSize", "HeadSize", "Report", "TrainSettings", "train"]
+from polydraft.train.settings import CorpusCacheSettings, DecisionSettings, DraftSize, HeadSize, TrainSettings
+
+__all__ = ["CorpusCacheSettings", "DecisionSettings", "DraftSize", "HeadSize", "TrainSettings"]

@@ -1,8 +1,9 @@
-"""The tokens a draft is trained on, and those it is tested on meanwhile."""
+"""The texts a draft is trained on: written by the target itself, the user's turns too, or read from files."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,172 @@ from torch import Tensor
 
 from polydraft.atomic import written_whole
 from polydraft.errors import FailureError, UsageError
+from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded
 from polydraft.prompts import load_prompts
-from polydraft.train.chat_form import chat_form
-from polydraft.train.conversations import Texts, Writer
 from polydraft.train.settings import TrainSettings
+from polydraft.trees import causal_block
 
 logger = logging.getLogger(__name__)
 
-_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 64
 Advance = Callable[[int], None]
+"""Told how many tokens more have been written."""
+_MARKS = "polydraftuserturn", "polydraftanswer", "polydraftsecondturn"
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 64
+ANSWER_TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
+"""Drafts must serve at all temperatures, so answers are sampled at several."""
+
+_USER_SHARE, _ANSWER_SHARE = 1 / 6, 2 / 3
+"""Longest turns, as shares of a text: each is to hold a question and most of an answer at least."""
+_LEAST_SHARE = 0.02
+"""In the user's turns tokens less likely than this share of the likeliest are left out: a small model drifts otherwise."""
+
+_USER, _ANSWER = 0, 1
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """What stands before the user's turn, between it and the answer, and between an answer and the next turn."""
+
+    opening: list[int]
+    to_answer: list[int]
+    to_user: list[int]
+
+
+def chat_form(tokenizer: Any) -> ChatForm | None:
+    """Read the form off a rendered conversation; None where there is no template, or one that hides its turns."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), _MARKS, strict=True)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if any(text.count(mark) != 1 for mark in _MARKS):
+        return None
+    parts = []
+    for mark in _MARKS:
+        part, text = text.split(mark)
+        parts.append(list(tokenizer(part, add_special_tokens=False)["input_ids"]))
+    return ChatForm(*parts) if all(parts) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Sampled texts of equal length."""
+
+    tokens_NL: Tensor
+    answer_NL: Tensor
+    """Which tokens the target wrote as answers; drafts are trained on these."""
+
+
+class Writer:
+    """Let a model write texts, all rows in step, without a look at the values.
+
+    Parameters
+    ----------
+    target : HFModel
+    form : ChatForm, optional
+        Plain text without turns if not given.
+    end_tokens : sequence of int
+        Tokens that end a turn or a text.
+    """
+
+    def __init__(self, target: HFModel, form: ChatForm | None, end_tokens: Sequence[int]) -> None:
+        self._target, self._form, device = target, form, target.device
+        ends = set(end_tokens) | ({form.to_answer[0], form.to_user[0]} if form else set())
+        self._ends_E = torch.tensor(sorted(ends), dtype=torch.long, device=device)
+        self._temperatures_X = torch.tensor(ANSWER_TEMPERATURES, device=device)
+        bridges = [form.to_answer, form.to_user] if form else [[0], [0]]
+        longest = max(map(len, bridges))
+        self._bridges_2M = torch.tensor([bridge + [0] * (longest - len(bridge)) for bridge in bridges], device=device)
+        self._lengths_2 = torch.tensor([len(bridge) for bridge in bridges], device=device)
+
+    def write_all(
+        self,
+        starts: Sequence[Sequence[int]],
+        settings: TrainSettings,
+        advance: Advance,
+        answering: bool = False,
+    ) -> Texts:
+        """Continue any number of texts, `sampling_rows` side by side."""
+        generator = torch.Generator(self._target.device).manual_seed(settings.seed)
+        parts = [
+            self.write(starts[first : first + settings.sampling_rows], settings.length, answering, generator, advance)
+            for first in range(0, len(starts), settings.sampling_rows)
+        ]
+        return Texts(torch.cat([part.tokens_NL for part in parts]), torch.cat([part.answer_NL for part in parts]))
+
+    @torch.inference_mode()
+    def write(
+        self,
+        starts: Sequence[Sequence[int]],
+        length: int,
+        answering: bool,
+        generator: torch.Generator,
+        advance: Advance,
+    ) -> Texts:
+        """Continue `starts` to `length` tokens each; with `answering` the next turn is an answer, and the only one."""
+        target, device, rows = self._target, self._target.device, len(starts)
+        single = answering and self._form is not None
+        context = target.start(rows, length)
+        context.prefill([start[:-1] for start in starts])
+        begun = [len(start) for start in starts]
+        limits_2 = torch.tensor([max(int(share * length), 1) for share in (_USER_SHARE, _ANSWER_SHARE)], device=device)
+        tokens_BL = torch.zeros(rows, length, dtype=torch.long, device=device)
+        answer_BL = torch.zeros(rows, length, dtype=torch.bool, device=device)
+        for row, start in enumerate(starts):
+            tokens_BL[row, : len(start)] = torch.tensor(start, device=device)
+        turn_B = torch.full((rows,), _ANSWER if answering or self._form is None else _USER, device=device)
+        written_B, forced_B = torch.zeros_like(turn_B), torch.zeros_like(turn_B)
+        bridging_B, done_B = torch.zeros_like(turn_B, dtype=torch.bool), torch.zeros_like(turn_B, dtype=torch.bool)
+        temperature_B = self._new_temperatures(rows, generator)
+        position_B = torch.tensor(begun, device=device)
+        token_B = tokens_BL.gather(1, position_B[:, None] - 1)[:, 0]
+        block = causal_block(rows, 1, device)
+        for number in range(length - min(begun)):
+            logits_BV = target.head(context.extend(token_B[:, None], block)[:, 0])
+            context.advance((context.lengths_B < length - 1).long())  # a row that began later ends earlier, and idles
+            context.settle([min(size + number, length - 1) for size in begun])
+            user_B = (turn_B == _USER) if self._form is not None else torch.zeros_like(done_B)
+            sampled_B = _sampled(logits_BV, torch.where(user_B, 1.0, temperature_B), user_B, generator)
+            # A bridge leads from the turn that ended to the next one; its index is that of the turn that ended.
+            bridge_B = self._bridges_2M[turn_B, forced_B.clamp(max=self._bridges_2M.shape[1] - 1)]
+            token_B = torch.where(bridging_B, bridge_B, sampled_B)
+            inside_B = position_B < length
+            place_B1 = position_B.clamp(max=length - 1)[:, None]
+            tokens_BL.scatter_(1, place_B1, torch.where(inside_B[:, None], token_B[:, None], tokens_BL.gather(1, place_B1)))
+            fresh_B1 = (inside_B & ~bridging_B & ~done_B & (turn_B == _ANSWER))[:, None]
+            answer_BL.scatter_(1, place_B1, fresh_B1 | answer_BL.gather(1, place_B1))
+            position_B = position_B + 1
+            if self._form is not None:
+                ended_B = ~bridging_B & torch.isin(sampled_B, self._ends_E)
+                cut_B = ~bridging_B & ~ended_B & (written_B + 1 >= limits_2[turn_B])
+                if single:
+                    done_B = done_B | ended_B | cut_B
+                    written_B = written_B + 1
+                else:
+                    # A turn that ended by itself has already put the first token of its bridge.
+                    forced_B = torch.where(bridging_B, forced_B + 1, ended_B.long())
+                    written_B = torch.where(bridging_B, written_B, written_B + 1)
+                    bridging_B = bridging_B | ended_B | cut_B
+                    over_B = bridging_B & (forced_B >= self._lengths_2[turn_B])
+                    turn_B = torch.where(over_B, 1 - turn_B, turn_B)
+                    written_B, bridging_B = torch.where(over_B, 0, written_B), bridging_B & ~over_B
+                    temperature_B = torch.where(over_B, self._new_temperatures(rows, generator), temperature_B)
+            advance(rows)
+        return Texts(tokens_BL.to("cpu", torch.int32), answer_BL.cpu())
+
+    def _new_temperatures(self, rows: int, generator: torch.Generator) -> Tensor:
+        index_B = torch.randint(len(ANSWER_TEMPERATURES), (rows,), generator=generator, device=generator.device)
+        return self._temperatures_X[index_B]
+
+
+def _sampled(logits_BV: Tensor, temperature_B: Tensor, truncated_B: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw one token per row by an exponential race; at temperature 0 the likeliest."""
+    scores_BV = logits_BV.float() / temperature_B.clamp(min=1e-4)[:, None]
+    weights_BV = torch.softmax(scores_BV, dim=-1)
+    lowest_B1 = torch.where(truncated_B, _LEAST_SHARE, 0.0)[:, None] * weights_BV.amax(-1, keepdim=True)
+    noise_BV = torch.empty_like(weights_BV).exponential_(generator=generator)
+    race_BV = torch.where(weights_BV >= lowest_B1, weights_BV / noise_BV, 0.0)
+    return torch.where(temperature_B > 0, race_BV.argmax(-1), logits_BV.argmax(-1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,17 +202,9 @@ class Corpus:
     def batch(self, step: int, size: int, seed: int) -> Texts:
         """Return the batch of a step: each epoch goes through all texts in an order of its own."""
         rows = len(self.texts.tokens_NL) - self.held_out
-        first = step * size
-        index = [self._row(first + offset, rows, seed) for offset in range(size)]
+        places = [divmod(number, rows) for number in range(step * size, (step + 1) * size)]
+        index = [_order(rows, seed + epoch)[place] + self.held_out for epoch, place in places]
         return Texts(self.texts.tokens_NL[index], self.texts.answer_NL[index])
-
-    def _row(self, number: int, rows: int, seed: int) -> int:
-        epoch, place = divmod(number, rows)
-        if getattr(self, "_epoch", None) != epoch:
-            order_N = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + epoch))
-            object.__setattr__(self, "_order", order_N.tolist())
-            object.__setattr__(self, "_epoch", epoch)
-        return int(self._order[place]) + self.held_out  # type: ignore[attr-defined]
 
     def frequent_tokens(self, count: int, vocab_size: int, always: Sequence[int]) -> Tensor:
         """Return the commonest answer tokens, and some in any case, ascending."""
@@ -86,19 +235,20 @@ class Corpus:
         return cls(texts, source)
 
 
+@lru_cache(maxsize=2)
+def _order(rows: int, seed: int) -> list[int]:
+    """Return the order of an epoch."""
+    order: list[int] = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order
+
+
 def make_corpus(settings: TrainSettings, target: Loaded, advance: Advance) -> Corpus:
     """Sample or read the texts that the settings ask for."""
-    limit = target.model.max_positions
-    if limit is not None and settings.length > limit:
-        raise UsageError(f"--length {settings.length} is longer than the target's context; allowed: 16 to {limit}")
+    check_length(settings.length, target)
     if settings.texts:
         return Corpus(_from_files(settings, target.tokenizer), f"the text files {', '.join(settings.texts)}")
     form = chat_form(target.tokenizer)
-    writer = Writer(target.model, form, target.eos_token_ids)
-    generator = torch.Generator(target.model.device).manual_seed(settings.seed)
-    rows = max(-(-settings.tokens // settings.length), 8)
-    if rows > settings.sampling_rows:  # a last few rows by themselves would take as long as many
-        rows = -(-rows // settings.sampling_rows) * settings.sampling_rows
+    rows = num_rows(max(-(-settings.tokens // settings.length), 8), settings.sampling_rows)
     if settings.prompts:
         starts = _prompts(settings, target, form is not None)
         starts = (starts * -(-rows // len(starts)))[:rows]
@@ -108,15 +258,24 @@ def make_corpus(settings: TrainSettings, target: Loaded, advance: Advance) -> Co
     else:
         logger.info("the target has no chat template: sampling plain text instead")
         starts, source = [_plain_start(target)] * rows, "plain text that the target made up (it has no chat template)"
-    parts = []
-    for first in range(0, rows, settings.sampling_rows):
-        part = starts[first : first + settings.sampling_rows]
-        parts.append(writer.write(part, settings.length, bool(settings.prompts), generator, advance))
-    texts = Texts(torch.cat([part.tokens_NL for part in parts]), torch.cat([part.answer_NL for part in parts]))
+    writer = Writer(target.model, form, target.eos_token_ids)
+    texts = writer.write_all(starts, settings, advance, answering=bool(settings.prompts))
     corpus = Corpus(texts, source)
     if not corpus.test().answer_NL[:, 2:].any():
         raise UsageError(f"texts of {settings.length} tokens are too short to hold an answer of this target; raise --length")
     return corpus
+
+
+def check_length(length: int, target: Loaded) -> None:
+    """Refuse texts that are longer than the target's context."""
+    limit = target.model.max_positions
+    if limit is not None and length > limit:
+        raise UsageError(f"--length {length} is longer than the target's context; allowed: 16 to {limit}")
+
+
+def num_rows(rows: int, side_by_side: int) -> int:
+    """Round up to whole batches: a last few rows by themselves would take as long as many."""
+    return rows if rows <= side_by_side else -(-rows // side_by_side) * side_by_side
 
 
 def _plain_start(target: Loaded) -> list[int]:
@@ -127,10 +286,9 @@ def _plain_start(target: Loaded) -> list[int]:
 
 def _prompts(settings: TrainSettings, target: Loaded, chat: bool) -> list[list[int]]:
     assert settings.prompts is not None
-    texts = [prompt.text for prompt in load_prompts(settings.prompts, settings.prompt_limit)]
-    tokenizer = target.tokenizer
-    starts = []
-    for text in texts:
+    tokenizer, starts = target.tokenizer, []
+    for prompt in load_prompts(settings.prompts, settings.prompt_limit):
+        text = prompt.text
         if chat:
             messages = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

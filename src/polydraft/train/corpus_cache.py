@@ -1,7 +1,9 @@
 """A corpus cache made to measure: n-grams of text files, or of text that the target writes itself."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,71 +16,55 @@ from polydraft.models.hub import check_name, hub_options
 from polydraft.models.loading import Loaded, load_model
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter
-from polydraft.ngrams.gram_file import save_trie
-from polydraft.ngrams.gram_trie import GramTrie
-from polydraft.ngrams.options import check_order
-from polydraft.ngrams.reading import blocks_of, check_text_file
-from polydraft.ngrams.repeats import fresh_stretches
-from polydraft.train.chat_form import chat_form
-from polydraft.train.conversations import Writer
-from polydraft.train.corpus import make_corpus
-from polydraft.train.openings import OPENINGS
-from polydraft.train.settings import HeadSize, TrainSettings
+from polydraft.ngrams.gram_trie import GramTrie, save_trie
+from polydraft.train.corpus import Advance, Writer, chat_form, check_length, make_corpus, num_rows
+from polydraft.train.settings import CorpusCacheSettings, check_text_file
 
 Observer = Callable[[str, int, int], None]
 """Told of a phase and how much of it is done."""
+_BLOCK = 1 << 18
+"""Characters read in one go."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusCacheSettings:
-    """Text and size of a corpus cache."""
-
-    tokenizer: str
-    """The bundled target, a folder, or a hub name."""
-    texts: tuple[Path, ...] = ()
-    """Files of UTF-8 text, plain or gzipped."""
-    generate: int = 0
-    """Tokens of text that the model of that name writes itself, besides."""
-    max_bytes: int = 32_000_000
-    gram: int = 4
-    max_prefix: int = 3
-    min_count: int = 2
-    length: int = 512
-    """Tokens of one text that the model writes."""
-    sampling_rows: int = 256
-    """Texts that it writes side by side."""
-    seed: int = 0
-
-    def check(self, out: Path) -> None:
-        """Refuse what cannot be made, before anything is loaded."""
-        check_order(self.max_prefix, self.gram)
-        for option in ("max_bytes", "min_count", "sampling_rows"):
-            if getattr(self, option) < 1:
-                name = "--" + option.replace("_", "-")
-                raise UsageError(f"{name} {getattr(self, option)} is out of range; allowed: whole numbers from 1")
-        if self.generate < 0:
-            raise UsageError(f"--generate {self.generate} is out of range; allowed: 0 (none) or more tokens")
-        if not self.texts and not self.generate:
-            raise UsageError("there is no text to count; give files with --text, or let the model write with --generate TOKENS")
-        for file in self.texts:
-            check_text_file(file)
-        if out.is_dir():
-            raise UsageError(f"--out {out} is a folder; give the name of a file in it")
-        if not out.parent.is_dir():
-            raise UsageError(f"--out {out}: there is no folder {str(out.parent)!r}; make it first")
-        if self.generate:
-            self.written().check()
-
-    def written(self) -> TrainSettings:
-        """Return how a draft's training would ask for the text."""
-        return TrainSettings(
-            size=HeadSize(),
-            target=self.tokenizer,
-            tokens=self.generate,
-            length=self.length,
-            sampling_rows=self.sampling_rows,
-            seed=self.seed,
-        )
+OPENINGS = (
+    "Write a Python function that",
+    "Complete the following Python function.\n\ndef",
+    "Here is some code. What does it do?\n\n```python\n",
+    "Fix the bug in this program:\n\n```python\n",
+    "Write a Python program which reads",
+    "Implement a class in Python for",
+    "Write a SQL query that",
+    "How do I write a loop in JavaScript that",
+    "Write a C++ function to",
+    "Write an HTML page with",
+    "Summarize the following article in a few sentences.\n\n",
+    "Summarize:\n\n",
+    "Read the passage and answer the question below.\n\nPassage:",
+    "Translate this sentence from German into English:",
+    "Translate into French:",
+    "Solve this problem step by step. A farmer has",
+    "A train leaves",
+    "If a shop sells",
+    "What is the sum of",
+    "Find all solutions of the equation",
+    "Explain in simple words why",
+    "What is the difference between",
+    "Who was the first",
+    "What is the capital of",
+    "When did",
+    "List ten",
+    "Give me advice on",
+    "Write an email to",
+    "Write a short story about",
+    "Write a poem about",
+    "Rewrite the following text to make it more formal:",
+    "Extract all names and dates from the text:",
+    "Pretend you are",
+    "Compare",
+    "Describe how",
+    "Give three reasons why",
+)
+"""First words of requests that a model completes when it makes up conversations. They end in the middle of a
+sentence, so that what follows is the model's own."""
 
 
 def make_corpus_cache(
@@ -169,21 +155,59 @@ def _count_written(settings: CorpusCacheSettings, target: Loaded, counter: GramC
             counter.end_text()
 
 
-def _written(settings: CorpusCacheSettings, target: Loaded, advance: Callable[[int], None]) -> Tensor:
+def _written(settings: CorpusCacheSettings, target: Loaded, advance: Advance) -> Tensor:
     """Let the model make up conversations: in one half it finds its own topic, in the other it completes a request."""
     form = chat_form(target.tokenizer)
     if form is None:
         return make_corpus(settings.written(), target, advance).texts.tokens_NL
-    limit = target.model.max_positions
-    if limit is not None and settings.length > limit:
-        raise UsageError(f"--length {settings.length} is longer than the target's context; allowed: 16 to {limit}")
+    check_length(settings.length, target)
     begun = [form.opening + target.tokenizer(words, add_special_tokens=False)["input_ids"] for words in OPENINGS]
     begun = [start for start in begun if len(start) <= settings.length // 2] or [form.opening]
-    rows = -(-settings.generate // settings.length)
-    if rows > settings.sampling_rows:  # a last few rows by themselves would take as long as many
-        rows = -(-rows // settings.sampling_rows) * settings.sampling_rows
+    rows = num_rows(-(-settings.generate // settings.length), settings.sampling_rows)
     starts = [begun[row // 2 % len(begun)] if row % 2 else form.opening for row in range(rows)]
     writer = Writer(target.model, form, target.eos_token_ids)
-    generator = torch.Generator(target.model.device).manual_seed(settings.seed)
-    parts = [starts[first : first + settings.sampling_rows] for first in range(0, rows, settings.sampling_rows)]
-    return torch.cat([writer.write(part, settings.length, False, generator, advance).tokens_NL for part in parts])
+    return writer.write_all(starts, settings.written(), advance).tokens_NL
+
+
+def blocks_of(file: Path, block: int = _BLOCK, advance: Callable[[int], None] | None = None) -> Iterator[str]:
+    """Yield the text of a file in blocks that end with a line, or after two blocks' length where lines are longer.
+
+    `advance` is told how many of the file's bytes have been read.
+    """
+    check_text_file(file)
+    try:
+        with file.open("rb") as raw:
+            source = gzip.open(raw) if file.suffix == ".gz" else raw  # noqa: SIM115 (the wrapper closes it)
+            # Universal newlines would hide a carriage return that the target will see; texts keep theirs.
+            with io.TextIOWrapper(source, encoding="utf-8", newline="") as opened:
+                while text := opened.read(block):
+                    yield text if text.endswith("\n") else text + opened.readline(block)
+                    if advance:
+                        advance(raw.tell())
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read {str(file)!r}: it is no UTF-8 text (byte {error.start} of a block)") from None
+    except (OSError, EOFError, zlib.error) as error:
+        kind = "gzipped text" if file.suffix == ".gz" else "text"
+        raise UsageError(f"cannot read {str(file)!r} as {kind} ({error}); get another copy") from None
+
+
+def fresh_stretches(tokens: Sequence[int], order: int) -> Iterator[list[int]]:
+    """Yield a text without what it repeats: every token that ends an n-gram of `order` tokens seen in it before is left out.
+
+    Models, small ones above all, write the same sentence over and over now and then. Counted as it stands, a single such text
+    would crowd out what a thousand others have in common.
+    """
+    seen: set[tuple[int, ...]] = set()
+    stretch: list[int] = []
+    for end, token in enumerate(tokens, start=1):
+        gram = tuple(tokens[end - order : end]) if end >= order else ()
+        if gram in seen:
+            if stretch:
+                yield stretch
+            stretch = []
+            continue
+        if gram:
+            seen.add(gram)
+        stretch.append(token)
+    if stretch:
+        yield stretch

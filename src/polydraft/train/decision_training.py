@@ -1,22 +1,31 @@
-"""From traces to a decision model in a folder."""
+"""From real rounds of a pair to a decision model in a folder.
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+Traces are what the model learns from: what the draft showed between its levels, and what the target made of it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from polydraft.decision import DecisionKind, DecisionModel, save_decision
-from polydraft.decision.decision import DecisionShape
+from polydraft.decision import Decision, DecisionKind, DecisionModel, DecisionShape, law_inputs, save_decision
+from polydraft.drafters import DRAFTERS, Drafter, DraftSession, Parts
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded
 from polydraft.prompts import load_prompts
-from polydraft.train.decision_traces import TOP, Traces, collect
+from polydraft.sampling import RowParams, SamplingParams
+from polydraft.schemes import Scheme
+from polydraft.train.settings import DecisionSettings
+from polydraft.trees import DraftTree, Topology
+from polydraft.walks import Verdict
 
+TOP = 10
+"""Probabilities of a law that are kept."""
 _HELD_OUT = 0.1
 _BATCH = 1024
 _BINS = 10
@@ -24,30 +33,161 @@ Progress = Callable[[str, int, int], None]
 """`(phase, done, total)`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecisionSettings:
-    """What a decision model is trained with."""
+@dataclass(frozen=True, eq=False)
+class Traces:
+    """Drafted tokens that verification came to, one per row."""
 
-    kind: DecisionKind = DecisionKind.LAW
-    prompts: str = "builtin"
-    limit: int | None = None
-    traces: int = 100_000
-    depth: int = 5
-    rows: int = 32
-    new_tokens: int = 64
-    width: int = 64
-    steps: int = 2000
-    learning_rate: float = 1e-3
-    seed: int = 0
+    hidden_RF: Tensor
+    """The draft's features that the token's law came from."""
+    laws_RK: Tensor
+    """Likeliest probabilities of that law and its entropy."""
+    ratios_R: Tensor
+    """min(1, p/q) of the token."""
+    accepted_R: Tensor
+    """1 where it was accepted, 0 where rejected."""
 
-    def check(self) -> None:
-        """Refuse what cannot be trained."""
-        for name in ("traces", "depth", "rows", "new_tokens", "width", "steps"):
-            if getattr(self, name) < 1:
-                option = "--" + name.replace("_", "-")
-                raise UsageError(f"{option} {getattr(self, name)} is out of range; allowed: whole numbers from 1")
-        if not self.learning_rate > 0:
-            raise UsageError(f"--learning-rate {self.learning_rate} is out of range; allowed: above 0")
+    @classmethod
+    def joined(cls, parts: Sequence["Traces"]) -> "Traces":
+        """Put traces one after the other."""
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
+
+    def rows(self, index_R: Tensor) -> "Traces":
+        """Return some of them."""
+        return Traces(*(getattr(self, name)[index_R] for name in self.__dataclass_fields__))
+
+
+@dataclass(eq=False)
+class _Recorder(Decision):
+    """A decision that never stops, and takes down what it could have looked at."""
+
+    shown: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def goes_on(self, features_BGF: Tensor, logits_BGV: Tensor) -> Tensor:
+        """Go on."""
+        self.shown.append((features_BGF[:, 0].float(), law_inputs(logits_BGV[:, 0], TOP)))
+        return torch.ones(len(features_BGF), dtype=torch.bool, device=features_BGF.device)
+
+
+class _Tracing(Drafter):
+    """A chain of drafts whose rounds are taken down."""
+
+    name = "tracing"
+
+    def __init__(self, parts: Parts, recorder: _Recorder, traces: list[Traces]) -> None:
+        self._inner = DRAFTERS.get("head" if isinstance(parts.draft, FeatureHead) else "model")(parts)
+        self._recorder, self._traces = recorder, traces
+
+    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
+        """Go to work, with a look over the session's shoulder."""
+        session = self._inner.start(params, target)
+        return _TracingSession(session, target, params.rows[0].temperature, self._recorder, self._traces)
+
+
+class _TracingSession(DraftSession):
+    """A session that leaves all work to another, and takes down its rounds; it looks at values, so none is recorded."""
+
+    reads_features = True
+
+    def __init__(
+        self, inner: DraftSession, target: LanguageModel, temperature: float, recorder: _Recorder, traces: list[Traces]
+    ) -> None:
+        self._inner, self._target, self._temperature = inner, target, temperature
+        self._recorder, self._traces = recorder, traces
+        self.num_nodes, self.depth = inner.num_nodes, inner.depth
+        self._tree: DraftTree | None = None
+
+    @property
+    def scheme(self) -> Scheme:
+        return self._inner.scheme
+
+    @property
+    def num_uniforms(self) -> int:
+        return self._inner.num_uniforms
+
+    def obstacle(self) -> str | None:
+        return "traces are taken"
+
+    def contexts(self) -> Sequence[Context]:
+        return self._inner.contexts()
+
+    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
+        return self._inner.prepare(texts, longest, rows)
+
+    def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
+        if self._inner.reads_features:
+            self._inner.observe(starts, counts, features_BTF)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        self._inner.forget(rows)
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
+        self._inner.begin(texts, longest, rows, params)
+
+    def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Let the draft propose, and keep its tree beside what the recorder is shown meanwhile."""
+        self._recorder.shown.clear()
+        self._tree = self._inner.propose(tail_B2, uniforms_BU)
+        return self._tree
+
+    def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
+        """Take down the tokens of the chain up to and including the first rejected one."""
+        tree, logits_BNV = self._tree, self._target.head(features_BNF)
+        assert tree is not None, "propose() comes first"
+        for depth, (hidden_BF, law_BK) in enumerate(self._recorder.shown):
+            token_B1 = tree.tokens_BN[:, depth + 1, None].clamp(min=0)
+            node_B = torch.full_like(token_B1[:, 0], depth)
+            if self._temperature == 0:
+                ratio_B = (logits_BNV[:, depth].argmax(-1) == token_B1[:, 0]).float()
+            else:
+                target_B1 = torch.softmax(logits_BNV[:, depth].float() / self._temperature, dim=-1).gather(1, token_B1)
+                ratio_B = (target_B1 / tree.draft_law(depth, node_B).gather(1, token_B1)).clamp(max=1)[:, 0]
+            seen_B = (keep_B > 0) & (verdict.accepted_B >= depth)
+            accepted_B = (verdict.accepted_B > depth).float()
+            parts = (hidden_BF, law_BK, ratio_B, accepted_B)
+            self._traces.append(Traces(*(part[seen_B].cpu() for part in parts)))
+        return self._inner.commit(verdict, keep_B, features_BNF)
+
+    def receive(self, reports: Sequence[Sequence[int]]) -> None:
+        self._inner.receive(reports)
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        self._inner.settle(texts, emitted)
+
+    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
+        self._inner.rewind(texts)
+
+
+def collect(
+    settings: DecisionSettings,
+    target: LanguageModel,
+    draft: LanguageModel | FeatureHead,
+    prompts: Sequence[list[int]],
+    *,
+    eos_token_ids: Sequence[int] = (),
+    advance: Callable[[int], None] = lambda done: None,
+) -> Traces:
+    """Decode prompts, greedily and at temperature 1 by turns, until there are as many traces as the settings ask for.
+
+    Prompts are used again, with other seeds, as often as needed; `advance` is told how many traces there are.
+    """
+    rows = settings.rows
+    traces: list[Traces] = []
+    batch = 0
+    while (have := sum(len(part.ratios_R) for part in traces)) < settings.traces:
+        advance(have)
+        recorder = _Recorder()
+        # A greedy text is the same whatever the seed: each prompt is decoded greedily once, then only sampled.
+        first = (batch // 2) * rows
+        greedy = batch % 2 == 0 and first < len(prompts)
+        scheme = "top" if greedy else "speculative"
+        parts = Parts(target=target, draft=draft, topology=Topology.fork(1, settings.depth), scheme=scheme, decision=recorder)
+        decoder = Decoder(target, _Tracing(parts, recorder, traces), eos_token_ids=eos_token_ids, walk="node")
+        texts = [prompts[(first + row) % len(prompts)] for row in range(min(rows, len(prompts)) if greedy else rows)]
+        sampling = SamplingParams(temperature=0.0 if greedy else 1.0)
+        decoder.generate(texts, sampling=sampling, max_new_tokens=settings.new_tokens, seed=settings.seed + batch)
+        batch += 1
+    advance(settings.traces)
+    return Traces.joined(traces)
 
 
 @dataclass(frozen=True)
@@ -84,15 +224,11 @@ def train_decision(
             "lower --max-new-tokens"
         )
     traces = collect(
+        settings,
         target.model,
         draft,
         prompts,
-        count=settings.traces,
-        depth=settings.depth,
-        rows=settings.rows,
-        new_tokens=settings.new_tokens,
         eos_token_ids=target.eos_token_ids,
-        seed=settings.seed,
         advance=lambda done: progress("traces", min(done, settings.traces), settings.traces),
     )
     model, quality = fit(settings, traces, draft.device, lambda done: progress("training", done, settings.steps))
@@ -108,10 +244,12 @@ def fit(
     settings: DecisionSettings, traces: Traces, device: torch.device, advance: Callable[[int], None] = lambda done: None
 ) -> tuple[DecisionModel, Quality]:
     """Train on most of the traces; calibrate on a tenth of them and measure on another."""
+    kind = DecisionKind(settings.kind)
+    hidden = kind is DecisionKind.HIDDEN
+    inputs_RF, labels_R = (traces.hidden_RF, traces.ratios_R) if hidden else (traces.laws_RK, traces.accepted_R)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        inputs_RF, labels_R = _examples(settings.kind, traces)
-        model = DecisionModel(DecisionShape(kind=settings.kind, inputs=inputs_RF.shape[1], width=settings.width))
+        model = DecisionModel(DecisionShape(kind=kind, inputs=inputs_RF.shape[1], width=settings.width))
     generator = torch.Generator().manual_seed(settings.seed)
     order_R = torch.randperm(len(labels_R), generator=generator)
     held = max(int(_HELD_OUT * len(order_R)), 1)
@@ -153,17 +291,10 @@ def quality_of(chances_R: Tensor, accepted_R: Tensor) -> Quality:
     return Quality(auc, error, yes / max(len(accepted_R), 1), len(accepted_R))
 
 
-def _examples(kind: DecisionKind, traces: Traces) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of a kind of model."""
-    if kind is DecisionKind.HIDDEN:
-        return traces.hidden_RF, traces.ratios_R
-    return traces.laws_RK, traces.accepted_R
-
-
 def _card(settings: DecisionSettings, draft: str, quality: Quality) -> str:
     what = (
         "the draft's hidden state (type 1; learnt min(1, p/q))"
-        if settings.kind is DecisionKind.HIDDEN
+        if settings.kind == "hidden"
         else f"the {TOP} largest probabilities of the draft's law and its entropy (type 2; learnt whether it was accepted)"
     )
     return (

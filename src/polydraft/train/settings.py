@@ -1,8 +1,8 @@
-"""What a training run is asked for."""
+"""What training runs are asked for: sizes, texts and schedules; the command line derives its options from these."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from polydraft.errors import UsageError
 
@@ -14,11 +14,13 @@ class DraftSize:
     """Sizes of a small language model."""
 
     layers: int = 3
+    """Layers of the draft."""
     width: int = 256
+    """Hidden size of the draft, a multiple of 32."""
 
     def check(self) -> None:
         """Refuse sizes that make no model."""
-        _positive("--layers", self.layers)
+        _check_positive(self, "layers")
         if self.width < 32 or self.width % 32:
             raise UsageError(f"--width {self.width} is out of range; allowed: multiples of 32, from 32")
 
@@ -28,15 +30,15 @@ class HeadSize:
     """Sizes of a feature head and how it is trained."""
 
     mlp_size: int = 0
-    """Width of its MLP; 0 for the target's own."""
+    """Width of the head's MLP; 0 for the target's."""
     taps: tuple[int, ...] | None = None
     """Layers of the target that it reads besides the last; None for a quarter, a half and three quarters of the way."""
     rollouts: int = 4
-    """Depths it is trained at: all but the first on its own outputs."""
+    """Depths to train at, all but the first on the head's own outputs."""
 
     def check(self) -> None:
         """Refuse sizes that make no head."""
-        _positive("--rollouts", self.rollouts)
+        _check_positive(self, "rollouts")
         if self.mlp_size < 0:
             raise UsageError(f"--mlp {self.mlp_size} is out of range; allowed: 0 (the target's) or more")
 
@@ -46,35 +48,44 @@ class TrainSettings:
     """Data, schedule and form of a draft."""
 
     size: DraftSize | HeadSize
-    target: str
+    target: str = "smollm2"
+    """Model to draft for: smollm2 (bundled), a folder, or a hub name."""
     vocabulary: int = 0
-    """Draft only the most frequent tokens; 0 for all."""
+    """Draft only this many frequent tokens, which is faster; 0 for all."""
     prompts: str | None = None
-    """File of prompts that the target answers; None to let it make up its own."""
+    """File of prompts, or 'builtin', that the target answers  [default: it makes up its own]."""
     prompt_limit: int | None = None
+    """Use at most so many prompts."""
     texts: tuple[str, ...] = ()
-    """Files of plain text to train on instead."""
+    """File of plain text to train on instead; may be given several times."""
     tokens: int = 2_000_000
+    """Tokens of text to train on."""
     length: int = 384
+    """Tokens of one text."""
     steps: int = 2_000
+    """Training steps."""
     batch_size: int = 32
+    """Texts per step."""
     learning_rate: float = 1e-3
+    """Peak learning rate."""
     loss: str = "kl"
+    """kl, tv (total variation) or kl+tv, on the target's full law."""
     seed: int = 0
+    """Same seed, same draft (on the same machine)."""
     save_every: int = 200
+    """Steps between checkpoints."""
     evaluate_every: int = 100
+    """Steps between measurements of acceptance."""
     sampling_rows: int = 256
-    """Texts that the target samples side by side."""
+    """Texts that the target writes side by side."""
 
     def check(self) -> None:
         """Refuse what cannot be trained."""
         self.size.check()
-        for name in ("tokens", "steps", "batch_size", "save_every", "evaluate_every", "sampling_rows"):
-            _positive("--" + name.replace("_", "-"), getattr(self, name))
+        _check_positive(self, "tokens", "steps", "batch_size", "save_every", "evaluate_every", "sampling_rows")
         if self.length < 16:
             raise UsageError(f"--length {self.length} is out of range; allowed: 16 or more")
-        if not self.learning_rate > 0:
-            raise UsageError(f"--learning-rate {self.learning_rate} is out of range; allowed: above 0")
+        _check_rate(self.learning_rate)
         if self.loss not in LOSSES:
             raise UsageError(f"unknown loss {self.loss!r}; allowed: {', '.join(LOSSES)}")
         if self.vocabulary < 0:
@@ -95,6 +106,107 @@ class TrainSettings:
         return {"kind": self.kind, **asdict(self)}
 
 
-def _positive(option: str, value: int) -> None:
-    if value < 1:
-        raise UsageError(f"{option} {value} is out of range; allowed: whole numbers from 1")
+@dataclass(frozen=True, kw_only=True)
+class DecisionSettings:
+    """What a decision model is trained with."""
+
+    kind: Literal["hidden", "law"] = "law"
+    """What it looks at: the draft's hidden states (type 1), or its law (type 2)."""
+    prompts: str = "builtin"
+    """Prompts to decode for traces: builtin, or a file."""
+    limit: int | None = None
+    """Use at most so many prompts."""
+    traces: int = 100_000
+    """Drafted tokens to learn from."""
+    depth: int = 5
+    """Tokens drafted per round."""
+    rows: int = 32
+    """Texts that are decoded side by side."""
+    new_tokens: int = 64
+    """Most tokens of each text."""
+    width: int = 64
+    """Neurons of an inner layer."""
+    steps: int = 2000
+    """Training steps."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    seed: int = 0
+    """Same seed, same model (on the same machine)."""
+
+    def check(self) -> None:
+        """Refuse what cannot be trained."""
+        _check_positive(self, "traces", "depth", "rows", "new_tokens", "width", "steps")
+        _check_rate(self.learning_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusCacheSettings:
+    """Text and size of a corpus cache."""
+
+    tokenizer: str = "smollm2"
+    """Tokenizer of the target: smollm2 (bundled), a folder, or a hub name."""
+    texts: tuple[Path, ...] = ()
+    """File of UTF-8 text, .txt or .txt.gz, of any size; may be given several times, or followed by further files."""
+    generate: int = 0
+    """Let the model that --tokenizer names write so many tokens of text itself."""
+    max_bytes: int = 32_000_000
+    """Keep the most frequent n-grams that fit into a file of this size."""
+    gram: int = 4
+    """Tokens of a continuation."""
+    max_prefix: int = 3
+    """Most tokens of the text's end to match."""
+    min_count: int = 2
+    """Leave out n-grams seen less often."""
+    length: int = 512
+    """With --generate: tokens of one text."""
+    sampling_rows: int = 256
+    """With --generate: texts written side by side."""
+    seed: int = 0
+    """With --generate: same seed, same text (on the same machine)."""
+
+    def check(self, out: Path) -> None:
+        """Refuse what cannot be made, before anything is loaded."""
+        from polydraft.ngrams.cache import check_order
+
+        check_order(self.max_prefix, self.gram)
+        _check_positive(self, "max_bytes", "min_count", "sampling_rows")
+        if self.generate < 0:
+            raise UsageError(f"--generate {self.generate} is out of range; allowed: 0 (none) or more tokens")
+        if not self.texts and not self.generate:
+            raise UsageError("there is no text to count; give files with --text, or let the model write with --generate TOKENS")
+        for file in self.texts:
+            check_text_file(file)
+        if out.is_dir():
+            raise UsageError(f"--out {out} is a folder; give the name of a file in it")
+        if not out.parent.is_dir():
+            raise UsageError(f"--out {out}: there is no folder {str(out.parent)!r}; make it first")
+        if self.generate:
+            self.written().check()
+
+    def written(self) -> TrainSettings:
+        """Return how a draft's training would ask for the text."""
+        return TrainSettings(
+            size=HeadSize(),
+            target=self.tokenizer,
+            tokens=self.generate,
+            length=self.length,
+            sampling_rows=self.sampling_rows,
+            seed=self.seed,
+        )
+
+
+def check_text_file(file: Path) -> None:
+    """Refuse what is no file, before hours are spent on others."""
+    if not file.is_file():
+        raise UsageError(f"cannot read {str(file)!r}: there is no such file; allowed: UTF-8 text, plain or gzipped (.gz)")
+
+
+def _check_positive(settings: object, *names: str) -> None:
+    for name in names:
+        if (value := getattr(settings, name)) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value} is out of range; allowed: whole numbers from 1")
+
+
+def _check_rate(learning_rate: float) -> None:
+    if not learning_rate > 0:
+        raise UsageError(f"--learning-rate {learning_rate} is out of range; allowed: above 0")

@@ -1,32 +1,28 @@
-"""From settings to a trained draft in a folder."""
+"""From settings to a trained draft in a folder, with checkpoints on the way and a card at the end."""
 
 import json
-import logging
 import math
+import os
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from polydraft.atomic import written_whole
+from polydraft.atomic import partial_beside, written_whole
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
 from polydraft.output import check_same, read_settings
 from polydraft.sampling import PartialVocabulary
-from polydraft.train.acceptance import Acceptance, acceptance_of
-from polydraft.train.card import write_card
-from polydraft.train.checkpoint import load_checkpoint, save_checkpoint
-from polydraft.train.corpus import Corpus, make_corpus
-from polydraft.train.draft_pupil import DraftPupil
-from polydraft.train.head_pupil import HeadPupil
-from polydraft.train.laws import TargetLaws
-from polydraft.train.losses import loss_of
-from polydraft.train.pupil import Pupil
+from polydraft.train.corpus import Corpus, Texts, make_corpus
+from polydraft.train.laws import Acceptance, acceptance_of, loss_of
+from polydraft.train.pupils import DraftPupil, HeadPupil, Pupil
 from polydraft.train.settings import DraftSize, TrainSettings
-
-logger = logging.getLogger(__name__)
 
 _WARM_UP, _LAST_RATE, _CLIP = 0.05, 0.05, 1.0
 _DEPTH_DISCOUNT = 0.8
@@ -34,6 +30,7 @@ _DEPTH_DISCOUNT = 0.8
 _TEST_POSITIONS = 2048
 _FREE = {"steps", "save_every", "evaluate_every", "sampling_rows"}
 """Settings that may change when a run is resumed."""
+_CURRENT, _FORMER = "checkpoint", "checkpoint.former"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,7 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     details = {"acceptance": [asdict(level) for level in acceptance], "steps": settings.steps, "trained_for": settings.target}
     try:
         pupil.export(out, details)
-        write_card(out, settings, corpus, acceptance, pupil, command)
+        _write_card(out, settings, corpus, acceptance, pupil, command)
     except (OSError, SafetensorError) as error:
         raise FailureError(f"cannot write the draft to {out} ({error}); free some space and run again with --resume") from None
     return out
@@ -138,7 +135,7 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
     optimizer = torch.optim.AdamW(
         parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
     )
-    restored = load_checkpoint(work, pupil.module, optimizer)
+    restored = _load_checkpoint(work, pupil.module, optimizer)
     step = restored["step"] if restored else 0
     acceptance = evaluate(pupil, corpus, settings)
     observer(Report(phase="training", done=step, total=settings.steps, acceptance=acceptance))
@@ -160,7 +157,7 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
                 acceptance = evaluate(pupil, corpus, settings)
             observer(Report(phase="training", done=step, total=settings.steps, loss=value, acceptance=acceptance))
         if step % settings.save_every == 0 or ends:
-            save_checkpoint(work, pupil.module, optimizer, {"step": step})
+            _save_checkpoint(work, pupil.module, optimizer, {"step": step})
     return acceptance
 
 
@@ -170,20 +167,18 @@ def _step(
     corpus: Corpus,
     step: int,
     optimizer: torch.optim.Optimizer,
-    parameters: list[torch.nn.Parameter],
-) -> torch.Tensor:
+    parameters: list[nn.Parameter],
+) -> Tensor:
     """Take one step and return its loss; one whose gradient is not a number changes nothing and is not a number itself."""
-    device = pupil.teacher.target.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=pupil.teacher.target.dtype == torch.bfloat16):
+    with _autocast(pupil):
         laws, answers = pupil.lesson(corpus.batch(step, settings.batch_size, settings.seed), pupil.depths)
-        loss = torch.zeros((), device=device)
+        loss = torch.zeros((), device=pupil.teacher.target.device)
         weights = [_DEPTH_DISCOUNT**depth for depth in range(len(answers))]
         for weight, (rows_R, logits_RD) in zip(weights, answers, strict=True):
-            here = replace(laws, probs_RD=laws.probs_RD[rows_R], best_R=laws.best_R[rows_R])
-            loss = loss + weight / sum(weights) * loss_of(settings.loss, here, logits_RD)
+            loss = loss + weight / sum(weights) * loss_of(settings.loss, laws.rows(rows_R), logits_RD)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, _CLIP)
+    norm = nn.utils.clip_grad_norm_(parameters, _CLIP)
     if not bool(norm.isfinite()):  # looked at on every device: a checkpoint must never hold what such a step leaves
         return torch.full_like(loss.detach(), torch.nan)
     optimizer.step()
@@ -201,12 +196,116 @@ def _rate(share: float) -> float:
 def evaluate(pupil: Pupil, corpus: Corpus, settings: TrainSettings) -> tuple[Acceptance, ...]:
     """Measure acceptance on the held-out texts, at each depth of drafting."""
     test = corpus.test()
-    rows = max(min(len(test.tokens_NL), _TEST_POSITIONS // settings.length + 1), 1)
-    texts = replace(test, tokens_NL=test.tokens_NL[:rows], answer_NL=test.answer_NL[:rows])
-    with torch.autocast(pupil.teacher.target.device.type, torch.bfloat16, enabled=pupil.teacher.target.dtype == torch.bfloat16):
-        laws, answers = pupil.lesson(texts, pupil.depths)
-    result = []
-    for rows_R, logits_RD in answers:
-        here = TargetLaws(laws.probs_RD[rows_R][:_TEST_POSITIONS], laws.best_R[rows_R][:_TEST_POSITIONS])
-        result.append(acceptance_of(here, logits_RD[:_TEST_POSITIONS]))
-    return tuple(result)
+    rows = _TEST_POSITIONS // settings.length + 1
+    with _autocast(pupil):
+        laws, answers = pupil.lesson(Texts(test.tokens_NL[:rows], test.answer_NL[:rows]), pupil.depths)
+    first = slice(_TEST_POSITIONS)
+    return tuple(acceptance_of(laws.rows(rows_R[first]), logits_RD[first]) for rows_R, logits_RD in answers)
+
+
+def _autocast(pupil: Pupil) -> torch.autocast:
+    target = pupil.teacher.target
+    return torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16)
+
+
+def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder under a temporary name, then put it in place of the old one: a kill leaves one of the two."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with partial_beside(folder) as partial:
+            partial.mkdir()
+            write(partial)
+            former = folder.with_name(_FORMER)
+            if folder.exists():
+                shutil.rmtree(former, ignore_errors=True)
+                os.replace(folder, former)
+            os.replace(partial, folder)
+            shutil.rmtree(former, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise FailureError(f"cannot write {folder} ({error}); what was saved before is intact") from None
+
+
+def _save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> None:
+    """Save weights, optimiser state and progress."""
+
+    def write(partial: Path) -> None:
+        tensors = {f"weights.{key}": value for key, value in module.state_dict().items()}
+        for index, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
+        # Tied weights share storage, which safetensors refuses: each gets memory of its own.
+        own = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
+        save_file(own, partial / "state.safetensors")
+        (partial / "progress.json").write_text(json.dumps(progress))
+
+    _replace_folder(folder / _CURRENT, write)
+
+
+def _load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Restore the last state and return its progress; None where there is none."""
+    place = next((folder / name for name in (_CURRENT, _FORMER) if (folder / name / "progress.json").exists()), None)
+    if place is None:
+        return None
+    try:
+        tensors = load_file(place / "state.safetensors")
+        progress: dict[str, Any] = json.loads((place / "progress.json").read_text())
+        int(progress["step"])
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
+        raise FailureError(f"cannot read the checkpoint {place} ({error}); remove it to train from the start") from None
+    weights = {key.removeprefix("weights."): value for key, value in tensors.items() if key.startswith("weights.")}
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError:
+        raise UsageError(
+            f"the checkpoint in {folder} is of another size of draft; use the same sizes, or another --out"
+        ) from None
+    states: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        if key.startswith("optimizer."):
+            _, index, name = key.split(".", 2)
+            states.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    return progress
+
+
+def _write_card(
+    out: Path, settings: TrainSettings, corpus: Corpus, acceptance: tuple[Acceptance, ...], pupil: Pupil, command: str
+) -> None:
+    """Write `README.md`: what the draft is, what it was trained on, how good it is, how to make it again."""
+    parameters = sum(parameter.numel() for parameter in pupil.module.parameters())
+    kind = "a small language model" if settings.kind == "draft" else "a feature head on the target's hidden states"
+    vocabulary = f"{settings.vocabulary} frequent tokens" if settings.vocabulary else "all of the target's tokens"
+    tokens = corpus.texts.tokens_NL.numel()
+    rows = [
+        f"| {depth} | {level.greedy_1:.3f} | {level.greedy_4:.3f} | {level.sampled_1:.3f} | {level.sampled_4:.3f} |"
+        for depth, level in enumerate(acceptance, start=1)
+    ]
+    lines = [
+        f"# A draft for {settings.target}",
+        "",
+        f"{kind.capitalize()}, {parameters / 1e6:.1f} M parameters, drafts {vocabulary}. It proposes tokens for",
+        f"`{settings.target}`, which checks every one of them: the text stays the target's own. By itself it is of no use.",
+        "",
+        "## Use",
+        "",
+        "```python",
+        "import polydraft",
+        "",
+        f'decoder = polydraft.load("{settings.target}", draft="PATH OF THIS FOLDER")',
+        "```",
+        "",
+        "## Training",
+        "",
+        f"- Text: {corpus.source}; {tokens:,} tokens in texts of {settings.length}.",
+        f"- {settings.steps} steps of {settings.batch_size} texts, loss `{settings.loss}` on the target's full law, "
+        f"learning rate {settings.learning_rate:g}, seed {settings.seed}.",
+        f"- Again: `{command}`",
+        "",
+        "## Acceptance on held-out text",
+        "",
+        "Chance that a candidate is accepted, by depth in the tree; four candidates are drawn without replacement.",
+        "",
+        "| depth | T=0, 1 candidate | T=0, 4 | T=1, 1 | T=1, 4 |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+    (out / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

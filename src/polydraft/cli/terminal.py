@@ -1,19 +1,93 @@
-"""How tokens and figures look on a terminal and in a pipe."""
+"""The terminal: what comes in by standard input, how tokens and figures look, and how far long work has come."""
 
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
+import click
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from polydraft.beam.stream import BeamStream
-from polydraft.engine import Stats, Stream, TokenEvent
+from polydraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from polydraft.beam.stream import BeamStream
+    from polydraft.engine import Stats, Stream, TokenEvent
 
 DRAFTED_STYLE = "green"
 _FEW = 0.5
 """Share of rounds with drafts below which the mean round says little about them."""
+_SILENCE_SECONDS = 5.0
+"""Between two lines of progress where there is no terminal."""
+
+
+def standard_input() -> TextIO:
+    """Return standard input, refusing one that is closed."""
+    if sys.stdin is None:
+        raise UsageError("standard input is closed; give the text as an argument, or by a file or a pipe")
+    return sys.stdin
+
+
+def read_all() -> str:
+    """Return all of it."""
+    try:
+        return standard_input().read()
+    except UnicodeDecodeError as error:
+        raise not_text(error) from None
+
+
+def read_line() -> str | None:
+    """Return the next line, or None at the end; one that is no text spoils none before it."""
+    source = standard_input()
+    if not hasattr(source, "buffer"):
+        return source.readline() or None
+    # Text streams decode many lines at a time.
+    try:
+        line: str = source.buffer.readline().decode(source.encoding)
+    except UnicodeDecodeError as error:
+        raise not_text(error) from None
+    return line or None
+
+
+def not_text(error: UnicodeDecodeError) -> UsageError:
+    """Say that what came in is no text."""
+    where = f"at byte {error.start} of what was read"
+    return UsageError(f"standard input is not valid {error.encoding} ({where}); give it in UTF-8")
+
+
+class PhaseProgress:
+    """A bar for each phase on a terminal; a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._plain = not console.is_terminal
+        self._bar = Progress(
+            TextColumn("{task.description:>20}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"), console=console, disable=self._plain,
+        )  # fmt: skip
+        self._tasks: dict[str, Any] = {}
+        self._said = time.monotonic()
+
+    def __enter__(self) -> "PhaseProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
+        """Show that `done` of `total` steps of a phase are done, and what there is to say of it."""
+        if phase not in self._tasks:
+            self._tasks[phase] = self._bar.add_task(phase, total=total, note=note)
+        self._bar.update(self._tasks[phase], completed=done, note=note)
+        # An end that has something to say is always told.
+        if self._plain and (time.monotonic() - self._said > _SILENCE_SECONDS or (note and done == total)):
+            self._said = time.monotonic()
+            click.echo(f"{phase} {done}/{total}  {note}".rstrip(), err=True)
 
 
 def output_console() -> Console:
@@ -31,7 +105,7 @@ class TokenPrinter:
             legend = Text("drafted tokens are ", style="dim").append("green", style=DRAFTED_STYLE)
             console.print(legend.append(", the target's own plain", style="dim"))
 
-    def print(self, event: TokenEvent) -> None:
+    def print(self, event: "TokenEvent") -> None:
         """Print what became certain with one token."""
         style = DRAFTED_STYLE if event.source != "target" else ""
         if self._console.is_terminal:
@@ -46,7 +120,7 @@ class TokenPrinter:
         self._console.file.flush()
 
 
-def play(stream: Stream | BeamStream, printer: TokenPrinter | None) -> None:
+def play(stream: "Stream | BeamStream", printer: TokenPrinter | None) -> None:
     """Run a stream to its end, and print its tokens as they come; Ctrl-C closes it first."""
     try:
         for event in stream:
@@ -60,7 +134,7 @@ def play(stream: Stream | BeamStream, printer: TokenPrinter | None) -> None:
             printer.finish()
 
 
-def summary_line(stats: Stats) -> str:
+def summary_line(stats: "Stats") -> str:
     """Return the figures of one run in a line."""
     return (
         f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s, "
@@ -79,7 +153,7 @@ def sources_text(tokens_by_source: Mapping[str, int], unit: str = "") -> str:
     return ", ".join(f"{source} {count}{unit}" for source, count in ordered)
 
 
-def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
+def comparison_table(rows: Sequence[tuple[str, "Stats"]]) -> Table:
     """Compare runs; the first row is the baseline."""
     title = "same prompt, same run; a pass is one forward of the target"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -101,16 +175,16 @@ def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
     return table
 
 
-def rested(stats: Stats) -> bool:
+def rested(stats: "Stats") -> bool:
     """Whether most rounds had no drafts."""
     return _offered(stats) < _FEW * stats.rounds
 
 
-def _offered(stats: Stats) -> int:
+def _offered(stats: "Stats") -> int:
     return stats.offers_by_depth[0] if stats.offers_by_depth else 0
 
 
-def break_even_line(plain: Stats, drafted: Stats) -> str:
+def break_even_line(plain: "Stats", drafted: "Stats") -> str:
     """Say what a round with drafts costs on this machine, and so what it must yield to pay; or that few rounds had any."""
     if rested(drafted):
         return (

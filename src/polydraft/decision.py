@@ -1,23 +1,43 @@
-"""Models that estimate whether the target will accept what a draft says next.
+"""Whether to go on drafting: models that estimate whether the target will accept what a draft says next.
+
+On disk a decision model is a folder of `config.json` and `model.safetensors`, with a fingerprint of the draft it belongs to.
 
 References
 ----------
 .. [1] Lu et al., Improving Multi-candidate Speculative Decoding, §3.3.
 """
 
+import hashlib
+import json
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from polydraft.errors import UsageError
+from polydraft.errors import FailureError, UsageError
+from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.weights_header import check_header, weightless
 
 DEFAULT_THRESHOLD = 0.4
 """β of [1]."""
+
+MODEL_TYPE = "polydraft_decision"
+AUTO = "auto"
+_DRAFTS = Path(__file__).parent / "drafts"
+SHIPPED_DECISIONS = {
+    name: folder for name, folder in {"smollm2-head": _DRAFTS / "smollm2-decision"}.items() if (folder / "config.json").exists()
+}
+"""Decision models that come with this package, by the name of their draft."""
+_SAMPLED = 64
+"""Numbers of each weight that go into a fingerprint."""
 
 
 class DecisionKind(StrEnum):
@@ -139,3 +159,83 @@ class DecisionModel(nn.Module, Decision):
         optimizer.step(loss)  # type: ignore[no-untyped-call]
         if all(math.isfinite(value) for value in line_2.tolist()):
             self.calibration_2.copy_(line_2.detach())
+
+
+def draft_fingerprint(draft: LanguageModel | FeatureHead) -> str:
+    """Return a short mark of a draft's weights; the same in every number format they are loaded in."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(_weights(draft).items()):
+        flat = weight.detach().flatten()
+        sample = flat[:: max(len(flat) // _SAMPLED, 1)][:_SAMPLED]
+        # bfloat16 is the coarsest format that drafts are loaded in.
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        digest.update(sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _weights(draft: LanguageModel | FeatureHead) -> dict[str, Tensor]:
+    if isinstance(draft, FeatureHead):
+        return dict(draft.state_dict())
+    module = getattr(draft, "hf_model", None)
+    if module is not None:
+        layers = torch.tensor([float(getattr(draft, "num_layers", 0))])  # an early exit has its target's weights
+        return {**module.state_dict(), "layers": layers}
+    return {name: value for name, value in vars(draft).items() if isinstance(value, Tensor)}
+
+
+def save_decision(model: DecisionModel, draft: LanguageModel | FeatureHead, folder: Path, details: dict[str, Any]) -> None:
+    """Write a decision model, and what is needed to load it, into an existing folder."""
+    weights = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "model_type": MODEL_TYPE,
+        "draft": draft.name,
+        "draft_fingerprint": draft_fingerprint(draft),
+        **asdict(model.shape),
+        **details,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def load_decision(name: str, draft: LanguageModel | FeatureHead, threshold: float = DEFAULT_THRESHOLD) -> DecisionModel:
+    """Load the decision model of a draft.
+
+    Parameters
+    ----------
+    name : str
+        A folder, or ``"auto"`` for the one that ships with the draft.
+    draft : LanguageModel or FeatureHead
+        Refused if the model was trained for another.
+    threshold : float
+        β, see `DecisionModel`.
+    """
+    folder = Path(name)
+    if name == AUTO:
+        shipped = SHIPPED_DECISIONS.get(draft.name)
+        if shipped is None:
+            raise UsageError(f"no decision model ships for draft {draft.name!r}; make one with: polydraft train decision")
+        folder = shipped
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if config["model_type"] != MODEL_TYPE:
+            raise ValueError(f"model_type is {config['model_type']!r}")
+        kind = DecisionKind(config["kind"])
+        shape = DecisionShape(kind=kind, inputs=int(config["inputs"]), width=int(config["width"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"{name!r} is no decision model ({reason}); name a folder of polydraft train decision, or auto"
+        ) from None
+    if config.get("draft_fingerprint") != draft_fingerprint(draft):
+        raise UsageError(
+            f"decision model {name!r} was trained for another draft ({config.get('draft')}) than {draft.name!r}; train one for "
+            "this draft with: polydraft train decision"
+        )
+    try:
+        check_header(folder / "model.safetensors", weightless(DecisionModel, shape))  # before sizes that are wrong take memory
+        model = DecisionModel(shape, threshold)
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FailureError(f"cannot read the weights of decision model {name!r} ({reason}); train it again") from None
+    return model.to(draft.device).requires_grad_(False).eval()

@@ -1,9 +1,13 @@
+"""Texts that are counted: files in blocks, and texts that go round in circles."""
+
 import gzip
 
 import pytest
 
 from polydraft.errors import UsageError
-from polydraft.ngrams.reading import blocks_of
+from polydraft.train.corpus_cache import blocks_of, fresh_stretches
+
+from .brute import random_text
 
 TEXT = "".join(f"line {number}: früh übt sich\r\n" if number % 3 else "\n" for number in range(200)) + "x" * 500 + " end"
 
@@ -44,3 +48,24 @@ def test_missing_files_and_folders_are_refused(tmp_path):
     for file in (tmp_path / "absent.txt", tmp_path):
         with pytest.raises(UsageError, match="no such file"):
             list(blocks_of(file))
+
+
+def test_circles_are_left_out():
+    assert list(fresh_stretches([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 7, 8], 3)) == [[9, 1, 2, 3, 1, 2], [7, 8]]
+    assert list(fresh_stretches([1, 2, 1, 2, 3], 3)) == [[1, 2, 1, 2, 3]]
+    assert list(fresh_stretches([], 3)) == []
+    assert list(fresh_stretches([5] * 100, 4)) == [[5] * 4]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_gram_of_the_text_is_still_there_once(seed):
+    order, text = 4, random_text(seed, 200, vocabulary=3)
+    grams = [tuple(text[start : start + order]) for start in range(len(text) - order + 1)]
+    left = [
+        tuple(stretch[start : start + order])
+        for stretch in fresh_stretches(text, order)
+        for start in range(len(stretch) - order + 1)
+    ]
+    assert set(left) <= set(grams) and len(set(left)) == len(left)
+    kept = sum(map(len, fresh_stretches(text, order)))
+    assert kept == len(set(grams)) + order - 1
