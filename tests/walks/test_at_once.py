@@ -8,7 +8,7 @@ import torch
 
 from exactness.checks import largest_count
 from polydraft.drafters.growth import Growth
-from polydraft.sampling import PartialVocabulary, SamplingParams, Warper
+from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams, Warper
 from polydraft.schemes import SCHEMES
 from polydraft.trees import DraftTree, parse_tree
 from polydraft.walks import WALKS, TargetLaws, Verdict
@@ -28,7 +28,7 @@ def round_of(
     vocabulary = PartialVocabulary(torch.arange(1, SIZE, 3), SIZE) if known else None
     generator = torch.Generator().manual_seed(5)
     texts = [[1, 2, 3]] * rows
-    growth = Growth(topology, scheme.name, params, None, SIZE, vocabulary, CPU, lead=0)
+    growth = Growth(topology, scheme.name, RowParams.of(params, rows), None, SIZE, vocabulary, CPU, lead=0)
     growth.begin(texts)
     logits_BNV = 2 * torch.randn(rows, topology.num_nodes, SIZE, generator=generator)
     if known:

@@ -8,7 +8,7 @@ from torch import Tensor
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree
 from polydraft.walks import NodeWalk, Verdict, Walk
-from polydraft.walks.target_law import TargetLaw
+from polydraft.walks.walk import TargetLaw
 
 
 class BonusFromRoot(NodeWalk):

@@ -13,8 +13,7 @@ from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacem
 from polydraft.schemes.arithmetic import ratio
 from polydraft.schemes.arrays import looks
 from polydraft.trees import DraftTree
-from polydraft.walks.target_law import TargetLaw
-from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, Verdict, Walk, fault_of
+from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, TargetLaw, Verdict, Walk, fault_of
 
 _BELOW_ONE = 1 - 2**-53
 
