@@ -19,8 +19,7 @@ from polydraft.schemes import (
 )
 from polydraft.schemes.arithmetic import normalised, ratio, without
 from polydraft.schemes.arrays import as_tensor, quietly
-from polydraft.schemes.cells import bucketed_cells
-from polydraft.schemes.contest import Contest
+from polydraft.schemes.contest import Contest, bucketed_cells
 
 
 def _residual(target_RV: Tensor, draft_RV: Tensor) -> Tensor:

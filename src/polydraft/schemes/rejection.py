@@ -9,10 +9,10 @@ References
 import torch
 from torch import Tensor
 
-from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent, draw_one
-from polydraft.schemes.arithmetic import normalised, ratio, without
+from polydraft.sampling import NO_TOKEN, draw_one
+from polydraft.schemes.arithmetic import normalised, ratio
 from polydraft.schemes.arrays import as_tensor, library, looks, no_less, no_more, quietly, quotient, small, take
-from polydraft.schemes.scheme import SCHEMES, Scheme, Selection
+from polydraft.schemes.scheme import SCHEMES, DistinctChildren, IndependentChildren, Scheme, Selection
 
 _LARGEST = 1 - 2.0**-53
 """The largest number below 1."""
@@ -91,52 +91,30 @@ def _rejection_token(
     return torch.where(as_tensor(undecided_R1), left_R1, as_tensor(token_R1))[:, 0]
 
 
+class _Rejection(Scheme):
+    """Candidates tested one after the other against what earlier ones left of the target law."""
+
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Residual chain; without replacement a rejected child also leaves the draft law."""
+        return _rejection_law(target_probs_RV, draft_probs_RV, children_RK, bool(self.replacement))
+
+    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        """Stop at the first child that is accepted."""
+        return _rejection_token(target_probs_RV, draft_probs_RV, children_RK, uniforms_RU[:, :1], bool(self.replacement))
+
+
 @SCHEMES.register("rrs-wor")
-class RejectionWithoutReplacement(Scheme):
+class RejectionWithoutReplacement(_Rejection, DistinctChildren):
     """MCSD Algorithm 2: distinct candidates, tested one after the other."""
 
     name = "rrs-wor"
-    replacement = False
-
-    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """MCSD eq. 1: the draft law without the earlier children, renormalised."""
-        return without(normalised(draft_probs_RV), earlier_RJ)
-
-    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw all children from one table of sums."""
-        return draw_distinct(draft_probs_RV, uniforms_RK)
-
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Residual chain in which a rejected child also leaves the draft law."""
-        return _rejection_law(target_probs_RV, draft_probs_RV, children_RK, replacement=False)
-
-    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Stop at the first child that is accepted."""
-        return _rejection_token(target_probs_RV, draft_probs_RV, children_RK, uniforms_RU[:, :1], replacement=False)
 
 
 @SCHEMES.register("rrs-wr")
-class RejectionWithReplacement(Scheme):
+class RejectionWithReplacement(_Rejection, IndependentChildren):
     """MCSD Algorithm 1: independent candidates, tested one after the other."""
 
     name = "rrs-wr"
-    replacement = True
-
-    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Every child follows the draft law."""
-        return normalised(draft_probs_RV)
-
-    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw all children from one table of sums."""
-        return draw_independent(draft_probs_RV, uniforms_RK)
-
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Residual chain against an unchanged draft law."""
-        return _rejection_law(target_probs_RV, draft_probs_RV, children_RK, replacement=True)
-
-    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Stop at the first child that is accepted."""
-        return _rejection_token(target_probs_RV, draft_probs_RV, children_RK, uniforms_RU[:, :1], replacement=True)
 
 
 @SCHEMES.register("speculative")

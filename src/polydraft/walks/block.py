@@ -28,8 +28,7 @@ from polydraft.schemes.arrays import (
     take,
 )
 from polydraft.trees import DraftTree
-from polydraft.walks.node import followed
-from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, TargetLaw, Verdict, Walk, fault_of, laws_everywhere
+from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, TargetLaw, Verdict, Walk, fault_of, followed, laws_everywhere
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
 from polydraft.schemes.arrays import looks
 from polydraft.trees import DraftTree
-from polydraft.walks.walk import WALKS, Fault, TargetLaw, TreeLaws, Verdict, Walk, fault_of, laws_everywhere
+from polydraft.walks.walk import WALKS, Fault, TargetLaw, TreeLaws, Verdict, Walk, fault_of, followed, laws_everywhere
 
 
 @WALKS.register("node")
@@ -174,11 +174,3 @@ def _fault(draft: DraftTree, last_B: Tensor) -> Tensor:
     if draft.laws:
         fault_B = torch.where(draft.laws[0][:, 0].sum(-1).isnan(), Fault.DRAFT, fault_B)
     return torch.where(last_B == NO_TOKEN, Fault.TARGET, fault_B)
-
-
-def followed(next_BN: Tensor, depth: int) -> Tensor:
-    """Return the nodes that one comes by from the root, `[B, depth + 1]`, when each node's successor is given."""
-    nodes = [torch.zeros_like(next_BN[:, :1])]
-    for _ in range(depth):
-        nodes.append(next_BN.gather(1, nodes[-1]))
-    return torch.cat(nodes, dim=1)

@@ -77,9 +77,7 @@ class _Descent:
         self.least_weight, self.uniform_B1 = least_weight, uniform_B[:, None]
         self.rows_B = torch.arange(len(uniform_B), device=uniform_B.device)
         self.looks = looks(uniform_B)
-        table_BNK = draft.child_table_BNK
-        tokens_BNK = draft.tokens_BN.gather(1, table_BNK.flatten(1)).view_as(table_BNK)
-        self.children_BNK = torch.where(table_BNK > 0, tokens_BNK, NO_TOKEN)
+        self.children_BNK = draft.all_children()
         self.has_children_BN = (self.children_BNK != NO_TOKEN).any(-1)
         root_B1 = torch.zeros_like(self.rows_B)[:, None]
         self.going_B1 = torch.ones_like(root_B1, dtype=torch.bool)

@@ -175,6 +175,14 @@ class Verdict:
         )
 
 
+def followed(next_BN: Tensor, depth: int) -> Tensor:
+    """Return the nodes that one comes by from the root, `[B, depth + 1]`, when each node's successor is given."""
+    nodes = [torch.zeros_like(next_BN[:, :1])]
+    for _ in range(depth):
+        nodes.append(next_BN.gather(1, nodes[-1]))
+    return torch.cat(nodes, dim=1)
+
+
 class Walk(ABC):
     """Verification of a whole tree by means of a scheme; runs without looking at values on the host."""
 
