@@ -128,7 +128,7 @@ def running_max(table_RC: Array) -> Array:
 
 
 def raised(base_RC: Array, power_R1: Array) -> Array:
-    """Return whole powers, from 1 up, one a row; anything for power 0."""
+    """Return whole powers, from 1 up, one per row; anything for power 0."""
     if not isinstance(base_RC, np.ndarray):
         return base_RC**power_R1
     result_RC = base_RC

@@ -174,7 +174,7 @@ def slopes(above_RX: Array, below_RX: Array, count_R1: Array, most: int) -> Arra
 
 
 def winning_chances(plan: Plan, cell_RK: Tensor, exists_RK: Tensor) -> Tensor:
-    """Return each child's chance to have the largest place, given all children; exact, for tests, in K · C a row.
+    """Return each child's chance to have the largest place, given all children; exact, for tests, in K · C per row.
 
     A child's place is uniform in each cell, with some chance for each: the chance that all others are lower is a
     polynomial there, and Gauss–Legendre integration of enough points is exact.

@@ -22,7 +22,7 @@ SUM_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """One child a row, picked but not yet accepted."""
+    """One child per row, picked but not yet accepted."""
 
     token_R: Tensor
     """The child, or `NO_TOKEN` where a row has none."""
@@ -49,9 +49,9 @@ class Scheme(ABC):
     max_children: ClassVar[int | None] = None
     """Most children a node may have; None for any number."""
     verify_uniforms: ClassVar[int] = 1
-    """Random numbers that `verify` uses a node."""
+    """Random numbers that `verify` uses per node."""
     select_uniforms: ClassVar[int | None] = None
-    """Random numbers that `select` uses a node; None for schemes that cannot pick a child before accepting it."""
+    """Random numbers that `select` uses per node; None for schemes that cannot pick a child before accepting it."""
     follows_target: ClassVar[bool] = False
     """Whether the emitted token is one draw from the target's law, whatever the children and whatever their law."""
     needs_order_only: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class Scheme(ABC):
         """Return the law of the emitted token, given the children, as float64."""
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw K children a row. Override where there is a faster way to draw from the same `child_law`."""
+        """Draw K children per row. Override where there is a faster way to draw from the same `child_law`."""
         count = uniforms_RK.shape[1]
         children_RJ = uniforms_RK.new_empty(len(draft_probs_RV), 0, dtype=torch.long)
         for rank in range(count):
@@ -187,8 +187,7 @@ def check_children(scheme: Scheme, draft_probs_RV: Tensor, children_RK: Tensor) 
     if children_RK.ndim != 2 or len(children_RK) != rows or children_RK.dtype != torch.long or children_RK.shape[1] == 0:
         shape = f"{children_RK.dtype} of shape {tuple(children_RK.shape)}"
         raise UsageError(f"children are {shape}; allowed: int64 of shape [{rows}, candidates], -1 for none")
-    if scheme.max_children is not None and children_RK.shape[1] > scheme.max_children:
-        raise UsageError(f"{children_RK.shape[1]} children a row; scheme {scheme.name!r} allows at most {scheme.max_children}")
+    _check_count(scheme, children_RK.shape[1])
     outside_RK = (children_RK < NO_TOKEN) | (children_RK >= vocabulary)
     if outside_RK.any():
         row, rank = outside_RK.nonzero()[0].tolist()
@@ -199,6 +198,11 @@ def check_children(scheme: Scheme, draft_probs_RV: Tensor, children_RK: Tensor) 
         row = int((exists_RK[:, 1:] & ~exists_RK[:, :-1]).any(-1).nonzero()[0])
         raise UsageError(f"row {row} has a child after a missing one; allowed: -1 only at the end")
     _check_support(scheme, draft_probs_RV, children_RK, exists_RK)
+
+
+def _check_count(scheme: Scheme, count: int) -> None:
+    if scheme.max_children is not None and count > scheme.max_children:
+        raise UsageError(f"{count} children per row; scheme {scheme.name!r} allows at most {scheme.max_children}")
 
 
 def _check_support(scheme: Scheme, draft_probs_RV: Tensor, children_RK: Tensor, exists_RK: Tensor) -> None:
@@ -228,11 +232,10 @@ def check_uniforms(uniforms_RU: Tensor, rows: int, least: int) -> None:
 
 
 def draw_checked(scheme: Scheme, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-    """Draw as many children a row as there are random numbers, `NO_TOKEN` once the draft's support is exhausted."""
+    """Draw as many children per row as there are random numbers, `NO_TOKEN` once the draft's support is exhausted."""
     check_law("draft_probs", draft_probs_RV)
     check_uniforms(uniforms_RK, len(draft_probs_RV), least=1)
-    if scheme.max_children is not None and uniforms_RK.shape[1] > scheme.max_children:
-        raise UsageError(f"{uniforms_RK.shape[1]} children a row; scheme {scheme.name!r} allows at most {scheme.max_children}")
+    _check_count(scheme, uniforms_RK.shape[1])
     return scheme.draw(draft_probs_RV.detach(), uniforms_RK)
 
 

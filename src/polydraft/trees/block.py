@@ -16,7 +16,7 @@ from polydraft.trees.topology import Topology, TreeTables
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """T uncommitted tokens a row that go through a model together.
+    """T uncommitted tokens per row that go through a model together.
 
     Uncommitted tokens of a row occupy numbered places after its committed text: this block takes places `start` to
     `start + T`. Blocks of a later level of the same tree start where the earlier ones ended.

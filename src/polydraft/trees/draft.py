@@ -66,7 +66,7 @@ class DraftTree:
         return Block(0, self.depths_BN, self.ancestors_BNN)
 
     def children(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return node ids and tokens of the children of one node a row; token `NO_TOKEN` where there is none."""
+        """Return node ids and tokens of the children of one node per row; token `NO_TOKEN` where there is none."""
         width = self.child_table_BNK.shape[-1]
         nodes_BK = self.child_table_BNK.gather(1, node_B[:, None, None].expand(-1, 1, width))[:, 0]
         return nodes_BK, torch.where(nodes_BK > 0, self.tokens_BN.gather(1, nodes_BK), NO_TOKEN)
@@ -103,7 +103,7 @@ class DraftTree:
         return len(self.laws) if self.laws else self.depth
 
     def followers(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return node ids and tokens of all children of one node a row, drawn ones first."""
+        """Return node ids and tokens of all children of one node per row, drawn ones first."""
         nodes_BK, tokens_BK = self.children(node_B)
         if self.extra_table_BNK is None:
             return nodes_BK, tokens_BK
@@ -145,7 +145,7 @@ class DraftTree:
         return torch.where(node_B > 0, match_BK.to(torch.uint8).argmax(-1), -1)
 
     def draft_law(self, level: int, node_B: Tensor) -> Tensor:
-        """Return the law that the children of one node a row were drawn from; `[B, 0]` where there is none."""
+        """Return the law that the children of one node per row were drawn from; `[B, 0]` where there is none."""
         law_BD = self.short_law(level, node_B)
         return law_BD if self.vocabulary is None or not law_BD.shape[1] else self.vocabulary.spread(law_BD)
 

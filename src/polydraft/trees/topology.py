@@ -16,7 +16,6 @@ MAX_NODES = 1024
 """Largest tree that is accepted, the root included."""
 DEFAULT_NODES, DEFAULT_DEPTH = 64, 8
 _BEAM, _BRANCH = 8, 16
-_FIXED = "fixed"
 _ALLOWED = 'widths such as "4x2x2x1x1", "chain:5", "fork:16x5", a list of paths such as "[[0],[1],[0,0]]", or "none"'
 
 
@@ -69,23 +68,18 @@ class Topology:
     @classmethod
     def from_widths(cls, widths: Sequence[int]) -> "Topology":
         """Give every node of level i `widths[i]` children (MCSD's k-config)."""
-        total, level = 1, 1
+        parents, level = [0], range(1)
         for width in widths:
             if width < 1:
                 raise UsageError(f"tree width {width} in {'x'.join(map(str, widths))}; allowed: whole numbers from 1")
-            level *= width
-            total += level
-            if total > MAX_NODES:
+            start = len(parents)
+            if start + len(level) * width > MAX_NODES:
                 spelled = "x".join(map(str, widths[:8])) + ("x..." if len(widths) > 8 else "")
                 raise UsageError(
                     f"tree {spelled} has more than {MAX_NODES} nodes; use smaller widths or fewer levels, such as 4x2x2x1x1"
                 )
-        parents = [0]
-        level_nodes = [0]
-        for width in widths:
-            start = len(parents)
-            parents.extend(node for node in level_nodes for _ in range(width))
-            level_nodes = list(range(start, len(parents)))
+            parents += [node for node in level for _ in range(width)]
+            level = range(start, len(parents))
         return cls(tuple(parents))
 
     @classmethod
@@ -221,7 +215,7 @@ class DynamicShape:
             raise UsageError(f"dynamic tree of {self.nodes} nodes; allowed: 2 to {MAX_NODES}, the root included")
         if not 1 <= self.depth < self.nodes:
             raise UsageError(
-                f"dynamic tree of depth {self.depth} with {self.nodes} nodes; allowed: 1 to {self.nodes - 1}, a node a level"
+                f"dynamic tree of depth {self.depth} with {self.nodes} nodes; allowed: 1 to {self.nodes - 1}, a node per level"
             )
         if self.beam < 1 or self.branch < 1:
             raise UsageError(f"beam {self.beam} and branch {self.branch} of a dynamic tree; allowed: whole numbers from 1")
@@ -232,7 +226,7 @@ class DynamicShape:
         return cls(nodes=max(topology.num_nodes, 2), depth=max(topology.depth, 1))
 
     def __str__(self) -> str:
-        return f"dynamic:{self.nodes}:{self.depth}{'' if self.adaptive else ':' + _FIXED}"
+        return f"dynamic:{self.nodes}:{self.depth}{'' if self.adaptive else ':fixed'}"
 
 
 def parse_dynamic(text: str) -> DynamicShape | None:
@@ -262,7 +256,7 @@ def parse_tree(text: str) -> Topology:
     Parameters
     ----------
     text : str
-        ``"4x2x2x1x1"`` (children a level), ``"chain:5"``, ``"fork:WIDTHxDEPTH"`` (also ``"target-root:..."``:
+        ``"4x2x2x1x1"`` (children per level), ``"chain:5"``, ``"fork:WIDTHxDEPTH"`` (also ``"target-root:..."``:
         the root, the pending token, comes from the target's law), a JSON list of index paths, or
         ``"none"`` for plain decoding.
     """

@@ -82,7 +82,7 @@ class Path:
 
 @dataclass(frozen=True, eq=False)
 class _Picks:
-    """What was picked at some nodes, one a row."""
+    """What was picked at some nodes, one per row."""
 
     child_R: Array
     """The child's node, or the node itself where none was picked."""
@@ -96,7 +96,7 @@ class _Picks:
 
 
 class PathFinder:
-    """Pick a path a row: node by node where the host may look, which ends in time; else at all nodes of the tree at once."""
+    """Pick one path per row: node by node where the host may look, which ends in time; else at all nodes at once."""
 
     def __init__(
         self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor, least_weight: float
@@ -202,7 +202,7 @@ class PathFinder:
         )
 
     def _draft_law(self, level: int, node_B: Array) -> Tensor:
-        """Return the law that the children of one node a row were drawn from, in columns of the draft's own."""
+        """Return the law that the children of one node per row were drawn from, in columns of the draft's own."""
         rows_BN, laws_BGD = self.draft.law_rows_BN, self.draft.laws[level]
         if rows_BN is None or len(node_B) > 1 or not looks(laws_BGD):
             return self.draft.short_law(level, as_tensor(node_B))
@@ -243,7 +243,7 @@ class PathFinder:
 
 
 def _entry(table_BNX: Tensor, index_B1: Array) -> Tensor:
-    """Return one entry a row, `[B, X]`."""
+    """Return one entry per row, `[B, X]`."""
     if len(index_B1) == 1 and looks(table_BNX):
         return table_BNX[:, int(index_B1[0, 0])]
     return table_BNX.gather(1, as_tensor(index_B1)[..., None].expand(-1, 1, table_BNX.shape[-1]))[:, 0]
@@ -276,7 +276,7 @@ class BlockWalk(Walk):
     that was drawn above: trees of any shape are exact, repeated children among them.
 
     Deviations: of [1] only the abstract was at hand, the formulas are derived anew. The stopping depth is drawn at once from
-    its law, with one random number instead of one a depth.
+    its law, with one random number instead of one per depth.
     """
 
     name = "block"
@@ -290,7 +290,7 @@ class BlockWalk(Walk):
         return scheme.select_uniforms is not None
 
     def uniforms(self, scheme: Scheme, depth: int) -> int:
-        """Enough to pick a child a level; one for where to stop and one for the token there."""
+        """Enough to pick a child per level; one for where to stop and one for the token there."""
         assert scheme.select_uniforms is not None
         return scheme.select_uniforms * depth + 2
 

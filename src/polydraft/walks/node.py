@@ -28,7 +28,7 @@ class NodeWalk(Walk):
         return True
 
     def uniforms(self, scheme: Scheme, depth: int) -> int:
-        """Enough for one verification a level."""
+        """Enough for one verification per level."""
         return scheme.verify_uniforms * (depth + 1)
 
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:

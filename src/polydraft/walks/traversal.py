@@ -193,7 +193,7 @@ class _Descent:
         return torch.where(places_P < depth_B1, tokens_BP, NO_TOKEN)
 
     def _draft_law(self, level_B1: Tensor, node_B1: Tensor) -> Tensor:
-        """Return the law that the children of one node a row were drawn from, nodes being at different levels."""
+        """Return the law that the children of one node per row were drawn from, nodes being at different levels."""
         levels = sorted(set(level_B1[:, 0].tolist())) if self.looks else range(self.draft.depth)
         laws = [(level, self.draft.draft_law(level, node_B1[:, 0])) for level in levels]
         result_BV = laws[0][1]

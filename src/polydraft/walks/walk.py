@@ -19,7 +19,7 @@ from polydraft.trees import DraftTree
 _MOST_BYTES = 2**28
 """Most room for one table of all nodes' laws."""
 TargetLaw = Callable[[Tensor, Tensor], Tensor]
-"""`(node_B, path_BP) -> probs_BV`: the target's law at one node a row, given the tokens of the path below the root."""
+"""`(node_B, path_BP) -> probs_BV`: the target's law at one node per row, given the tokens of the path below the root."""
 LEAST_WEIGHT = 2**-6
 """Chance that a node is kept below which walks over whole paths do not look at its children.
 
@@ -40,7 +40,7 @@ class TreeLaws(ABC):
 
     @abstractmethod
     def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
-        """Return the law at one node a row, given the tokens of the path below the root."""
+        """Return the law at one node per row, given the tokens of the path below the root."""
 
     @abstractmethod
     def everywhere(self, draft: DraftTree) -> Tensor | None:
@@ -48,7 +48,7 @@ class TreeLaws(ABC):
 
     @abstractmethod
     def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
-        """Return the token of largest probability at one node a row; `NO_TOKEN` where the law is not a number."""
+        """Return the token of largest probability at one node per row; `NO_TOKEN` where the law is not a number."""
 
     @abstractmethod
     def likeliest_everywhere(self, draft: DraftTree) -> Tensor | None:
@@ -76,7 +76,7 @@ class TargetLaws(TreeLaws):
         self._logits_BNV = head(features_BNF) if whole else None
 
     def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
-        """Return the law at one node a row."""
+        """Return the law at one node per row."""
         return self._warper.probs(self._logits(node_B), path_BP[:, None])[:, 0]
 
     def everywhere(self, draft: DraftTree) -> Tensor | None:
@@ -84,7 +84,7 @@ class TargetLaws(TreeLaws):
         return None if self._logits_BNV is None else self._warper.probs(self._logits_BNV, self._paths(draft))
 
     def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
-        """Return the token of largest logit at one node a row."""
+        """Return the token of largest logit at one node per row."""
         return self._warper.likeliest(self._logits(node_B), path_BP[:, None])[:, 0]
 
     def likeliest_everywhere(self, draft: DraftTree) -> Tensor | None:
@@ -103,14 +103,14 @@ class TargetLaws(TreeLaws):
 
 def laws_everywhere(draft: DraftTree, target_law: TargetLaw, columns: int) -> Tensor | None:
     """Return the target's laws at all nodes, where the host may not look and float64 tables of so many columns fit."""
-    small = 8 * draft.tokens_BN.numel() * columns <= _MOST_BYTES
-    if looks(draft.tokens_BN) or not small or not isinstance(target_law, TreeLaws):
+    fits = 8 * draft.tokens_BN.numel() * columns <= _MOST_BYTES
+    if looks(draft.tokens_BN) or not fits or not isinstance(target_law, TreeLaws):
         return None
     return target_law.everywhere(draft)
 
 
 def _rows(table_BNX: Tensor, node_B: Tensor) -> Tensor:
-    """Return the entry of one node a row, `[B, 1, X]`."""
+    """Return the entry of one node per row, `[B, 1, X]`."""
     if len(table_BNX) == 1 and looks(node_B):
         return table_BNX[:, int(node_B)][:, None]
     if len(table_BNX) == 1:
@@ -195,7 +195,7 @@ class Walk(ABC):
 
     @abstractmethod
     def uniforms(self, scheme: Scheme, depth: int) -> int:
-        """Random numbers a row that `run` uses on a tree of that depth."""
+        """Random numbers per row that `run` uses on a tree of that depth."""
 
     @abstractmethod
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
