@@ -11,7 +11,7 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme
 from polydraft.schemes.arithmetic import normalised, ratio
-from polydraft.schemes.arrays import Array, as_tensor, no_more, small
+from polydraft.schemes.arrays import Array, as_array, as_tensor, at_most
 from polydraft.trees import DraftTree
 from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk, block, node, traversal
 from polydraft.walks.block import Path, PathFinder
@@ -45,7 +45,7 @@ def smallest_not_taken(weight_B1: Array, ratio_B1: Array) -> Array:
 
 
 def weight_not_carried_on(weight_B1: Array, ratio_B1: Array) -> Array:
-    return no_more(ratio_B1, 1.0)
+    return at_most(ratio_B1, 1.0)
 
 
 def everything_believed(weight_B1: Array, ratio_B1: Array) -> Array:
@@ -65,13 +65,13 @@ def tried_from_the_root(weight_BD: Array, mass_BD: Array) -> Array:
     rest_BD = mass_BD + (1 - weight_BD)
     chance_BD = torch.where(rest_BD == 0, 0.0, mass_BD / rest_BD)
     passed_BD = (1 - chance_BD).cumprod(1)
-    return small(chance_BD * torch.nn.functional.pad(passed_BD[:, :-1], (1, 0), value=1.0))
+    return as_array(chance_BD * torch.nn.functional.pad(passed_BD[:, :-1], (1, 0), value=1.0))
 
 
 def stopped_by_weight_alone(weight_BD: Array, mass_BD: Array) -> Array:
     weight_BD = as_tensor(weight_BD)
     passed_BD = (1 - weight_BD).flip(1).cumprod(1).flip(1)
-    return small(weight_BD * torch.nn.functional.pad(passed_BD[:, 1:], (0, 1), value=1.0))
+    return as_array(weight_BD * torch.nn.functional.pad(passed_BD[:, 1:], (0, 1), value=1.0))
 
 
 class TestedAgainstDraft(HighestPicked):

@@ -32,21 +32,21 @@ from polydraft.schemes.arithmetic import ratio
 from polydraft.schemes.arrays import (
     Array,
     add_to,
+    arange,
+    as_array,
     as_tensor,
+    at_least,
     at_most,
     backwards,
-    library,
-    no_less,
-    no_more,
     put,
     quietly,
     quotient,
     raised,
-    ranks,
     running_max,
-    small,
+    searchsorted,
     sums_by,
     take,
+    xp,
 )
 
 BUCKETS = 4096
@@ -80,7 +80,7 @@ def bucketed_cells(
     assert 0 < buckets < 2**15
     if draft_RV.dtype.itemsize < 4:
         draft_RV, target_RV = draft_RV.float(), target_RV.float()
-    ratio_RV = small(draft_RV) / small(target_RV)
+    ratio_RV = as_array(draft_RV) / as_array(target_RV)
     # buckets / (1 + q/p) in as few passes as there are.
     ratio_RV *= 1 / buckets if scale_R1 is None else scale_R1 / buckets
     ratio_RV += 1 / buckets
@@ -98,7 +98,7 @@ def _dense(key_RV: Tensor) -> tuple[Array, int]:
     """Return the rank of each key among the distinct ones of its row, the largest first and numbered 1."""
     sorted_RV, order_RV = key_RV.sort(dim=1, descending=True)
     rank_RV = (sorted_RV[:, 1:] != sorted_RV[:, :-1]).cumsum(-1)
-    return small(torch.ones_like(order_RV).scatter_(1, order_RV[:, 1:], rank_RV + 1)), key_RV.shape[1] + 1
+    return as_array(torch.ones_like(order_RV).scatter_(1, order_RV[:, 1:], rank_RV + 1)), key_RV.shape[1] + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,31 +133,31 @@ def make_plan(target_RC: Array, draft_RC: Array, count_R1: Array) -> Plan:
     above_RC = draft_RC.cumsum(-1)
     raised_RC = raised(above_RC, count_R1)
     excess_RC = raised_RC - target_RC.cumsum(-1)
-    hull_RC = library(excess_RC).minimum(running_max(excess_RC), backwards(running_max(backwards(excess_RC))))
+    hull_RC = xp(excess_RC).minimum(running_max(excess_RC), backwards(running_max(backwards(excess_RC))))
     selected_RC = target_RC + hull_RC
     selected_RC[:, 1:] -= hull_RC[:, :-1]
     # At most n q: rounding must leave nothing to cells without draft mass, nor to any where there are no children.
-    selected_RC = library(selected_RC).minimum(no_less(selected_RC, 0), draft_RC * count_R1)
+    selected_RC = xp(selected_RC).minimum(at_least(selected_RC, 0), draft_RC * count_R1)
     # q m is X_kⁿ − X_{k−1}ⁿ.
     drift_RC = selected_RC - raised_RC
     drift_RC[:, 1:] += raised_RC[:, :-1]
-    gain_RC = no_less(drift_RC, 0)
+    gain_RC = at_least(drift_RC, 0)
     return Plan(draft_RC, above_RC, count_R1, selected_RC, drift_RC, gain_RC.cumsum(-1), (gain_RC - drift_RC).cumsum(-1))
 
 
 def places(plan: Plan, cell_RK: Array, partner_RK: Array, place_RK: Array) -> Array:
     """Give each child its place, by two uniform numbers: one for the partner, one for whose place and where in it."""
-    where, width = library(cell_RK).where, cell_RK.shape[1]
+    where, width = xp(cell_RK).where, cell_RK.shape[1]
     drift_RK, draft_RK = take(plan.drift_RC, cell_RK), take(plan.draft_RC, cell_RK)
     gaining_RK, size_RK = drift_RK > 0, abs(drift_RK)
     end_RK = where(gaining_RK, take(plan.gains_RC, cell_RK), take(plan.losses_RC, cell_RK))
     mark_RK = end_RK - (1 - partner_RK) * size_RK
-    other_RK = where(gaining_RK, at_most(plan.losses_RC, mark_RK), at_most(plan.gains_RC, mark_RK))
-    other_RK = no_more(other_RK, plan.draft_RC.shape[1] - 1)
-    both_RX = library(cell_RK).concatenate([cell_RK, other_RK], 1)
+    other_RK = where(gaining_RK, searchsorted(plan.losses_RC, mark_RK), searchsorted(plan.gains_RC, mark_RK))
+    other_RK = at_most(other_RK, plan.draft_RC.shape[1] - 1)
+    both_RX = xp(cell_RK).concatenate([cell_RK, other_RK], 1)
     above_RX, own_RX = take(plan.above_RC, both_RX), take(plan.draft_RC, both_RX)
     slope_RX = slopes(above_RX, above_RX - own_RX, plan.count_R1, width)
-    away_RK = no_more(quotient(size_RK, draft_RK * abs(slope_RX[:, width:] - slope_RX[:, :width])), 1)
+    away_RK = at_most(quotient(size_RK, draft_RK * abs(slope_RX[:, width:] - slope_RX[:, :width])), 1)
     swapped_RK = place_RK < away_RK
     # How far below the end of the cell: what is left of a number that has decided whose place it is.
     below_RK = where(swapped_RK, 1 - quotient(place_RK, away_RK), quotient(1 - place_RK, 1 - away_RK))
@@ -167,9 +167,9 @@ def places(plan: Plan, cell_RK: Array, partner_RK: Array, place_RK: Array) -> Ar
 
 def slopes(above_RX: Array, below_RX: Array, count_R1: Array, most: int) -> Array:
     """Return m = Σ_{j<n} X_k^j X_{k−1}^{n−1−j}, n at most `most`: the quotient of differences without their cancellation."""
-    rank_J = ranks(most, above_RX)
+    rank_J = arange(most, above_RX)
     other_RJ = count_R1 - 1 - rank_J
-    below_RXJ = below_RX[:, :, None] ** no_less(other_RJ, 0)[:, None]
+    below_RXJ = below_RX[:, :, None] ** at_least(other_RJ, 0)[:, None]
     return (above_RX[:, :, None] ** rank_J * below_RXJ * (other_RJ >= 0)[:, None]).sum(-1)
 
 
@@ -249,16 +249,16 @@ class Contest:
         buckets : int, optional
             How many cells; without it the vocabulary is sorted.
         """
-        child_RK = small(children_RK)
-        where, width = library(child_RK).where, child_RK.shape[1]
+        child_RK = as_array(children_RK)
+        where, width = xp(child_RK).where, child_RK.shape[1]
         exists_RK = child_RK != NO_TOKEN
-        token_RK = no_less(where(exists_RK, child_RK, child_RK[:, :1]), 0)
-        target_RV, draft_RV = small(target_probs_RV.double()), small(draft_probs_RV.double())
+        token_RK = at_least(where(exists_RK, child_RK, child_RK[:, :1]), 0)
+        target_RV, draft_RV = as_array(target_probs_RV.double()), as_array(draft_probs_RV.double())
         racing_RK, apart_RK, scale_R1 = exists_RK, None, None
         if certain is not None:
             total_R1 = draft_RV.sum(-1, keepdims=True)
             draft_RK = take(draft_RV, token_RK)
-            apart_RK = ranks(width, exists_RK) < certain(child_RK, draft_RK, total_R1, exists_RK.sum(-1, keepdims=True))
+            apart_RK = arange(width, exists_RK) < certain(child_RK, draft_RK, total_R1, exists_RK.sum(-1, keepdims=True))
             racing_RK = exists_RK & ~apart_RK
             rest_R1 = total_R1 - (draft_RK * apart_RK).sum(-1, keepdims=True)
             scale_R1 = quotient(total_R1, rest_R1)
@@ -294,8 +294,8 @@ class Contest:
     @quietly
     def select(self, uniforms_RU: Tensor) -> Tensor:
         """Run the race and return one child of each row, by one number and two more a child."""
-        where, width = library(self.token_RK).where, self.token_RK.shape[1]
-        number_RU = small(uniforms_RU.double())
+        where, width = xp(self.token_RK).where, self.token_RK.shape[1]
+        number_RU = as_array(uniforms_RU.double())
         # Pairs side by side: which numbers are a child's must not depend on how many columns the batch has.
         partner_RK, place_RK = number_RU[:, 1 : 1 + 2 * width : 2], number_RU[:, 2 : 2 + 2 * width : 2]
         place_RK = where(self.racing_RK, places(self.plan, self.cell_RK, partner_RK, place_RK), -1.0)
@@ -305,9 +305,9 @@ class Contest:
             # A number above `keep` is uniform there, so it also tells who takes over.
             running_RK = self.certain_RK.cumsum(-1)
             mark_R1 = quotient(number_R1 - keep_R1, 1 - keep_R1) * running_RK[:, -1:]
-            heir_R1 = at_most(running_RK, mark_R1)
+            heir_R1 = searchsorted(running_RK, mark_R1)
             # Rounding may put a mark at the very end; the winner then keeps its place, with a chance of 1e-16.
-            index_R1 = where((number_R1 < keep_R1) | (heir_R1 == width), index_R1, no_more(heir_R1, width - 1))
+            index_R1 = where((number_R1 < keep_R1) | (heir_R1 == width), index_R1, at_most(heir_R1, width - 1))
         token_R1 = where(self.racing_RK.any(-1, keepdims=True), take(self.token_RK, index_R1), NO_TOKEN)
         return as_tensor(token_R1)[:, 0]
 
@@ -324,5 +324,5 @@ class Contest:
 
 def _handed_over(selected_RC: Array, target_RC: Array, certain_R1: Array) -> Array:
     """Return r', what winners keep when a mass of `certain_R1` goes from where r exceeds p to certain children."""
-    beyond_RC = no_less(selected_RC - target_RC, 0)
-    return selected_RC - beyond_RC * no_more(quotient(certain_R1, beyond_RC.sum(-1, keepdims=True)), 1)
+    beyond_RC = at_least(selected_RC - target_RC, 0)
+    return selected_RC - beyond_RC * at_most(quotient(certain_R1, beyond_RC.sum(-1, keepdims=True)), 1)

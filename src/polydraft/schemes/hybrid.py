@@ -30,7 +30,7 @@ from torch import Tensor
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
 from polydraft.schemes.arithmetic import Ranked, largest, normalised, ratio
-from polydraft.schemes.arrays import Array, as_tensor, looks, quietly, ranks, small
+from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, can_sync, quietly
 from polydraft.schemes.contest import BUCKETS, Contest, bucketed_cells
 from polydraft.schemes.scheme import SCHEMES, IndependentChildren, Scheme, Selection
 
@@ -94,7 +94,7 @@ def accepted_or_residual(target_probs_RV: Tensor, selection: Selection, uniform_
     target_R1, selected_R1 = target_RV.gather(1, token_R1), selection.law_RV.gather(1, token_R1) * mass_R1
     mark_R1 = uniform_R1 * selected_R1
     accepted_R1 = (mark_R1 < target_R1) & (selection.token_R[:, None] != NO_TOKEN)
-    if looks(accepted_R1) and accepted_R1.all():
+    if can_sync(accepted_R1) and accepted_R1.all():
         return selection.token_R
     residual_RV = torch.addcmul(target_RV, selection.law_RV, mass_R1, value=-1).clamp_(min=0)
     # Rejected marks are uniform from p to r.
@@ -154,7 +154,7 @@ class Hybrid(Race):
 
     def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
         """Draw all that a row may have; those behind its number of children are cut off, the others do not know of them."""
-        children_RK = self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1], small(count_R1), ranked))
+        children_RK = self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1], as_array(count_R1), ranked))
         return torch.where(torch.arange(children_RK.shape[1], device=count_R1.device) < count_R1, children_RK, NO_TOKEN)
 
     @staticmethod
@@ -174,8 +174,8 @@ class Hybrid(Race):
         """Return top tokens, which of them are certain, and the weights without these; rows may have fewer children."""
         value_RK, token_RK = largest(draft_probs_RV, count) if ranked is None else ranked
         assert value_RK.shape[1] == min(count, draft_probs_RV.shape[1]), (value_RK.shape, count)
-        total_R1 = small(draft_probs_RV.double().sum(-1, keepdim=True))
-        certain_RK = ranks(token_RK.shape[1], token_RK) < certain_of_top(
+        total_R1 = as_array(draft_probs_RV.double().sum(-1, keepdim=True))
+        certain_RK = arange(token_RK.shape[1], token_RK) < certain_of_top(
             value_RK, total_R1, count if count_R1 is None else count_R1, self.threshold
         )
         token_RK, left_RK = as_tensor(token_RK), as_tensor(value_RK * ~certain_RK).to(draft_probs_RV.dtype)
@@ -212,8 +212,8 @@ def certain_of_top(value_RK: Array, total_R1: Array, count: Array | int, thresho
 
 def _certain(value_RK: Array, more_RJ: Array, total_R1: Array, count: Array | int, threshold: float | Tensor) -> Array:
     """Count how many of the first values pass the threshold one after the other, where something is left after them."""
-    threshold = small(threshold) if isinstance(threshold, Tensor) else threshold
-    left_RK = count - ranks(value_RK.shape[1], value_RK)
+    threshold = as_array(threshold) if isinstance(threshold, Tensor) else threshold
+    left_RK = count - arange(value_RK.shape[1], value_RK)
     rest_RK = total_R1 - value_RK.cumsum(-1) + value_RK
     likely_RK = (value_RK * left_RK >= rest_RK * threshold) & (left_RK > 1)
     return (likely_RK[..., :-1] & more_RJ).cumprod(-1).sum(-1, keepdims=True)
@@ -245,7 +245,7 @@ class ThresholdTuner:
         total_R1 = draft_probs_RV.double().sum(-1, keepdim=True)
         if self._candidate_X is None:
             self._candidate_X = torch.tensor(self.thresholds, dtype=torch.float64, device=total_R1.device)
-        certain_XR1 = as_tensor(certain_of_top(value_RK, small(total_R1), count, self._candidate_X[:, None, None]))
+        certain_XR1 = as_tensor(certain_of_top(value_RK, as_array(total_R1), count, self._candidate_X[:, None, None]))
         acceptance_RK = acceptances(target_probs_RV, draft_probs_RV, count)
         score_X = acceptance_RK.expand(len(certain_XR1), -1, -1).gather(2, certain_XR1).sum((1, 2))
         self._score_X = score_X if self._score_X is None else self.decay * self._score_X + score_X
@@ -263,7 +263,7 @@ def acceptances(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> 
     """Return the acceptance of `hybrid` with m = 0, 1, ..., count − 1 certain candidates, by buckets, good to 1e-3."""
     target_RV, draft_RV = target_probs_RV.double(), draft_probs_RV.double()
     target_mass_R1, draft_mass_R1 = target_RV.sum(-1, keepdim=True), draft_RV.sum(-1, keepdim=True)
-    cells_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, small(target_mass_R1 / draft_mass_R1))
+    cells_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, as_array(target_mass_R1 / draft_mass_R1))
     cell_RV = as_tensor(cells_RV)
     target_RC, draft_RC = target_RV.new_zeros(2, len(target_RV), cells)
     target_RC.scatter_add_(1, cell_RV, target_RV / target_mass_R1)

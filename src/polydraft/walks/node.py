@@ -7,7 +7,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
-from polydraft.schemes.arrays import looks
+from polydraft.schemes.arrays import can_sync
 from polydraft.trees import DraftTree
 from polydraft.walks.walk import WALKS, Fault, TargetLaw, TreeLaws, Verdict, Walk, fault_of, followed, laws_everywhere
 
@@ -71,7 +71,7 @@ class NodeWalk(Walk):
             node_B = torch.where(going_B, child_B, node_B)
             if step < draft.depth:
                 path_BD[:, step + 1] = node_B
-            if step == draft.reach or (looks(going_B) and not going_B.any()):
+            if step == draft.reach or (can_sync(going_B) and not going_B.any()):
                 path_BD[:, step + 1 :] = node_B[:, None]
                 break
         return Verdict(path_BD, accepted_B, tokens_BD, offered_B, fault_B)
@@ -118,7 +118,7 @@ def greedy_verdict(draft: DraftTree, laws: TreeLaws) -> Verdict:
 
     Every exact scheme emits the one token that has mass, whatever it drew, so this is what each of them comes to.
     """
-    tokens_BN = None if looks(draft.tokens_BN) else laws.likeliest_everywhere(draft)
+    tokens_BN = None if can_sync(draft.tokens_BN) else laws.likeliest_everywhere(draft)
     return _step_by_step(draft, laws) if tokens_BN is None else follow_tokens(draft, tokens_BN)
 
 
@@ -137,7 +137,7 @@ def _step_by_step(draft: DraftTree, laws: TreeLaws) -> Verdict:
         offered.append((children_BK != NO_TOKEN).any(-1))
         match_BK = (children_BK == token_B[:, None]) & (children_BK != NO_TOKEN)
         going_B = match_BK.any(-1)
-        if step == draft.depth or (looks(going_B) and not going_B.any()):
+        if step == draft.depth or (can_sync(going_B) and not going_B.any()):
             break
         accepted_B = accepted_B + going_B
         child_B = nodes_BK.gather(1, match_BK.to(torch.uint8).argmax(-1, keepdim=True))[:, 0]

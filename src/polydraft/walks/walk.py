@@ -13,7 +13,7 @@ from polydraft.errors import UsageError, unknown_name
 from polydraft.registry import Registry
 from polydraft.sampling import Warper
 from polydraft.schemes import SCHEMES, Scheme
-from polydraft.schemes.arrays import as_tensor, library, looks, small
+from polydraft.schemes.arrays import as_array, as_tensor, can_sync, xp
 from polydraft.trees import DraftTree
 
 _MOST_BYTES = 2**28
@@ -104,14 +104,14 @@ class TargetLaws(TreeLaws):
 def laws_everywhere(draft: DraftTree, target_law: TargetLaw, columns: int) -> Tensor | None:
     """Return the target's laws at all nodes, where the host may not look and float64 tables of so many columns fit."""
     fits = 8 * draft.tokens_BN.numel() * columns <= _MOST_BYTES
-    if looks(draft.tokens_BN) or not fits or not isinstance(target_law, TreeLaws):
+    if can_sync(draft.tokens_BN) or not fits or not isinstance(target_law, TreeLaws):
         return None
     return target_law.everywhere(draft)
 
 
 def _rows(table_BNX: Tensor, node_B: Tensor) -> Tensor:
     """Return the entry of one node per row, `[B, 1, X]`."""
-    if len(table_BNX) == 1 and looks(node_B):
+    if len(table_BNX) == 1 and can_sync(node_B):
         return table_BNX[:, int(node_B)][:, None]
     if len(table_BNX) == 1:
         return table_BNX.index_select(1, node_B)
@@ -136,8 +136,8 @@ class Fault(IntEnum):
 def fault_of(target_probs_BV: Tensor, draft_probs_BV: Tensor) -> Tensor:
     """Return the `Fault` of each row's laws at one node, `[B, 1]`."""
     # A target's law that is not a number is none anywhere; a draft's may lack tokens, which are 0 all the same.
-    target_B1, draft_B1 = small(_widened(target_probs_BV))[:, :1], small(_widened(draft_probs_BV)).sum(-1, keepdims=True)
-    where = library(target_B1).where
+    target_B1, draft_B1 = as_array(_widened(target_probs_BV))[:, :1], as_array(_widened(draft_probs_BV)).sum(-1, keepdims=True)
+    where = xp(target_B1).where
     # What is not a number does not equal itself.
     fault_B1 = where(draft_B1 != draft_B1, Fault.DRAFT.value, Fault.NONE.value)
     return as_tensor(where(target_B1 != target_B1, Fault.TARGET.value, fault_B1))
