@@ -14,8 +14,7 @@ from transformers.utils import logging
 
 from polydraft.drafters import ModelTree
 from polydraft.engine import Decoder
-from polydraft.models.early_exit import early_exit
-from polydraft.models.hf import HFModel
+from polydraft.models.hf import HFModel, early_exit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 

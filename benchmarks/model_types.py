@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from polydraft import Speculate
 from polydraft.errors import PolydraftError
-from polydraft.models.support import first_line
-from polydraft.models.twin import sharpen, twin_config
+from polydraft.models.check import sharpen, twin_config
+from polydraft.models.families import first_line
 
 NEW_TOKENS = 24
 LENGTHS = (9, 20, 3)

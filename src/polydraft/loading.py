@@ -12,8 +12,7 @@ from polydraft.errors import UsageError, unknown_name
 from polydraft.models.bundled import BUNDLED
 from polydraft.models.inflated import source_name
 from polydraft.models.loading import load_draft, load_model
-from polydraft.models.placement import resolve_device, resolve_dtype
-from polydraft.models.spread import check_device_map
+from polydraft.models.placement import check_device_map, resolve_device, resolve_dtype
 from polydraft.papers.target_init import check_lossy
 from polydraft.sampling import check_draft_temperature
 from polydraft.schemes import SCHEMES

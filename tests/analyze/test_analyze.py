@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polydraft.engine import Decoder
-from polydraft.models.early_exit import early_exit
+from polydraft.models.hf import early_exit
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.noise import row_seed

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from polydraft.beam.chance import Chance
+from polydraft.beam._layer import Chance
 
 
 class _Scripted(Chance):

@@ -6,12 +6,12 @@ from functools import cache
 import pytest
 
 from polydraft.beam import BeamDecoder
-from polydraft.beam.run import BeamRun
-from polydraft.beam.workspace import BeamMemory, BeamWorkspace
+from polydraft.beam._run import BeamRun
+from polydraft.beam._workspace import BeamMemory, BeamWorkspace
 from polydraft.drafters import HeadTree, ModelTree
 from polydraft.engine import Decoder
 from polydraft.models import FeatureHead, TabularModel
-from polydraft.models.early_exit import early_exit
+from polydraft.models.hf import early_exit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 from stand_in import StandIn

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from polydraft.beam.coupled import CoupledRun
-from polydraft.beam.noise import SharedNoise
+from polydraft.beam._search import CoupledRun, SharedNoise
 from polydraft.certify.chi_square import detectable_distance
 
 from .reference import beam_sampling_law, table_rows

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from polydraft.beam.law import LawMaker, joined
-from polydraft.beam.node import Node
+from polydraft.beam._law import LawMaker, joined
+from polydraft.beam._node import Node
 from polydraft.sampling import SamplingParams
 
 VOCABULARY = 64

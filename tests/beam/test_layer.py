@@ -5,14 +5,16 @@ import itertools
 import numpy as np
 import pytest
 
-from polydraft.beam import layer as layer_module
-from polydraft.beam.layer import verify_layer
-from polydraft.beam.width import acceptance_chances, count_law, dynamic_width
+from polydraft.beam import BeamOptions
+from polydraft.beam import _layer as layer_module
+from polydraft.beam._layer import acceptance_chances, close_draws, count_law, dynamic_width, verify_layer
+from polydraft.beam._node import Beam, Node
 
 from .enumeration import enumerate_outcomes, total_variation
 
 PAIRS = 4
 TOLERANCE = 1e-9
+SCORES = (-3.0, -1.0, -4.0, -2.0)
 
 
 def laws(seed):
@@ -235,3 +237,27 @@ def test_enumeration_itself_is_right():
     got = enumerate_outcomes(lambda chance: tuple(chance.draw(np.array([0.2, 0.3, 0.5]), 2, distinct=True)))
     assert total_variation(got, wanted(np.array([0.2, 0.3, 0.5]), 2, True)) < 1e-12
     assert len(got) == len(list(itertools.permutations(range(3), 2)))
+
+
+# Below: what becomes of a step's draws.
+
+
+def drawn() -> list[Beam]:
+    root = Node(0)
+    return [Beam(root.child(token), score) for token, score in enumerate(SCORES)]
+
+
+def closed(draws: str, ends) -> tuple[list[float], list[float]]:
+    running, ended = close_draws(drawn(), BeamOptions(mode="sample", beams=2, draws=draws), ends)
+    return [beam.score for beam in running], [beam.score for beam in ended]
+
+
+def test_as_hugging_face_draws_the_best_go_on_and_the_first_drawn_finish() -> None:
+    assert closed("hf", lambda node: False) == ([-1.0, -2.0], [])
+    assert closed("hf", lambda node: node.token == 0) == ([-1.0, -2.0], [-3.0])
+    assert closed("hf", lambda node: node.token == 3) == ([-1.0, -3.0], [])  # drawn too late to finish
+    assert closed("hf", lambda node: True) == ([], [-3.0, -1.0])  # at the length limit: the first two, not the best two
+
+
+def test_otherwise_every_draw_goes_on_or_finishes() -> None:
+    assert closed("distinct", lambda node: node.token in (1, 3)) == ([-3.0, -4.0], [-1.0, -2.0])

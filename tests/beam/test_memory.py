@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from polydraft.beam import BeamDecoder, text_log_probs
-from polydraft.beam.node import Node
-from polydraft.beam.reader import HeadReader, ModelReader
-from polydraft.beam.slots import SlotTree
+from polydraft.beam._node import Node
+from polydraft.beam._reader import HeadReader, ModelReader
+from polydraft.beam._slots import SlotTree
 from polydraft.drafters import HeadTree, ModelTree
 from polydraft.engine import Decoder, StopReason
 from polydraft.models import FAMILIES, HeadShape, TabularModel
@@ -134,7 +134,7 @@ def test_every_kind_of_draft_gives_the_same_search(draft):
     _, noisy = models("llama")
     drafter = HeadTree(head, parse_tree("1")) if draft == "head" else ModelTree(noisy, parse_tree("1"))
     if draft == "early":
-        from polydraft.models.early_exit import early_exit
+        from polydraft.models.hf import early_exit
 
         drafter = ModelTree(early_exit(target, 2), parse_tree("1"))
     for prompt in ([4, 8, 15], [7]):

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-import polydraft.beam.bank as bank
-import polydraft.beam.slots as slots
-import polydraft.beam.workspace as workspace
+import polydraft.beam._slots as slots
+import polydraft.beam._workspace as workspace
 import polydraft.models.language_model as language_model
-from polydraft.beam.node import Node
-from polydraft.beam.run import BeamRun
+from polydraft.beam._node import Node
+from polydraft.beam._run import BeamRun
 from polydraft.engine import StopReason
 from polydraft.sampling import SamplingParams
 from stand_in import StandIn
@@ -81,7 +80,7 @@ def test_a_first_request_of_one_token_leaves_no_recording_without_features(recor
 
 @pytest.mark.parametrize("name", ["table", "head"])
 def test_the_bank_may_move_on_the_way(monkeypatch, recorders, name):
-    monkeypatch.setattr(bank, "_FIRST_ROWS", 3)
+    monkeypatch.setattr(workspace, "_FIRST_ROWS", 3)
     monkeypatch.setattr(workspace, "_FIRST_PLACES", -20)
     recorded, plain = beams(name), beams(name, graphs=False)
     for prompt in (PROMPTS[0], PROMPTS[1]):

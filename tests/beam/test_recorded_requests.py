@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import polydraft.models.language_model as language_model
-from polydraft.beam.workspace import BeamMemory
+from polydraft.beam._workspace import BeamMemory
 from polydraft.engine.recorder import Recorder
 from polydraft.errors import FailureError
 from stand_in import StandIn

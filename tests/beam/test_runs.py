@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from polydraft.beam.chance import RandomChance
-from polydraft.beam.coupled import CoupledRun
-from polydraft.beam.law import Continuations
-from polydraft.beam.node import Beam, Node
-from polydraft.beam.noise import SharedNoise
+from polydraft.beam._law import Continuations
+from polydraft.beam._layer import RandomChance
+from polydraft.beam._node import Beam, Node
+from polydraft.beam._sample import SampleRun, _Universe
+from polydraft.beam._search import CoupledRun, SearchRun, SharedNoise, largest
 from polydraft.beam.options import BeamOptions
-from polydraft.beam.sample import SampleRun, _Universe
-from polydraft.beam.search import SearchRun, largest
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams

@@ -8,9 +8,9 @@ from collections import defaultdict
 
 import pytest
 
-from polydraft.beam import sample
-from polydraft.beam.chance import Chance
-from polydraft.beam.sample import SampleRun
+from polydraft.beam import _sample as sample
+from polydraft.beam._layer import Chance
+from polydraft.beam._sample import SampleRun
 
 from .enumeration import enumerate_outcomes, total_variation
 from .reference import _drawings

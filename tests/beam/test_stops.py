@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from polydraft.beam import BeamDecoder
-from polydraft.beam.chance import RandomChance
-from polydraft.beam.coupled import CoupledRun
-from polydraft.beam.node import Node
-from polydraft.beam.run import BeamRun
-from polydraft.beam.sample import SampleRun
-from polydraft.beam.search import SearchRun
-from polydraft.beam.stops import Stops
+from polydraft.beam._layer import RandomChance
+from polydraft.beam._node import Node, Stops
+from polydraft.beam._run import BeamRun
+from polydraft.beam._sample import SampleRun
+from polydraft.beam._search import CoupledRun, SearchRun
 from polydraft.drafters import ModelTree
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.text import TextAssembler
@@ -145,7 +143,7 @@ def test_forests_decode_few_texts_where_strings_end_nearly_all(monkeypatch):
         return words.decodings
 
     few = decodings()
-    monkeypatch.setattr("polydraft.beam.search._LOOKS", 10**6)
+    monkeypatch.setattr("polydraft.beam._search._LOOKS", 10**6)
     assert 0 < few < decodings() / 2
 
 

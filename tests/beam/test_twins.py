@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from polydraft.beam import BeamDecoder
-from polydraft.beam import run as run_module
-from polydraft.beam.chance import RandomChance
-from polydraft.beam.coupled import CoupledRun
-from polydraft.beam.law import Continuations, LawMaker, averaged, nothing_foreseen
-from polydraft.beam.node import Node
-from polydraft.beam.sample import SampleRun
-from polydraft.beam.search import SearchRun
-from polydraft.beam.twins import Twins
+from polydraft.beam import _run as run_module
+from polydraft.beam._law import Continuations, LawMaker, averaged, nothing_foreseen
+from polydraft.beam._layer import RandomChance
+from polydraft.beam._node import Node, Twins
+from polydraft.beam._sample import SampleRun
+from polydraft.beam._search import CoupledRun, SearchRun
 from polydraft.drafters import ModelTree
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
@@ -44,7 +42,7 @@ def test_endings_reach_into_the_prompt():
 
 
 def test_later_twins_take_the_place_of_earlier_ones_and_the_oldest_go(monkeypatch):
-    monkeypatch.setattr("polydraft.beam.twins._MOST", 4)
+    monkeypatch.setattr("polydraft.beam._node._MOST_ENDINGS", 4)
     twins, root = Twins([0]), Node(0)
     first, second = root.child(1).child(5), root.child(1).child(5).child(1).child(5)
     twins.note([first])
@@ -153,7 +151,7 @@ def test_twins_alone_change_no_text_whatever_ends_and_bends_it(seed):
 def test_what_is_remembered_is_bounded(monkeypatch):
     """Laws, endings and assembled texts stay few however long the text is."""
     monkeypatch.setattr(run_module, "_MOST_LAWS", 20)
-    monkeypatch.setattr("polydraft.beam.twins._MOST", 50)
+    monkeypatch.setattr("polydraft.beam._node._MOST_ENDINGS", 50)
     target = TabularModel.random(12, 2, seed=5, sharpness=3.0)
     kept = parts(target, None, 60, (11,), beams=3, draft_width=6, draft_depth=2, draws="distinct", twins=True)
     kept |= {"params": SamplingParams(top_k=6), "stops": Words(*"abcdefghijkl").stops("lllll")}

@@ -9,7 +9,7 @@ from polydraft.bench._runner import Journal, Measurement, Runner
 from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token
 from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.errors import UsageError
-from polydraft.models.inflate import SHAPES, BigShape
+from polydraft.models.inflated import SHAPES, BigShape
 
 TEXTS = ["hello", "a tree", "why", "so"]
 PROMPTS = [{"id": f"p{number}", "category": "ab"[number % 2], "prompt": text} for number, text in enumerate(TEXTS)]

@@ -16,8 +16,8 @@ from polydraft.models import TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.trees import DraftTree
 from polydraft.walks import Verdict
-from polydraft.walks.greedy import follow_tokens
-from polydraft.walks.target_law import TreeLaws
+from polydraft.walks.node import follow_tokens
+from polydraft.walks.walk import TreeLaws
 
 PROMPT = [5, 6, 7]
 TWIN = 255

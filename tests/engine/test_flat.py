@@ -5,8 +5,7 @@ from polydraft.drafters import ModelTree
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
-from polydraft.models.early_exit import early_exit
-from polydraft.models.hf import HFModel
+from polydraft.models.hf import HFModel, early_exit
 from polydraft.papers.flat import FlatModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Block, parse_tree

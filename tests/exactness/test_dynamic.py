@@ -17,7 +17,7 @@ from polydraft.engine import Decoder
 from polydraft.sampling import NO_TOKEN, SamplingParams
 from polydraft.schemes import SCHEMES, hybrid
 from polydraft.schemes.arithmetic import largest
-from polydraft.schemes.arrays import small
+from polydraft.schemes.arrays import as_array
 from polydraft.theory import Costs, cost_curve
 from polydraft.trees import DynamicShape, parse_tree
 
@@ -124,7 +124,7 @@ def test_rows_rest_where_drafting_loses_and_try_again() -> None:
 
 def test_a_policy_comes_back_once_drafting_pays() -> None:
     policy = RowPolicy(LOSING, 1, 16, torch.device("cpu"), adaptive=True)
-    yes_1 = small(torch.ones(1, dtype=torch.bool))
+    yes_1 = as_array(torch.ones(1, dtype=torch.bool))
 
     def rounds(count: int, accepted: int) -> int:
         drafted = 0
@@ -140,14 +140,16 @@ def test_a_policy_comes_back_once_drafting_pays() -> None:
 
 
 def test_sizes_follow_the_cost_curve() -> None:
-    probs_BM = small(0.7 ** torch.arange(1, 16)[None])
+    probs_BM = as_array(0.7 ** torch.arange(1, 16)[None])
     cheap, steep = (
         RowPolicy(Costs(draft_level=0.1, tree_pass=cost_curve(curve)), 1, 16, torch.device("cpu"), adaptive=True)
         for curve in ({1: 1.0, 16: 1.01}, {1: 1.0, 4: 1.05, 16: 9.0})
     )
     assert int(cheap.counts(probs_BM)[0]) >= 12
     assert int(steep.counts(probs_BM)[0]) <= 4
-    assert cheap.wants_level(small(torch.tensor([0.9]))).all() and not cheap.wants_level(small(torch.tensor([0.05]))).any()
+    assert (
+        cheap.wants_level(as_array(torch.tensor([0.9]))).all() and not cheap.wants_level(as_array(torch.tensor([0.05]))).any()
+    )
 
 
 @pytest.mark.parametrize("nodes", [2, 5, 9, 21, 64, 128])
@@ -177,8 +179,8 @@ def root_children(law: tuple[float, ...], nodes: int = 64) -> int:
     policy = RowPolicy(costs, 1, nodes, torch.device("cpu"), adaptive=True)
     rest = torch.full((4096,), (1 - sum(law)) / 4096)
     value_1K, _ = largest(torch.cat([torch.tensor(law), rest])[None], 16)
-    gain_11K = gains(value_1K, small(torch.ones(1, 1)))
-    return int(policy.allot(gain_11K, small(torch.zeros(1, dtype=torch.long)), share=16, least=1).counts_BW[0, 0])
+    gain_11K = gains(value_1K, as_array(torch.ones(1, 1)))
+    return int(policy.allot(gain_11K, as_array(torch.zeros(1, dtype=torch.long)), share=16, least=1).counts_BW[0, 0])
 
 
 def amx_costs() -> Costs:
@@ -195,12 +197,12 @@ def test_where_passes_cost_alike_the_root_gets_many_children_and_few_where_the_d
 
 def test_allotted_children_fit_the_room_and_take_the_best() -> None:
     policy = RowPolicy(CHEAP, 2, 9, torch.device("cpu"), adaptive=True)
-    gain_BWK = small(torch.tensor([[[0.5, 0.2, 0.1], [0.3, 0.05, 0.0]], [[0.4, 0.3, 0.2], [0.0, 0.0, 0.0]]]).double())
-    found = policy.allot(gain_BWK, small(torch.tensor([5, 0])), share=0, least=0)
+    gain_BWK = as_array(torch.tensor([[[0.5, 0.2, 0.1], [0.3, 0.05, 0.0]], [[0.4, 0.3, 0.2], [0.0, 0.0, 0.0]]]).double())
+    found = policy.allot(gain_BWK, as_array(torch.tensor([5, 0])), share=0, least=0)
     # Room for three in the first row; no child without gain in the second.
     assert found.counts_BW.tolist() == [[2, 1], [3, 0]]
     assert found.net_B[0] < 1.0 and found.net_B[1] < 0.9 and (found.net_B > 0.5).all()
-    full = policy.allot(gain_BWK, small(torch.tensor([8, 8])), share=0, least=0)
+    full = policy.allot(gain_BWK, as_array(torch.tensor([8, 8])), share=0, least=0)
     assert full.counts_BW.sum() == 0 and (full.net_B == 0).all()
 
 

@@ -176,9 +176,9 @@ def test_children_that_the_scheme_cannot_have_drawn_are_refused(name: str, child
 
 def test_too_many_children_are_refused() -> None:
     scheme = SCHEMES.get("spechub")()
-    with pytest.raises(UsageError, match="3 children a row; scheme 'spechub' allows at most 2"):
+    with pytest.raises(UsageError, match="3 children per row; scheme 'spechub' allows at most 2"):
         draw_checked(scheme, LAW_RV, torch.rand(2, 3, dtype=torch.float64))
-    with pytest.raises(UsageError, match="3 children a row; scheme 'spechub' allows at most 2"):
+    with pytest.raises(UsageError, match="3 children per row; scheme 'spechub' allows at most 2"):
         verify_checked(**arguments("spechub", children_RK=torch.tensor([[0, 1, 2], [1, -1, -1]])))
 
 

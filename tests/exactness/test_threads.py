@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from polydraft.beam import BeamDecoder
-from polydraft.beam.workspace import BeamWorkspace
+from polydraft.beam._workspace import BeamWorkspace
 from polydraft.drafters import ModelTree
 from polydraft.engine import Decoder, Generation
 from polydraft.engine.workspace import Workspace

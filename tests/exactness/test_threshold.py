@@ -7,8 +7,7 @@ import torch
 
 from polydraft.errors import UsageError
 from polydraft.schemes import SCHEMES, Hybrid, ThresholdTuner
-from polydraft.schemes.hybrid import certain_of_top
-from polydraft.schemes.threshold import THRESHOLDS, acceptances
+from polydraft.schemes.hybrid import THRESHOLDS, acceptances, certain_of_top
 
 from .checks import TOLERANCE, enumeration_error, random_cases
 from .test_optimality import acceptance

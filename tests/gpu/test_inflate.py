@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from polydraft.models.hf import HFModel
-from polydraft.models.inflate import SHAPES, inflate
-from polydraft.models.inflated import InflatedModel
+from polydraft.models.inflated import SHAPES, InflatedModel, inflate
 from polydraft.trees import causal_block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

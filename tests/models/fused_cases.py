@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.models.fused import add_norm, gate, linear, rotate_store, vector_product
+from polydraft.models._fused import add_norm, gate, linear, rotate_store, vector_product
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:

@@ -17,11 +17,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from polydraft.models import FAMILIES, FeatureHead
+from polydraft.models._bodies import lean_body
+from polydraft.models._fused import FusedBody, FusedHead, TreeView, add_norm, gate, rotate_store, vector_product
 from polydraft.models.cache import SlotCache
 from polydraft.models.feature_head import HeadShape
-from polydraft.models.fused import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
-from polydraft.models.fused_head import FusedHead
-from polydraft.models.lean import lean_body
 from polydraft.models.tree_attention import AttentionPlan, tree_attention
 from polydraft.trees import SlicedMask, parse_tree
 

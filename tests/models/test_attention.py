@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polydraft.models import TabularModel
-from polydraft.models.attention import steady_attention
+from polydraft.models.language_model import steady_attention
 from polydraft.trees import causal_block
 
 

@@ -11,8 +11,8 @@ from fused_cases import check_add_norm, check_gate, check_rotate_store, check_ve
 if importlib.util.find_spec("triton") is not None and "triton" not in sys.modules and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
-from polydraft.models.fused import FusedBody
-from polydraft.models.lean import lean_body
+from polydraft.models._bodies import lean_body
+from polydraft.models._fused import FusedBody
 from polydraft.models.tree_attention import obstacle
 from polydraft.trees import SlicedMask, parse_tree
 

@@ -12,12 +12,10 @@ from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.loading import usual_pair
 from polydraft.models import FAMILIES, HeadShape
-from polydraft.models import inflate as module
-from polydraft.models.early_exit import early_exit
+from polydraft.models import inflated as module
 from polydraft.models.head_folder import new_head
-from polydraft.models.hf import HFModel
-from polydraft.models.inflate import SHAPES, BigShape, inflate
-from polydraft.models.inflated import InflatedModel, parse_inflated, source_name
+from polydraft.models.hf import HFModel, early_exit
+from polydraft.models.inflated import SHAPES, BigShape, InflatedModel, inflate, parse_inflated, source_name
 from polydraft.models.loading import load_model
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree

@@ -13,12 +13,11 @@ from polydraft.drafters import HeadTree, ModelTree
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import HeadShape
-from polydraft.models.cache import SlotCache
-from polydraft.models.early_exit import early_exit
+from polydraft.models.cache import SlotCache, SpreadCache
 from polydraft.models.head_folder import new_head
-from polydraft.models.hf import HFModel
+from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.loading import load_draft, load_model
-from polydraft.models.spread import SpreadCache, check_device_map
+from polydraft.models.placement import check_device_map
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 

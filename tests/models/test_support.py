@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
+from polydraft.models.families import FULL, SLIDING, context_limit, layer_kinds, refuse_unsupported
 from polydraft.models.hf import HFModel
-from polydraft.models.support import FULL, SLIDING, context_limit, layer_kinds, refuse_unsupported
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64}

@@ -18,8 +18,9 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, Topology
-from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk, greedy, path
-from polydraft.walks.target_law import TargetLaw, TreeLaws
+from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk, block
+from polydraft.walks import node as node_walk
+from polydraft.walks.walk import TargetLaw, TreeLaws
 
 from . import doubles
 
@@ -320,11 +321,11 @@ def enumerate_walk(walk: Walk, scheme: Scheme, batch: Batch, at_once: bool = Fal
         target_law = _LawsEverywhere(batch, case_R, tokens_RN)
     scripted = _Scripted(len(case_R))
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("schemes.scheme", "walks.node", "walks.everywhere", "walks.block", "walks.traversal"):
+        for module in ("schemes.scheme", "walks.node", "walks.block", "walks.traversal"):
             patch.setattr(f"polydraft.{module}.draw_one", scripted.draw_one)
         if at_once:
             patch.setattr("polydraft.schemes.arrays._HOSTS", ())
-            for module in (greedy, path):
+            for module in (node_walk, block):
                 patch.setattr(module, "followed", partial(scripted.noted, module.followed))
         patch.setattr("polydraft.walks.traversal._decide", scripted.decide)
         patch.setattr(doubles, "draw_one", scripted.draw_one)

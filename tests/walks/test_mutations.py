@@ -11,17 +11,17 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme
 from polydraft.schemes.arithmetic import normalised, ratio
-from polydraft.schemes.arrays import Array, as_tensor, no_more, small
+from polydraft.schemes.arrays import Array, as_array, as_tensor, at_most
 from polydraft.trees import DraftTree
-from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk, block, everywhere, node, path, traversal
-from polydraft.walks import greedy as greedy_walk
-from polydraft.walks.path import Path, PathFinder
+from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk, block, node, traversal
+from polydraft.walks.block import Path, PathFinder
 
 from .cases import TREES, batch_of
 from .doubles import AnyPicked, HighestPicked, by_law
 from .enumeration import TOLERANCE, enumerate_walk
 
-FOLLOWED = greedy_walk.followed  # as it is before anybody breaks it
+FOLLOWED, FOLLOW_TOKENS, VERIFY_EVERYWHERE = node.followed, node.follow_tokens, node.verify_everywhere
+"""As they are before anybody breaks them."""
 SPARSE = "[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]"
 
 
@@ -45,7 +45,7 @@ def smallest_not_taken(weight_B1: Array, ratio_B1: Array) -> Array:
 
 
 def weight_not_carried_on(weight_B1: Array, ratio_B1: Array) -> Array:
-    return no_more(ratio_B1, 1.0)
+    return at_most(ratio_B1, 1.0)
 
 
 def everything_believed(weight_B1: Array, ratio_B1: Array) -> Array:
@@ -65,13 +65,13 @@ def tried_from_the_root(weight_BD: Array, mass_BD: Array) -> Array:
     rest_BD = mass_BD + (1 - weight_BD)
     chance_BD = torch.where(rest_BD == 0, 0.0, mass_BD / rest_BD)
     passed_BD = (1 - chance_BD).cumprod(1)
-    return small(chance_BD * torch.nn.functional.pad(passed_BD[:, :-1], (1, 0), value=1.0))
+    return as_array(chance_BD * torch.nn.functional.pad(passed_BD[:, :-1], (1, 0), value=1.0))
 
 
 def stopped_by_weight_alone(weight_BD: Array, mass_BD: Array) -> Array:
     weight_BD = as_tensor(weight_BD)
     passed_BD = (1 - weight_BD).flip(1).cumprod(1).flip(1)
-    return small(weight_BD * torch.nn.functional.pad(passed_BD[:, 1:], (0, 1), value=1.0))
+    return as_array(weight_BD * torch.nn.functional.pad(passed_BD[:, 1:], (0, 1), value=1.0))
 
 
 class TestedAgainstDraft(HighestPicked):
@@ -111,18 +111,18 @@ def one_step_too_few(next_BN: Tensor, depth: int) -> Tensor:
 
 
 def same_numbers_on_all_levels(scheme: Scheme, draft: DraftTree, laws: Any, uniforms_BU: Tensor) -> Verdict | None:
-    return everywhere.verify_everywhere(scheme, draft, laws, uniforms_BU[:, :1].expand_as(uniforms_BU))
+    return VERIFY_EVERYWHERE(scheme, draft, laws, uniforms_BU[:, :1].expand_as(uniforms_BU))
 
 
 def no_token_of_its_own_at_the_end(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
     # As if the bonus were what a node without children emits: a draw at the root's place.
-    verdict = greedy_walk.follow_tokens(draft, tokens_BN)
+    verdict = FOLLOW_TOKENS(draft, tokens_BN)
     return dataclasses.replace(verdict, path_BD=verdict.path_BD * 0)
 
 
 def any_child_followed(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
     first_BN = draft.all_children()[..., 0]
-    return greedy_walk.follow_tokens(draft, first_BN.where(first_BN != NO_TOKEN, tokens_BN))
+    return FOLLOW_TOKENS(draft, first_BN.where(first_BN != NO_TOKEN, tokens_BN))
 
 
 # Below: wrong parts of the traversal walk.
@@ -193,13 +193,13 @@ AT_ONCE: list[tuple[type[Walk], type[Scheme], Any, str, Callable]] = [
     (BlockWalk, HighestPicked, PathFinder, "_at_once", ratio_of_the_root),
     (BlockWalk, HighestPicked, DraftTree, "all_laws", law_of_another_node),
     (BlockWalk, HighestPicked, DraftTree, "all_children", children_of_another_node),
-    (BlockWalk, HighestPicked, path, "followed", one_step_too_few),
+    (BlockWalk, HighestPicked, block, "followed", one_step_too_few),
     (NodeWalk, WITH, DraftTree, "all_laws", law_of_another_node),
     (NodeWalk, WITH, DraftTree, "all_children", children_of_another_node),
     (NodeWalk, WITH, node, "verify_everywhere", same_numbers_on_all_levels),
-    (NodeWalk, WITH, everywhere, "follow_tokens", no_token_of_its_own_at_the_end),
-    (NodeWalk, WITH, everywhere, "follow_tokens", any_child_followed),
-    (NodeWalk, WITH, greedy_walk, "followed", one_step_too_few),
+    (NodeWalk, WITH, node, "follow_tokens", no_token_of_its_own_at_the_end),
+    (NodeWalk, WITH, node, "follow_tokens", any_child_followed),
+    (NodeWalk, WITH, node, "followed", one_step_too_few),
 ]
 """The same where the host may not look."""
 

@@ -2,9 +2,7 @@
 
 from polydraft.beam.decoder import BeamDecoder
 from polydraft.beam.options import BeamMode, BeamOptions, Draws
-from polydraft.beam.result import BeamGeneration, ScoredText
-from polydraft.beam.scoring import scored, text_log_probs
-from polydraft.beam.stream import BeamStream
+from polydraft.beam.stream import BeamGeneration, BeamStream, ScoredText, scored, text_log_probs
 
 __all__ = [
     "BeamDecoder",

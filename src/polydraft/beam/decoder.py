@@ -6,16 +6,14 @@ from typing import Any
 
 import torch
 
-from polydraft.beam.chance import RandomChance
-from polydraft.beam.coupled import CoupledRun
+from polydraft.beam._layer import RandomChance
+from polydraft.beam._node import Stops
+from polydraft.beam._run import BeamRun
+from polydraft.beam._sample import SampleRun
+from polydraft.beam._search import CoupledRun, SearchRun
+from polydraft.beam._workspace import BeamWorkspace
 from polydraft.beam.options import BeamMode, BeamOptions
-from polydraft.beam.result import BeamGeneration
-from polydraft.beam.run import BeamRun
-from polydraft.beam.sample import SampleRun
-from polydraft.beam.search import SearchRun
-from polydraft.beam.stops import Stops
-from polydraft.beam.stream import BeamStream
-from polydraft.beam.workspace import BeamWorkspace
+from polydraft.beam.stream import BeamGeneration, BeamStream
 from polydraft.engine import Decoder
 from polydraft.engine.prompts import rows_of
 from polydraft.engine.request import Request
@@ -57,7 +55,6 @@ class BeamDecoder:
 
         Parameters
         ----------
-        prompts : str, token ids, or a list of either
         **options
             Fields of `BeamOptions`, and of a request: sampling (penalties only), max_new_tokens, stop, chat, cancel.
 
@@ -86,7 +83,6 @@ class BeamDecoder:
 
         Parameters
         ----------
-        prompt : str or token ids
         settled : bool
             Must be true: unsettled text may be taken back, which a stream cannot do.
         **options

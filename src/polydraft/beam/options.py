@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from polydraft.beam.pool import EarlyStopping
 from polydraft.errors import UsageError, shown, unknown_name
+
+EarlyStopping = bool | Literal["never"]
 
 _MOST_BEAMS = 1024
 """More would take all memory before they take all time."""

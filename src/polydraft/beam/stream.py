@@ -1,17 +1,119 @@
-"""Beams as they settle: tokens that every text shares which can still come out first."""
+"""What beams give back: scored texts, their log-probabilities, and tokens as they settle."""
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.beam.node import Node
-from polydraft.beam.pool import Hypothesis
-from polydraft.beam.result import BeamGeneration, ScoredText
-from polydraft.beam.run import BeamRun
-from polydraft.engine import Stats, StopReason, TokenEvent
+import torch
+
+from polydraft.beam._node import Hypothesis, Node
+from polydraft.beam._run import BeamRun
+from polydraft.beam._slots import SlotTree
+from polydraft.engine import Generation, Stats, StopReason, TokenEvent
 from polydraft.engine.stats import TARGET
 from polydraft.engine.text import TextAssembler
+from polydraft.errors import FailureError
+from polydraft.models import LanguageModel
+
+_NODES_PER_PASS = 256
+_NODES_PER_HEAD = 32
+"""Rows of logits that are held at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """One finished text with its exact log-probabilities."""
+
+    text: str
+    """Cut before its stop string, if one ended it."""
+    token_ids: list[int]
+    """New tokens; the one that ended it, by itself or by completing a stop string, is included."""
+    log_probs: list[float]
+    """The target's own log-probability of each of them, before temperature, truncation and penalties."""
+    sources: list[str]
+    stop_reason: StopReason
+    score: float | None = None
+    """What beams are ranked by: the sum of their tokens' scores over length to the power of the length penalty."""
+
+    @property
+    def log_prob(self) -> float:
+        """The target's log-probability of the whole text."""
+        return sum(self.log_probs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "log_probs": self.log_probs,
+            "log_prob": self.log_prob,
+            "score": self.score,
+            "sources": self.sources,
+            "stop_reason": self.stop_reason.value,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BeamGeneration:
+    """The finished texts of one prompt, best first."""
+
+    texts: list[ScoredText]
+    stats: Stats
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What they were made with, the seed included."""
+
+    @property
+    def best(self) -> ScoredText:
+        """The first of them."""
+        if not self.texts:
+            raise FailureError("there is no text: decoding was cancelled before its first token")
+        return self.texts[0]
+
+
+@torch.inference_mode()
+def text_log_probs(target: LanguageModel, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Return the target's log-probability of every token of texts that follow one prompt.
+
+    The prompt is read once, and so is whatever several texts begin with.
+
+    Parameters
+    ----------
+    prompt : sequence of int
+        At least one token.
+    texts : sequence of token-id lists
+        New tokens.
+    """
+    context = target.start(1, len(prompt) + sum(map(len, texts)) + 1)
+    context.prefill([prompt[:-1]])
+    tree, root = SlotTree(context), Node(prompt[-1])
+    paths = []
+    for tokens in texts:
+        path = [root]
+        for token in tokens:
+            path.append(path[-1].child(int(token)))
+        paths.append(path)
+    inner = list(dict.fromkeys(node for path in paths for node in path[:-1]))
+    for start in range(0, len(inner), _NODES_PER_PASS):
+        tree.read(inner[start : start + _NODES_PER_PASS])
+    for start in range(0, len(inner), _NODES_PER_HEAD):
+        nodes = inner[start : start + _NODES_PER_HEAD]
+        log_probs_RV = target.head(tree.features(nodes)).float().log_softmax(-1)
+        for row, node in enumerate(nodes):
+            for child in node.children.values():
+                child.log_prob = float(log_probs_RV[row, child.token])
+    return [[node.log_prob for node in path[1:]] for path in paths]
+
+
+def scored(target: LanguageModel, prompt: Sequence[int], generations: Sequence[Generation]) -> list[ScoredText]:
+    """Return samples of one prompt with their log-probabilities, likeliest first."""
+    log_probs = text_log_probs(target, prompt, [one.token_ids for one in generations])
+    texts = [
+        ScoredText(one.text, one.token_ids, values, one.sources, one.stop_reason)
+        for one, values in zip(generations, log_probs, strict=True)
+    ]
+    return sorted(texts, key=lambda one: -one.log_prob)
 
 
 class BeamStream(Iterator[TokenEvent]):

@@ -27,8 +27,7 @@ from polydraft.loading import usual_pair
 from polydraft.models import check_prompts
 from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import load_draft, load_model
-from polydraft.models.placement import resolve_device, resolve_dtype
-from polydraft.models.spread import check_device_map
+from polydraft.models.placement import check_device_map, resolve_device, resolve_dtype
 from polydraft.prompts import Prompt, load_prompts
 from polydraft.sampling import SamplingParams
 

@@ -19,11 +19,10 @@ from polydraft.schemes import (
 )
 from polydraft.schemes.arithmetic import normalised, ratio, without
 from polydraft.schemes.arrays import as_tensor, quietly
-from polydraft.schemes.cells import bucketed_cells
-from polydraft.schemes.contest import Contest
+from polydraft.schemes.contest import Contest, bucketed_cells
 from polydraft.trees import DraftTree
 from polydraft.walks import NodeWalk, Verdict, Walk
-from polydraft.walks.target_law import TargetLaw
+from polydraft.walks.walk import TargetLaw
 
 
 def _residual(target_RV: Tensor, draft_RV: Tensor) -> Tensor:

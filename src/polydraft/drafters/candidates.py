@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes.arithmetic import largest
-from polydraft.schemes.arrays import Array, as_tensor, library, no_more, put, quietly, ranks, take, top, total
+from polydraft.schemes.arrays import Array, arange, as_tensor, at_most, put, quietly, take, top, total, xp
 from polydraft.trees import DraftTree
 
 STEP = 1e-3
@@ -30,7 +30,7 @@ class Level:
 
     def masked(self, keep_B: Array) -> "Level":
         """Leave the candidates of some rows out."""
-        where, keep_B1 = library(keep_B).where, keep_B[:, None]
+        where, keep_B1 = xp(keep_B).where, keep_B[:, None]
         return replace(
             self, tokens_BX=where(keep_B1, self.tokens_BX, NO_TOKEN), scores_BX=where(keep_B1, self.scores_BX, -torch.inf)
         )
@@ -50,20 +50,20 @@ class Front:
     def of(cls, level: Level, width: int) -> "Front":
         """Pick the likeliest."""
         scores_BW, places_BW = top(level.scores_BX, min(width, level.scores_BX.shape[1]))
-        where = library(scores_BW).where
+        where = xp(scores_BW).where
         tokens_BW = where(scores_BW > -torch.inf, take(level.tokens_BX, places_BW), NO_TOKEN)
         return cls(places_BW, tokens_BW, take(level.parents_BX, places_BW), scores_BW)
 
     @property
     def mass_B(self) -> Array:
         """Chance that the accepted path comes through one of them, by the draft."""
-        return total(library(self.scores_BW).exp(self.scores_BW))
+        return total(xp(self.scores_BW).exp(self.scores_BW))
 
 
 @quietly
 def best_children(scores_BW: Array, probs_BWV: Tensor, branch: int, most: int) -> Level:
     """Return the best `most` children of W nodes a row, `branch` a node at most; tokens are columns of the laws."""
-    (batch_size, width), functions = scores_BW.shape, library(scores_BW)
+    (batch_size, width), functions = scores_BW.shape, xp(scores_BW)
     value_RK, column_RK = largest(probs_BWV.flatten(0, 1), branch)
     count = value_RK.shape[1]
     children_BX = (scores_BW.reshape(-1, 1) + functions.log(value_RK) - STEP).reshape(batch_size, width * count)
@@ -105,11 +105,11 @@ def assemble(
         What the tree reports as its depth; at least the number of levels.
     """
     batch_size, total = keep_BC.shape
-    concatenate, where = library(keep_BC).concatenate, library(keep_BC).where
+    concatenate, where = xp(keep_BC).concatenate, xp(keep_BC).where
     # Candidates stand level by level: in their own order the nodes are breadth first. Those left out go to the end.
-    index_BM = _sorted(where(keep_BC, ranks(total, keep_BC), total))[:, :most]
+    index_BM = _sorted(where(keep_BC, arange(total, keep_BC), total))[:, :most]
     kept_BM = index_BM < total
-    place_BM = no_more(index_BM, total - 1)
+    place_BM = at_most(index_BM, total - 1)
     tokens_BM = where(kept_BM, take(concatenate([level.tokens_BX for level in levels], 1), place_BM), NO_TOKEN)
     parents, slots, depths, start = [], [], [], 0
     for number, level in enumerate(levels):
@@ -122,11 +122,11 @@ def assemble(
         slot_BX = 0 * level.parents_BX
         if number < len(fronts):
             places_BW = fronts[number].places_BW
-            put(slot_BX, places_BW, 0 * places_BW + ranks(places_BW.shape[1], places_BW))
+            put(slot_BX, places_BW, 0 * places_BW + arange(places_BW.shape[1], places_BW))
         slots.append(slot_BX)
         depths.append(0 * level.parents_BX + number + 1)
     node_of_BC = _zeros((batch_size, total + 2), keep_BC)
-    put(node_of_BC, index_BM + 1, 0 * index_BM + ranks(index_BM.shape[1], index_BM) + 1)
+    put(node_of_BC, index_BM + 1, 0 * index_BM + arange(index_BM.shape[1], index_BM) + 1)
     parent_BM = where(kept_BM, take(node_of_BC, take(concatenate(parents, 1), place_BM)), 0)
     depths_BM = where(kept_BM, take(concatenate(depths, 1), place_BM), 0)
     zero_B1 = 0 * root_B[:, None]
@@ -156,8 +156,8 @@ def _ancestors(parent_BN: Array, levels: int) -> Array:
     """Follow the parents upwards from every node."""
     batch_size, nodes = parent_BN.shape
     # One row for each node of each tree, so that marking its ancestors is setting entries of a row.
-    own_R1 = ranks(batch_size * nodes, parent_BN)[:, None] % nodes
-    ancestors_RN = own_R1 == ranks(nodes, parent_BN)
+    own_R1 = arange(batch_size * nodes, parent_BN)[:, None] % nodes
+    ancestors_RN = own_R1 == arange(nodes, parent_BN)
     above_BN = parent_BN
     for _ in range(levels):
         put(ancestors_RN, above_BN.reshape(-1, 1), own_R1 >= 0)
@@ -167,8 +167,8 @@ def _ancestors(parent_BN: Array, levels: int) -> Array:
 
 def _children(parent_BN: Array, kept_BN: Array, branch: int) -> Array:
     """List every node's children in their order; nodes that were left out are nobody's."""
-    (batch_size, nodes), where = parent_BN.shape, library(parent_BN).where
-    number_N = ranks(nodes, parent_BN)
+    (batch_size, nodes), where = parent_BN.shape, xp(parent_BN).where
+    number_N = arange(nodes, parent_BN)
     elder_NN = number_N[:, None] > number_N
     rank_BN = ((parent_BN[:, :, None] == parent_BN[:, None, :]) & kept_BN[:, None, :] & elder_NN).sum(-1)
     slot_BN = where(kept_BN, parent_BN * branch + rank_BN, nodes * branch)

@@ -11,7 +11,7 @@ from polydraft.drafters.candidates import STEP, Level
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import Scheme
 from polydraft.schemes.arithmetic import Ranked
-from polydraft.schemes.arrays import Array, as_tensor, library, looks, no_less, quietly, ranks, small, take
+from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, at_least, can_sync, quietly, take, xp
 from polydraft.trees import DynamicShape
 
 _UNLISTED = (0.20, 0.29, 0.335, 0.365, 0.385, 0.395, 0.405)
@@ -65,13 +65,13 @@ def gains(value_RK: Array, chances_BW: Array) -> Array:
     `value_RK` holds the K largest probabilities of each node's law, R = B · W. With S the draft's mass on its n likeliest
     tokens, u as in `_UNLISTED`, n children are accepted with chance S + u (1 − S).
     """
-    (batch_size, width), functions = chances_BW.shape, library(chances_BW)
+    (batch_size, width), functions = chances_BW.shape, xp(chances_BW)
     count = value_RK.shape[1]
     mass_RK = value_RK.cumsum(-1)
     accepted_RK = mass_RK + _unlisted(chances_BW)[1 : count + 1] * (1 - mass_RK)
     more_RK = functions.concatenate([accepted_RK[:, :1], accepted_RK[:, 1:] - accepted_RK[:, :-1]], 1)
     # Falling, so that whoever takes the best takes the first ones of every node. What is not a number is left to the walk.
-    more_RK = no_less(_running_min(functions.where(more_RK == more_RK, more_RK, 0.0)), 0.0)
+    more_RK = at_least(_running_min(functions.where(more_RK == more_RK, more_RK, 0.0)), 0.0)
     return more_RK.reshape(batch_size, width, count) * chances_BW[..., None]
 
 
@@ -92,14 +92,14 @@ def drawn_children(
     batch_size, nodes, _ = probs_BWV.shape
     uniforms_RK = uniforms_BU.reshape(batch_size * nodes, -1)
     children_RK = scheme.draw_some(probs_BWV.flatten(0, 1), uniforms_RK, as_tensor(counts_BW.reshape(-1, 1)), ranked)
-    children_RK = small(children_RK)
+    children_RK = as_array(children_RK)
     if greedy_B is not None:
         value_RK, token_RK = (part[:, : children_RK.shape[1]] for part in ranked)
-        chosen_RK = (ranks(token_RK.shape[1], token_RK) < counts_BW.reshape(-1, 1)) & (value_RK > 0)
+        chosen_RK = (arange(token_RK.shape[1], token_RK) < counts_BW.reshape(-1, 1)) & (value_RK > 0)
         greedy_R1 = (
             greedy_B.repeat(nodes)[:, None] if isinstance(greedy_B, np.ndarray) else greedy_B.repeat_interleave(nodes)[:, None]
         )
-        where = library(children_RK).where
+        where = xp(children_RK).where
         children_RK = where(greedy_R1, where(chosen_RK, token_RK, NO_TOKEN), children_RK)
     return _level(scores_BW, probs_BWV, children_RK)
 
@@ -107,27 +107,27 @@ def drawn_children(
 @quietly
 def _level(scores_BW: Array, probs_BWV: Tensor, children_RK: Array) -> Level:
     """Say what drawn children are worth."""
-    (batch_size, nodes), functions = scores_BW.shape, library(scores_BW)
+    (batch_size, nodes), functions = scores_BW.shape, xp(scores_BW)
     rows, count = children_RK.shape
     real_RK = children_RK != NO_TOKEN
     # A token drawn twice is walked to by its first copy, so only that one can be worth something.
-    number_K = ranks(count, children_RK)
+    number_K = arange(count, children_RK)
     again_RKK = (children_RK[:, :, None] == children_RK[:, None, :]) & (number_K[:, None] > number_K)
     counted_RK = real_RK & ~again_RKK.any(-1)
-    mass_RK = _law_of(probs_BWV, no_less(children_RK, 0)) * counted_RK
-    spare_R1 = no_less(1 - mass_RK.sum(-1, keepdims=True), 0.0) * _unlisted(scores_BW)[real_RK.sum(-1)][:, None]
-    spare_R1 = spare_R1 / no_less(counted_RK.sum(-1, keepdims=True), 1)
+    mass_RK = _law_of(probs_BWV, at_least(children_RK, 0)) * counted_RK
+    spare_R1 = at_least(1 - mass_RK.sum(-1, keepdims=True), 0.0) * _unlisted(scores_BW)[real_RK.sum(-1)][:, None]
+    spare_R1 = spare_R1 / at_least(counted_RK.sum(-1, keepdims=True), 1)
     chance_RK = functions.where(counted_RK, mass_RK + spare_R1, 0.0)
     scores_BX = (scores_BW.reshape(-1, 1) + functions.log(chance_RK) - STEP).reshape(batch_size, nodes * count)
     scores_BX = functions.where(scores_BX == scores_BX, scores_BX, -torch.inf)
-    parents_BX = (0 * children_RK + ranks(rows, children_RK)[:, None] % nodes).reshape(batch_size, nodes * count)
+    parents_BX = (0 * children_RK + arange(rows, children_RK)[:, None] % nodes).reshape(batch_size, nodes * count)
     return Level(children_RK.reshape(batch_size, nodes * count), parents_BX, scores_BX)
 
 
 def _law_of(probs_BWV: Tensor, columns_RK: Array) -> Array:
     """Return the law's mass on some columns of each node."""
     probs_RV = probs_BWV.flatten(0, 1)
-    return take(small(probs_RV), columns_RK) if looks(probs_RV) else probs_RV.gather(1, columns_RK)
+    return take(as_array(probs_RV), columns_RK) if can_sync(probs_RV) else probs_RV.gather(1, columns_RK)
 
 
 def _unlisted(like: Array) -> Array:

@@ -19,7 +19,7 @@ from polydraft.drafters.policy import LONGEST_REST
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel, Memory
 from polydraft.sampling import RowParams
-from polydraft.schemes.arrays import looks
+from polydraft.schemes.arrays import can_sync
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, SlicedMask, StaticBlock, Topology, causal_block
 from polydraft.walks import Verdict
@@ -165,7 +165,7 @@ class DynamicHeadSession(DynamicSession, HeadTreeSession):  # type: ignore[misc]
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:  # type: ignore[override]
         """Keep the root's entry; what follows it is read again, with the target's features, in the next round that drafts."""
         size, tokens_BW, path_BW = features_BNF.shape[-1], verdict.tokens_BD, verdict.path_BD
-        if looks(keep_B):  # entries that nobody keeps need not be read
+        if can_sync(keep_B):  # entries that nobody keeps need not be read
             fresh = max(int(keep_B.max()), 1)
             tokens_BW, path_BW = tokens_BW[:, :fresh], path_BW[:, :fresh]
         features_BWF = features_BNF.gather(1, path_BW[..., None].expand(-1, -1, size))
@@ -188,7 +188,7 @@ class DynamicHeadSession(DynamicSession, HeadTreeSession):  # type: ignore[misc]
         place_BXF = place_BX[..., None].expand_as(features_BXF)
         self._features_BWF = pad(self._features_BWF, (0, 0, 0, added)).scatter_(1, place_BXF, features_BXF)
         self._fresh_B = self._fresh_B + keep_B
-        if looks(keep_B):
+        if can_sync(keep_B):
             most = max(int(self._fresh_B.max()), 1)
             self._tokens_BW, self._features_BWF = self._tokens_BW[:, :most], self._features_BWF[:, :most]
 

@@ -21,7 +21,7 @@ from polydraft.models.bundled import cache_root
 from polydraft.sampling import draw_one
 from polydraft.schemes import SCHEMES
 from polydraft.schemes.arithmetic import largest
-from polydraft.schemes.arrays import ranks, small
+from polydraft.schemes.arrays import arange, as_array
 from polydraft.theory import Costs, cost_curve
 from polydraft.trees import Block, causal_block
 
@@ -168,8 +168,8 @@ def _draft_level(draft: LanguageModel | FeatureHead, name: str) -> Callable[[], 
             return context.extend(tokens_1T[:, :width], block)  # type: ignore[no-any-return]
 
     context.rewind([size])
-    scores_1W = small(torch.zeros(1, width, device=device, dtype=torch.float64))
-    counts_1W = 0 * ranks(width, scores_1W)[None] + min(_CHILDREN, draft.num_columns)
+    scores_1W = as_array(torch.zeros(1, width, device=device, dtype=torch.float64))
+    counts_1W = 0 * arange(width, scores_1W)[None] + min(_CHILDREN, draft.num_columns)
     uniforms_1U = torch.rand(1, width * _CHILDREN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
     scheme = SCHEMES.get(name)()
 

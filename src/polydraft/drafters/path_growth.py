@@ -24,7 +24,7 @@ from polydraft.drafters.policy import Allotment, Plan, RowPolicy
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, SamplingParams, Warper
 from polydraft.schemes import SCHEMES, Scheme
 from polydraft.schemes.arithmetic import largest
-from polydraft.schemes.arrays import Array, as_tensor, library, looks, put, ranks, small, top, total
+from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, can_sync, put, top, total, xp
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, Topology
 
@@ -101,7 +101,7 @@ class PathGrowth:
     def _set(self, params: RowParams, device: torch.device) -> None:
         """Take the rows' parameters."""
         self._drawn = not params.all_greedy and self._draft_temperature != 0
-        self._greedy_B = small(torch.tensor(params.greedy, device=device)) if self._drawn and params.mixed else None
+        self._greedy_B = as_array(torch.tensor(params.greedy, device=device)) if self._drawn and params.mixed else None
         """Rows whose candidates are the likeliest tokens, where others' are drawn."""
         self._params = params.map(partial(_ranking_params, self._draft_temperature))
 
@@ -138,7 +138,7 @@ class PathGrowth:
         else:
             self._warper.admit(self._params, rows, [texts[row] for row in rows])
         new = [row in rows for row in range(len(params))]
-        self.policy.begin(small(torch.tensor(new, device=self._device)))
+        self.policy.begin(as_array(torch.tensor(new, device=self._device)))
         self.resting = False
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
@@ -182,13 +182,13 @@ class PathGrowth:
         uniforms_BU : Tensor
             Random numbers, where children are drawn.
         """
-        going_B, root_B = self.policy.drafting_B, small(root_B)
+        going_B, root_B = self.policy.drafting_B, as_array(root_B)
         levels_B, fronts, self._laws = going_B * 1, list[Front](), []
         nodes_B, scores_B1 = 0 * levels_B, 0.0 * levels_B[:, None]
-        paths_BWP, visible_BWU = root_B[:, None, None][..., :0], small(visible_BU)[:, None]
+        paths_BWP, visible_BWU = root_B[:, None, None][..., :0], as_array(visible_BU)[:, None]
         level, _ = self._children(0, scores_B1, logits_B1V, paths_BWP, nodes_B, uniforms_BU)
         levels = [level.masked(going_B)]
-        depth_B1, features, logits = small(depth_B)[:, None], features_B1F, logits_B1V
+        depth_B1, features, logits = as_array(depth_B)[:, None], features_B1F, logits_B1V
         while len(levels) < self._depth:
             front = Front.of(levels[-1], self._widths[len(levels)].nodes if self._drawn else self.shape.beam)
             nodes_B = nodes_B + (levels[-1].tokens_BX != NO_TOKEN).sum(-1)
@@ -196,11 +196,11 @@ class PathGrowth:
             going_B = going_B & self.policy.wants_level(mass_B) & self._goes_on(features, logits, going_B)
             if self._drawn:
                 going_B = going_B & (nodes_B < self.shape.nodes - 1)
-            if looks(logits) and not going_B.any():
+            if can_sync(logits) and not going_B.any():
                 break
             if self._params.needs_history:
                 own_BW1 = front.tokens_BW[..., None]
-                paths_BWP = library(own_BW1).concatenate([_picked(paths_BWP, front.parents_BW), own_BW1], -1)
+                paths_BWP = xp(own_BW1).concatenate([_picked(paths_BWP, front.parents_BW), own_BW1], -1)
             visible_BWU = _seen(_picked(visible_BWU, front.parents_BW))
             depths_BW = depth_B1 + len(levels) + 0 * front.parents_BW
             block = Block(visible_BWU.shape[-1] - visible_BWU.shape[1], as_tensor(depths_BW), as_tensor(visible_BWU))
@@ -216,7 +216,7 @@ class PathGrowth:
         """Tell the policy what a level brought."""
         if allotment is None:
             best_BX = top(level.scores_BX, min(_FOUND, level.scores_BX.shape[1]))[0]
-            self.policy.saw_level(mass_B, total(library(best_BX).exp(best_BX)), going_B)
+            self.policy.saw_level(mass_B, total(xp(best_BX).exp(best_BX)), going_B)
         else:
             self.policy.saw_allotment(mass_B, allotment, going_B)
 
@@ -225,20 +225,20 @@ class PathGrowth:
         return len(self._widths) if self._drawn else self.shape.depth
 
     def _goes_on(self, features_BWF: Tensor, logits_BWV: Tensor, going_B: Array) -> Array:
-        return going_B if self._decision is None else small(self._decision.goes_on(features_BWF, logits_BWV))
+        return going_B if self._decision is None else as_array(self._decision.goes_on(features_BWF, logits_BWV))
 
     def _tree(self, root_B: Array, levels: list[Level], fronts: list[Front], levels_B: Array) -> DraftTree:
         """Keep all children that were drawn, or of the likeliest as many as pay."""
-        concatenate, where, exp = library(root_B).concatenate, library(root_B).where, library(root_B).exp
+        concatenate, where, exp = xp(root_B).concatenate, xp(root_B).where, xp(root_B).exp
         scores_BC = concatenate([level.scores_BX for level in levels], 1)
         if self._drawn:
             keep_BC = concatenate([level.tokens_BX for level in levels], 1) != NO_TOKEN
             counts_B = keep_BC.sum(-1)
         else:
             best_BM, index_BM = top(scores_BC, min(self.shape.nodes - 1, scores_BC.shape[1]))
-            counts_B = library(root_B).minimum(self.policy.counts(exp(best_BM)), (best_BM > -torch.inf).sum(-1))
+            counts_B = xp(root_B).minimum(self.policy.counts(exp(best_BM)), (best_BM > -torch.inf).sum(-1))
             keep_BC = scores_BC > torch.inf
-            put(keep_BC, index_BM, ranks(best_BM.shape[1], best_BM) < counts_B[:, None])
+            put(keep_BC, index_BM, arange(best_BM.shape[1], best_BM) < counts_B[:, None])
         most = max(int(counts_B.max()), 1) if isinstance(counts_B, np.ndarray) else min(self.shape.nodes - 1, keep_BC.shape[1])
         # The number of levels is the batch's: more of them must not change a row's sum, which its policy learns from.
         self._plan = Plan(total(where(keep_BC, exp(scores_BC), 0.0)), counts_B, levels_B)
@@ -270,7 +270,7 @@ class PathGrowth:
 
     def learn(self, accepted_B: Tensor, active_B: Tensor) -> Tensor:
         """Let the policy compare the round with its plan; return which rows want drafts next, for the host."""
-        accepted_B, active_B = small(accepted_B), small(active_B)
+        accepted_B, active_B = as_array(accepted_B), as_array(active_B)
         if self._plan is None:
             zero_B = 0 * accepted_B
             self._plan = Plan(zero_B, zero_B, zero_B)
@@ -292,7 +292,7 @@ class PathGrowth:
             most, used = self._widths[depth].children, sum(level.total for level in self._widths[:depth])
             # How many children pay and which of them are certain both follow from the likeliest tokens: found once.
             ranked = largest(probs_BWV.flatten(0, 1), most)
-            gain_BWK = gains(ranked[0], library(scores_BW).exp(scores_BW))
+            gain_BWK = gains(ranked[0], xp(scores_BW).exp(scores_BW))
             allotment = self.policy.allot(gain_BWK, nodes_B, self._shares[depth], least=int(depth == 0))
             own_BU = uniforms_BU[:, used : used + scores_BW.shape[1] * most]
             level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, self._greedy_B)
@@ -301,7 +301,7 @@ class PathGrowth:
             level = best_children(scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)
         if self._vocabulary is None:
             return level, allotment
-        tokens_BX = small(self._vocabulary.tokens(as_tensor(level.tokens_BX)))
+        tokens_BX = as_array(self._vocabulary.tokens(as_tensor(level.tokens_BX)))
         return dataclasses.replace(level, tokens_BX=tokens_BX), allotment
 
 
@@ -316,11 +316,11 @@ def _picked(values_BWX: Array, index_BW: Array) -> Array:
     """Return each node's parent's row."""
     if len(values_BWX) == 1:
         return values_BWX[:, index_BW[0]]
-    return values_BWX[ranks(len(values_BWX), index_BW)[:, None], index_BW]
+    return values_BWX[arange(len(values_BWX), index_BW)[:, None], index_BW]
 
 
 def _seen(above_BWU: Array) -> Array:
     """Let nodes see what their parents see, and themselves."""
-    place_W = ranks(above_BWU.shape[1], above_BWU)
+    place_W = arange(above_BWU.shape[1], above_BWU)
     own_BWW = (place_W[:, None] == place_W) & (above_BWU[:, :, :1] | True)
-    return library(above_BWU).concatenate([above_BWU, own_BWW], -1)
+    return xp(above_BWU).concatenate([above_BWU, own_BWW], -1)

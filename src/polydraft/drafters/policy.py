@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polydraft.schemes.arrays import Array, library, no_less, no_more, put, ranks, small, take
+from polydraft.schemes.arrays import Array, arange, as_array, at_least, at_most, put, take, xp
 from polydraft.theory import Costs
 
 _MEMORY, _RATE_MEMORY = 0.97, 0.97
@@ -84,9 +84,9 @@ class RowPolicy:
         self.adaptive = adaptive
         self._level_cost, self._overhead = costs.draft_level, costs.overhead
         passes = [costs.tree_pass(count + 1) for count in range(nodes)]
-        self._pass_N = small(torch.tensor(passes, device=device, dtype=torch.float64))
+        self._pass_N = as_array(torch.tensor(passes, device=device, dtype=torch.float64))
         self._price_N = self._pass_N[:1] + _prices(self._pass_N).cumsum(-1)
-        self._ones_B = small(torch.ones(batch_size, device=device, dtype=torch.float64))
+        self._ones_B = as_array(torch.ones(batch_size, device=device, dtype=torch.float64))
         self._most = nodes - 1
         fitting = [one for one in _TYPICAL if one[0] <= nodes] or [_TYPICAL[0]]
         rate = max(tokens / costs.of_round(levels, count) for count, levels, tokens in fitting)
@@ -97,7 +97,7 @@ class RowPolicy:
     def begin(self, new_B: Array | None = None) -> None:
         """Forget what was learnt of rows that begin new texts: of all of them, if none are named."""
         prior_B = _PRIOR * self._ones_B
-        none_B = 0 * ranks(len(prior_B), prior_B)
+        none_B = 0 * arange(len(prior_B), prior_B)
         first: dict[str, Array] = {
             "_promised_B": prior_B,
             "_accepted_B": prior_B,
@@ -113,7 +113,7 @@ class RowPolicy:
             # A machine on which drafting can hardly pay: plain first, then now and then a trial, for a draft better than most.
             first |= {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + 2 * _FIRST_REST, "_tokens_B": first["_spent_B"]}
         for name, value_B in first.items():
-            setattr(self, name, value_B if new_B is None else library(new_B).where(new_B, value_B, getattr(self, name)))
+            setattr(self, name, value_B if new_B is None else xp(new_B).where(new_B, value_B, getattr(self, name)))
 
     @property
     def worth_B(self) -> Array:
@@ -123,7 +123,7 @@ class RowPolicy:
     @property
     def rate_B(self) -> Array:
         """λ: tokens in the time of a plain pass; plain decoding is always there, and gives one."""
-        return no_less(self._tokens_B / self._spent_B, 1.0)
+        return at_least(self._tokens_B / self._spent_B, 1.0)
 
     @property
     def drafting_B(self) -> Array:
@@ -139,13 +139,13 @@ class RowPolicy:
 
     def saw_level(self, mass_B: Array, next_B: Array, asked_B: Array) -> None:
         """Learn how much probability a further level found, where one was asked for."""
-        where = library(mass_B).where
+        where = xp(mass_B).where
         self._masses_B = where(asked_B, _MEMORY * self._masses_B + mass_B, self._masses_B)
         self._grown_B = where(asked_B, _MEMORY * self._grown_B + next_B, self._grown_B)
 
     def saw_allotment(self, mass_B: Array, allotment: Allotment, asked_B: Array) -> None:
         """Learn the same where children are drawn: what a level found is what is left once its nodes are paid for."""
-        self.saw_level(mass_B, no_less(allotment.net_B, 0.0) / self.worth_B, asked_B)
+        self.saw_level(mass_B, at_least(allotment.net_B, 0.0) / self.worth_B, asked_B)
 
     def counts(self, probs_BM: Array) -> Array:
         """Return how many of the candidates, likeliest first, each row's tree should have."""
@@ -153,7 +153,7 @@ class RowPolicy:
         if not self.adaptive:
             return whole_B + probs_BM.shape[1]
         gain_BM = self.worth_B[:, None] * probs_BM.cumsum(-1)
-        gain_BN = library(gain_BM).concatenate([0 * self._ones_B[:, None], gain_BM], 1)
+        gain_BN = xp(gain_BM).concatenate([0 * self._ones_B[:, None], gain_BM], 1)
         cost_N = self._pass_N[: gain_BN.shape[1]]
         return (gain_BN - self.rate_B[:, None] * cost_N).argmax(-1)
 
@@ -172,10 +172,10 @@ class RowPolicy:
             What it has in any case.
         """
         batch_size, width, most = gain_BWK.shape
-        gain_BX, functions = gain_BWK.reshape(batch_size, width * most), library(gain_BWK)
-        order_BX, number_X = _falling(gain_BX), ranks(width * most, nodes_B) + 1
+        gain_BX, functions = gain_BWK.reshape(batch_size, width * most), xp(gain_BWK)
+        order_BX, number_X = _falling(gain_BX), arange(width * most, nodes_B) + 1
         value_BX = self.worth_B[:, None] * take(gain_BX, order_BX).cumsum(-1)
-        place_BX = no_more(nodes_B[:, None] + number_X, self._most)
+        place_BX = at_most(nodes_B[:, None] + number_X, self._most)
         cost_BX = self.rate_B[:, None] * (self._price_N[place_BX] - self._price_N[nodes_B][:, None])
         room_B1 = (self._most - nodes_B)[:, None]
         if self.adaptive:
@@ -184,16 +184,16 @@ class RowPolicy:
             number_B1 = functions.where(take(net_BX, best_B1) > 0, best_B1 + 1, 0)
             number_B1 = functions.where(number_B1 < least, least, number_B1)
         else:
-            number_B1 = no_more(room_B1, share)
+            number_B1 = at_most(room_B1, share)
         picked_BX = gain_BX < 0
         put(picked_BX, order_BX, (number_X <= number_B1) & (take(gain_BX, order_BX) > 0))
-        last_B1 = no_less(picked_BX.sum(-1, keepdims=True) - 1, 0)
+        last_B1 = at_least(picked_BX.sum(-1, keepdims=True) - 1, 0)
         net_B = take(value_BX - cost_BX, last_B1)[:, 0] * picked_BX.any(-1)
         return Allotment(picked_BX.reshape(batch_size, width, most).sum(-1), net_B)
 
     def learn(self, plan: Plan, accepted_B: Array, active_B: Array) -> None:
         """Compare a round with its plan; rows that rest count down."""
-        where = library(active_B).where
+        where = xp(active_B).where
         drafted_B = active_B & (plan.levels_B > 0)
         cost_B = self._pass_N[plan.nodes_B] + self._level_cost * plan.levels_B + self._overhead
         self._promised_B = where(drafted_B, _MEMORY * self._promised_B + plan.expected_B, self._promised_B)
@@ -205,14 +205,14 @@ class RowPolicy:
 
     def _rest(self, drafted_B: Array, active_B: Array) -> None:
         """Let rows rest that lose by drafting, each time longer; after a rest they try again."""
-        where = library(active_B).where
-        self._rest_B = where(active_B & ~drafted_B, no_less(self._rest_B - 1, 0), self._rest_B)
-        self._trial_B = where(drafted_B, no_less(self._trial_B - 1, 0), self._trial_B)
+        where = xp(active_B).where
+        self._rest_B = where(active_B & ~drafted_B, at_least(self._rest_B - 1, 0), self._rest_B)
+        self._trial_B = where(drafted_B, at_least(self._trial_B - 1, 0), self._trial_B)
         rate_B = self._tokens_B / self._spent_B
         loses_B = drafted_B & (self._trial_B == 0) & (rate_B < _LOSING)
         self._rest_B = where(loses_B, self._next_rest_B, self._rest_B)
         self._trial_B = where(loses_B, self._trial, self._trial_B)
-        self._next_rest_B = where(loses_B, no_more(2 * self._next_rest_B, LONGEST_REST), self._next_rest_B)
+        self._next_rest_B = where(loses_B, at_most(2 * self._next_rest_B, LONGEST_REST), self._next_rest_B)
         self._next_rest_B = where(drafted_B & (rate_B > _WINNING), SHORTEST_REST, self._next_rest_B)
         # After a rest the trial counts anew: what was lost before it must not end it at once.
         self._tokens_B = where(loses_B, _RATE_PRIOR, self._tokens_B)
@@ -221,8 +221,8 @@ class RowPolicy:
 
 def _prices(pass_N: Array) -> Array:
     """Return what each node adds to the cost of its tree, nothing for the first."""
-    steps_N = no_less(pass_N[1:] - pass_N[:-1], _LEAST_PRICE)
-    return library(pass_N).concatenate([0 * pass_N[:1], steps_N], 0)
+    steps_N = at_least(pass_N[1:] - pass_N[:-1], _LEAST_PRICE)
+    return xp(pass_N).concatenate([0 * pass_N[:1], steps_N], 0)
 
 
 def _falling(values_BX: Array) -> Array:

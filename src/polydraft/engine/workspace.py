@@ -19,7 +19,7 @@ from polydraft.models.language_model import assign
 from polydraft.sampling import RowParams, Warper
 from polydraft.trees import DraftTree
 from polydraft.walks import TargetLaws, Walk
-from polydraft.walks.greedy import greedy_verdict
+from polydraft.walks.node import greedy_verdict
 
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""

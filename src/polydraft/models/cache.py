@@ -12,7 +12,7 @@ from polydraft.errors import FailureError
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """A `transformers` cache that writes where it is told and can move slots about.
 
-    All layers live in one tensor, so that committing a path is one gather and one write, not one a layer. Storage is
+    All layers live in one tensor, so that committing a path is one gather and one write, not one per layer. Storage is
     allocated when the first layer shows its shape. Attention gets a view of the used slots: no copy, and no work on
     slots never written.
     """
@@ -118,3 +118,43 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def __len__(self) -> int:
         return self.num_layers
+
+
+class SpreadCache(SlotCache):
+    """Keys and values that stay with their layers, wherever these are: one cache per layer."""
+
+    def __init__(self, num_layers: int, capacity: int, owner: str = "this model") -> None:
+        super().__init__(num_layers, capacity, owner)
+        self._parts = [SlotCache(1, capacity, owner) for _ in range(num_layers)]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store one layer's new keys and values; return all that are in use."""
+        part = self._parts[layer_idx]
+        part.aim(self._slots_BT.to(key_states.device), self._first_slot, self._used)
+        return part.update(key_states, value_states, 0)
+
+    def take(self, other: SlotCache, rows: Tensor, source_BD: Tensor, own_rows: Tensor, target_BD: Tensor) -> None:
+        """Copy slots from the rows of another such cache."""
+        assert isinstance(other, SpreadCache)
+        for mine, theirs in zip(self._parts, other._parts, strict=True):
+            if mine.keys_LBHSC is not None:
+                mine.take(theirs, *(index.to(mine.keys_LBHSC.device) for index in (rows, source_BD, own_rows, target_BD)))
+
+    def fill(self, other: SlotCache, copies: int, used: int) -> None:
+        """Take over the first slots of another such cache, each of its rows `copies` times."""
+        assert isinstance(other, SpreadCache)
+        for mine, theirs in zip(self._parts, other._parts, strict=True):
+            mine.fill(theirs, copies, used)
+
+    def grow(self, capacity: int) -> None:
+        """Enlarge the storage, keeping its content."""
+        self.capacity = capacity
+        for part in self._parts:
+            part.grow(capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values held, on all devices."""
+        return sum(part.nbytes for part in self._parts)

@@ -1,9 +1,35 @@
-"""Model families that the test suite proves to work, each with a configuration small enough to build in tests."""
+"""Which Hugging Face models can score trees: families that the test suite proves to work, and why others cannot."""
 
 from dataclasses import dataclass
 from typing import Any
 
+from polydraft.errors import UsageError
 from polydraft.registry import Registry
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.35,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+_RECURRENT_WORDS = ("mamba", "rwkv", "recurrent", "jamba", "xlstm", "hyena", "lfm2", "retnet")
+_RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
+_HARMLESS_KINDS = {FULL, SLIDING, "mlp", "moe"}  # layers without attention keep nothing of a text
+_ALIBI = {"bloom", "mpt"}
+_STEADY_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
+"""Kinds of rotary positions that do not depend on how long the text is."""
+_FORGETFUL = {"phi4_multimodal"}
+"""Whose `generate` drops its cache at the original context and goes on from the last token alone (transformers 5.22)."""
+_NOT_CAUSAL = ("is_causal", False), ("use_bidirectional_attention", True), ("use_bidirectional_attention", "all")
+"""Switches of a configuration that let tokens see later ones."""
 
 
 @dataclass(frozen=True)
@@ -28,38 +54,42 @@ class Family:
 
 FAMILIES: Registry[Family] = Registry("model family")
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.35,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
 
 def _add(model_type: str, tiny: dict[str, Any], name: str | None = None) -> None:
     FAMILIES.register(name or model_type)(Family(model_type, tiny))
 
 
 _add("llama", _COMMON)
+
+
 _add("mistral", {**_COMMON, "sliding_window": None})
+
+
 _add("mistral", {**_COMMON, "sliding_window": 7}, name="mistral-sliding")
+
+
 _add("qwen2", _COMMON)
+
+
 _add("qwen3", {**_COMMON, "head_dim": 8})
+
+
 _add("gemma", {**_COMMON, "head_dim": 8})
+
+
 # With tied embeddings and its scaled input a random Gemma 2 says the last token again, whatever the layers do.
 _add(
     "gemma2",
     {**_COMMON, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
 )
+
+
 _add("phi", {key: value for key, value in _COMMON.items() if key != "num_key_value_heads"})
+
+
 _add("phi3", _COMMON)
+
+
 _add(
     "opt",
     {
@@ -70,6 +100,8 @@ _add(
         "init_std": 0.35,
     },
 )
+
+
 _add(
     "gpt2",
     {
@@ -84,7 +116,11 @@ _add(
         "pad_token_id": 0,
     },
 )
+
+
 _add("gpt_neox", {**_COMMON, "intermediate_size": 64})
+
+
 _add(
     "gpt_neo",
     {
@@ -96,3 +132,106 @@ _add(
         "window_size": 7,
     },
 )
+
+
+def text_config(model: Any) -> Any:
+    """Return the configuration of a model's language part."""
+    return model.config.get_text_config(decoder=True)
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Return the attention kind of each layer, as `transformers` itself reads a configuration."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)
+    if (neo := getattr(config, "attention_layers", None)) is not None:  # GPT-Neo's own words
+        return [{"global": FULL, "local": SLIDING}.get(kind, kind) for kind in neo]
+    sliding = getattr(config, "sliding_window", None) is not None
+    return [SLIDING if sliding else FULL] * config.num_hidden_layers
+
+
+def window_size(config: Any) -> int | None:
+    """Return how many tokens back sliding layers see, the token itself included; None where no layer slides."""
+    if SLIDING not in layer_kinds(config):
+        return None
+    size: int | None = getattr(config, "sliding_window", None)
+    return size if size is not None else getattr(config, "window_size", None)
+
+
+def steady_positions(config: Any) -> bool:
+    """Whether positions are computed, by the same rule at every length, so that a text may outgrow the context."""
+    if config.model_type in _FORGETFUL:
+        return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    return all(part.get("rope_type") in _STEADY_ROPE for part in parts)
+
+
+def first_line(error: BaseException) -> str:
+    """Return kind and first line of an error, for a message of one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def context_limit(config: Any) -> int | None:
+    """Return how many positions a model has.
+
+    With `longrope` only those before its frequencies change: a pass across the change would turn all of its tokens by the
+    new ones, and `transformers` itself reads the whole text anew there, or forgets it.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope" and config.model_type not in _FORGETFUL:
+        return limit
+    unchanged: int | None = rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    return unchanged or limit
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raise a `UsageError` that names the model and the reason, if it cannot score trees."""
+    config = text_config(model)
+    kind = config.model_type
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UsageError(f"model type {kind!r} is an encoder-decoder; polydraft needs a decoder-only causal language model")
+    # MusicGen has several; a configuration alone, as in early refusals, has no model to ask.
+    if hasattr(model, "get_output_embeddings") and not hasattr(model.get_output_embeddings(), "weight"):
+        raise UsageError(
+            f"model type {kind!r} has no single output head over its tokens; polydraft needs a causal language model"
+        )
+    for name, value in _NOT_CAUSAL:
+        if getattr(config, name, None) is value or (isinstance(value, str) and getattr(config, name, None) == value):
+            raise UsageError(
+                f"model type {kind!r} with {name}={value!r} is not causal: tokens see later ones; load a causal language model"
+            )
+    if not hasattr(config, "layer_types") and not hasattr(config, "num_hidden_layers"):
+        raise UsageError(f"model type {kind!r} does not say how many layers it has; use another model")
+    kinds = set(layer_kinds(config))
+    recurrent = sorted(kinds & _RECURRENT_KINDS)
+    others = sorted(kinds - _RECURRENT_KINDS - _HARMLESS_KINDS - {"chunked_attention"})
+    if others:
+        raise UsageError(
+            f"model type {kind!r} has layers of kinds that take no tree masks ({', '.join(others)}); use a model with full or "
+            "sliding attention"
+        )
+    if recurrent or getattr(model, "_is_stateful", False) or any(word in kind for word in _RECURRENT_WORDS):
+        what = f" ({', '.join(recurrent)})" if recurrent else ""
+        raise UsageError(
+            f"model type {kind!r} has recurrent layers{what}, whose state cannot hold a tree; use an attention-only model"
+        )
+    if "chunked_attention" in kinds:
+        raise UsageError(f"model type {kind!r} has chunked attention layers, which are not supported; use another model")
+    if window_size(config) == 1:
+        raise UsageError(
+            f"model type {kind!r} has a window of 1 token, for which transformers gives other logits with a cache than without "
+            "one; use a wider window"
+        )
+    if kind in _ALIBI or getattr(config, "alibi", False):
+        raise UsageError(f"model type {kind!r} uses ALiBi, which ignores position ids and tree masks; use another model")
+    implementation = config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise UsageError(
+            f"attention implementation {implementation!r} takes no tree mask; allowed: sdpa, eager; "
+            "load the model with attn_implementation='sdpa'"
+        )

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polydraft.models.attention import steady_attention
-from polydraft.models.language_model import Context
-from polydraft.models.products import by_rows
+from polydraft.models.language_model import Context, by_rows, steady_attention
 from polydraft.models.tree_attention import obstacle
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
@@ -48,12 +46,10 @@ class FeatureHead(nn.Module):
 
     Parameters
     ----------
-    shape : HeadShape
     embedding_VH, output_VH : Tensor
         The target's tables; they stay the target's own and are neither trained nor saved.
     vocabulary : PartialVocabulary, optional
         Draft these tokens only.
-    name : str
     """
 
     def __init__(
@@ -167,8 +163,8 @@ class HeadContext(Context):
     """Keys and values of the entries of one batch."""
 
     def __init__(self, head: FeatureHead, batch_size: int, capacity: int) -> None:
+        from polydraft.models._fused import FusedHead
         from polydraft.models.cache import SlotCache  # late: they load transformers
-        from polydraft.models.fused_head import FusedHead
 
         super().__init__(batch_size, capacity, head.device, max_positions=None)
         self._head = head
@@ -199,13 +195,17 @@ class HeadContext(Context):
         if used > window:
             visible_BTS = visible_BTS & (positions_BT[:, :, None] - self._positions_BS[:, None, :used] < window)
         self.cache.aim(positions_BT, first, used)
-        joined_BTH = self._head.entry(fused_BTH, tokens_BT.clamp(min=0))
+        return self._outputs(tokens_BT.clamp(min=0), fused_BTH, positions_BT, visible_BTS)
+
+    def _outputs(self, tokens_BT: Tensor, fused_BTH: Tensor, positions_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        """Store entries where the cache aims, and return the head's outputs."""
+        joined_BTH = self._head.entry(fused_BTH, tokens_BT)
         query_BHTC, key_BHTC, value_BHTC = self._head.projected(joined_BTH, positions_BT, self._angles_P3C[positions_BT])
         key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
         return self._head.attended(joined_BTH, query_BHTC, key_BHSC, value_BHSC, visible_BTS[:, None])
 
     def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
-        from polydraft.models.fused import MOST_TOKENS, TreeView
+        from polydraft.models._fused import MOST_TOKENS, TreeView
 
         window = self._head.shape.window
         # The kernels cut off committed text only, so the window must reach over all that is not committed.
@@ -221,10 +221,7 @@ class HeadContext(Context):
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]
         self.cache.aim(slots_BT, used - size if self.aligned else None, used)
         near_BTS = positions_BT[:, :, None] - self._positions_BS[:, None, :used] < self._head.shape.window
-        joined_BTH = self._head.entry(self._fused_BTH, tokens_BT)
-        query_BHTC, key_BHTC, value_BHTC = self._head.projected(joined_BTH, positions_BT, self._angles_P3C[positions_BT])
-        key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
-        return self._head.attended(joined_BTH, query_BHTC, key_BHSC, value_BHSC, (visible_BTS & near_BTS)[:, None])
+        return self._outputs(tokens_BT, self._fused_BTH, positions_BT, visible_BTS & near_BTS)
 
     @property
     def address(self) -> int:

@@ -1,24 +1,20 @@
-"""Any Hugging Face causal language model as a `LanguageModel`, without touching its code."""
+"""Any Hugging Face causal language model as a `LanguageModel`, without touching its code; its first layers as a draft."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.errors import PolydraftError, UsageError
-from polydraft.models import gpt_neo
-from polydraft.models.cache import SlotCache
+from polydraft.models._bodies import GPT_NEO, GPTNeoBody, LeanBody, lean_body
+from polydraft.models._fused import MOST_TOKENS, TreeView, fused_body
+from polydraft.models.cache import SlotCache, SpreadCache
 from polydraft.models.check import check_habits
-from polydraft.models.families import FAMILIES
-from polydraft.models.fused import MOST_TOKENS, TreeView, fused_body
-from polydraft.models.gpt_neo import GPTNeoBody
-from polydraft.models.language_model import Context, LanguageModel
-from polydraft.models.lean import LeanBody, lean_body
-from polydraft.models.products import by_rows
-from polydraft.models.spread import SpreadCache, home_device, spread_obstacle
-from polydraft.models.support import (
+from polydraft.models.families import (
+    FAMILIES,
     FULL,
     SLIDING,
     context_limit,
@@ -29,6 +25,8 @@ from polydraft.models.support import (
     text_config,
     window_size,
 )
+from polydraft.models.language_model import Context, LanguageModel, by_rows
+from polydraft.models.placement import home_device, spread_obstacle
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
@@ -46,7 +44,7 @@ class HFModel(LanguageModel):
     name : str, optional
         For messages and statistics; the model's own name otherwise.
     lean : bool
-        Run Llama-shaped models by a shorter way with the same weights, see `polydraft.models.lean`.
+        Run Llama-shaped models by a shorter way with the same weights, see `polydraft.models._bodies`.
     vocabulary : PartialVocabulary, optional
         For drafts: compute the logits of these tokens only.
     endless : bool
@@ -110,7 +108,7 @@ class HFModel(LanguageModel):
             self._lean = lean_body(model) if lean and self._split_head and not self.mixed_layers else None
             self.fused = fused_body(self._lean, self.device, self.dtype)
             self._body: LeanBody | GPTNeoBody | None = self._lean
-            if self.config.model_type == gpt_neo.MODEL_TYPE:
+            if self.config.model_type == GPT_NEO:
                 self._body = GPTNeoBody(model, self.spread if self._split_head else "its output head does not stand alone")
             if self._checks_habits and self.config.model_type not in FAMILIES:
                 self._goes_on = check_habits(self, _Unchecked)
@@ -155,7 +153,7 @@ class HFModel(LanguageModel):
         return logits_BTV
 
     def mask(self, visible_BTS: Tensor, positions_BT: Tensor, slot_positions_BS: Tensor) -> Any:
-        """Return the mask in the form this model takes: a tensor, or one a kind of layer."""
+        """Return the mask in the form this model takes: a tensor, or one per kind of layer."""
         full = self._formatted(visible_BTS)
         if self.window is None:
             return full
@@ -188,7 +186,7 @@ class HFModel(LanguageModel):
 
 
 class _Unchecked(HFModel):
-    """A twin (`polydraft.models.twin`), which is what checks run on."""
+    """A twin (`polydraft.models.check`), which is what checks run on."""
 
     _checks_habits = False
 
@@ -243,3 +241,44 @@ class HFContext(Context):
     def copy_slots(self, other: "HFContext", rows_BD: Tensor, source_BD: Tensor, target_BD: Tensor) -> None:
         """Copy what is stored in slots of another context's rows into slots of this one's."""
         self.cache.take(other.cache, rows_BD, source_BD, self._rows_B1, target_BD)
+
+
+def early_exit(target: HFModel, layers: int) -> HFModel:
+    """Return a draft that runs only the first `layers` layers of `target` and shares its weights."""
+    total = target.num_layers
+    if not 1 <= layers < total:
+        raise UsageError(f"early-exit:{layers} is out of range; allowed: 1 to {total - 1} for a target of {total} layers")
+    if target.spread is not None:  # hooks of the whole model would go along
+        raise UsageError(f"early-exit:{layers} needs a target in one place, but {target.spread}; use a draft model")
+    model = _shallow_copy(target.hf_model)
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = list(text.layer_types)[:layers]
+    _truncate(model, total, layers, config)
+    return HFModel(model, name=f"early-exit:{layers}")
+
+
+def _truncate(module: Any, total: int, layers: int, config: Any) -> bool:
+    """Replace the stack of layers below `module` by its beginning, copying only the modules on the way to it."""
+    if hasattr(module, "config"):
+        module.config = config
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.ModuleList) and len(child) == total:
+            module._modules[name] = nn.ModuleList(list(child)[:layers])
+            return True
+    for name, child in list(module.named_children()):
+        if len(list(child.children())) and any(
+            isinstance(part, nn.ModuleList) and len(part) == total for part in child.modules()
+        ):
+            module._modules[name] = _shallow_copy(child)
+            return _truncate(module._modules[name], total, layers, config)
+    raise UsageError("cannot find the stack of layers in this model; use another draft")
+
+
+def _shallow_copy(module: Any) -> Any:
+    """Copy a module so that its children can be replaced without touching the original."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin

@@ -1,16 +1,247 @@
-"""An inflated target in the engine: features of the small model, every product of the large one."""
+"""A small Llama inside a large one: the small one's logits at the large one's cost, for benchmarks without large weights.
+
+Where a hidden state is d numbers wide in the small model, it is those and D - d zeros in the large one:
+
+- RMSNorm divides by the mean over D instead of d numbers, so that its weights are scaled by √(d/D), its epsilon by d/D;
+- further heads, MLP rows and layers compute, but the projections that would write their results write nothing;
+- a head of c channels takes every (C/c)-th pair of a head of C: rotary frequencies θ^(-2i/c) are those θ^(-2j/C) with
+  j = i·C/c, and the softmax keeps the scale of c;
+- keys and values stand once for each group of query heads of the large model that needs them.
+
+All other weights are multiplied by zeros, or their results are. They hold noise instead of zeros, because the power that
+arithmetic draws, and so a GPU's clock, depends on the numbers.
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.errors import UsageError
+from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED
 from polydraft.models.hf import HFContext, HFModel
-from polydraft.models.inflate import SHAPES, inflate
+from polydraft.registry import Registry
 from polydraft.trees import Block
 
+_NOISE = 0.02
+_ROPE_TYPES = {"default", "linear", "llama3"}
+"""Whose frequencies depend on nothing but the plain frequency."""
 PREFIX = "inflated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigShape:
+    """Sizes of a large Llama; its vocabulary is the small model's."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_key_heads: int
+    head_size: int
+    mlp_size: int
+
+    def num_parameters(self, vocab_size: int) -> int:
+        """Count the weights, with an output head of its own."""
+        size = self.hidden_size
+        heads = (2 * self.num_heads + 2 * self.num_key_heads) * self.head_size
+        layer = size * heads + 3 * size * self.mlp_size + 2 * size
+        return self.num_layers * layer + 2 * vocab_size * size + size
+
+
+SHAPES: Registry[BigShape] = Registry("shape of an inflated target")
+
+
+# No common model of 1B parameters has the 30 layers of the bundled one; this one does, with its grouping of heads.
+SHAPES.register("1b")(BigShape(hidden_size=1536, num_layers=32, num_heads=24, num_key_heads=8, head_size=64, mlp_size=4608))
+
+
+# Llama 2 7B and 13B.
+SHAPES.register("7b")(BigShape(hidden_size=4096, num_layers=32, num_heads=32, num_key_heads=32, head_size=128, mlp_size=11008))
+
+
+SHAPES.register("13b")(BigShape(hidden_size=5120, num_layers=40, num_heads=40, num_key_heads=40, head_size=128, mlp_size=13824))
+
+
+def inflate(small: Any, shape: BigShape) -> Any:
+    """Return a Llama of `shape` with the logits of `small`, in its dtype and on its device.
+
+    Nothing of the large model is ever on another device than the small one's. Layer k of the small model is layer k of the
+    large one; further layers come last. The output head is not shared with the embeddings, as in Llama 2.
+
+    Returns
+    -------
+    transformers.LlamaForCausalLM
+    """
+    _check(small, shape)
+    config = copy.deepcopy(small.config)
+    head_size = _head_size(config)
+    config.update(
+        {
+            "hidden_size": shape.hidden_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_key_heads,
+            "head_dim": shape.head_size,
+            "intermediate_size": shape.mlp_size,
+            "rms_norm_eps": small.config.rms_norm_eps * small.config.hidden_size / shape.hidden_size,
+            "tie_word_embeddings": False,
+        }
+    )
+    # Ordinary tensors even if the caller is in inference mode: the lean body lays them out anew.
+    with torch.inference_mode(False), torch.no_grad():
+        with torch.device("meta"):
+            big = type(small)._from_config(config, dtype=small.dtype)
+        _check_memory(shape.num_parameters(config.vocab_size) * small.dtype.itemsize, small.device)
+        big.to_empty(device=small.device)
+        big.model.rotary_emb = type(big.model.rotary_emb)(config).to(small.device)  # its table was on no device
+        _fill_with_noise(big)
+        _embed(big.model.embed_tokens.weight, small.model.embed_tokens.weight)
+        big.lm_head.weight[:, : small.config.hidden_size] = small.lm_head.weight
+        _scale_norm(big.model.norm, small.model.norm)
+        queries, keys = _places(small.config, shape, small.device)
+        for number, layer in enumerate(big.model.layers):
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+            layer.self_attn.scaling = head_size**-0.5
+            if number < len(small.model.layers):
+                _fill_layer(layer, small.model.layers[number], queries, keys, shape.head_size)
+    big.generation_config = copy.deepcopy(small.generation_config)
+    return big.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where heads of the small model stand in the large one."""
+
+    heads_H: Tensor
+    """The head in the large model."""
+    sources_H: Tensor
+    """The head in the small model."""
+    channels_C: Tensor
+    """Channels of a large head for those of a small one."""
+
+    def idle(self, big_size: int) -> Tensor:
+        """Return the channels of a large head that a small one has no use for."""
+        idle_C = torch.ones(big_size, dtype=torch.bool, device=self.channels_C.device)
+        idle_C[self.channels_C] = False
+        return idle_C.nonzero()[:, 0]
+
+    def rows(self, big_size: int) -> Tensor:
+        """Return rows of the large projection."""
+        return (self.heads_H[:, None] * big_size + self.channels_C).flatten()
+
+    def source_rows(self) -> Tensor:
+        """Return the rows of the small projection that belong there."""
+        size = len(self.channels_C)
+        return (self.sources_H[:, None] * size + torch.arange(size, device=self.sources_H.device)).flatten()
+
+
+def _places(config: Any, shape: BigShape, device: torch.device) -> tuple[_Places, _Places]:
+    """Give every query head a place whose key head is its own; a small group may take several large ones."""
+    size = _head_size(config)
+    step = shape.head_size // size
+    half_C = torch.arange(size // 2, device=device) * step
+    channels_C = torch.cat([half_C, half_C + shape.head_size // 2])
+    group, big_group = _group(config), shape.num_heads // shape.num_key_heads
+    spread = math.ceil(group / big_group)
+    query_H = torch.arange(config.num_attention_heads, device=device)
+    member_H = query_H % group
+    key_H = query_H // group * spread + member_H // big_group
+    big_key_H = torch.arange(config.num_key_value_heads * spread, device=device)
+    return (
+        _Places(key_H * big_group + member_H % big_group, query_H, channels_C),
+        _Places(big_key_H, big_key_H // spread, channels_C),
+    )
+
+
+def _fill_layer(big: Any, small: Any, queries: _Places, keys: _Places, head_size: int) -> None:
+    _scale_norm(big.input_layernorm, small.input_layernorm)
+    _scale_norm(big.post_attention_layernorm, small.post_attention_layernorm)
+    attention, source = big.self_attn, small.self_attn
+    width = source.q_proj.in_features
+    # Channels that a small head does not have must not meet: noise in the keys is harmless if the queries are zero there.
+    heads = attention.q_proj.weight.view(-1, head_size, attention.q_proj.in_features)
+    heads[queries.heads_H[:, None], queries.idle(head_size)] = 0
+    for name, places in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        _write(getattr(attention, name).weight, places.rows(head_size), getattr(source, name).weight[places.source_rows()])
+    columns = torch.zeros_like(attention.o_proj.weight[:width])
+    columns[:, queries.rows(head_size)] = source.o_proj.weight[:, queries.source_rows()]
+    attention.o_proj.weight[:width] = columns
+    mlp_size = small.mlp.down_proj.in_features
+    for name in ("gate_proj", "up_proj"):
+        getattr(big.mlp, name).weight[:mlp_size, :width] = getattr(small.mlp, name).weight
+    big.mlp.down_proj.weight[:width, :mlp_size] = small.mlp.down_proj.weight
+
+
+def _write(weight: Tensor, rows_R: Tensor, values_RX: Tensor) -> None:
+    weight[rows_R, : values_RX.shape[1]] = values_RX
+
+
+def _scale_norm(big: Any, small: Any) -> None:
+    size = len(small.weight)
+    big.weight[:size] = (small.weight.double() * math.sqrt(size / len(big.weight))).to(big.weight.dtype)
+
+
+def _embed(big: Tensor, small: Tensor) -> None:
+    big.zero_()
+    big[:, : small.shape[1]] = small
+
+
+def _fill_with_noise(big: Any) -> None:
+    generator = torch.Generator(big.device).manual_seed(0)
+    for parameter in big.parameters():
+        parameter.normal_(0.0, _NOISE, generator=generator)
+
+
+def _check(small: Any, shape: BigShape) -> None:
+    config = small.config
+    if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
+        raise UsageError(f"only Llama models without biases can be inflated, not {config.model_type!r}; inflate smollm2")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UsageError(f"rotary embeddings of type {rope.get('rope_type')!r} cannot be inflated; allowed: {_ROPE_TYPES}")
+    big_group = shape.num_heads // shape.num_key_heads
+    needed = {
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_key_heads": config.num_key_value_heads * math.ceil(_group(config) / big_group),
+        "mlp_size": config.intermediate_size,
+        "head_size": _head_size(config),
+    }
+    for name, least in needed.items():
+        if getattr(shape, name) < least:
+            raise UsageError(
+                f"a model that needs {name}={least} does not fit into a shape with {getattr(shape, name)}; use a larger shape"
+            )
+    if shape.head_size % needed["head_size"]:
+        raise UsageError(f"heads of {needed['head_size']} channels do not divide those of {shape.head_size}; use another shape")
+
+
+def _check_memory(needed: int, device: torch.device) -> None:
+    """Refuse what would not fit into the host's memory; a GPU says so itself."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    if device.type == "cpu" and free is not None and needed > 0.9 * free:
+        raise FailureError(
+            f"the inflated target takes {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free; "
+            "use a smaller shape, --dtype bfloat16, or a GPU"
+        )
+
+
+def _group(config: Any) -> int:
+    return int(config.num_attention_heads) // int(config.num_key_value_heads)
+
+
+def _head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def is_inflated(name: str) -> bool:
@@ -36,14 +267,13 @@ def source_name(name: str) -> str:
 
 
 class InflatedModel(HFModel):
-    """A small model at the cost of a large one, see `polydraft.models.inflate`.
+    """A small model at the cost of a large one; features are the small model's, every product is the large one's.
 
     Features are the small model's: padding is cut off, and put on again for the output head, whose product has the large
     hidden size. So a feature head trained for the small model works on it unchanged. `hidden_size` is the small one.
 
     Parameters
     ----------
-    small : HFModel
     shape : str
         One of `SHAPES`.
     name : str, optional

@@ -1,18 +1,63 @@
-"""What the engine asks of a model."""
+"""What the engine asks of a model, and what models share."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
-from polydraft.models.attention import steady_attention
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block, causal_block
 
 _PREFILL_CHUNK = 512
 _SMALLEST_SPAN = 512
+
+
+class _WithoutPlans(AbstractContextManager[None]):
+    """cuDNN's attention is off while any thread is inside; torch keeps one switch for all of them."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+_WITHOUT_PLANS = _WithoutPlans()
+
+
+def steady_attention(device: torch.device) -> AbstractContextManager[None]:
+    """Leave cuDNN's attention out, for a while: it takes 0.1 to 1.3 s to plan for every length that it has not met before.
+
+    Once it has planned, it reads a prompt within 10 % of what the others take (docs/LOG.md), and prompts come in all lengths.
+    """
+    return _WITHOUT_PLANS if device.type == "cuda" else nullcontext()
+
+
+def by_rows(product: Callable[[Tensor], Tensor], input_XF: Tensor) -> Tensor:
+    """Apply a linear layer to all rows of an input of any shape as to one matrix.
+
+    Of a view whose leading strides do not fit together, such as a slice of a tree's nodes, torch makes a batch of products:
+    on a CPU with matrix units, in bfloat16, that took four times as long.
+    """
+    output_RG = product(input_XF.flatten(0, -2))
+    return output_RG.view(*input_XF.shape[:-1], output_RG.shape[-1])
 
 
 def round_up(slots: int) -> int:
@@ -43,9 +88,9 @@ class Context(ABC):
         self.batch_size, self.capacity, self.device = batch_size, capacity, device
         self.max_positions = max_positions
         self.lengths = [0] * batch_size
-        """Committed tokens a row, as the host last knew them; see `settle`."""
+        """Committed tokens per row, as the host last knew them; see `settle`."""
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=device)
-        """Committed tokens a row."""
+        """Committed tokens per row."""
         self.places = 0
         """Most uncommitted tokens of a round, as its owner says."""
         self.span: int | None = None
@@ -153,7 +198,7 @@ class Context(ABC):
             done += size
 
     def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` slots a row, keeping what is committed."""
+        """Make room for at least `capacity` slots per row, keeping what is committed."""
         if capacity > self.capacity:
             if self.device.type == "cuda":  # storage that stays put keeps recorded rounds valid
                 capacity = round_up(capacity)
@@ -168,7 +213,7 @@ class Context(ABC):
 
     @abstractmethod
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
-        """Store and compute T tokens a row; slot s is attended to where `visible_BTS` says so."""
+        """Store and compute T tokens per row; slot s is attended to where `visible_BTS` says so."""
 
     @abstractmethod
     def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:

@@ -1,25 +1,52 @@
-"""Models by name."""
+"""Models by name: bundled, in a folder, or on the Hugging Face hub, and what to do where there is no network."""
 
 import json
 import os
 import pickle
+import socket
+import urllib.request
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
-from polydraft.models.early_exit import early_exit
 from polydraft.models.feature_head import FeatureHead
 from polydraft.models.head_folder import is_head, load_head, load_vocabulary
-from polydraft.models.hf import HFModel
-from polydraft.models.hub import check_name, hub_options
+from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
-from polydraft.models.spread import layout_options
+from polydraft.models.placement import layout_options
+
+
+def hub_options(name: str) -> dict[str, Any]:
+    """Return how `from_pretrained` shall look for a model: where the hub's address is unknown, among what is on disk only.
+
+    The hub's client would try again and again, for half a minute, before it says that a name cannot be had.
+    """
+    from huggingface_hub import constants, is_offline_mode
+
+    if os.path.isdir(name) or is_offline_mode() or urllib.request.getproxies():  # a proxy knows its own addresses
+        return {}
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        # By number: not every machine has a list of services to look "https" up in.
+        socket.getaddrinfo(address.hostname, address.port or (80 if address.scheme == "http" else 443))
+    except OSError:
+        return {"local_files_only": True}
+    return {}
+
+
+def check_name(kind: str, name: str, allowed: str) -> None:
+    """Refuse what cannot be the name of a model before a hub is asked for it."""
+    if not name.strip():
+        raise UsageError(f"empty {kind} name; allowed: {allowed}")
+    if name.startswith((".", "/", "~")) and not os.path.isdir(name):  # surely a path
+        raise UsageError(f"cannot load {kind} {name!r}: there is no such folder; allowed: {allowed}")
 
 
 @dataclass(frozen=True)
@@ -34,7 +61,7 @@ class Loaded:
 def load_model(name: str, device: torch.device, dtype: torch.dtype, device_map: str | None = None) -> Loaded:
     """Load a model by name: the bundled one, a folder, a name on the Hugging Face hub, or one of these inflated.
 
-    With a device map (`polydraft.models.spread`) the model goes over several devices instead of to `device`.
+    With a device map (`polydraft.models.placement`) the model goes over several devices instead of to `device`.
     """
     if is_inflated(name):
         if device_map is not None:

@@ -15,8 +15,6 @@ class Memory:
 
     Parameters
     ----------
-    model : LanguageModel
-    batch_size : int
     behind : int
         How many of a text's last tokens stay out, to be passed through the model in the next round.
     places : int
@@ -38,7 +36,7 @@ class Memory:
     ) -> None:
         """Hold `texts` (less the last few tokens) and make room for them to grow to `longest` tokens.
 
-        Of what is held already at most `limits` tokens a row are kept; the rest is read again, for the observer.
+        Of what is held already at most `limits` tokens per row are kept; the rest is read again, for the observer.
         """
         self.context.reserve(longest + self.places)
         wanted = [text[: max(len(text) - self.behind, 0)] for text in texts]

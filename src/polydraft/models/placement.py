@@ -1,12 +1,17 @@
-"""Where a model runs and in which number format."""
+"""Where a model runs and in which number format: one device, or several (layers on each, or slices of every layer)."""
 
+import importlib.util
+import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from polydraft.errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TENSOR_PARALLEL = "tp"
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", TENSOR_PARALLEL)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -42,3 +47,54 @@ def cpu_computes_bfloat16() -> bool:
     except OSError:
         return False
     return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags)
+
+
+def check_device_map(device_map: str | None, device: str) -> None:
+    """Refuse, before anything is loaded, what cannot be laid out."""
+    if device_map is None:
+        return
+    if device_map not in DEVICE_MAPS:
+        raise UsageError(f"unknown device map {device_map!r}; allowed: {', '.join(DEVICE_MAPS)}")
+    if device != "auto":
+        raise UsageError(f"--device-map {device_map} chooses the devices itself; leave out --device {device}")
+    if device_map == TENSOR_PARALLEL:
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            raise UsageError(
+                "--device-map tp needs several processes; start with: torchrun --nproc-per-node N -m polydraft ..."
+            )
+    elif importlib.util.find_spec("accelerate") is None:
+        raise UsageError(f"--device-map {device_map} needs the package accelerate; get it with: pip install accelerate")
+
+
+def layout_options(device_map: str) -> dict[str, Any]:
+    """Return what `from_pretrained` takes for a device map."""
+    if device_map != TENSOR_PARALLEL:
+        return {"device_map": device_map}
+    from transformers import distributed
+
+    options = getattr(distributed, "DistributedConfig", None)
+    try:
+        return {"distributed_config": options(tp_plan="auto")} if options is not None else {"tp_plan": "auto"}
+    except TypeError:  # an older release, whose configuration knows of experts only
+        return {"tp_plan": "auto"}
+
+
+def home_device(model: Any) -> torch.device:
+    """Return where a model takes its tokens: the device of its embeddings."""
+    embeddings = model.get_input_embeddings()
+    device: torch.device = embeddings.weight.device
+    if device.type == "meta":  # offloaded: accelerate fetches the weights to where it computes
+        device = torch.device(getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None) or "cpu")
+    return device
+
+
+def spread_obstacle(model: Any) -> str | None:
+    """Return why a model is not all in one place, and its passes cannot be recorded or rearranged; None if it is."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if (getattr(model, "_tp_size", None) or 1) > 1 or any(type(part).__name__ == "DTensor" for part in model.parameters()):
+        return "the model is split over several processes"
+    if torch.device("meta") in devices:
+        return "parts of the model are offloaded"
+    if len(devices) > 1:
+        return f"the model is spread over several devices ({', '.join(sorted(map(str, devices)))})"
+    return None

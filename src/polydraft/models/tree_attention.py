@@ -97,7 +97,7 @@ def tree_attention(
         One layer of a `SlotCache`, the tokens' own keys and values already in it. H divides the queries' number of heads
         (grouped-query attention). Slots past `lengths_B + U` are not read.
     lengths_B : Tensor
-        Committed tokens a row, on the device; read in the kernel, so that a captured launch follows it.
+        Committed tokens per row, on the device; read in the kernel, so that a captured launch follows it.
     visible_BTU : Tensor
         Which of the uncommitted places, slots `lengths_B + u`, each token sees. Rows may be expanded.
     scale : float
@@ -139,7 +139,7 @@ def _launch(
     plan: AttentionPlan,
 ) -> Tensor:
     """Attend as planned, and join the splits if there are several."""
-    from polydraft.models import tree_attention_kernels as kernels
+    from polydraft.models import _kernels as kernels
 
     batch_size, query_heads, size, channels = query_BHTC.shape
     key_heads, places = key_BHSC.shape[1], visible_BTU.shape[2]

@@ -24,7 +24,7 @@ from polydraft.sampling import NO_TOKEN, RowParams, draw_distinct, draw_one
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, Topology
 from polydraft.walks import Fault, Verdict, Walk
-from polydraft.walks.target_law import TargetLaw
+from polydraft.walks.walk import TargetLaw
 
 
 def check_lossy(name: str, topology: Topology) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes.arrays import Array, looks, ranks, small, take, top
+from polydraft.schemes.arrays import Array, arange, as_array, can_sync, take, top
 
 _BLOCK = 256
 _SHORT = 2**14
@@ -45,16 +45,16 @@ def largest(weights_RV: Tensor, count: int) -> Ranked:
     weights_RV = weights_RV.to(torch.promote_types(weights_RV.dtype, torch.float32))  # numpy knows no bfloat16
     rows, vocabulary = weights_RV.shape
     count = min(count, vocabulary)
-    if vocabulary <= _SHORT and looks(weights_RV) and not torch.compiler.is_compiling():
+    if vocabulary <= _SHORT and can_sync(weights_RV) and not torch.compiler.is_compiling():
         found = weights_RV.topk(count)
-        return small(found.values), small(found.indices)
+        return as_array(found.values), as_array(found.indices)
     blocks = vocabulary // _BLOCK
     if blocks * _BLOCK != vocabulary or blocks < 2 * count:
-        return top(small(weights_RV), count)
-    maxima_RM = small(weights_RV.reshape(rows, blocks, _BLOCK).amax(-1))
+        return top(as_array(weights_RV), count)
+    maxima_RM = as_array(weights_RV.reshape(rows, blocks, _BLOCK).amax(-1))
     block_RK = top(maxima_RM, count)[1]
-    token_RX = (block_RK[:, :, None] * _BLOCK + ranks(_BLOCK, block_RK)).reshape(rows, count * _BLOCK)
-    value_RK, index_RK = top(take(small(weights_RV), token_RX), count)
+    token_RX = (block_RK[:, :, None] * _BLOCK + arange(_BLOCK, block_RK)).reshape(rows, count * _BLOCK)
+    value_RK, index_RK = top(take(as_array(weights_RV), token_RX), count)
     return value_RK, take(token_RX, index_RK)
 
 

@@ -34,14 +34,14 @@ def quietly(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return quiet
 
 
-def looks(tensor: Tensor) -> bool:
+def can_sync(tensor: Tensor) -> bool:
     """Whether the host may look at values: it costs nothing on a CPU and saves idle work; elsewhere it stalls the device."""
     return tensor.device.type in _HOSTS
 
 
-def small(tensor: Tensor) -> Array:
+def as_array(tensor: Tensor) -> Array:
     """Return the tensor in the library that is quicker where it is, without a copy."""
-    return tensor.numpy() if looks(tensor) else tensor
+    return tensor.numpy() if can_sync(tensor) else tensor
 
 
 def as_tensor(array: Array) -> Tensor:
@@ -49,22 +49,22 @@ def as_tensor(array: Array) -> Tensor:
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else array
 
 
-def library(array: Array) -> ModuleType:
+def xp(array: Array) -> ModuleType:
     """Return numpy or torch, for functions that have the same name and arguments in both."""
     return np if isinstance(array, np.ndarray) else torch
 
 
-def ranks(count: int, like: Array) -> Array:
+def arange(count: int, like: Array) -> Array:
     """Return 0, 1, ..., count − 1."""
     return np.arange(count) if isinstance(like, np.ndarray) else torch.arange(count, device=like.device)
 
 
-def no_less(array: Array, least: float) -> Array:
+def at_least(array: Array, least: float) -> Array:
     """Raise what is smaller."""
     return np.maximum(array, least) if isinstance(array, np.ndarray) else array.clamp(min=least)
 
 
-def no_more(array: Array, most: float) -> Array:
+def at_most(array: Array, most: float) -> Array:
     """Lower what is larger."""
     return np.minimum(array, most) if isinstance(array, np.ndarray) else array.clamp(max=most)
 
@@ -128,7 +128,7 @@ def running_max(table_RC: Array) -> Array:
 
 
 def raised(base_RC: Array, power_R1: Array) -> Array:
-    """Return whole powers, from 1 up, one a row; anything for power 0."""
+    """Return whole powers, from 1 up, one per row; anything for power 0."""
     if not isinstance(base_RC, np.ndarray):
         return base_RC**power_R1
     result_RC = base_RC
@@ -143,7 +143,7 @@ def backwards(table_RC: Array) -> Array:
     return table_RC[:, ::-1] if isinstance(table_RC, np.ndarray) else table_RC.flip(-1)
 
 
-def at_most(table_RC: Array, mark_RK: Array) -> Array:
+def searchsorted(table_RC: Array, mark_RK: Array) -> Array:
     """Count the entries of a rising row that do not exceed each mark."""
     if not isinstance(table_RC, np.ndarray):
         return torch.searchsorted(table_RC, mark_RK, right=True)
@@ -155,7 +155,7 @@ def at_most(table_RC: Array, mark_RK: Array) -> Array:
 
 def quotient(numerator: Array, denominator: Array) -> Array:
     """Divide where a numerator is 0 wherever its denominator is, or of no account there."""
-    return numerator / no_less(denominator, _LEAST)
+    return numerator / at_least(denominator, _LEAST)
 
 
 _LEAST = 1e-300

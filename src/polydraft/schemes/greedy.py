@@ -48,11 +48,11 @@ class Greedy(Scheme):
         return torch.cat([top_RK, draw_independent(rest_RV, uniforms_RK[:, -1:])], dim=1)
 
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Eq. 19."""
+        """Eq. 19: test one child against the law of the rest."""
         return _SPECULATIVE.law(target_probs_RV, *self._tested(draft_probs_RV, children_RK))
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Accept the last child, or emit from the residual, which may be a child as well."""
+        """Accept that child, or emit from the residual, which may be a child as well."""
         return _SPECULATIVE.verify(target_probs_RV, *self._tested(draft_probs_RV, children_RK), uniforms_RU)
 
     def _tested(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class Greedy(Scheme):
 
 
 @SCHEMES.register("spechub")
-class SpecHub(Scheme):
+class SpecHub(Greedy):
     """Two candidates, one of them always the likeliest draft token, the hub."""
 
     name = "spechub"
@@ -92,16 +92,8 @@ class SpecHub(Scheme):
         second_R1 = torch.where(first_R1 == hub_R1, other_R1, hub_R1)
         return torch.cat([first_R1, torch.where(first_R1 == NO_TOKEN, NO_TOKEN, second_R1)], dim=1)
 
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Test the child that is not the hub against the law of the rest; a lone child against the draft law."""
-        return _SPECULATIVE.law(target_probs_RV, *self._tested(draft_probs_RV, children_RK))
-
-    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Accept the child that is not the hub, or emit from the residual, which may be the hub."""
-        return _SPECULATIVE.verify(target_probs_RV, *self._tested(draft_probs_RV, children_RK), uniforms_RU)
-
     def _tested(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the law of the rest and the child drawn from it."""
+        """Return the law of the rest and the child that is not the hub; of a lone child, the draft law."""
         draft_RV = draft_probs_RV.double()
         first_R1, second_R1 = children_RK[:, :1], children_RK[:, 1:2]
         if second_R1.shape[1] == 0:

@@ -11,13 +11,13 @@ References
 import torch
 from torch import Tensor
 
-from polydraft.sampling import NO_TOKEN, draw_independent
+from polydraft.sampling import NO_TOKEN
 from polydraft.schemes.arithmetic import normalised, ratio
-from polydraft.schemes.scheme import SCHEMES, Scheme
+from polydraft.schemes.scheme import SCHEMES, IndependentChildren
 
 
 @SCHEMES.register("kseq")
-class KSeq(Scheme):
+class KSeq(IndependentChildren):
     """Independent candidates, each accepted with the same reduced ratio (SpecTr's K-SEQ).
 
     Parameters
@@ -27,18 +27,9 @@ class KSeq(Scheme):
     """
 
     name = "kseq"
-    replacement = True
 
     def __init__(self, steps: int = 32) -> None:
         self.steps = steps
-
-    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Every child follows the draft law."""
-        return normalised(draft_probs_RV)
-
-    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw all children from one table of sums."""
-        return draw_independent(draft_probs_RV, uniforms_RK)
 
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
         """Eq. 32 for the children and eq. 33 for what they leave."""

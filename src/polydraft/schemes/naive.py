@@ -6,26 +6,19 @@ Exact whatever the children are, as long as they do not depend on the verificati
 import torch
 from torch import Tensor
 
-from polydraft.sampling import NO_TOKEN, draw_distinct, draw_one
-from polydraft.schemes.arithmetic import largest, normalised, without
+from polydraft.sampling import NO_TOKEN, draw_one
+from polydraft.schemes.arithmetic import largest, normalised
 from polydraft.schemes.arrays import as_tensor
-from polydraft.schemes.scheme import SCHEMES, Scheme
+from polydraft.schemes.scheme import SCHEMES, DistinctChildren
 
 
 @SCHEMES.register("naive")
-class Naive(Scheme):
+class Naive(DistinctChildren):
     """Multi-candidate naive sampling (MCNS in MCSD §4.5), with distinct candidates from the draft law."""
 
     name = "naive"
+    replacement = None  # whatever the children are, verification does not mind
     follows_target = True
-
-    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Draw without replacement: a repeated candidate could not be accepted twice."""
-        return without(normalised(draft_probs_RV), earlier_RJ)
-
-    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw all children from one table of sums."""
-        return draw_distinct(draft_probs_RV, uniforms_RK)
 
     def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
         """Return the target's law, whatever was drawn."""

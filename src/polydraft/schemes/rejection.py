@@ -9,10 +9,10 @@ References
 import torch
 from torch import Tensor
 
-from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent, draw_one
-from polydraft.schemes.arithmetic import normalised, ratio, without
-from polydraft.schemes.arrays import as_tensor, library, looks, no_less, no_more, quietly, quotient, small, take
-from polydraft.schemes.scheme import SCHEMES, Scheme, Selection
+from polydraft.sampling import NO_TOKEN, draw_one
+from polydraft.schemes.arithmetic import normalised, ratio
+from polydraft.schemes.arrays import as_array, as_tensor, at_least, at_most, can_sync, quietly, quotient, take, xp
+from polydraft.schemes.scheme import SCHEMES, DistinctChildren, IndependentChildren, Scheme, Selection
 
 _LARGEST = 1 - 2.0**-53
 """The largest number below 1."""
@@ -59,84 +59,62 @@ def _rejection_token(
 
     One number decides everything: after a rejection it is uniform above the chance to accept.
     """
-    looking = looks(children_RK)
+    looking = can_sync(children_RK)
     target_RV, draft_RV = target_probs_RV.double(), draft_probs_RV.double()
-    target_mass_R1, draft_mass_R1 = small(target_RV.sum(-1, keepdim=True)), small(draft_RV.sum(-1, keepdim=True))
-    all_RK, number_R1 = small(children_RK), small(uniform_R1.double())
-    where = library(all_RK).where
+    target_mass_R1, draft_mass_R1 = as_array(target_RV.sum(-1, keepdim=True)), as_array(draft_RV.sum(-1, keepdim=True))
+    all_RK, number_R1 = as_array(children_RK), as_array(uniform_R1.double())
+    where = xp(all_RK).where
     undecided_R1 = number_R1 >= 0
     token_R1 = nearly_R1 = where(undecided_R1, NO_TOKEN, all_RK[:, :1])
     for rank in range(all_RK.shape[1]):
         child_R1 = all_RK[:, rank : rank + 1]
-        exists_R1, index_R1 = child_R1 != NO_TOKEN, no_less(child_R1, 0)
+        exists_R1, index_R1 = child_R1 != NO_TOKEN, at_least(child_R1, 0)
         if looking and not exists_R1.any():
             break
-        drawn_R1 = take(small(draft_RV), index_R1)
+        drawn_R1 = take(as_array(draft_RV), index_R1)
         scale_R1 = quotient(target_mass_R1, draft_mass_R1) * exists_R1
-        accept_R1 = no_more(quotient(take(small(target_RV), index_R1), scale_R1 * drawn_R1), 1) * exists_R1
+        accept_R1 = at_most(quotient(take(as_array(target_RV), index_R1), scale_R1 * drawn_R1), 1) * exists_R1
         token_R1 = where(undecided_R1 & (number_R1 < accept_R1), child_R1, token_R1)
         nearly_R1 = where(accept_R1 > 0.5, child_R1, nearly_R1)
         undecided_R1 = undecided_R1 & (number_R1 >= accept_R1)
-        number_R1 = no_less(no_more(quotient(number_R1 - accept_R1, 1 - accept_R1), _LARGEST), 0)
+        number_R1 = at_least(at_most(quotient(number_R1 - accept_R1, 1 - accept_R1), _LARGEST), 0)
         if looking and not undecided_R1.any():
             return as_tensor(token_R1)[:, 0]
         target_RV = torch.addcmul(target_RV, draft_RV, as_tensor(scale_R1), value=-1).clamp_(min=0)
-        target_mass_R1 = small(target_RV.sum(-1, keepdim=True))
+        target_mass_R1 = as_array(target_RV.sum(-1, keepdim=True))
         if not replacement:
             draft_RV = draft_RV.scatter(1, as_tensor(index_R1), as_tensor(drawn_R1 * ~exists_R1))
-            draft_mass_R1 = small(draft_RV.sum(-1, keepdim=True))
+            draft_mass_R1 = as_array(draft_RV.sum(-1, keepdim=True))
     left_R1 = draw_one(target_RV, as_tensor(number_R1)[:, 0])[:, None]
     # Rounding may reject where p = q: nothing is left then, and the child was all but accepted.
     left_R1 = torch.where(left_R1 == NO_TOKEN, as_tensor(nearly_R1), left_R1)
     return torch.where(as_tensor(undecided_R1), left_R1, as_tensor(token_R1))[:, 0]
 
 
+class _Rejection(Scheme):
+    """Candidates tested one after the other against what earlier ones left of the target law."""
+
+    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        """Residual chain; without replacement a rejected child also leaves the draft law."""
+        return _rejection_law(target_probs_RV, draft_probs_RV, children_RK, bool(self.replacement))
+
+    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+        """Stop at the first child that is accepted."""
+        return _rejection_token(target_probs_RV, draft_probs_RV, children_RK, uniforms_RU[:, :1], bool(self.replacement))
+
+
 @SCHEMES.register("rrs-wor")
-class RejectionWithoutReplacement(Scheme):
+class RejectionWithoutReplacement(_Rejection, DistinctChildren):
     """MCSD Algorithm 2: distinct candidates, tested one after the other."""
 
     name = "rrs-wor"
-    replacement = False
-
-    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """MCSD eq. 1: the draft law without the earlier children, renormalised."""
-        return without(normalised(draft_probs_RV), earlier_RJ)
-
-    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw all children from one table of sums."""
-        return draw_distinct(draft_probs_RV, uniforms_RK)
-
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Residual chain in which a rejected child also leaves the draft law."""
-        return _rejection_law(target_probs_RV, draft_probs_RV, children_RK, replacement=False)
-
-    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Stop at the first child that is accepted."""
-        return _rejection_token(target_probs_RV, draft_probs_RV, children_RK, uniforms_RU[:, :1], replacement=False)
 
 
 @SCHEMES.register("rrs-wr")
-class RejectionWithReplacement(Scheme):
+class RejectionWithReplacement(_Rejection, IndependentChildren):
     """MCSD Algorithm 1: independent candidates, tested one after the other."""
 
     name = "rrs-wr"
-    replacement = True
-
-    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Every child follows the draft law."""
-        return normalised(draft_probs_RV)
-
-    def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw all children from one table of sums."""
-        return draw_independent(draft_probs_RV, uniforms_RK)
-
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Residual chain against an unchanged draft law."""
-        return _rejection_law(target_probs_RV, draft_probs_RV, children_RK, replacement=True)
-
-    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Stop at the first child that is accepted."""
-        return _rejection_token(target_probs_RV, draft_probs_RV, children_RK, uniforms_RU[:, :1], replacement=True)
 
 
 @SCHEMES.register("speculative")

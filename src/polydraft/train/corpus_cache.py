@@ -12,8 +12,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.models.bundled import BUNDLED, bundled_folder
-from polydraft.models.hub import check_name, hub_options
-from polydraft.models.loading import Loaded, load_model
+from polydraft.models.loading import Loaded, check_name, hub_options, load_model
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import GramTrie, save_trie

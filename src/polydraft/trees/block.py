@@ -1,4 +1,9 @@
-"""What one model pass needs to know of the tree."""
+"""What one model pass needs to know of a tree.
+
+References
+----------
+.. [1] Lu et al., Improving Multi-candidate Speculative Decoding, §3.2 (one large mask, sliced; there for fork-shaped trees).
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -6,10 +11,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from polydraft.trees.topology import Topology, TreeTables
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """T uncommitted tokens a row that go through a model together.
+    """T uncommitted tokens per row that go through a model together.
 
     Uncommitted tokens of a row occupy numbered places after its committed text: this block takes places `start` to
     `start + T`. Blocks of a later level of the same tree start where the earlier ones ended.
@@ -41,3 +48,64 @@ def causal_block(batch_size: int, size: int, device: torch.device) -> Block:
     depths_BT = torch.arange(size, device=device).expand(batch_size, size)
     visible_TT = torch.ones(size, size, dtype=torch.bool, device=device).tril()
     return Block(0, depths_BT, visible_TT.expand(batch_size, size, size))
+
+
+@dataclass(frozen=True, eq=False)
+class StaticBlock:
+    """A `Block` that is the same for all rows."""
+
+    start: int
+    depths_T: Tensor
+    visible_TU: Tensor
+
+    def expand(self, batch_size: int) -> Block:
+        """Return the block of a batch."""
+        return Block(self.start, self.depths_T.expand(batch_size, -1), self.visible_TU.expand(batch_size, -1, -1))
+
+
+@dataclass(frozen=True, eq=False)
+class SlicedMask:
+    """The mask and the depths of a whole tree, and of everything that an early stop leaves of it.
+
+    Nodes stand in breadth-first order, so that what was drafted up to any level is a beginning of the list: its mask is the
+    upper left corner of the large one. In [1] that is said of forks; it holds for every tree.
+    """
+
+    depths_P: Tensor
+    """Depth of each place: `lead` places in a row first, then the nodes."""
+    visible_PP: Tensor
+    """Which places each place attends to."""
+    child_table_NK: Tensor
+    stops: tuple[int, ...]
+    """Nodes down to each level, the root's first."""
+    lead: int
+
+    @classmethod
+    def of(cls, topology: Topology, device: torch.device, lead: int = 0) -> "SlicedMask":
+        """Return the mask of a tree behind `lead` places; built once and shared."""
+        return _build(topology, device, lead)
+
+    def level(self, first: int, stop: int) -> StaticBlock:
+        """Return the pass over nodes `first` to `stop` of one level, which see earlier places; a root brings the lead along."""
+        start, end = 0 if first == 0 else first + self.lead, stop + self.lead
+        return StaticBlock(start, self.depths_P[start:end], self.visible_PP[start:end, :end])
+
+    def stopped(self, depth: int) -> TreeTables:
+        """Return what is left of the tree when drafting stops after `depth` levels below the root."""
+        nodes, begin = self.stops[depth], self.lead
+        end = begin + nodes
+        children_NK = self.child_table_NK[:nodes]
+        return TreeTables(
+            self.depths_P[begin:end] - begin, children_NK.where(children_NK < nodes, 0), self.visible_PP[begin:end, begin:end]
+        )
+
+
+@lru_cache(maxsize=64)
+def _build(topology: Topology, device: torch.device, lead: int) -> SlicedMask:
+    tables = topology.tables(torch.device("cpu"))
+    places = topology.num_nodes + lead
+    visible_PP = torch.ones(places, places, dtype=torch.bool).tril()
+    visible_PP[lead:, lead:] = tables.ancestors_NN
+    depths_P = torch.cat([torch.arange(lead), tables.depths_N + lead])
+    stops = tuple(level.stop for level in topology.levels)
+    return SlicedMask(depths_P.to(device), visible_PP.to(device), tables.child_table_NK.to(device), stops, lead)

@@ -1,5 +1,7 @@
-"""The static shape of a draft tree."""
+"""Shapes of draft trees: static ones, the limits of dynamic ones, and both as a user writes them."""
 
+import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -12,6 +14,9 @@ from polydraft.errors import UsageError
 
 MAX_NODES = 1024
 """Largest tree that is accepted, the root included."""
+DEFAULT_NODES, DEFAULT_DEPTH = 64, 8
+_BEAM, _BRANCH = 8, 16
+_ALLOWED = 'widths such as "4x2x2x1x1", "chain:5", "fork:16x5", a list of paths such as "[[0],[1],[0,0]]", or "none"'
 
 
 @dataclass(frozen=True)
@@ -63,23 +68,18 @@ class Topology:
     @classmethod
     def from_widths(cls, widths: Sequence[int]) -> "Topology":
         """Give every node of level i `widths[i]` children (MCSD's k-config)."""
-        total, level = 1, 1
+        parents, level = [0], range(1)
         for width in widths:
             if width < 1:
                 raise UsageError(f"tree width {width} in {'x'.join(map(str, widths))}; allowed: whole numbers from 1")
-            level *= width
-            total += level
-            if total > MAX_NODES:
+            start = len(parents)
+            if start + len(level) * width > MAX_NODES:
                 spelled = "x".join(map(str, widths[:8])) + ("x..." if len(widths) > 8 else "")
                 raise UsageError(
                     f"tree {spelled} has more than {MAX_NODES} nodes; use smaller widths or fewer levels, such as 4x2x2x1x1"
                 )
-        parents = [0]
-        level_nodes = [0]
-        for width in widths:
-            start = len(parents)
-            parents.extend(node for node in level_nodes for _ in range(width))
-            level_nodes = list(range(start, len(parents)))
+            parents += [node for node in level for _ in range(width)]
+            level = range(start, len(parents))
         return cls(tuple(parents))
 
     @classmethod
@@ -193,3 +193,88 @@ def _tables(topology: Topology, device: torch.device) -> TreeTables:
             ancestors_NN[child] |= ancestors_NN[node]
     depths_N = torch.tensor(topology.depths)
     return TreeTables(depths_N.to(device), child_table_NK.to(device), ancestors_NN.to(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicShape:
+    """Limits of a dynamic tree."""
+
+    nodes: int = DEFAULT_NODES
+    """Most nodes, the root included."""
+    depth: int = DEFAULT_DEPTH
+    """Most levels below the root."""
+    beam: int = _BEAM
+    """Nodes of a level that go through the draft to get children."""
+    branch: int = _BRANCH
+    """Children that a node may have."""
+    adaptive: bool = True
+    """Whether every round chooses its size by what it is expected to be worth; otherwise all trees are as large as allowed."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.nodes <= MAX_NODES:
+            raise UsageError(f"dynamic tree of {self.nodes} nodes; allowed: 2 to {MAX_NODES}, the root included")
+        if not 1 <= self.depth < self.nodes:
+            raise UsageError(
+                f"dynamic tree of depth {self.depth} with {self.nodes} nodes; allowed: 1 to {self.nodes - 1}, a node per level"
+            )
+        if self.beam < 1 or self.branch < 1:
+            raise UsageError(f"beam {self.beam} and branch {self.branch} of a dynamic tree; allowed: whole numbers from 1")
+
+    @classmethod
+    def like(cls, topology: Topology) -> "DynamicShape":
+        """Return a dynamic tree with the nodes and the depth of a static one."""
+        return cls(nodes=max(topology.num_nodes, 2), depth=max(topology.depth, 1))
+
+    def __str__(self) -> str:
+        return f"dynamic:{self.nodes}:{self.depth}{'' if self.adaptive else ':fixed'}"
+
+
+def parse_dynamic(text: str) -> DynamicShape | None:
+    """Read ``"dynamic"``, ``"dynamic:NODES"``, ``"dynamic:NODES:DEPTH"``, the last with ``":fixed"`` behind; None for others.
+
+    Parameters
+    ----------
+    text : str
+        NODES, the root included, and DEPTH are limits; with ``fixed`` every round uses them up.
+    """
+    spec = text.strip().lower()
+    if spec.partition(":")[0] != "dynamic":
+        return None
+    match = re.fullmatch(r"dynamic(?::(\d{1,18})(?::(\d{1,18})(:fixed)?)?)?", spec)
+    if match is None:
+        raise UsageError(
+            f"unknown tree {text!r}; allowed: dynamic, dynamic:NODES, dynamic:NODES:DEPTH, dynamic:NODES:DEPTH:fixed"
+        )
+    nodes = int(match[1]) if match[1] is not None else DEFAULT_NODES
+    depth = int(match[2]) if match[2] is not None else max(min(DEFAULT_DEPTH, nodes - 1), 1)
+    return DynamicShape(nodes=nodes, depth=depth, adaptive=match[3] is None)
+
+
+def parse_tree(text: str) -> Topology:
+    """Read a tree specification.
+
+    Parameters
+    ----------
+    text : str
+        ``"4x2x2x1x1"`` (children per level), ``"chain:5"``, ``"fork:WIDTHxDEPTH"`` (also ``"target-root:..."``:
+        the root, the pending token, comes from the target's law), a JSON list of index paths, or
+        ``"none"`` for plain decoding.
+    """
+    spec = text.strip().lower()
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    if spec == "none":
+        return Topology()
+    if re.fullmatch(r"\d{1,18}(x\d{1,18})*", spec):
+        return Topology.from_widths([int(width) for width in spec.split("x")])
+    if match := re.fullmatch(r"chain:(\d{1,18})", spec):
+        return Topology.fork(1, int(match[1]))
+    if match := re.fullmatch(r"(?:fork|target-root):(\d{1,18})x(\d{1,18})", spec):
+        return Topology.fork(int(match[1]), int(match[2]))
+    if spec.startswith("["):
+        try:
+            paths = json.loads(spec)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UsageError(f"tree {shown!r} is not a readable list of paths ({error}); allowed: {_ALLOWED}") from None
+        if all(isinstance(path, list) for path in paths):
+            return Topology.from_paths(paths)
+    raise UsageError(f"unknown tree {shown!r}; allowed: {_ALLOWED}")

@@ -1,12 +1,10 @@
 """Verification of a whole tree, in one of several orders."""
 
 from polydraft.walks.block import BlockWalk
-from polydraft.walks.choice import AUTO, check_walk, resolve_walk
 from polydraft.walks.flat_blocks import FlatBlocksWalk
 from polydraft.walks.node import NodeWalk
-from polydraft.walks.target_law import TargetLaws
 from polydraft.walks.traversal import TraversalWalk
-from polydraft.walks.walk import WALKS, Fault, Verdict, Walk
+from polydraft.walks.walk import AUTO, WALKS, Fault, TargetLaws, Verdict, Walk, check_walk, resolve_walk
 
 __all__ = [
     "AUTO",

@@ -11,8 +11,7 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree
-from polydraft.walks.target_law import TargetLaw
-from polydraft.walks.walk import Fault, Verdict, Walk, fault_of
+from polydraft.walks.walk import Fault, TargetLaw, Verdict, Walk, fault_of
 
 
 class FlatBlocksWalk(Walk):

@@ -1,16 +1,15 @@
-"""Verification node by node."""
+"""Verification node by node: level by level, of all nodes at once, and at temperature 0."""
+
+import dataclasses
 
 import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
-from polydraft.schemes.arrays import looks
+from polydraft.schemes.arrays import can_sync
 from polydraft.trees import DraftTree
-from polydraft.walks.everywhere import verify_everywhere
-from polydraft.walks.greedy import greedy_verdict
-from polydraft.walks.target_law import TargetLaw, TreeLaws
-from polydraft.walks.walk import WALKS, Fault, Verdict, Walk, fault_of
+from polydraft.walks.walk import WALKS, Fault, TargetLaw, TreeLaws, Verdict, Walk, fault_of, followed, laws_everywhere
 
 
 @WALKS.register("node")
@@ -29,7 +28,7 @@ class NodeWalk(Walk):
         return True
 
     def uniforms(self, scheme: Scheme, depth: int) -> int:
-        """Enough for one verification a level."""
+        """Enough for one verification per level."""
         return scheme.verify_uniforms * (depth + 1)
 
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
@@ -72,7 +71,106 @@ class NodeWalk(Walk):
             node_B = torch.where(going_B, child_B, node_B)
             if step < draft.depth:
                 path_BD[:, step + 1] = node_B
-            if step == draft.reach or (looks(going_B) and not going_B.any()):
+            if step == draft.reach or (can_sync(going_B) and not going_B.any()):
                 path_BD[:, step + 1 :] = node_B[:, None]
                 break
         return Verdict(path_BD, accepted_B, tokens_BD, offered_B, fault_B)
+
+
+def verify_everywhere(scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict | None:
+    """Let every node emit its token, by its level's random numbers, then follow those that are children.
+
+    None where the host may look, and so may stop in time, where the root is all there is, or where the laws of all nodes are
+    too much to ask.
+    """
+    if draft.depth == 0:
+        return None
+    columns = draft.laws[0].shape[-1] if draft.laws else 0
+    target_BNV = laws_everywhere(draft, target_law, columns if draft.vocabulary is None else draft.vocabulary.size)
+    if target_BNV is None:
+        return None
+    (batch, nodes, _), used = target_BNV.shape, scheme.verify_uniforms
+    level_BN1 = draft.depths_BN.clamp(max=draft.depth)[..., None]
+    uniforms_BDU = uniforms_BU[:, : used * (draft.depth + 1)].reshape(batch, draft.depth + 1, used)
+    uniforms_RU = uniforms_BDU.gather(1, level_BN1.expand(-1, -1, used)).flatten(0, 1)
+    target_RV, draft_RV = target_BNV.flatten(0, 1), target_BNV.new_empty(batch * nodes, 0)
+    if draft.laws:
+        draft_RV = draft.all_laws().flatten(0, 1)
+    fault_BN = fault_of(target_RV, draft_RV).view(batch, nodes)
+    if draft.laws and draft.vocabulary is not None:
+        draft_RV = draft.vocabulary.spread(draft_RV)
+    token_R = scheme.verify(target_RV, draft_RV, draft.all_children().flatten(0, 1), uniforms_RU)
+    verdict = follow_tokens(draft, token_R.view(batch, nodes))
+    # Behind the last level nothing was drawn: the token comes from the target's law itself.
+    last_B11 = verdict.path_BD[:, -1:, None].expand(-1, 1, target_BNV.shape[-1])
+    bonus_B = draw_one(target_BNV.gather(1, last_B11)[:, 0], uniforms_BDU[:, -1, 0])
+    last_B = bonus_B.where(verdict.accepted_B == draft.depth, verdict.tokens_BD[:, -1])
+    tokens_BD = torch.cat([verdict.tokens_BD[:, :-1], last_B[:, None]], dim=1)
+    fault_BD = fault_BN.gather(1, verdict.path_BD)
+    first_B1 = (fault_BD != Fault.NONE.value).to(torch.uint8).argmax(-1, keepdim=True)
+    fault_B = fault_BD.gather(1, first_B1)[:, 0]
+    silent_B = (fault_B == Fault.NONE.value) & (last_B == NO_TOKEN)
+    return dataclasses.replace(verdict, tokens_BD=tokens_BD, fault_B=fault_B.masked_fill(silent_B, Fault.SCHEME.value))
+
+
+def greedy_verdict(draft: DraftTree, laws: TreeLaws) -> Verdict:
+    """Follow the children that are the target's own tokens, without a law, or a random number, in sight.
+
+    Every exact scheme emits the one token that has mass, whatever it drew, so this is what each of them comes to.
+    """
+    tokens_BN = None if can_sync(draft.tokens_BN) else laws.likeliest_everywhere(draft)
+    return _step_by_step(draft, laws) if tokens_BN is None else follow_tokens(draft, tokens_BN)
+
+
+def _step_by_step(draft: DraftTree, laws: TreeLaws) -> Verdict:
+    node_B = torch.zeros_like(draft.tokens_BN[:, 0])
+    nodes: list[Tensor] = [node_B]
+    tokens: list[Tensor] = []
+    offered: list[Tensor] = []
+    going_B = torch.ones_like(node_B, dtype=torch.bool)
+    accepted_B = torch.zeros_like(node_B)
+    for step in range(draft.depth + 1):
+        path_BP = torch.stack(tokens, dim=1) if tokens else draft.tokens_BN[:, :0]
+        token_B = laws.likeliest(node_B, path_BP).where(going_B, NO_TOKEN)
+        tokens.append(token_B)
+        nodes_BK, children_BK = draft.followers(node_B)
+        offered.append((children_BK != NO_TOKEN).any(-1))
+        match_BK = (children_BK == token_B[:, None]) & (children_BK != NO_TOKEN)
+        going_B = match_BK.any(-1)
+        if step == draft.depth or (can_sync(going_B) and not going_B.any()):
+            break
+        accepted_B = accepted_B + going_B
+        child_B = nodes_BK.gather(1, match_BK.to(torch.uint8).argmax(-1, keepdim=True))[:, 0]
+        node_B = child_B.where(going_B, node_B)
+        nodes.append(node_B)
+    missing = draft.depth + 1 - len(tokens)
+    tokens_BD = torch.nn.functional.pad(torch.stack(tokens, dim=1), (0, missing), value=NO_TOKEN)
+    path_BD = torch.stack(nodes + nodes[-1:] * (draft.depth + 1 - len(nodes)), dim=1)
+    last_B1, offered_BD = accepted_B[:, None], torch.stack(offered, dim=1)
+    fault_B = _fault(draft, tokens_BD.gather(1, last_B1)[:, 0])
+    return Verdict(path_BD, accepted_B, tokens_BD, accepted_B + offered_BD.gather(1, last_B1)[:, 0], fault_B)
+
+
+def follow_tokens(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
+    """Return where the tokens that all nodes emit lead: find every node's way on at once, then follow whole numbers."""
+    table_BNK, children_BNK = draft.all_followers()
+    match_BNK = (children_BNK == tokens_BN[..., None]) & (children_BNK != NO_TOKEN)
+    # The first match, as everywhere: a token drawn twice has equal subtrees in law.
+    first_BN1 = match_BNK.to(torch.uint8).argmax(-1, keepdim=True)
+    child_BN = table_BNK.gather(2, first_BN1)[..., 0]
+    goes_BN = match_BNK.any(-1)
+    nodes_N = torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
+    path_BD = followed(child_BN.where(goes_BN, nodes_N), draft.depth)
+    accepted_B = goes_BN.gather(1, path_BD[:, :-1]).cumprod(-1).sum(-1)
+    token_BD = tokens_BN.gather(1, path_BD)
+    fault_B = _fault(draft, token_BD[:, -1])
+    offered_B = accepted_B + (children_BNK != NO_TOKEN).any(-1).gather(1, path_BD[:, -1:])[:, 0]
+    return Verdict(path_BD, accepted_B, token_BD, offered_B, fault_B)
+
+
+def _fault(draft: DraftTree, last_B: Tensor) -> Tensor:
+    """Return the `Fault` of each row. The draft's laws do not matter here; its first one shows whether it is sound at all."""
+    fault_B = torch.full_like(last_B, Fault.NONE)
+    if draft.laws:
+        fault_B = torch.where(draft.laws[0][:, 0].sum(-1).isnan(), Fault.DRAFT, fault_B)
+    return torch.where(last_B == NO_TOKEN, Fault.TARGET, fault_B)

@@ -11,10 +11,9 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme
 from polydraft.schemes.arithmetic import ratio
-from polydraft.schemes.arrays import looks
+from polydraft.schemes.arrays import can_sync
 from polydraft.trees import DraftTree
-from polydraft.walks.target_law import TargetLaw
-from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, Verdict, Walk, fault_of
+from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, TargetLaw, Verdict, Walk, fault_of
 
 _BELOW_ONE = 1 - 2**-53
 
@@ -59,7 +58,7 @@ class TraversalWalk(Walk):
         # Each node is tried once at most and opened once at most; the root is open from the start.
         for _ in range(2 * draft.tokens_BN.shape[1] - 1):
             descent.step()
-            if descent.looks and not bool(descent.going_B1.any()):
+            if descent.can_sync and not bool(descent.going_B1.any()):
                 break
         return descent.verdict(uniforms_BU[:, 1])
 
@@ -77,10 +76,8 @@ class _Descent:
         self.draft, self.target_law, self.replacement = draft, target_law, replacement
         self.least_weight, self.uniform_B1 = least_weight, uniform_B[:, None]
         self.rows_B = torch.arange(len(uniform_B), device=uniform_B.device)
-        self.looks = looks(uniform_B)
-        table_BNK = draft.child_table_BNK
-        tokens_BNK = draft.tokens_BN.gather(1, table_BNK.flatten(1)).view_as(table_BNK)
-        self.children_BNK = torch.where(table_BNK > 0, tokens_BNK, NO_TOKEN)
+        self.can_sync = can_sync(uniform_B)
+        self.children_BNK = draft.all_children()
         self.has_children_BN = (self.children_BNK != NO_TOKEN).any(-1)
         root_B1 = torch.zeros_like(self.rows_B)[:, None]
         self.going_B1 = torch.ones_like(root_B1, dtype=torch.bool)
@@ -117,9 +114,9 @@ class _Descent:
         self.nodes_BD.scatter_(1, depth_B1.masked_fill(rejected_B1 | ~self.going_B1, self.nowhere), tried_B1)
         self.accepted_B1 = torch.where(accepted_B1, depth_B1, self.accepted_B1)
         self.going_B1 = self.going_B1 & ~accepted_B1
-        if not self.looks or bool(rejected_B1.any()):
+        if not self.can_sync or bool(rejected_B1.any()):
             self._reject(rejected_B1, (depth_B1 - 1).clamp(min=0), tried_B1)
-        if not self.looks or bool(opening_B1.any()):
+        if not self.can_sync or bool(opening_B1.any()):
             depth_B1 = depth_B1.masked_fill(~opening_B1, 0)
             laws = self.target_law(child_B1[:, 0], self._path(depth_B1)), self._draft_law(depth_B1, child_B1)
             self._open(opening_B1, depth_B1, child_weight_B1, *laws)
@@ -130,7 +127,7 @@ class _Descent:
         rest_BV = self.rest_BDV[self.rows_B, self.level_B1[:, 0]]
         # Nothing is left where p = q, in which case only rounding can make a child fail: the target's law serves there too.
         open_B1 = (self.accepted_B1 <= self.level_B1) & (self.weight_BD.gather(1, self.level_B1) > 0)
-        if not self.looks or not bool(open_B1.all()):
+        if not self.can_sync or not bool(open_B1.all()):
             rest_BV = torch.where(open_B1, rest_BV, self.target_law(node_B1[:, 0], path_BP))
         token_B1 = draw_one(rest_BV, uniform_B)[:, None]
         # The law after a leaf is seen here for the first time.
@@ -196,8 +193,8 @@ class _Descent:
         return torch.where(places_P < depth_B1, tokens_BP, NO_TOKEN)
 
     def _draft_law(self, level_B1: Tensor, node_B1: Tensor) -> Tensor:
-        """Return the law that the children of one node a row were drawn from, nodes being at different levels."""
-        levels = sorted(set(level_B1[:, 0].tolist())) if self.looks else range(self.draft.depth)
+        """Return the law that the children of one node per row were drawn from, nodes being at different levels."""
+        levels = sorted(set(level_B1[:, 0].tolist())) if self.can_sync else range(self.draft.depth)
         laws = [(level, self.draft.draft_law(level, node_B1[:, 0])) for level in levels]
         result_BV = laws[0][1]
         for level, law_BV in laws[1:]:

@@ -1,24 +1,121 @@
-"""What verifying a tree takes and gives."""
+"""What verifying a tree takes and gives: the target's laws in it, the verdict, the interface of all walks and their choice."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from polydraft.errors import UsageError, unknown_name
 from polydraft.registry import Registry
-from polydraft.schemes import Scheme
-from polydraft.schemes.arrays import as_tensor, library, small
+from polydraft.sampling import Warper
+from polydraft.schemes import SCHEMES, Scheme
+from polydraft.schemes.arrays import as_array, as_tensor, can_sync, xp
 from polydraft.trees import DraftTree
-from polydraft.walks.target_law import TargetLaw
 
+_MOST_BYTES = 2**28
+"""Most room for one table of all nodes' laws."""
+TargetLaw = Callable[[Tensor, Tensor], Tensor]
+"""`(node_B, path_BP) -> probs_BV`: the target's law at one node per row, given the tokens of the path below the root."""
 LEAST_WEIGHT = 2**-6
 """Chance that a node is kept below which walks over whole paths do not look at its children.
 
 A look costs some passes over the vocabulary, up to a hundredth of a round, and gains no more than that chance. Any number is
 exact, because that chance depends on nothing below the node.
 """
+AUTO = "auto"
+_PREFERRED = ("block", "node")
+"""Traversal accepts more than node by node too, but tries one node after the other: off the CPU, where it may not look whether
+it is done, that is twice as many steps as the tree has nodes."""
+
+
+class TreeLaws(ABC):
+    """A `TargetLaw` that knows more: walks take short cuts with it."""
+
+    greedy: bool
+    """Whether every law is one token, `likeliest`."""
+
+    @abstractmethod
+    def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return the law at one node per row, given the tokens of the path below the root."""
+
+    @abstractmethod
+    def everywhere(self, draft: DraftTree) -> Tensor | None:
+        """Return the laws at all nodes, `[B, N, V]`; None where that is too much to ask."""
+
+    @abstractmethod
+    def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return the token of largest probability at one node per row; `NO_TOKEN` where the law is not a number."""
+
+    @abstractmethod
+    def likeliest_everywhere(self, draft: DraftTree) -> Tensor | None:
+        """Return `likeliest` of all nodes, `[B, N]`; None where that is too much to ask."""
+
+
+class TargetLaws(TreeLaws):
+    """The target's laws in a tree, from the features of its nodes.
+
+    Parameters
+    ----------
+    features_BNF : Tensor
+        The target's, of all nodes.
+    head : function
+        From features to logits, of any rows.
+    warper : Warper
+        From logits to laws.
+    whole : bool
+        Whether to compute all logits at once; else those of each node as it is visited.
+    """
+
+    def __init__(self, features_BNF: Tensor, head: Callable[[Tensor], Tensor], warper: Warper, *, whole: bool) -> None:
+        self.greedy = warper.params.all_greedy
+        self._features_BNF, self._head, self._warper = features_BNF, head, warper
+        self._logits_BNV = head(features_BNF) if whole else None
+
+    def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return the law at one node per row."""
+        return self._warper.probs(self._logits(node_B), path_BP[:, None])[:, 0]
+
+    def everywhere(self, draft: DraftTree) -> Tensor | None:
+        """Return the laws at all nodes, where their logits are there."""
+        return None if self._logits_BNV is None else self._warper.probs(self._logits_BNV, self._paths(draft))
+
+    def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return the token of largest logit at one node per row."""
+        return self._warper.likeliest(self._logits(node_B), path_BP[:, None])[:, 0]
+
+    def likeliest_everywhere(self, draft: DraftTree) -> Tensor | None:
+        """Return the token of largest logit of all nodes, where their logits are there."""
+        return None if self._logits_BNV is None else self._warper.likeliest(self._logits_BNV, self._paths(draft))
+
+    def _logits(self, node_B: Tensor) -> Tensor:
+        if self._logits_BNV is not None:
+            return _rows(self._logits_BNV, node_B)
+        return self._head(_rows(self._features_BNF, node_B))
+
+    def _paths(self, draft: DraftTree) -> Tensor:
+        """Return paths to all nodes, as far as anybody reads them."""
+        return draft.paths() if self._warper.params.needs_history else draft.tokens_BN[..., None][..., :0]
+
+
+def laws_everywhere(draft: DraftTree, target_law: TargetLaw, columns: int) -> Tensor | None:
+    """Return the target's laws at all nodes, where the host may not look and float64 tables of so many columns fit."""
+    fits = 8 * draft.tokens_BN.numel() * columns <= _MOST_BYTES
+    if can_sync(draft.tokens_BN) or not fits or not isinstance(target_law, TreeLaws):
+        return None
+    return target_law.everywhere(draft)
+
+
+def _rows(table_BNX: Tensor, node_B: Tensor) -> Tensor:
+    """Return the entry of one node per row, `[B, 1, X]`."""
+    if len(table_BNX) == 1 and can_sync(node_B):
+        return table_BNX[:, int(node_B)][:, None]
+    if len(table_BNX) == 1:
+        return table_BNX.index_select(1, node_B)
+    return table_BNX[torch.arange(len(node_B), device=node_B.device), node_B][:, None]
 
 
 class Fault(IntEnum):
@@ -39,8 +136,8 @@ class Fault(IntEnum):
 def fault_of(target_probs_BV: Tensor, draft_probs_BV: Tensor) -> Tensor:
     """Return the `Fault` of each row's laws at one node, `[B, 1]`."""
     # A target's law that is not a number is none anywhere; a draft's may lack tokens, which are 0 all the same.
-    target_B1, draft_B1 = small(_widened(target_probs_BV))[:, :1], small(_widened(draft_probs_BV)).sum(-1, keepdims=True)
-    where = library(target_B1).where
+    target_B1, draft_B1 = as_array(_widened(target_probs_BV))[:, :1], as_array(_widened(draft_probs_BV)).sum(-1, keepdims=True)
+    where = xp(target_B1).where
     # What is not a number does not equal itself.
     fault_B1 = where(draft_B1 != draft_B1, Fault.DRAFT.value, Fault.NONE.value)
     return as_tensor(where(target_B1 != target_B1, Fault.TARGET.value, fault_B1))
@@ -78,6 +175,14 @@ class Verdict:
         )
 
 
+def followed(next_BN: Tensor, depth: int) -> Tensor:
+    """Return the nodes that one comes by from the root, `[B, depth + 1]`, when each node's successor is given."""
+    nodes = [torch.zeros_like(next_BN[:, :1])]
+    for _ in range(depth):
+        nodes.append(next_BN.gather(1, nodes[-1]))
+    return torch.cat(nodes, dim=1)
+
+
 class Walk(ABC):
     """Verification of a whole tree by means of a scheme; runs without looking at values on the host."""
 
@@ -90,7 +195,7 @@ class Walk(ABC):
 
     @abstractmethod
     def uniforms(self, scheme: Scheme, depth: int) -> int:
-        """Random numbers a row that `run` uses on a tree of that depth."""
+        """Random numbers per row that `run` uses on a tree of that depth."""
 
     @abstractmethod
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
@@ -98,3 +203,33 @@ class Walk(ABC):
 
 
 WALKS: Registry[type[Walk]] = Registry("walk")
+
+
+def check_walk(name: str, scheme: str) -> None:
+    """Refuse an unknown walk, or one that does not fit a scheme, both given by name."""
+    if name != AUTO and name not in WALKS:
+        raise unknown_name("walk", name, [AUTO, *WALKS])
+    if scheme != AUTO:
+        resolve_walk(name, SCHEMES.get(scheme)())
+
+
+def resolve_walk(name: str, scheme: Scheme, *, insist: bool = True) -> Walk:
+    """Return the walk of that name, or the best one for the scheme.
+
+    Parameters
+    ----------
+    name : str
+        A registered walk, or ``"auto"``: `block` where the scheme can pick a child before accepting it, else `node`.
+    scheme : Scheme
+        The one that trees are drawn by.
+    insist : bool
+        Whether a walk that does not fit the scheme is an error. If not, the best one that fits takes its place: for schemes
+        that nobody asked for, as where drafts of temperature 0 are the likeliest tokens, whatever the scheme.
+    """
+    check_walk(name, AUTO)
+    if name != AUTO and WALKS.get(name).fits(scheme):
+        return WALKS.get(name)()
+    if name != AUTO and insist:
+        fitting = ", ".join(other for other in WALKS if WALKS.get(other).fits(scheme))
+        raise UsageError(f"walk {name!r} cannot verify what scheme {scheme.name!r} draws; allowed: auto, {fitting}")
+    return next(walk() for walk in map(WALKS.get, _PREFERRED) if walk.fits(scheme))

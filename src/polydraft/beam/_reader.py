@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.beam.bank import BEFORE, NOWHERE
-from polydraft.beam.law import Indices
-from polydraft.beam.node import Node
-from polydraft.beam.slots import Inputs, SlotTree
-from polydraft.beam.workspace import BeamMemory
+from polydraft.beam._law import Indices
+from polydraft.beam._node import Node
+from polydraft.beam._slots import Inputs, SlotTree
+from polydraft.beam._workspace import BEFORE, NOWHERE, BeamMemory
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.feature_head import HeadContext
 from polydraft.sampling import PartialVocabulary

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.beam.bank import NOWHERE, FeatureBank
-from polydraft.beam.law import Floats, Indices
-from polydraft.beam.node import Node, common_path, with_ancestors
+from polydraft.beam._law import Floats, Indices
+from polydraft.beam._node import Node, common_path, with_ancestors
+from polydraft.beam._workspace import FEWEST_PLACES, NOWHERE, FeatureBank
 from polydraft.engine.outstanding import Outstanding
 from polydraft.engine.recorder import Recorder
 from polydraft.models import Context
@@ -25,8 +25,6 @@ _COMMITTED = -1
 _OWN_NUMBERS = 4
 """Of every node: token, depth, place, row of the bank."""
 
-FEWEST_PLACES = 256
-"""Uncommitted places that a recorded pass looks at; from there on powers of two."""
 _PASS_SIZES = (16, 32, 64, 96, 128, 192, 256)
 """Tokens of recorded passes: few sizes, because each is a recording of its own. Larger passes hide their launches by work."""
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polydraft.beam.node import Node
+from polydraft.beam._node import Node
 from polydraft.errors import FailureError
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
 from polydraft.schemes.arithmetic import largest
@@ -131,12 +131,10 @@ class LawMaker:
     ----------
     params : SamplingParams
         For deterministic search penalties and biases only; the rest is ignored, as Hugging Face does.
-    prompt : sequence of int
     vocab_size : int
         The target's.
     vocabulary : PartialVocabulary, optional
         What the columns of a draft's logits mean, where they are not all tokens.
-    device : torch.device
     best : int, optional
         Deterministic search: keep so many of the best continuations of a text.
     who : str

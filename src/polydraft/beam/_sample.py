@@ -5,16 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.beam.chance import Chance
-from polydraft.beam.drawing import close_draws
-from polydraft.beam.forest import ForestLayer, grow_forest
-from polydraft.beam.law import Continuations, Floats, Indices, normalised
-from polydraft.beam.layer import LayerVerdict, verify_layer
-from polydraft.beam.node import Beam
+from polydraft.beam._law import Continuations, Floats, Indices, normalised
+from polydraft.beam._layer import Chance, ForestLayer, LayerVerdict, close_draws, dynamic_width, verify_layer
+from polydraft.beam._node import Beam
+from polydraft.beam._reader import TreeReader
+from polydraft.beam._run import BeamRun
 from polydraft.beam.options import Draws
-from polydraft.beam.reader import TreeReader
-from polydraft.beam.run import BeamRun
-from polydraft.beam.width import dynamic_width
 
 _FEW_ENTRIES = 4096
 
@@ -39,16 +35,6 @@ class SampleRun(BeamRun):
     @property
     def _distinct(self) -> bool:
         return self.options.draws != Draws.INDEPENDENT
-
-    @property
-    def _width(self) -> int:
-        """Draws of a step of fixed width."""
-        if self.options.draws == Draws.HUGGING_FACE:
-            return max(2, 1 + len(self._eos)) * self.options.beams
-        return self.options.beams
-
-    def _grow(self, depth: int) -> list[ForestLayer]:
-        return grow_forest(self.beams, depth, self._draft_rows, self._ends, self._choose_drafts)
 
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
         probs_X = normalised(continuations.totals([beam.score for beam in parents]))

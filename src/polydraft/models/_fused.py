@@ -1,4 +1,4 @@
-"""Llama-shaped models, and feature heads, on a GPU in ten launches a layer.
+"""Llama-shaped models, and feature heads, on a GPU in ten launches per layer.
 
 A pass over a few tokens is as long as the reading of its weights if nothing else takes time: what stands between the four
 matrix products of a layer is therefore six kernels, and the products of a single token have a kernel of their own. Attention
@@ -7,14 +7,18 @@ costs what the text of the moment costs, whatever the size of the buffers, so th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter, functional
 
+from polydraft.models._bodies import LeanBody, LeanLayer
 from polydraft.models.cache import SlotCache
-from polydraft.models.lean import LeanBody, LeanLayer
 from polydraft.models.tree_attention import obstacle, power_of_two, tree_attention
+
+if TYPE_CHECKING:
+    from polydraft.models.feature_head import FeatureHead
 
 MOST_TOKENS = 128
 """Tokens a row up to which these kernels are meant; longer blocks are prompts, which are computed, not read."""
@@ -94,7 +98,7 @@ def linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tenso
 
 def vector_product(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
     """Multiply the input, a single vector, by a weight."""
-    from polydraft.models import fused_kernels as kernels
+    from polydraft.models import _kernels as kernels
 
     rows, channels = weight_FX.shape
     assert input_BTX.is_contiguous() and input_BTX.numel() == channels and weight_FX.is_contiguous()
@@ -116,7 +120,7 @@ def add_norm(
     hidden_BTF: Tensor, delta_BTF: Tensor | None, weight_F: Tensor, epsilon: float, normed_BTF: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return `hidden + delta`, and its root-mean-square norm times `weight`, in `normed_BTF` if that is given."""
-    from polydraft.models import fused_kernels as kernels
+    from polydraft.models import _kernels as kernels
 
     hidden_BTF = hidden_BTF.contiguous()
     channels = hidden_BTF.shape[-1]
@@ -136,7 +140,7 @@ def rotate_store(
     projected_BTX: Tensor, cos_BTC: Tensor, sin_BTC: Tensor, slots_BT: Tensor, key_BHSC: Tensor, value_BHSC: Tensor
 ) -> Tensor:
     """Turn queries and keys, store keys and values, and return the queries `[B, H, T, C]`."""
-    from polydraft.models import fused_kernels as kernels
+    from polydraft.models import _kernels as kernels
 
     batch_size, size, width = projected_BTX.shape
     keys, channels = key_BHSC.shape[1], key_BHSC.shape[3]
@@ -155,7 +159,7 @@ def rotate_store(
 
 def gate(gate_up_BTX: Tensor) -> Tensor:
     """Return SiLU of the first half of the channels times the second half."""
-    from polydraft.models import fused_kernels as kernels
+    from polydraft.models import _kernels as kernels
 
     channels = gate_up_BTX.shape[-1] // 2
     assert gate_up_BTX.is_contiguous()
@@ -165,3 +169,51 @@ def gate(gate_up_BTX: Tensor) -> Tensor:
         gate_up_BTX, output_BTX, channels, BLOCK=block, num_warps=4
     )
     return output_BTX
+
+
+class FusedHead:
+    """Compute what a `FeatureHead` computes, with kernels that do several things at once."""
+
+    def __init__(self, head: "FeatureHead", epsilon: float) -> None:
+        self._head, self._epsilon = head, epsilon
+        self._angles_PX = torch.empty(0)
+        """Cosines and sines of each position, both halves of the channels."""
+
+    def __call__(
+        self, fused_BTH: Tensor, tokens_BT: Tensor, positions_BT: Tensor, view: TreeView, cache: SlotCache, capacity: int
+    ) -> Tensor:
+        """Return the head's outputs of some entries; `capacity` bounds the positions."""
+        head, shape, epsilon = self._head, self._head.shape, self._epsilon
+        size = shape.hidden_size
+        pair_BTX = fused_BTH.new_empty(*tokens_BT.shape, 2 * size)
+        add_norm(fused_BTH, None, head.feature_norm.weight, epsilon, pair_BTX[..., :size])
+        add_norm(functional.embedding(tokens_BT, head.tables[0]), None, head.token_norm.weight, epsilon, pair_BTX[..., size:])
+        joined_BTH = head.join(pair_BTX)
+        _, normed_BTH = add_norm(joined_BTH, None, head.attention_norm.weight, epsilon)
+        projected_BTX = head.qkv(normed_BTH)
+        key_BHSC, value_BHSC = cache.storage(0, projected_BTX, shape.num_key_heads, shape.head_size)
+        cos_BTC, sin_BTC = functional.embedding(positions_BT, self._angles(capacity)).chunk(2, dim=-1)
+        query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC)
+        mixed_BHTC = tree_attention(
+            query_BHTC,
+            key_BHSC,
+            value_BHSC,
+            view.lengths_B,
+            view.visible_BTU,
+            shape.head_size**-0.5,
+            view.max_length,
+            view.starts_BT,
+        )
+        attended_BTH = head.attention_output(mixed_BHTC.transpose(1, 2).flatten(2))
+        hidden_BTH, normed_BTH = add_norm(joined_BTH, attended_BTH, head.mlp_norm.weight, epsilon)
+        down_BTH = head.down(gate(head.gate_up(normed_BTH)))
+        return add_norm(hidden_BTH, down_BTH, head.output_norm.weight, epsilon)[1]
+
+    def _angles(self, capacity: int) -> Tensor:
+        if len(self._angles_PX) < capacity:
+            channels, weight = self._head.shape.head_size, self._head.down.weight
+            exponents_C = torch.arange(0, channels, 2, device=weight.device, dtype=torch.float32) / channels
+            places_P1 = torch.arange(capacity, device=weight.device, dtype=torch.float32)[:, None]
+            angles_PC = (places_P1 * self._head.shape.rope_theta**-exponents_C).repeat(1, 2)
+            self._angles_PX = torch.cat([angles_PC.cos(), angles_PC.sin()], dim=1).to(weight.dtype)
+        return self._angles_PX

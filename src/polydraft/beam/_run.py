@@ -9,16 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.beam.forest import ForestLayer
-from polydraft.beam.law import Continuations, LawMaker, averaged, joined, nothing_foreseen
-from polydraft.beam.node import Beam, Node, common_path
-from polydraft.beam.options import BeamOptions
-from polydraft.beam.pool import Hypothesis, Pool
-from polydraft.beam.reader import TreeReader, tree_reader
-from polydraft.beam.slots import Reading, SlotTree
-from polydraft.beam.stops import Stops
-from polydraft.beam.twins import TRUSTED, Twins
-from polydraft.beam.workspace import BeamWorkspace
+from polydraft.beam._law import Continuations, LawMaker, averaged, joined, nothing_foreseen
+from polydraft.beam._layer import ForestLayer, grow_forest
+from polydraft.beam._node import TRUSTED, Beam, Hypothesis, Node, Pool, Stops, Twins, common_path
+from polydraft.beam._reader import TreeReader, tree_reader
+from polydraft.beam._slots import Reading, SlotTree
+from polydraft.beam._workspace import BeamWorkspace
+from polydraft.beam.options import BeamOptions, Draws
 from polydraft.engine import Stats, StopReason
 from polydraft.errors import FailureError
 from polydraft.models import FeatureHead, LanguageModel
@@ -49,14 +46,8 @@ class BeamRun(ABC):
 
     Parameters
     ----------
-    target : LanguageModel
     draft : LanguageModel or FeatureHead, optional
         Without one every round is one step: the baseline. Unless `options.twins` is set, which does without one.
-    prompt : sequence of int
-    params : SamplingParams
-    options : BeamOptions
-    eos_token_ids : frozenset of int
-    max_new_tokens : int
     stops : Stops, optional
         Stop strings, none if not given.
     workspace : BeamWorkspace, optional
@@ -148,9 +139,26 @@ class BeamRun(ABC):
     def _best(self, reader: TreeReader | None) -> int | None:
         """How many of a text's best continuations matter; None for all of them."""
 
+    @property
+    def _candidates(self) -> int:
+        """Continuations looked at in each step, by Hugging Face's rule: enough that W of them go on whichever end by a token.
+
+        Stop strings may end more of them. Then fewer than W beams go on, and where all end, none.
+        """
+        return max(2, 1 + len(self._eos)) * self.options.beams
+
+    @property
+    def _width(self) -> int:
+        """Draws of a step of fixed width."""
+        return self._candidates if self.options.draws == Draws.HUGGING_FACE else self.options.beams
+
     @abstractmethod
+    def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
+        """Return which continuations become draft beams, in order."""
+
     def _grow(self, depth: int) -> list[ForestLayer]:
         """Let the draft run ahead."""
+        return grow_forest(self.beams, depth, self._draft_rows, self._ends, self._choose_drafts)
 
     @abstractmethod
     def _verify(self, layers: list[ForestLayer]) -> int:
