@@ -83,7 +83,10 @@ def test_a_sequence_gets_its_own_text_whoever_comes_and_goes(name: str) -> None:
     assert engine.stats.new_tokens == sum(len(found.new_tokens) for found in sequences)
 
 
-@pytest.mark.parametrize("name", ["model", "head", "lookup+model", "self-draft", "adaptive model"])
+SLOW = ("head", "lookup+model", "adaptive model")
+
+
+@pytest.mark.parametrize("name", ["model", "self-draft", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_texts_of_a_full_house_follow_the_target_law(name: str) -> None:
     decoder = DECODERS[name]().replace(eos_token_ids=())
     drawn = [params for params in PARAMS if params.temperature > 0 and not params.processors][:3]

@@ -92,7 +92,10 @@ def test_texts_are_those_of_a_row_alone(name: str) -> None:
             assert result.token_ids == expected[: len(result.token_ids)]
 
 
-@pytest.mark.parametrize("name", ["model", "head", "lookup+model", "adaptive model", "rrs-wor, traversal"])
+SLOW = ("head", "lookup+model", "rrs-wor, traversal")
+
+
+@pytest.mark.parametrize("name", ["model", "adaptive model", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_every_row_follows_its_own_distribution(name: str) -> None:
     decoder, copies = DECODERS[name](), 250
     decoder = decoder.replace(eos_token_ids=())

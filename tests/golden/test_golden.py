@@ -14,6 +14,7 @@ def test_every_case_is_there() -> None:
     assert EXPECTED.keys() == CASES.keys(), "write the file anew: python -m tests.golden.cases"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_as_it_was(name: str) -> None:
     found = CASES[name]()
