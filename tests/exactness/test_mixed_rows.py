@@ -76,7 +76,11 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("name", DECODERS)
+QUICK = {"model", "head", "lookup+model", "adaptive head"}
+"""All others are tried by `test_admission` in the default suite, where sequences come and go as well."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DECODERS])
 def test_texts_are_those_of_a_row_alone(name: str) -> None:
     decoder = DECODERS[name]()
     prompts = [[*RAGGED_PROMPTS[row % 3], *GRAM_PROMPT[: 3 * row]] for row in range(len(PARAMS))]

@@ -66,8 +66,10 @@ def expected(drafter: str, thread: int, call: int, sampling: SamplingParams) -> 
 
 
 @pytest.mark.usefixtures("slow_passes")
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "own memory"])
-@pytest.mark.parametrize("drafter", ["model", "head", "lookup+model", "dynamic"])
+@pytest.mark.parametrize(("drafter", "keep"), [
+    *((drafter, True) for drafter in ("model", "head", "lookup+model", "dynamic")),
+    ("head", False),
+])  # fmt: skip
 def test_calls_from_several_threads_get_their_own_texts(drafter: str, keep: bool) -> None:
     decoder = make_decoder(drafter=drafter, scheme="auto")
     results: dict[tuple[int, int], Generation] = {}

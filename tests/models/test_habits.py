@@ -46,7 +46,9 @@ def refusal(model):
     return message
 
 
-@pytest.mark.parametrize("model_type", NOT_CAUSAL)
+@pytest.mark.parametrize(
+    "model_type", [*NOT_CAUSAL[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in NOT_CAUSAL[3:])]
+)
 def test_an_encoder_with_a_language_head_is_refused(model_type):
     assert "not causal" in refusal(build(model_type))
 
@@ -91,7 +93,7 @@ def test_layers_without_attention_are_not_called_recurrent():
     assert "linear_attention" in message and "moe" not in message and "mlp" not in message
 
 
-@pytest.mark.parametrize("model_type", WELCOME)
+@pytest.mark.parametrize("model_type", [*WELCOME[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in WELCOME[3:])])
 def test_sound_models_are_welcome(model_type):
     HFModel(build(model_type))
 

@@ -92,7 +92,9 @@ def test_numbers_do_not_depend_on_neighbours_or_repeat_differently() -> None:
         torch.testing.assert_close(alone_1, acceptance(name, target_CV, draft_CV, 3).value_R[3:4], rtol=0, atol=1e-14)
 
 
-@every_scheme
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("hybrid", "gumbel") else pytest.mark.slow) for name in sorted(SCHEMES)]
+)
 def test_large_vocabulary_in_bounded_time(name: str) -> None:
     target_RV, draft_RV = language_like(2, 32_000)
     count = largest_count(SCHEMES.get(name), 4)
