@@ -19,6 +19,13 @@ from polydraft.models import FAMILIES
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Commands under test may set their own number of threads, which would stay for all tests after them."""
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Names no case by raw bytes: packed ones may carry the time, and every worker must collect the same names."""
     return argname if isinstance(val, bytes) else None
