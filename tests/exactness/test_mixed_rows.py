@@ -160,6 +160,19 @@ def test_penalties_in_a_partial_vocabulary_are_those_of_the_whole_one() -> None:
         assert torch.allclose(vocabulary.spread(short.probs(logits_BGD, paths_BGP)), expected_BGV, atol=1e-6)
 
 
+def test_recorded_rounds_are_told_apart_by_what_they_compute() -> None:
+    # Numbers are read from tensors; whatever is left out of a round or added to it must make another recording.
+    def kind(*params: SamplingParams) -> object:
+        return Warper(params, VOCABULARY, [[1, 2]] * len(params), torch.device("cpu")).kind
+
+    plain, greedy = SamplingParams(), SamplingParams(temperature=0)
+    assert kind(SamplingParams(temperature=0.6)) == kind(SamplingParams(temperature=0.7))
+    assert kind(SamplingParams(logit_bias={3: 1.0})) != kind(SamplingParams(logit_bias={3: float("-inf")}))
+    different = [(plain, plain), (greedy, greedy), (plain, greedy), *((params, plain) for params in PARAMS[2:])]
+    kinds = [kind(*pair) for pair in different]
+    assert len(set(kinds)) == len(kinds)
+
+
 def test_equal_rows_are_one_kind_and_mixed_ones_are_not() -> None:
     assert not RowParams.of(SamplingParams(), 3).mixed and not RowParams.of(SamplingParams(temperature=0), 3).mixed
     assert RowParams.of([SamplingParams(), SamplingParams(temperature=0)], 2).mixed

@@ -64,6 +64,9 @@ class Memory:
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Count the tokens with which both texts begin."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:  # nearly always, and compared outside Python
+        return shorter
     length = 0
     for one, other in zip(first, second, strict=False):
         if one != other:

@@ -1,6 +1,7 @@
 """Sampling parameters of a batch whose rows need not have the same."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,8 +36,8 @@ class RowParams:
 
     def map(self, change: Callable[[SamplingParams], SamplingParams]) -> "RowParams":
         """Change the parameters of every row."""
-        changed: dict[int, SamplingParams] = {}
-        return RowParams(tuple(changed.setdefault(id(row), change(row)) for row in self.rows))
+        changed = {id(row): change(row) for row in {id(row): row for row in self.rows}.values()}  # most rows share one object
+        return RowParams(tuple(changed[id(row)] for row in self.rows))
 
     @cached_property
     def greedy(self) -> tuple[bool, ...]:
@@ -62,6 +63,11 @@ class RowParams:
     def has_processors(self) -> bool:
         """Whether any row has logits processors, which work on the host."""
         return any(row.processors for row in self.rows)
+
+    @cached_property
+    def bans(self) -> bool:
+        """Whether any row rules tokens out by `logit_bias`: a draft may then know none that are left."""
+        return any(-math.inf in row.logit_bias.values() for row in self.rows)
 
     def replaced(self, changes: Mapping[int, SamplingParams]) -> "RowParams":
         """Give some rows other parameters."""

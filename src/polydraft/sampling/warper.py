@@ -77,9 +77,7 @@ class Warper:
             self._numbers[name].copy_(torch.tensor(values, dtype=_dtype(name))[:, None, None])
         self._most_kept = max(row.top_k for row in drawn)
         self._cut_rows = [row for row, own in enumerate(drawn) if own.top_p < 1]
-        self._may_be_empty = self._of_draft and (
-            params.has_processors or any(-torch.inf in row.logit_bias.values() for row in params)
-        )
+        self._may_be_empty = self._of_draft and (params.has_processors or params.bans)
         size = (len(params), self._vocab_size)
         if self._seen_BV is None and "repetition_penalty" in self._used:
             self._seen_BV = torch.zeros(size, dtype=torch.bool, device=self._device)
@@ -102,7 +100,8 @@ class Warper:
     def kind(self) -> tuple[Hashable, ...]:
         """What a recorded round depends on, beyond the numbers in tensors."""
         params = self.params
-        return (params.all_greedy, params.mixed, params.needs_history, self._biased, self._most_kept, *sorted(self._used))
+        flags = (params.all_greedy, params.mixed, params.needs_history, params.bans, self._biased)
+        return (*flags, self._most_kept, *sorted(self._used))
 
     def restart(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None) -> None:
         """Begin other texts, in all rows or some."""
