@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import polydraft
 from polydraft.compilation import compiled
-from polydraft.drafters import HeadTree, Plain
+from polydraft.drafters import Plain, TreeDrafter
 from polydraft.engine import Decoder
+from polydraft.engine.round import distributions
 from polydraft.engine.workspace import Workspace
 from polydraft.identity import IdentityCheck
 from polydraft.models import HeadShape
@@ -33,7 +34,7 @@ from polydraft.prompts import load_prompts
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.theory import largest_tree
 from polydraft.trees import Block, parse_tree
-from polydraft.walks import AUTO, resolve_walk
+from polydraft.walks import AUTO
 
 SHAPE_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 32, "vocab_size": 49152, "max_position_embeddings": 65536}  # fmt: skip
@@ -116,30 +117,30 @@ def parts() -> dict[str, float]:
         params = SamplingParams(temperature=temperature)
         for tree, topology in (("4x2x2x1x1", parse_tree("4x2x2x1x1")), ("64 nodes", NAMED_TREES["64"])):
             label = f"T={temperature:g} {tree}"
-            drafter = HeadTree(head, topology)
+            drafter = TreeDrafter(head, topology)
             rows |= {f"{label} {key}": value for key, value in pieces(target, drafter, params).items()}
     for key, value in rows.items():
         print(f"{key:45} {value:8.3f} ms")
     return rows
 
 
-def pieces(target: HFModel, drafter: HeadTree, params: SamplingParams) -> dict[str, float]:
+def pieces(target: HFModel, drafter: TreeDrafter, params: SamplingParams) -> dict[str, float]:
     """Time what a round consists of, each as a graph of its own, and the whole of it."""
     decoder = Decoder(target, drafter, compiled=True)
     whole, device, workspace = round_seconds(decoder, params, 512)
-    walk = resolve_walk(AUTO, workspace.session.scheme)
+    walk = workspace.session.resolve_walk(AUTO)
     uniforms_BU = torch.rand(1, workspace.num_uniforms(walk), dtype=torch.float64, device="cuda")
     session = workspace.session
     with torch.inference_mode():
-        lengths = [context.lengths_B.clone() for context in workspace._contexts]
+        lengths = [context.lengths_B.clone() for context in workspace.contexts]
 
         def restore() -> None:
-            for context, length in zip(workspace._contexts, lengths, strict=True):
+            for context, length in zip(workspace.contexts, lengths, strict=True):
                 context.lengths_B.copy_(length)
 
         def propose():
             restore()
-            return session.propose(workspace.tail_B2, uniforms_BU)
+            return session.propose(workspace.state.tail_B2, uniforms_BU)
 
         drafting = graph_seconds(propose)
         draft = propose()
@@ -148,7 +149,7 @@ def pieces(target: HFModel, drafter: HeadTree, params: SamplingParams) -> dict[s
 
         def verify():
             restore()
-            laws = workspace._target_law(features_BNF)
+            laws = distributions(workspace.state, features_BNF)
             return compiled(type(walk).run)(walk, session.scheme, draft, laws, uniforms_BU[:, session.num_uniforms :])
 
         verifying = graph_seconds(verify)
@@ -171,7 +172,7 @@ def end_to_end() -> dict[str, float]:
     arms = {temperature: OPTIONS.trees or TREES[temperature > 0] for temperature in OPTIONS.temperatures}
     for spec in dict.fromkeys(tree for trees in arms.values() for tree in trees):
         tree, _, scheme = spec.partition(",")
-        drafter = HeadTree(head, NAMED_TREES.get(tree) or parse_tree(tree), scheme or "auto")
+        drafter = TreeDrafter(head, NAMED_TREES.get(tree) or parse_tree(tree), scheme or "auto")
         decoders[spec] = decoders["plain"].replace(drafter=drafter)
     prompts = [plain.encode(text, chat=True) for text in sample_prompts(OPTIONS.prompts, OPTIONS.limit)]
     rows: dict[str, float] = {}
@@ -221,7 +222,7 @@ def batches() -> dict[str, float]:
     for batch in (1, 4, 16, 64):
         prompts = [plain.encode(text, chat=True) for text in texts[:batch]]
         for tree in ("none", "chain:2", "2x1", "4x2x1", "4x2x2x1x1"):
-            drafter = HeadTree(head, parse_tree(tree)) if tree != "none" else None
+            drafter = TreeDrafter(head, parse_tree(tree)) if tree != "none" else None
             # Without ends of text: all rows work to the last round.
             decoder = plain.replace(drafter=drafter, tokenizer=None, eos_token_ids=())
             for _ in range(2):
@@ -320,8 +321,8 @@ def round_seconds(decoder: Decoder, params: SamplingParams, length: int) -> tupl
     for _ in range(50):
         run.step()
     seconds = (time.perf_counter() - start) / 50
-    assert run.stats.replayed_rounds == 60 and not run.done, (run.stats.replayed_rounds, workspace._recorder.obstacle)
-    recording = next(reversed(workspace._recorder._recordings.values()))
+    assert run.stats.replayed_rounds == 60 and not run.done, (run.stats.replayed_rounds, workspace.launcher.recorder.obstacle)
+    recording = next(reversed(workspace.launcher.recorder._recordings.values()))
     return seconds, event_seconds(recording.graph.replay), workspace
 
 

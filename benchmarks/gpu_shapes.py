@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.sampling import SamplingParams
@@ -37,7 +37,7 @@ def main() -> None:
         torch.set_default_dtype(torch.float32)
         prompt = torch.randint(10, 30000, (512,)).tolist()
         target = HFModel(model)
-        tree = ModelTree(early_exit(target, 1), parse_tree("4x2x2x1x1"))
+        tree = TreeDrafter(early_exit(target, 1), parse_tree("4x2x2x1x1"))
         decoders = {
             "plain": Decoder(target),
             "plain, hf body": Decoder(HFModel(model, lean=False)),

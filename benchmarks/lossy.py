@@ -14,7 +14,7 @@ import statistics
 import torch
 
 import polydraft
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.papers.target_init import TargetInit
@@ -56,7 +56,7 @@ def tables() -> None:
             target = TabularModel.random(vocabulary, order=2, seed=pair, sharpness=1.5)
             draft = target.mixed_with(TabularModel.random(vocabulary, order=2, seed=100 + pair, sharpness=1.5), 0.5)
             law = exact_law(target, prompt)
-            fork = Decoder(target, ModelTree(draft, Topology.fork(3, depth)))
+            fork = Decoder(target, TreeDrafter(draft, Topology.fork(3, depth)))
             found.setdefault("fork", []).append(distance(fork, law, prompt, pair))
             for width in TABLE_WIDTHS:
                 lossy = Decoder(target, TargetInit(draft, Topology.fork(width, depth)), lossless=False)

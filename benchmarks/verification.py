@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.drafters.growth import Growth
+from polydraft.drafters import DistributionSource
+from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams, Warper
 from polydraft.schemes import Scheme
-from polydraft.trees import DraftTree, Topology, parse_tree
+from polydraft.trees import Block, DraftTree, Topology, parse_tree
 from polydraft.walks import WALKS, TargetLaws, Verdict, Walk
 
 PAIRS = (
@@ -58,13 +59,29 @@ def main() -> None:
             print(f"| {scheme} + {walk}, T={temperature:g} | {milliseconds:.2f} | {graph} | {accepted:.2f} |", flush=True)
 
 
+class _Blank(DistributionSource):
+    """Stands for a draft whose logits are made up here."""
+
+    def __init__(self, vocabulary: PartialVocabulary, device: torch.device) -> None:
+        self.vocabulary, self.device = vocabulary, device
+
+    def root(self, tail_B2: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
+        raise NotImplementedError
+
+    def logits(self, features_BWF: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
 class Verification:
     """A pair of made-up models, and a way to verify."""
 
     topology: Topology
     known: PartialVocabulary
-    growth: Growth
+    growth: StaticBuilder
     walk: Walk
     warper: Warper
     generator: torch.Generator
@@ -99,7 +116,7 @@ def prepare(scheme: str, walk: str, temperature: float, options: argparse.Namesp
     device, size, topology = torch.device(options.device), options.vocabulary, parse_tree(options.tree)
     known = PartialVocabulary(torch.arange(0, size, 4, device=device), size)
     params = SamplingParams(temperature=temperature)
-    growth = Growth(topology, scheme, RowParams((params,)), None, size, known, device, lead=0)
+    growth = StaticBuilder(_Blank(known, device), topology, RowParams((params,)), size, scheme=scheme)
     growth.begin([[0]], [0], RowParams((params,)))
     warper = Warper(params, size, [[0]], device)
     return Verification(topology, known, growth, WALKS.get(walk)(), warper, torch.Generator().manual_seed(0), device)

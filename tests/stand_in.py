@@ -1,15 +1,19 @@
-"""A recorder without a GPU, for tests of what recordings rely on."""
+"""Stand-ins for tests: a recorder without a GPU, a draft without a model."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from polydraft.engine.recorder import Recorder
+from polydraft.drafters import DistributionSource
+from polydraft.engine.graphs import Recorder
 from polydraft.engine.workspace import Workspace
 from polydraft.models import Context
+from polydraft.sampling import PartialVocabulary
+from polydraft.trees import Block
 
-_WITHIN_A_PASS = ("_fused_BTH",)
+_WITHIN_A_ROUND = ("_fused_BTH", "_outputs_BWH")
 
 
 class StandIn(Recorder):
@@ -54,13 +58,35 @@ class StandIn(Recorder):
             f"{number} {name}": value.data_ptr()
             for number, owner in enumerate(self.owners())
             for name, value in vars(owner).items()
-            if isinstance(value, Tensor) and name not in _WITHIN_A_PASS
+            if isinstance(value, Tensor) and name not in _WITHIN_A_ROUND
         }
 
 
 def round_recorder(workspace: Workspace, before: int = 1) -> StandIn:
     """Return one for the rounds of a workspace."""
-    return StandIn(lambda: [workspace, workspace.session, workspace.warper, *workspace._contexts], before)
+
+    def owners() -> list[object]:
+        session, state = workspace.session, workspace.state
+        parts = [part for builder in session._builders for part in (builder, builder.source)]
+        return [state, state.warper, session, *parts, *workspace.contexts]
+
+    return StandIn(owners, before)
+
+
+class BlankSource(DistributionSource):
+    """Stands for a draft whose logits a test makes up itself."""
+
+    def __init__(self, vocabulary: PartialVocabulary | None = None, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+        self.vocabulary, self.device = vocabulary, device
+
+    def root(self, tail_B2: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
+        raise NotImplementedError
+
+    def logits(self, features_BWF: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 class _Recording:

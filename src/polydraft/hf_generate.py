@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from polydraft.drafters import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, HeadTree, ModelTree, Plain
+from polydraft.drafters import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
 from polydraft.drafters.choice import split_drafter
-from polydraft.drafters.gram_tree import gram_tree
+from polydraft.drafters.grams import gram_tree
 from polydraft.engine import Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
@@ -21,7 +21,6 @@ from polydraft.sampling import RowParams, SamplingParams, check_draft_temperatur
 from polydraft.sampling.noise import row_generator, row_seed
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
-from polydraft.walks import AUTO
 
 _OFF = (None, False)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -106,10 +105,10 @@ class Speculate:
         self._draft: LanguageModel | FeatureHead | None = None
         if isinstance(draft, FeatureHead) and topology.depth:
             self._draft = draft
-            self._drafter = HeadTree(draft, topology, scheme, draft_temperature)
+            self._drafter = TreeDrafter(draft, topology, scheme, draft_temperature=draft_temperature)
         elif draft is not None and topology.depth:
             self._draft = draft if isinstance(draft, LanguageModel) else HFModel(draft, endless=True)
-            self._drafter = ModelTree(self._draft, topology, scheme, draft_temperature)
+            self._drafter = TreeDrafter(self._draft, topology, scheme, draft_temperature=draft_temperature)
         if ngrams is not None:
             self._drafter = _with_ngrams(self._drafter, ngrams, grams or GramTreeOptions())
 
@@ -157,7 +156,6 @@ class Speculate:
             target=target,
             drafter=self._drafter,
             workspace=workspace,
-            choose_walk=lambda scheme: self._drafter.resolve_walk(AUTO, scheme),
             sequences=sequences,
         )
         output_ids = _decode(engine, sequences, input_ids, stopping_criteria, generation_config, streamer)
@@ -189,7 +187,7 @@ def _with_ngrams(tree: Drafter, ngrams: str, options: GramTreeOptions) -> Drafte
         raise UsageError(
             "flat_blocks changes the law of the text, which custom_generate=Speculate(...) never does; leave it out"
         )
-    if isinstance(tree, Plain):
+    if not isinstance(tree, TreeDrafter):
         return gram_tree(names, options)
     return Combination(tree, gram_tree(names, options.beside_a_tree()))
 

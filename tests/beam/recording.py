@@ -8,7 +8,7 @@ import pytest
 from polydraft.beam import BeamDecoder
 from polydraft.beam._run import BeamRun
 from polydraft.beam._workspace import BeamMemory, BeamWorkspace
-from polydraft.drafters import HeadTree, ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import FeatureHead, TabularModel
 from polydraft.models.hf import early_exit
@@ -39,15 +39,15 @@ def pair(name):
     """A target and a drafter."""
     if name == "table":
         target = TabularModel.random(64, 2, seed=3, sharpness=2.5)
-        return target, ModelTree(target.mixed_with(TabularModel.random(64, 2, seed=4), 0.7), parse_tree("1"))
+        return target, TreeDrafter(target.mixed_with(TabularModel.random(64, 2, seed=4), 0.7), parse_tree("1"))
     if name in ("head", "near head"):
         target, head = target_and_head(window=512 if name == "head" else 12)
-        return target, HeadTree(head, parse_tree("1"))
+        return target, TreeDrafter(head, parse_tree("1"))
     family, _, draft = name.partition("/")
     target, noisy = models(family)
     if draft == "none":
         return target, None
-    return target, ModelTree(early_exit(target, 2) if draft == "early" else noisy, parse_tree("1"))
+    return target, TreeDrafter(early_exit(target, 2) if draft == "early" else noisy, parse_tree("1"))
 
 
 def beams(name, **options):

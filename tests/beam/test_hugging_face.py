@@ -10,7 +10,7 @@ import torch
 
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import chi_square_p_value
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
@@ -45,7 +45,7 @@ def models(name):
 
 def decoder(name, ends, with_draft):
     target, draft = models(name)
-    return BeamDecoder(Decoder(target, ModelTree(draft, parse_tree("1")) if with_draft else None, eos_token_ids=ends))
+    return BeamDecoder(Decoder(target, TreeDrafter(draft, parse_tree("1")) if with_draft else None, eos_token_ids=ends))
 
 
 def hugging_face(name, prompt, ends, tokens, beams, **options):

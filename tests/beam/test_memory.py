@@ -9,7 +9,7 @@ from polydraft.beam import BeamDecoder, text_log_probs
 from polydraft.beam._node import Node
 from polydraft.beam._reader import HeadReader, ModelReader
 from polydraft.beam._slots import SlotTree
-from polydraft.drafters import HeadTree, ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.models import FAMILIES, HeadShape, TabularModel
 from polydraft.models.head_folder import new_head
@@ -132,11 +132,11 @@ def test_heads_read_guesses_one_after_another():
 def test_every_kind_of_draft_gives_the_same_search(draft):
     target, head = target_and_head()
     _, noisy = models("llama")
-    drafter = HeadTree(head, parse_tree("1")) if draft == "head" else ModelTree(noisy, parse_tree("1"))
+    drafter = TreeDrafter(head, parse_tree("1")) if draft == "head" else TreeDrafter(noisy, parse_tree("1"))
     if draft == "early":
         from polydraft.models.hf import early_exit
 
-        drafter = ModelTree(early_exit(target, 2), parse_tree("1"))
+        drafter = TreeDrafter(early_exit(target, 2), parse_tree("1"))
     for prompt in ([4, 8, 15], [7]):
         plain = BeamDecoder(Decoder(target)).search(prompt, beams=3, max_new_tokens=24, num_return_sequences=3)
         options = dict(beams=3, max_new_tokens=24, num_return_sequences=3, draft_width=6)
@@ -152,7 +152,7 @@ def test_readers_are_chosen_by_the_draft():
 def test_log_probabilities_are_the_models_own():
     target, noisy = models("llama")
     prompt = [4, 8, 15, 16]
-    decoder = BeamDecoder(Decoder(target, ModelTree(noisy, parse_tree("1"))))
+    decoder = BeamDecoder(Decoder(target, TreeDrafter(noisy, parse_tree("1"))))
     sampling = SamplingParams(temperature=1.4, top_k=9)
     texts = decoder.sample(prompt, beams=3, max_new_tokens=9, num_return_sequences=3, sampling=sampling, seed=1).texts
     with torch.inference_mode():
@@ -170,7 +170,7 @@ def test_what_was_streamed_is_the_best_text():
     """Settled tokens come before the end, and none is taken back."""
     target = TabularModel.random(12, 2, seed=3, sharpness=4.0)
     draft = target.mixed_with(TabularModel.random(12, 2, seed=4), 0.7)
-    beams = BeamDecoder(Decoder(target, ModelTree(draft, parse_tree("1"))))
+    beams = BeamDecoder(Decoder(target, TreeDrafter(draft, parse_tree("1"))))
     for mode, sampling in (("search", None), ("sample", SamplingParams())):
         stream = beams.stream([1, 2], mode=mode, beams=3, max_new_tokens=24, sampling=sampling, seed=3)
         events = list(stream)
@@ -188,6 +188,6 @@ def test_what_was_streamed_is_the_best_text():
 
 def test_the_context_ends_a_text():
     target, noisy = models("llama")
-    decoder = BeamDecoder(Decoder(target, ModelTree(noisy, parse_tree("1"))))
+    decoder = BeamDecoder(Decoder(target, TreeDrafter(noisy, parse_tree("1"))))
     result = decoder.search([9] * 120, beams=2, max_new_tokens=50)
     assert len(result.best.token_ids) == 8 and result.best.stop_reason is StopReason.CONTEXT

@@ -10,7 +10,7 @@ import torch
 
 import polydraft.models.language_model as language_model
 from polydraft.beam._workspace import BeamMemory
-from polydraft.engine.recorder import Recorder
+from polydraft.engine.graphs import Recorder
 from polydraft.errors import FailureError
 from stand_in import StandIn
 

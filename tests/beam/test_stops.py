@@ -11,7 +11,7 @@ from polydraft.beam._node import Node, Stops
 from polydraft.beam._run import BeamRun
 from polydraft.beam._sample import SampleRun
 from polydraft.beam._search import CoupledRun, SearchRun
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.text import TextAssembler
 from polydraft.models import FAMILIES
@@ -30,7 +30,7 @@ STRINGS = [["cab", "éb", "ddd"], ["ab", "é", "ccd", "da"], ["a", "éb", "bc"]]
 
 def decoder(name, ends, with_draft):
     target, draft = models(name)
-    drafter = ModelTree(draft, parse_tree("1")) if with_draft else None
+    drafter = TreeDrafter(draft, parse_tree("1")) if with_draft else None
     return BeamDecoder(Decoder(target, drafter, eos_token_ids=ends, tokenizer=spelling()))
 
 

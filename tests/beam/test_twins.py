@@ -13,7 +13,7 @@ from polydraft.beam._layer import RandomChance
 from polydraft.beam._node import Node, Twins
 from polydraft.beam._sample import SampleRun
 from polydraft.beam._search import CoupledRun, SearchRun
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
@@ -180,7 +180,7 @@ def test_layers_of_any_width_go_without_a_draft(options):
 
 def test_a_draft_that_is_there_is_left_out(monkeypatch):
     target, draft = TabularModel.random(12, 1, seed=5), TabularModel.random(12, 1, seed=6)
-    beams = BeamDecoder(Decoder(target, ModelTree(draft, parse_tree("1"))))
+    beams = BeamDecoder(Decoder(target, TreeDrafter(draft, parse_tree("1"))))
     expected = beams.search([1, 2], beams=2, max_new_tokens=24).best.token_ids
     monkeypatch.setattr(draft, "head", lambda features: pytest.fail("the draft was asked"))
     result = beams.search([1, 2], beams=2, max_new_tokens=24, twins=True)

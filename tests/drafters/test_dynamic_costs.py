@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from polydraft.certify.reference import echo_pair
-from polydraft.drafters import dynamic_costs
-from polydraft.drafters.dynamic_costs import SCHEMES_MEASURED, costs_of, measure, measured_costs, rising
+from polydraft.drafters import costs as measured
+from polydraft.drafters.costs import SCHEMES_MEASURED, costs_of, measure, measured_costs, rising
 
 NOISY = {1: 44.2, 4: 55.2, 8: 47.5, 16: 49.9, 24: 59.6}
 """Milliseconds as one busy machine gave them: a pass of 4 tokens slower than one of 16."""
@@ -37,8 +37,8 @@ def test_a_table_is_measured_kept_and_measured_again_if_it_is_an_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(dynamic_costs, "_tables", {})
-    monkeypatch.setattr(dynamic_costs, "_SECONDS", 0.0)
+    monkeypatch.setattr(measured, "_tables", {})
+    monkeypatch.setattr(measured, "_SECONDS", 0.0)
     pair = echo_pair()
     for nodes, sizes in ((2, {"1", "4"}), (4, {"1", "4"}), (8, {"1", "4", "8"})):
         table = measure(pair.target, pair.draft, nodes)
@@ -47,6 +47,6 @@ def test_a_table_is_measured_kept_and_measured_again_if_it_is_an_old_one(
     assert times[0] == times[1] > 0
     (file,) = (tmp_path / "costs").iterdir()
     file.write_text('{"target": {"1": 1.0}, "level": 0.1, "verification": {"top": 0.1, "hybrid": 0.1}}')
-    monkeypatch.setattr(dynamic_costs, "_tables", {})
+    monkeypatch.setattr(measured, "_tables", {})
     measured_costs(pair.target, pair.draft, 8, "hybrid")
     assert '"plain"' in file.read_text()

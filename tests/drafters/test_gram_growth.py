@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from polydraft.drafters.gram_growth import Limits, grow
-from polydraft.drafters.trie import WIDTH, TokenTrie
+from polydraft.drafters.trie import WIDTH, Limits, TokenTrie, grow
 from polydraft.ngrams import GramMemory, Match, Way
 
 Path = tuple[int, ...]

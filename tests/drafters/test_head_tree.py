@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polydraft.drafters import HeadTree
-from polydraft.drafters.growth import Growth
-from polydraft.drafters.head_tree import HeadTreeSession
+from polydraft.drafters import TreeDrafter
+from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES, HeadShape
 from polydraft.models.head_folder import new_head
@@ -46,22 +45,22 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rounds: list[tuple[list[list[int]], list[Tensor], list[Tensor]]] = []
-        draw, propose = Growth.draw, HeadTreeSession.propose
+        draw, build = StaticBuilder.draw, StaticBuilder.build
         logits: list[Tensor] = []
 
         def recording_draw(growth, level, logits_BGV, tokens_BN, uniforms_BU):
             logits.append(logits_BGV.clone())
             return draw(growth, level, logits_BGV, tokens_BN, uniforms_BU)
 
-        def recording_propose(session, tail_B2, uniforms_BU):
+        def recording_build(builder, tail_B2, uniforms_BU):
             logits.clear()
-            texts = [list(text) for text in session._texts]
-            tree = propose(session, tail_B2, uniforms_BU)
+            texts = [list(text) for text in builder.source._texts]
+            tree = build(builder, tail_B2, uniforms_BU)
             self.rounds.append((texts, list(logits), [tree.tokens_BN.clone()]))
             return tree
 
-        monkeypatch.setattr(Growth, "draw", recording_draw)
-        monkeypatch.setattr(HeadTreeSession, "propose", recording_propose)
+        monkeypatch.setattr(StaticBuilder, "draw", recording_draw)
+        monkeypatch.setattr(StaticBuilder, "build", recording_build)
 
 
 def reference(target: HFModel, head, text: list[int], path: list[int], depth: int) -> Tensor:
@@ -80,7 +79,7 @@ def reference(target: HFModel, head, text: list[int], path: list[int], depth: in
 def test_every_level_of_every_round_is_what_training_computes(monkeypatch: pytest.MonkeyPatch, lean: bool, taps) -> None:
     target, head = target_and_head(lean, taps)
     recorder = Recorder(monkeypatch)
-    decoder = Decoder(target, HeadTree(head, parse_tree(f"chain:{DEPTH}")))
+    decoder = Decoder(target, TreeDrafter(head, parse_tree(f"chain:{DEPTH}")))
     prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]
     results = decoder.generate(prompts, max_new_tokens=9, seed=0, sampling=SamplingParams(temperature=1.0))
     assert results[0].stats.drafted_tokens > 0, "nothing was accepted: rounds after acceptance are not tested"
@@ -101,7 +100,7 @@ def test_a_tree_computes_along_each_of_its_paths(monkeypatch: pytest.MonkeyPatch
     target, head = target_and_head(True, (1,))
     recorder = Recorder(monkeypatch)
     topology = parse_tree("2x2x1")
-    Decoder(target, HeadTree(head, topology)).generate([PROMPTS[0], PROMPTS[2]], max_new_tokens=6, seed=3)
+    Decoder(target, TreeDrafter(head, topology)).generate([PROMPTS[0], PROMPTS[2]], max_new_tokens=6, seed=3)
     texts, logits, (tokens_BN,) = recorder.rounds[1]
     for depth, level in enumerate(topology.levels[:-1]):
         for place, node in enumerate(level):
@@ -117,14 +116,14 @@ def test_a_tree_computes_along_each_of_its_paths(monkeypatch: pytest.MonkeyPatch
 
 def test_kept_memory_goes_on_where_the_text_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
     target, head = target_and_head(True, (1,))
-    decoder = Decoder(target, HeadTree(head, parse_tree("2x1")), eos_token_ids=(4,))
+    decoder = Decoder(target, TreeDrafter(head, parse_tree("2x1")), eos_token_ids=(4,))
     first = decoder.generate(PROMPTS[2], max_new_tokens=7, seed=0, keep=True)
     longer = [*PROMPTS[2], *first.token_ids, 17, 23]
     recorder = Recorder(monkeypatch)
     kept = decoder.generate(longer, max_new_tokens=8, seed=1, keep=True)
     held = recorder.rounds
     recorder.rounds = []
-    fresh = Decoder(target, HeadTree(head, parse_tree("2x1"))).generate(longer, max_new_tokens=8, seed=1)
+    fresh = Decoder(target, TreeDrafter(head, parse_tree("2x1"))).generate(longer, max_new_tokens=8, seed=1)
     assert kept.token_ids[:8] == fresh.token_ids[: len(kept.token_ids)]
     assert len(held) > 2 and len(recorder.rounds) >= len(held)
     for (texts, logits, _), (other_texts, other_logits, _) in zip(held, recorder.rounds, strict=False):
@@ -136,7 +135,7 @@ def test_kept_memory_goes_on_where_the_text_went_on(monkeypatch: pytest.MonkeyPa
 def test_texts_of_one_token_are_drafted_for_too() -> None:
     target, head = target_and_head(True, (1,))
     greedy = SamplingParams(temperature=0)
-    decoder = Decoder(target, HeadTree(head, parse_tree("3x2")))
+    decoder = Decoder(target, TreeDrafter(head, parse_tree("3x2")))
     plain = Decoder(target)
     together = decoder.generate(PROMPTS, max_new_tokens=12, sampling=greedy)
     assert [result.token_ids for result in together] == [

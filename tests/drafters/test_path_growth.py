@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polydraft.certify.reference import echo_pair
-from polydraft.drafters import Dynamic
+from polydraft.drafters import TreeDrafter
 from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.theory import Costs
 from polydraft.trees import DraftTree, DynamicShape
@@ -17,7 +17,7 @@ TEXTS = [[4, 17], [30, 2, 2, 8, 11, 25, 6, 19]]
 
 
 def proposed(shape: DynamicShape, params: SamplingParams, costs: Costs = FLAT) -> DraftTree:
-    session = Dynamic(DRAFT, shape, costs).start(RowParams.of(params, len(TEXTS)), TARGET)
+    session = TreeDrafter(DRAFT, shape, costs=costs).start(RowParams.of(params, len(TEXTS)), TARGET)
     with torch.inference_mode():
         session.begin(TEXTS, 40, range(len(TEXTS)), RowParams.of(params, len(TEXTS)))
         uniforms_BU = torch.rand(

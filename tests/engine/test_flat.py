@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
@@ -17,7 +17,7 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_copied_caches_give_the_same_text_as_tree_attention(tree: str, temperature: float) -> None:
     model = HFModel(FAMILIES.get("llama").build())
-    drafter = ModelTree(early_exit(model, 2), parse_tree(tree))
+    drafter = TreeDrafter(early_exit(model, 2), parse_tree(tree))
     params = SamplingParams(temperature=temperature)
     texts = [
         [result.token_ids for result in Decoder(target, drafter).generate(PROMPTS, max_new_tokens=40, seed=1, sampling=params)]
@@ -42,6 +42,6 @@ def test_copies_cost_memory_that_tree_attention_does_not() -> None:
 
 def test_another_tree_is_refused() -> None:
     model = HFModel(FAMILIES.get("llama").build())
-    decoder = Decoder(FlatModel(model, parse_tree("2x1")), ModelTree(early_exit(model, 2), parse_tree("3x1")))
+    decoder = Decoder(FlatModel(model, parse_tree("2x1")), TreeDrafter(early_exit(model, 2), parse_tree("3x1")))
     with pytest.raises(UsageError, match="flat mode"):
         decoder.generate([1, 2, 3], max_new_tokens=4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polydraft import BeamDecoder, SamplingParams
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.tabular import TabularModel
@@ -16,7 +16,7 @@ from polydraft.trees import Topology
 
 SIZE = 5
 TARGET, DRAFT = TabularModel.random(SIZE, 1, seed=0), TabularModel.random(SIZE, 1, seed=1)
-DECODERS = {"plain": Decoder(TARGET), "drafted": Decoder(TARGET, ModelTree(DRAFT, Topology.fork(2, 2)))}
+DECODERS = {"plain": Decoder(TARGET), "drafted": Decoder(TARGET, TreeDrafter(DRAFT, Topology.fork(2, 2)))}
 BEAMS = BeamDecoder(DECODERS["drafted"])
 CALLS = {
     **{name: decoder.generate for name, decoder in DECODERS.items()},

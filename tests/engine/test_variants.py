@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from polydraft.drafters import ModelTree, Plain
+from polydraft.drafters import Plain, TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models.tabular import TabularModel
@@ -16,7 +16,7 @@ FORK = Topology.fork(2, 2)
 
 FIELDS = {
     "target": (TARGET, OTHER),
-    "drafter": (ModelTree(OTHER, FORK), Plain()),
+    "drafter": (TreeDrafter(OTHER, FORK), Plain()),
     "tokenizer": (object(), None),
     "eos_token_ids": ((3,), ()),
     "walk": ("traversal", "node"),

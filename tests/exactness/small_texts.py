@@ -10,7 +10,7 @@ import numpy as np
 
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.certify.reference import next_laws, small_pair
-from polydraft.drafters import Dynamic, GramTreeOptions, Parts, RiderOptions, make_drafter
+from polydraft.drafters import GramTreeOptions, Parts, RiderOptions, TreeDrafter, make_drafter
 from polydraft.engine import Decoder, Generation
 from polydraft.ngrams import GramOptions
 from polydraft.ngrams.counting import GramCounter
@@ -53,7 +53,7 @@ def small_decoder(drafter: str, tokenizer: Words | None = None, eos_token_ids: S
     """Build a decoder of three tokens."""
     if drafter == "dynamic":
         costs = Costs(draft_level=0.01, tree_pass=lambda nodes: 1.0)
-        made = Dynamic(DRAFT, DynamicShape(nodes=8, depth=3), costs)
+        made = TreeDrafter(DRAFT, DynamicShape(nodes=8, depth=3), costs=costs)
     else:
         caches = GramOptions(corpus=corpus_file() if "corpus" in drafter else "none")
         grams = GramTreeOptions(nodes=6, depth=3, candidates=3, riders=RiderOptions(branches=2, length=2), caches=caches)

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from polydraft.certify.reference import greedy_text
-from polydraft.drafters import Dynamic
-from polydraft.drafters.combination import Combination
-from polydraft.drafters.gram_tree import gram_tree
-from polydraft.drafters.head_tree import HeadTreeSession
+from polydraft.drafters import Combination, TreeDrafter
+from polydraft.drafters.grams import gram_tree
+from polydraft.drafters.head_source import HeadSource
 from polydraft.drafters.policy import Plan, RowPolicy
 from polydraft.engine import Decoder
 from polydraft.models import FeatureHead
@@ -46,7 +45,7 @@ every_case = pytest.mark.parametrize(
 
 def combined(case: str, draft: Any = None) -> Decoder:
     name, usual, costs = CASES[case]
-    tree = Dynamic(draft or usual, DynamicShape(nodes=16, depth=4), costs)
+    tree = TreeDrafter(draft or usual, DynamicShape(nodes=16, depth=4), costs=costs)
     return Decoder(TARGET, Combination(tree, gram_tree([name], gram_options())))
 
 
@@ -112,11 +111,11 @@ def test_a_head_proposes_the_same_after_rests_with_tokens_of_n_grams(
     # All that waited must be read, in order: errors there cost acceptance and nothing else.
     seen: dict[tuple[int, ...], list[int]] = {}
     texts: list[list[int]] = []
-    fresh, head = HeadTreeSession._fused_fresh, FeatureHead.head
+    fresh, head = HeadSource._fused_fresh, FeatureHead.head
 
-    def noting_texts(session: HeadTreeSession) -> Tensor:
-        texts[:] = [list(text) for text in session._texts]
-        return fresh(session)
+    def noting_texts(source: HeadSource) -> Tensor:
+        texts[:] = [list(text) for text in source._texts]
+        return fresh(source)
 
     def noting_logits(self: FeatureHead, outputs: Tensor) -> Tensor:
         logits = head(self, outputs)
@@ -125,7 +124,7 @@ def test_a_head_proposes_the_same_after_rests_with_tokens_of_n_grams(
         texts.clear()
         return logits
 
-    monkeypatch.setattr(HeadTreeSession, "_fused_fresh", noting_texts)
+    monkeypatch.setattr(HeadSource, "_fused_fresh", noting_texts)
     monkeypatch.setattr(FeatureHead, "head", noting_logits)
     stats = combined("suffix + head, resting").generate(PROMPTS, sampling=GREEDY, max_new_tokens=60)[0].stats
     assert stats.tokens_by_source["suffix"] > 10

@@ -27,7 +27,7 @@ def open_engine(decoder: Decoder, slots: int) -> Engine:
         target=decoder.target,
         drafter=decoder.drafter,
         workspace=workspace,
-        choose_walk=lambda scheme: decoder.drafter.resolve_walk(decoder.walk, scheme),
+        walk=decoder.walk,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import polydraft.models.language_model as language_model
 from polydraft.engine import Decoder, Generation, StopReason
-from polydraft.engine.outstanding import Outstanding
+from polydraft.engine.graphs import Launched
 from polydraft.engine.workspace import Workspace
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
@@ -41,8 +41,8 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
 
     def with_recorder(workspace: Workspace, *arguments: Any) -> None:
         original(workspace, *arguments)
-        workspace._recorder = round_recorder(workspace)
-        made.append(workspace._recorder)
+        workspace.launcher.recorder = round_recorder(workspace)
+        made.append(workspace.launcher.recorder)
 
     monkeypatch.setattr(Workspace, "__init__", with_recorder)
     return made
@@ -72,7 +72,7 @@ def assert_same(results: list[Generation], expected: list[Generation]) -> None:
 def assert_in_step(decoder: Decoder) -> None:
     """What the host believes of the memories of ended texts is true on the device."""
     for _, workspace in [*decoder._spare, *([decoder._kept] if decoder._kept else [])]:
-        for context in workspace._contexts:
+        for context in workspace.contexts:
             assert context.lengths_B.tolist() == context.lengths
 
 
@@ -129,7 +129,7 @@ def test_the_host_knows_how_much_the_memories_hold(drafter: str) -> None:
             run = decoder.stream(RAGGED_PROMPTS, max_new_tokens=30, seed=SEEDS)._engine
             while not run.done:
                 run.step()
-                for context in run._workspace._contexts if not run._launched else ():
+                for context in run._workspace.contexts if not run._launched else ():
                     assert context.lengths_B.tolist() == context.lengths
 
 
@@ -237,15 +237,15 @@ def test_an_interruption_while_waiting_loses_no_round(drafter: str, monkeypatch:
     ahead, behind = decoders(drafter)
     (expected,) = behind.generate([PROMPT], max_new_tokens=30, seed=3)
     run = ahead.stream([PROMPT], max_new_tokens=30, seed=3)._engine
-    interrupted, wait = [], Outstanding.wait
+    interrupted, wait = [], Launched.wait
 
-    def wait_or_not(outstanding: Outstanding) -> list[list[int]]:
+    def wait_or_not(launched: Launched) -> Any:
         if len(interrupted) < 3 and len(run.slots[0].tokens) > len(PROMPT) + 6 * (len(interrupted) + 1):
-            interrupted.append(outstanding)
+            interrupted.append(launched)
             raise KeyboardInterrupt
-        return wait(outstanding)
+        return wait(launched)
 
-    monkeypatch.setattr(Outstanding, "wait", wait_or_not)
+    monkeypatch.setattr(Launched, "wait", wait_or_not)
     while not run.done:
         with suppress(KeyboardInterrupt):
             run.step()
@@ -284,6 +284,6 @@ def test_penalties_wait_for_the_outcome(drafter: str) -> None:
 
 
 def test_rounds_that_are_not_replayed_do_not_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Workspace, "_obstacle", lambda workspace: "none of them can be recorded")
+    monkeypatch.setattr(TARGET, "graph_obstacle", "none of them can be recorded")
     result = decoders("model")[0].generate(PROMPT, max_new_tokens=20, seed=0)
     assert result.stats.rounds_ahead == 0

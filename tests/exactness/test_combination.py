@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polydraft.drafters import Parts, make_drafter
-from polydraft.drafters.head_tree import HeadTreeSession
+from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.drafters.trie import TokenTrie, as_draft_tree
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
@@ -78,15 +78,15 @@ def test_a_draft_equal_to_the_target_stays_so_after_tokens_it_did_not_propose() 
 
 def test_a_head_proposes_the_same_after_tokens_it_did_not_propose(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, dict[tuple[int, int], list[int]]] = {"head": {}, "lookup+head": {}}
-    original, current = HeadTreeSession.propose, ""
+    original, current = StaticBuilder.build, ""
 
-    def noting(session: HeadTreeSession, *arguments: Any) -> DraftTree:
-        tree = original(session, *arguments)
-        for row, text in enumerate(session._texts):
+    def noting(builder: StaticBuilder, *arguments: Any) -> DraftTree:
+        tree = original(builder, *arguments)
+        for row, text in enumerate(builder.source._texts):
             seen[current].setdefault((row, len(text)), tree.tokens_BN[row].tolist())
         return tree
 
-    monkeypatch.setattr(HeadTreeSession, "propose", noting)
+    monkeypatch.setattr(StaticBuilder, "build", noting)
     taken = 0
     for current in seen:
         results = make_decoder(drafter=current, scheme="auto").generate(PROMPTS, sampling=GREEDY, max_new_tokens=60)

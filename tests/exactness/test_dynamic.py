@@ -9,9 +9,9 @@ from torch import Tensor
 
 from polydraft.certify.reference import greedy_text
 from polydraft.decision import Decision
-from polydraft.drafters import Dynamic, HeadTree, ModelTree, path_growth
-from polydraft.drafters.drawn_children import fixed_shares, gains, room_of_levels
-from polydraft.drafters.dynamic_costs import rising
+from polydraft.drafters import TreeDrafter, dynamic_builder, policy
+from polydraft.drafters.candidates import fixed_shares, gains, room_of_levels
+from polydraft.drafters.costs import rising
 from polydraft.drafters.policy import Plan, RowPolicy
 from polydraft.engine import Decoder
 from polydraft.sampling import NO_TOKEN, SamplingParams
@@ -41,7 +41,7 @@ class Moody(Decision):
 
 
 def dynamic(model, costs=CHEAP, shape=SHAPE, decision=None, **options) -> Decoder:
-    return Decoder(TARGET, Dynamic(model, shape, costs, None, decision), **options)
+    return Decoder(TARGET, TreeDrafter(model, shape, costs=costs, decision=decision), **options)
 
 
 DECODERS = {
@@ -51,9 +51,9 @@ DECODERS = {
     "resting head": lambda: dynamic(HEAD, LOSING),
     "fixed": lambda: dynamic(DRAFT, shape=DynamicShape(nodes=16, depth=3, adaptive=False)),
     "dynamic, decision": lambda: dynamic(DRAFT, decision=Moody()),
-    "static, decision": lambda: Decoder(TARGET, ModelTree(DRAFT, parse_tree("3x2x1"), decision=Moody())),
-    "static head, decision": lambda: Decoder(TARGET, HeadTree(HEAD, parse_tree("3x2x1"), decision=Moody())),
-    "static, decision, rrs": lambda: Decoder(TARGET, ModelTree(DRAFT, parse_tree("fork:3x3"), "rrs-wor", decision=Moody())),
+    "static, decision": lambda: Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("3x2x1"), decision=Moody())),
+    "static head, decision": lambda: Decoder(TARGET, TreeDrafter(HEAD, parse_tree("3x2x1"), decision=Moody())),
+    "static, decision, rrs": lambda: Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("fork:3x3"), "rrs-wor", decision=Moody())),
 }
 
 SLOW = {"drawn, head", "fixed", "static head, decision", "static, decision, rrs"}
@@ -213,9 +213,9 @@ def test_a_level_looks_for_the_likeliest_tokens_once(monkeypatch: pytest.MonkeyP
         looked.append(count)
         return largest(weights_RV, count)
 
-    drawn = path_growth.drawn_children
-    monkeypatch.setattr(path_growth, "drawn_children", lambda *inputs: (levels.append(1), drawn(*inputs))[1])
-    for module in (path_growth, hybrid):
+    drawn = dynamic_builder.drawn_children
+    monkeypatch.setattr(dynamic_builder, "drawn_children", lambda *inputs: (levels.append(1), drawn(*inputs))[1])
+    for module in (dynamic_builder, hybrid):
         monkeypatch.setattr(module, "largest", counted)
     dynamic(DRAFT).generate(RAGGED_PROMPTS, sampling=SamplingParams(), max_new_tokens=10, seed=1)
     assert len(looked) == len(levels) > 0
@@ -236,3 +236,18 @@ def test_counts_of_ones_own_are_drawn_as_if_all_rows_had_them(name: str) -> None
         alone_1J = scheme.draw(laws_RV[row : row + 1], uniforms_RK[row : row + 1, :count]) if count else torch.empty(1, 0)
         assert children_RK[row, :count].tolist() == alone_1J[0].tolist()
         assert (children_RK[row, count:] == NO_TOKEN).all()
+
+
+@pytest.mark.parametrize("model", [DRAFT, HEAD], ids=["model", "head"])
+def test_a_text_of_one_token_may_begin_with_a_rest(monkeypatch: pytest.MonkeyPatch, model) -> None:
+    """Nothing precedes its first token, and nobody has read it when drafting begins; what a draft reads later is the text."""
+    monkeypatch.setattr(policy, "_FIRST_REST", 3)
+    texts = []
+    for costs in (LOSING, CHEAP):
+        result = dynamic(model, costs).generate([5], sampling=GREEDY, max_new_tokens=40)
+        assert sum(result.stats.offers_by_depth) > 0, "it never drafted: nothing is shown"
+        texts.append(result.token_ids)
+    assert texts[0] == texts[1] == greedy_text(TARGET, [5], 40, GREEDY)
+    rested = dynamic(TARGET, LOSING).generate([5], sampling=GREEDY, max_new_tokens=40).stats if model is DRAFT else None
+    if rested is not None:  # a draft that is the target is never wrong, unless it has read something else
+        assert rested.accepts_by_depth == rested.offers_by_depth

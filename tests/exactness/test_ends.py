@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import TabularModel
@@ -205,7 +205,7 @@ def test_a_draft_that_is_not_a_number_never_gets_into_the_text() -> None:
 
 def test_nodes_wider_than_the_default_scheme_takes_get_another() -> None:
     target = TabularModel.random(80, 1, seed=0)
-    decoder = Decoder(target, ModelTree(target, parse_tree("70")))
+    decoder = Decoder(target, TreeDrafter(target, parse_tree("70")))
     result = decoder.generate([1, 2], max_new_tokens=4, seed=0)
     assert result.settings["scheme"] == "rrs-wor"
     assert len(result.token_ids) == 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polydraft.drafters import GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
-from polydraft.drafters.gram_tree import GramTreeSession
+from polydraft.drafters.grams import GramSource, TrieBuilder
 from polydraft.engine import Decoder, StopReason
 from polydraft.errors import UsageError
 from polydraft.loading import load
@@ -74,14 +74,14 @@ def test_branches_of_a_conversation_are_forgotten_with_it() -> None:
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
     """Note the tokens that each row of each round was offered."""
     seen: list[list[list[int]]] = []
-    original = GramTreeSession.propose
+    original = TrieBuilder.build
 
-    def noting(session: GramTreeSession, *arguments: Any) -> Any:
-        tree = original(session, *arguments)
-        seen.append([trie.tokens[1:] for trie in session._tries])
+    def noting(builder: TrieBuilder, *arguments: Any) -> Any:
+        tree = original(builder, *arguments)
+        seen.append([trie.tokens[1:] for trie in builder._tries])
         return tree
 
-    monkeypatch.setattr(GramTreeSession, "propose", noting)
+    monkeypatch.setattr(TrieBuilder, "build", noting)
     return seen
 
 
@@ -111,13 +111,13 @@ def _parts(drafter: str, **options: Any) -> Parts:
 @pytest.mark.parametrize("seeds", ["vocabulary", "prompt"])
 def test_branches_are_what_the_paper_says(monkeypatch: pytest.MonkeyPatch, seeds: str) -> None:
     notes: list[tuple[list[list[int]], Sequence[Sequence[int]]]] = []
-    original = GramTreeSession.receive
+    original = GramSource.receive
 
-    def noting(session: GramTreeSession, reports: Sequence[Sequence[int]]) -> None:
-        notes.append(([list(text) for text in session._read], reports))
-        original(session, reports)
+    def noting(source: GramSource, reports: Sequence[Sequence[int]]) -> None:
+        notes.append(([list(text) for text in source.read], reports))
+        original(source, reports)
 
-    monkeypatch.setattr(GramTreeSession, "receive", noting)
+    monkeypatch.setattr(GramSource, "receive", noting)
     riders = RiderOptions(branches=4, length=3, seeds=seeds)
     parts = _parts("self-draft", riders=riders, caches=GramOptions(corpus="none"))
     decoder = Decoder(TARGET, make_drafter(parts, "self-draft"))
@@ -146,26 +146,27 @@ def test_branches_feed_the_context_cache() -> None:
     decoder = make_decoder(drafter="self-draft")
     session = decoder.drafter.start(RowParams((GREEDY,)), TARGET)
     session.begin([[30, 21]], 50, [0], RowParams((GREEDY,)))
-    assert isinstance(session, GramTreeSession)
-    assert session._memories[0][0].matches(4, 4) == []
+    source = session._certain.source
+    assert isinstance(source, GramSource)
+    assert source.memories[0][0].matches(4, 4) == []
     # Three branches of four tokens, and the drafts after each; then of three.
-    session._riders._grown_from = [4]
-    session.receive([[21, 5, 6, 7, 5, 6, 7, 8, *[1] * 16]])
-    session._riders._grown_from = [3]
-    session.receive([[21, 5, 6, 5, 6, 7] * 3])
-    assert [5, 6, 7] in [list(match.tokens[:3]) for match in session._memories[0][0].matches(4, 4)]
+    source.riders._grown_from = [4]
+    source.receive([[21, 5, 6, 7, 5, 6, 7, 8, *[1] * 16]])
+    source.riders._grown_from = [3]
+    source.receive([[21, 5, 6, 5, 6, 7] * 3])
+    assert [5, 6, 7] in [list(match.tokens[:3]) for match in source.memories[0][0].matches(4, 4)]
 
 
 def test_first_tokens_come_from_the_rows_own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     firsts: list[list[int]] = []
-    original = GramTreeSession.receive
+    original = GramSource.receive
 
-    def noting(session: GramTreeSession, reports: Sequence[Sequence[int]]) -> None:
+    def noting(source: GramSource, reports: Sequence[Sequence[int]]) -> None:
         if len(reports[0]) == 8:
             firsts.extend(list(report[::2]) for report in reports)
-        original(session, reports)
+        original(source, reports)
 
-    monkeypatch.setattr(GramTreeSession, "receive", noting)
+    monkeypatch.setattr(GramSource, "receive", noting)
     parts = _parts(
         "self-draft", riders=RiderOptions(branches=4, length=2, seeds="vocabulary"), caches=GramOptions(corpus="none")
     )
@@ -180,14 +181,14 @@ def test_first_tokens_come_from_the_rows_own_random_numbers(monkeypatch: pytest.
 @pytest.mark.parametrize("drafter", ["lookup", "self-draft"])
 def test_rounds_without_candidates_are_plain_passes(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     sizes = []
-    original = GramTreeSession.propose
+    original = TrieBuilder.build
 
-    def noting(session: GramTreeSession, *arguments: Any) -> Any:
-        tree = original(session, *arguments)
+    def noting(builder: TrieBuilder, *arguments: Any) -> Any:
+        tree = original(builder, *arguments)
         sizes.append(tree.tokens_BN.shape[1])
         return tree
 
-    monkeypatch.setattr(GramTreeSession, "propose", noting)
+    monkeypatch.setattr(TrieBuilder, "build", noting)
     parts = _parts(drafter, riders=RiderOptions(branches=2, length=3), caches=GramOptions(corpus="none"))
     Decoder(TARGET, make_drafter(parts, drafter)).generate([1, 2, 3], max_new_tokens=1, seed=1)
     assert sizes == [1 if drafter == "lookup" else 3]

@@ -5,7 +5,6 @@ need sampling or penalties; full acceptance of a draft equal to the target what 
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 
 from polydraft.certify.reference import greedy_text
-from polydraft.drafters.model_tree import ModelTreeSession
-from polydraft.engine.workspace import Workspace
+from polydraft.drafters.model_source import ModelSource
+from polydraft.engine.graphs import Launcher
+from polydraft.engine.round import State
 from polydraft.models import Context
 from polydraft.sampling import Noise, SamplingParams, Warper
 from polydraft.schemes import Scheme
@@ -84,18 +84,18 @@ def output_forgotten(original: Callable, warper: Warper, emitted: Any) -> None:
     return None
 
 
-def pending_token_of_the_round_before(original: Callable, workspace: Workspace, *arguments: Any) -> Any:
-    pending_B = workspace.tail_B2[:, 1].clone()
-    result = original(workspace, *arguments)
-    workspace.tail_B2[:, 0] = pending_B
+def pending_token_of_the_round_before(original: Callable, launcher: Launcher, state: State, *arguments: Any) -> Any:
+    pending_B = state.tail_B2[:, 1].clone()
+    result = original(launcher, state, *arguments)
+    state.tail_B2[:, 0] = pending_B
     return result
 
 
 def draft_memory_not_moved(
-    original: Callable, session: ModelTreeSession, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor
+    original: Callable, source: ModelSource, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor
 ) -> None:
-    straight = SimpleNamespace(path_BD=torch.arange(verdict.path_BD.shape[1]).expand_as(verdict.path_BD))
-    original(session, straight, keep_B, features_BNF)
+    straight_BD = 1 + torch.arange(places_BD.shape[1]).expand_as(places_BD)
+    original(source, verdict, straight_BD, keep_B, features_BNF)
 
 
 def spelled(value: Any) -> str:
@@ -150,8 +150,8 @@ def test_greedy_identity_catches_broken_machinery(
 
 # These cost speed and not exactness, since drafts are verified against the laws they were drawn from.
 COSTS_ACCEPTANCE = [
-    (ModelTreeSession, "commit", draft_memory_not_moved),
-    (Workspace, "_round", pending_token_of_the_round_before),
+    (ModelSource, "commit", draft_memory_not_moved),
+    (Launcher, "launch", pending_token_of_the_round_before),
 ]
 
 

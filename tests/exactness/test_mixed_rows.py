@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from polydraft.certify.reference import greedy_text, next_laws
-from polydraft.drafters import Dynamic
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.sampling import RowParams, SamplingParams, Warper
@@ -51,7 +51,7 @@ CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
 
 
 def dynamic(draft) -> Decoder:
-    return Decoder(TARGET, Dynamic(draft, DynamicShape(nodes=16, depth=4), CHEAP))
+    return Decoder(TARGET, TreeDrafter(draft, DynamicShape(nodes=16, depth=4), costs=CHEAP))
 
 
 DECODERS = {

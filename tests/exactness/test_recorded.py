@@ -4,11 +4,9 @@ import pytest
 import torch
 
 import polydraft.models.language_model as language_model
-from polydraft.drafters import DRAFTERS, Parts, Plain
-from polydraft.drafters.combination import Combination
-from polydraft.drafters.drafter import Drafter
+from polydraft.drafters import DRAFTERS, Combination, Drafter, Parts, Plain
 from polydraft.drafters.gram_options import GramTreeOptions
-from polydraft.drafters.gram_tree import gram_tree
+from polydraft.drafters.grams import gram_tree
 from polydraft.engine import Decoder
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import UsageError
@@ -37,7 +35,7 @@ def recorded_drafters() -> list[str]:
             session = drafter(name).start(RowParams((SamplingParams(),)), TARGET)
         except UsageError:  # it needs parts of its own
             continue
-        if session.recordable or session.drafts_on_host:
+        if session.recordable.never is None:
             found.append(name)
     return found
 
@@ -52,7 +50,7 @@ def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPa
 
     def with_stand_in(workspace: Workspace, *arguments: object) -> None:
         original(workspace, *arguments)
-        workspace._recorder = round_recorder(workspace, before=0)
+        workspace.launcher.recorder = round_recorder(workspace, before=0)
         workspaces.append(workspace)
 
     monkeypatch.setattr(Workspace, "__init__", with_stand_in)
@@ -62,8 +60,8 @@ def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPa
         assert [result.token_ids for result in results] == [result.token_ids for result in expected]
         assert results[0].stats.replayed_rounds == results[0].stats.rounds
     assert len(workspaces) == 1, "the second request must find the first one's recordings"
-    if workspaces[0].session.recordable:
-        assert len(set(workspaces[0]._recorder.kinds)) == 1, "one recording must serve for both"
+    if workspaces[0].session.recordable.host_tree is None:
+        assert len(set(workspaces[0].launcher.recorder.kinds)) == 1, "one recording must serve for both"
 
 
 def test_a_draft_catches_up_with_n_grams_beyond_the_span_of_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +74,8 @@ def test_a_draft_catches_up_with_n_grams_beyond_the_span_of_the_last_round(monke
         workspace = decoder._lend(RowParams((SamplingParams(temperature=0),)), keep=False)
         monkeypatch.setattr(decoder, "_lend", lambda *_, workspace=workspace: workspace)
         if recorded:
-            workspace._recorder = round_recorder(workspace, before=0)
-        context = workspace.session.contexts()[0]
+            workspace.launcher.recorder = round_recorder(workspace, before=0)
+        context = workspace.session.contexts[0]
         read: list[object] = []
         prefill = context.prefill
         noted = lambda texts, *others, prefill=prefill, read=read: read.append(texts) or prefill(texts, *others)  # noqa: E731
@@ -97,7 +95,7 @@ def test_a_hugging_face_model_sees_no_more_through_a_wide_span(monkeypatch: pyte
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4]]
     expected = Decoder(target).generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=12)
     workspace = Workspace(target, Plain(), RowParams.of(SamplingParams(temperature=0), 3))
-    workspace._recorder = round_recorder(workspace, before=0)
+    workspace.launcher.recorder = round_recorder(workspace, before=0)
     decoder = Decoder(target)
     monkeypatch.setattr(decoder, "_lend", lambda *_: workspace)
     workspace.memory.context.reserve(1024)
@@ -148,15 +146,15 @@ def test_a_lent_workspace_has_read_nothing_of_earlier_texts(monkeypatch: pytest.
     monkeypatch.setattr(Workspace, "records", True)
     decoder = Decoder(TARGET, drafter(name))
     first = decoder.generate(RAGGED_PROMPTS[1], max_new_tokens=12, seed=0)
-    session = decoder._spare[0][1].session
-    assert session.drafts_on_host and session._read == [[*RAGGED_PROMPTS[1], *first.token_ids]]
+    source = decoder._spare[0][1].session._certain.source
+    assert source.read == [[*RAGGED_PROMPTS[1], *first.token_ids]]
     read: list[int] = []
-    for memory in session._memories[0]:
+    for memory in source.memories[0]:
         monkeypatch.setattr(memory, "read", lambda tokens, read_by=memory.read: read.extend(tokens) or read_by(tokens))
     # Not even where the new text continues the old one.
     longer = [*RAGGED_PROMPTS[1], *first.token_ids, 3]
     decoder.stream(longer, max_new_tokens=4, seed=0)
-    assert read == len(session._memories[0]) * longer
+    assert read == len(source.memories[0]) * longer
 
 
 def test_errors_of_the_device_are_one_line() -> None:

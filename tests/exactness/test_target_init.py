@@ -42,10 +42,10 @@ def test_it_changes_the_law_and_with_one_root_does_not(monkeypatch: pytest.Monke
 
 
 def test_the_fork_below_one_token_of_the_target_is_lossless_and_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polydraft.drafters import ModelTree
+    from polydraft.drafters import TreeDrafter
 
     assert parse_tree("target-root:3x3") == parse_tree("fork:3x3")
-    decoder = Decoder(TARGET, ModelTree(DRAFT, parse_tree("target-root:3x3")))
+    decoder = Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("target-root:3x3")))
     assert p_value(decoder, "target-root", monkeypatch) > THRESHOLD
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from polydraft.beam import BeamDecoder
 from polydraft.beam._workspace import BeamWorkspace
-from polydraft.drafters import ModelTree
+from polydraft.drafters import DraftSession
 from polydraft.engine import Decoder, Generation
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import FailureError, UsageError
@@ -118,13 +118,13 @@ def test_spare_memories_go_to_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch
     decoder = make_decoder(scheme="auto")
     decoder.generate(PROMPT, max_new_tokens=2)
     assert len(decoder._spare) == 1
-    resolve = ModelTree.resolve_walk
+    resolve = DraftSession.resolve_walk
 
-    def slow(self: ModelTree, *arguments: Any) -> Any:
+    def slow(self: DraftSession, *arguments: Any) -> Any:
         time.sleep(0.002)  # a call has its memory, but no run that claims it
         return resolve(self, *arguments)
 
-    monkeypatch.setattr(ModelTree, "resolve_walk", slow)
+    monkeypatch.setattr(DraftSession, "resolve_walk", slow)
     texts: dict[tuple[int, int], list[int]] = {}
 
     def work(thread: int, call: int) -> None:
@@ -135,7 +135,7 @@ def test_spare_memories_go_to_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch
         assert tokens == expected("model", thread, call, SamplingParams())
 
 
-@pytest.mark.parametrize("place", ["_score", "settle"])
+@pytest.mark.parametrize("place", ["launch", "settle"])
 @pytest.mark.parametrize("draft", [DRAFT, HEAD], ids=["model", "head"])
 def test_a_round_that_broke_off_does_not_go_on(place: str, draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder: Decoder = make_decoder(drafter="head" if draft is HEAD else "model", scheme="auto")

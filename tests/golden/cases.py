@@ -25,7 +25,7 @@ from tests.exactness.setups import (
 )
 
 from polydraft.beam import BeamDecoder
-from polydraft.drafters import Dynamic
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, Generation
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
@@ -96,7 +96,7 @@ def _cases() -> dict[str, Callable[[], dict[str, Any]]]:
         for kind, draft in (("model", DRAFT), ("head", HEAD)):
             for name in ("greedy", "plain"):
                 cases[f"dynamic {kind}, {label}, {name}"] = lambda draft=draft, costs=costs, name=name: decoded(
-                    Decoder(TARGET, Dynamic(draft, DynamicShape(nodes=16, depth=4), costs)), SAMPLING[name]
+                    Decoder(TARGET, TreeDrafter(draft, DynamicShape(nodes=16, depth=4), costs=costs)), SAMPLING[name]
                 )
     cases["llama, plain decoding"] = lambda: decoded(Decoder(small_llama()), GREEDY)
     cases["beam search"] = lambda: beams("search", beams=3)

@@ -6,13 +6,11 @@ import warnings
 import pytest
 import torch
 
-from polydraft.drafters import ModelTree, Plain
-from polydraft.drafters.combination import Combination
-from polydraft.drafters.drafter import Drafter
+from polydraft.drafters import Combination, Drafter, Plain, TreeDrafter
 from polydraft.drafters.gram_options import GramTreeOptions
-from polydraft.drafters.gram_tree import gram_tree
+from polydraft.drafters.grams import gram_tree
 from polydraft.engine import Decoder
-from polydraft.engine.recorder import Recorder
+from polydraft.engine.graphs import Recorder
 from polydraft.models import FAMILIES, TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.sampling import RowParams, SamplingParams
@@ -38,7 +36,7 @@ def build(name: str, kind: str) -> tuple[HFModel, Drafter]:
     elif kind == "lookup":
         drafter = gram_tree(["lookup"], GramTreeOptions())
     else:
-        drafter = head_tree(target) if kind == "head" else ModelTree(perturbed(name, "cuda"), parse_tree("4x2x1"))
+        drafter = head_tree(target) if kind == "head" else TreeDrafter(perturbed(name, "cuda"), parse_tree("4x2x1"))
     return target, Combination(drafter, gram_tree([grams], GramTreeOptions())) if grams else drafter
 
 
@@ -147,7 +145,7 @@ def test_growing_past_a_span_records_anew_and_stays_right() -> None:
     prompt = list(range(1, 60))
     sampling = SamplingParams(temperature=0)
     decoder = Decoder(target, drafter)
-    for context in decoder._lend(RowParams((sampling,)), keep=False)._contexts:
+    for context in decoder._lend(RowParams((sampling,)), keep=False).contexts:
         assert context.span is None
     import polydraft.models.language_model as language_model
 
@@ -165,7 +163,7 @@ def test_the_law_of_replayed_texts_is_the_targets() -> None:
     table = TabularModel.random(16, 2, seed=0)
     blend = table.mixed_with(TabularModel.random(16, 2, seed=1), 0.6)
     cube = [model._logits_XV.to("cuda").reshape(16, 16, 16) for model in (table, blend)]
-    decoder = Decoder(TabularModel(cube[0]), ModelTree(TabularModel(cube[1]), parse_tree("3x2x1")))
+    decoder = Decoder(TabularModel(cube[0]), TreeDrafter(TabularModel(cube[1]), parse_tree("3x2x1")))
     results = decoder.generate([[3, 5]] * 4000, max_new_tokens=12, seed=11)
     assert results[0].stats.replayed_rounds > 0
     texts = torch.tensor([[3, 5, *result.token_ids] for result in results])

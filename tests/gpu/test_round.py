@@ -7,7 +7,7 @@ import torch
 
 from exactness.configurations import SCHEMES_AND_WALKS
 from exactness.setups import tree_for
-from polydraft.drafters import HeadTree, ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, Stats
 from polydraft.models import FAMILIES, HeadShape, TabularModel
 from polydraft.models.head_folder import new_head
@@ -31,20 +31,20 @@ def perturbed(name: str, device: str) -> HFModel:
     return HFModel(model.to(device))
 
 
-def head_tree(target: HFModel) -> HeadTree:
+def head_tree(target: HFModel) -> TreeDrafter:
     shape = HeadShape(
         hidden_size=target.hidden_size, taps=(1,), num_heads=2, num_key_heads=1, head_size=16, mlp_size=32, window=16
     )
     known = PartialVocabulary(torch.arange(0, target.vocab_size, 2, device="cuda"), target.vocab_size)
     head = new_head(shape, target, known, "test").to("cuda").requires_grad_(False)
     target.tap(shape.taps)
-    return HeadTree(head, parse_tree("4x2x1"))
+    return TreeDrafter(head, parse_tree("4x2x1"))
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_greedy_text_equals_hugging_face_generate(name: str) -> None:
     model = FAMILIES.get(name).build().to("cuda")
-    decoder = Decoder(HFModel(model), ModelTree(perturbed(name, "cuda"), parse_tree("4x2x1")))
+    decoder = Decoder(HFModel(model), TreeDrafter(perturbed(name, "cuda"), parse_tree("4x2x1")))
     results = decoder.generate(PROMPTS, max_new_tokens=24, sampling=SamplingParams(temperature=0))
     for prompt, result in zip(PROMPTS, results, strict=True):
         ids = torch.tensor([prompt], device="cuda")
@@ -59,13 +59,13 @@ def test_a_round_never_waits_for_the_device(name: str, temperature: float, kind:
     if kind == "head" and name == "gemma2":
         pytest.skip("gemma2's soft cap hides its hidden states")
     target = HFModel(FAMILIES.get(name).build().to("cuda"))
-    drafter = ModelTree(perturbed(name, "cuda"), parse_tree("4x2x1")) if kind == "model" else head_tree(target)
+    drafter = TreeDrafter(perturbed(name, "cuda"), parse_tree("4x2x1")) if kind == "model" else head_tree(target)
     check_without_waiting(Decoder(target, drafter), temperature)
 
 
 @pytest.mark.parametrize(("scheme", "walk"), PAIRS)
 def test_no_walk_waits_for_the_device(scheme: str, walk: str) -> None:
-    drafter = ModelTree(perturbed("llama", "cuda"), parse_tree(tree_for(scheme, "4x2x1")), scheme)
+    drafter = TreeDrafter(perturbed("llama", "cuda"), parse_tree(tree_for(scheme, "4x2x1")), scheme)
     check_without_waiting(Decoder(HFModel(FAMILIES.get("llama").build().to("cuda")), drafter, walk=walk), 1.0)
 
 
@@ -117,6 +117,6 @@ def test_same_seed_gives_the_same_text_on_both_devices(scheme: str, walk: str) -
         target = TabularModel(table._logits_XV.to(device).reshape(32, 32, 32))
         blend = table.mixed_with(other, 0.7)
         draft = TabularModel(blend._logits_XV.to(device).reshape(32, 32, 32))
-        decoder = Decoder(target, ModelTree(draft, parse_tree(tree_for(scheme)), scheme), walk=walk)
+        decoder = Decoder(target, TreeDrafter(draft, parse_tree(tree_for(scheme)), scheme), walk=walk)
         texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=60, seed=7)])
     assert texts[0] == texts[1]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
@@ -45,7 +45,7 @@ def test_texts_are_those_of_one_device(head: str) -> None:
     assert target._split_head
     greedy = SamplingParams(temperature=0)
     for draft in (None, FAMILIES.get("llama").build().to("cuda")):
-        drafter = None if draft is None else ModelTree(HFModel(draft), parse_tree("3x2x1"))
+        drafter = None if draft is None else TreeDrafter(HFModel(draft), parse_tree("3x2x1"))
         results = Decoder(target, drafter).generate(PROMPTS, max_new_tokens=16, sampling=greedy)
         expected = Decoder(HFModel(whole)).generate(PROMPTS, max_new_tokens=16, sampling=greedy)
         assert [one.token_ids for one in results] == [one.token_ids for one in expected]

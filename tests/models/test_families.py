@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.models import FAMILIES, language_model
 from polydraft.models.hf import HFModel
@@ -173,7 +173,7 @@ def assert_same_greedy(model, path_logits, prompt, got, expected):
 @pytest.mark.parametrize("tree", TREES)
 def test_greedy_text_is_that_of_generate(tiny, perturbed, path_logits, name, tree):
     target = tiny(name)
-    decoder = Decoder(target, ModelTree(perturbed(name, 0.1), parse_tree(tree)) if tree != "none" else None)
+    decoder = Decoder(target, TreeDrafter(perturbed(name, 0.1), parse_tree(tree)) if tree != "none" else None)
     rng = random.Random(11)
     prompts = [random_text(5, rng), random_text(12, rng)]
     results = decoder.generate(prompts, sampling=GREEDY, max_new_tokens=24)
@@ -187,7 +187,7 @@ def test_greedy_text_is_that_of_generate(tiny, perturbed, path_logits, name, tre
 def test_text_much_longer_than_the_window(tiny, perturbed, path_logits, name):
     target = tiny(name)
     assert target.window == 7
-    decoder = Decoder(target, ModelTree(perturbed(name, 0.1), parse_tree("3x2x1")))
+    decoder = Decoder(target, TreeDrafter(perturbed(name, 0.1), parse_tree("3x2x1")))
     rng = random.Random(12)
     prompts = [random_text(30, rng), random_text(17, rng)]
     results = decoder.generate(prompts, sampling=GREEDY, max_new_tokens=60)
@@ -213,7 +213,7 @@ def test_the_window_follows_depth_not_slots(tiny, path_logits, name):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gemma2"])
 def test_the_context_ends_at_the_last_position(tiny, perturbed, path_logits, name):
     target = tiny(name)
-    decoder = Decoder(target, ModelTree(perturbed(name, 0.05), parse_tree("2x2x1x1")))
+    decoder = Decoder(target, TreeDrafter(perturbed(name, 0.05), parse_tree("2x2x1x1")))
     prompt = random_text(120, random.Random(14))
     result = decoder.generate(prompt, sampling=GREEDY, max_new_tokens=50)
     assert result.stop_reason is StopReason.CONTEXT

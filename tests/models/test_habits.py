@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
 from transformers.models.musicgen.modeling_musicgen import MusicgenForCausalLM
 
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import PolydraftError, UsageError
 from polydraft.models import FAMILIES
@@ -171,7 +171,7 @@ def test_gpt_neo_past_its_stock_window(length):
     rng = random.Random(length)
     prompts = [[rng.randrange(3, 96) for _ in range(size)] for size in (length, length - 9)]
     draft = FAMILIES.get("gpt_neo").build(window_size=256, max_position_embeddings=320, seed=1)
-    results = Decoder(HFModel(model), ModelTree(HFModel(draft), parse_tree("3x2x1"))).generate(
+    results = Decoder(HFModel(model), TreeDrafter(HFModel(draft), parse_tree("3x2x1"))).generate(
         prompts, sampling=GREEDY, max_new_tokens=32
     )
     for prompt, result in zip(prompts, results, strict=True):
@@ -181,7 +181,7 @@ def test_gpt_neo_past_its_stock_window(length):
 
 def test_gpt_neo_exits_early_with_its_windows():
     target = HFModel(FAMILIES.get("gpt_neo").build())
-    decoder = Decoder(target, ModelTree(early_exit(target, 2), parse_tree("2x1")))
+    decoder = Decoder(target, TreeDrafter(early_exit(target, 2), parse_tree("2x1")))
     prompt = list(range(3, 30))
     expected = target.hf_model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16, pad_token_id=0)
     assert decoder.generate(prompt, sampling=GREEDY, max_new_tokens=16).token_ids == expected[0, len(prompt) :].tolist()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_families import Forest
 
-from polydraft.drafters import HeadTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.loading import usual_pair
@@ -120,7 +120,7 @@ def head_tree(target):
         torch.manual_seed(2)
         head = new_head(shape, target, None, "test").requires_grad_(False)
     target.tap(shape.taps)
-    return HeadTree(head, parse_tree("3x2x1"))
+    return TreeDrafter(head, parse_tree("3x2x1"))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import Memory, TabularModel
 from polydraft.sampling import SamplingParams
@@ -80,7 +80,7 @@ def test_a_kept_memory_continues_a_conversation(tiny, perturbed):
     """The second turn passes its own tokens through the target, not the first turn's."""
     target, draft = tiny("llama"), perturbed("llama", 0.1)
     params = SamplingParams(temperature=0)
-    decoder = Decoder(target, ModelTree(draft, parse_tree("2x1")))
+    decoder = Decoder(target, TreeDrafter(draft, parse_tree("2x1")))
     prompt = [5, 9, 33, 41, 8, 70, 12, 13, 14, 15]
     first = decoder.stream(prompt, sampling=params, max_new_tokens=8, keep=True)
     text = prompt + [event.token_id for event in first]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from polydraft.drafters import HeadTree, ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import HeadShape
@@ -84,7 +84,7 @@ def test_texts_of_a_target_with_hooks_are_the_same(roomy, tmp_path, parts, tempe
     target = offloaded(roomy, tmp_path, *parts)
     assert target.device == CPU and target.graph_obstacle == "parts of the model are offloaded"
     assert whole.graph_obstacle is None and whole.spread is None
-    tree = ModelTree(early_exit(whole, 2), parse_tree("3x2x1"))
+    tree = TreeDrafter(early_exit(whole, 2), parse_tree("3x2x1"))
     assert texts(target, temperature=temperature) == texts(whole, temperature=temperature)
     assert texts(target, tree, temperature) == texts(whole, tree, temperature)
 
@@ -95,7 +95,7 @@ def test_drafts_for_a_target_with_hooks(roomy, tmp_path):
     shape = HeadShape(hidden_size=32, taps=(1, 2), num_heads=2, num_key_heads=1, head_size=8, mlp_size=16, window=8)
     head = new_head(shape, target, None, "test").requires_grad_(False)
     target.tap(shape.taps)
-    assert texts(target, HeadTree(head, parse_tree("3x2"))) == texts(load_model(roomy, CPU, torch.float32).model)
+    assert texts(target, TreeDrafter(head, parse_tree("3x2"))) == texts(load_model(roomy, CPU, torch.float32).model)
     with pytest.raises(UsageError, match="offloaded; use a draft model"):
         early_exit(target, 2)
     with pytest.raises(UsageError, match="offloaded; use a draft model"):

@@ -8,7 +8,7 @@ import torch
 from transformers import TopPLogitsWarper
 
 from polydraft.certify.chi_square import chi_square_p_value
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams, Warper, warper
@@ -97,7 +97,7 @@ def test_texts_follow_hugging_faces_law_with_and_without_drafts(tree: str) -> No
     target, draft = tied_models()
     law_VV = hugging_face(target._logits_XV.softmax(-1), 0.6).double().numpy()
     assert ((law_VV > 0).sum(-1) == 4).all(), "the edge goes through the five equals"
-    drafter = None if tree == "none" else ModelTree(draft, parse_tree(tree))
+    drafter = None if tree == "none" else TreeDrafter(draft, parse_tree(tree))
     results = Decoder(target, drafter).generate([[3]] * 1500, sampling=SamplingParams(top_p=0.6), max_new_tokens=3, seed=1)
     tokens_NL = np.array([result.token_ids for result in results])
     law_XXX = law_VV[3][:, None, None] * law_VV[:, :, None] * law_VV[None, :, :]

@@ -11,8 +11,7 @@ from torch import Tensor
 from polydraft.beam._law import Floats, Indices
 from polydraft.beam._node import Node, common_path, with_ancestors
 from polydraft.beam._workspace import FEWEST_PLACES, NOWHERE, FeatureBank
-from polydraft.engine.outstanding import Outstanding
-from polydraft.engine.recorder import Recorder
+from polydraft.engine.graphs import Arriving, Recorder
 from polydraft.models import Context
 from polydraft.models.language_model import brought
 from polydraft.models.tree_attention import power_of_two
@@ -92,7 +91,7 @@ class SlotTree:
         self._inputs, self._recorder = inputs or _NO_INPUTS, recorder
         self._places: dict[Node, int] = {}
         self._latest: list[Node] = []
-        self._outstanding: Outstanding | None = None
+        self._arriving: Arriving | None = None
         """What the last pass computes for the host of these nodes."""
         self._visible_UU = np.zeros((64, 64), dtype=bool)
         self._used = 0
@@ -135,7 +134,7 @@ class SlotTree:
         self._place(nodes)
         outcome, replayed = self._extend(nodes) if size is None else self._replay(nodes, size, places)
         self._latest = list(nodes)
-        self._outstanding = None if self.reading is None else Outstanding.send(outcome, replayed)
+        self._arriving = None if self.reading is None else Arriving.send(outcome)
         self.passes += 1
         self.passed_tokens += len(nodes)
         self.replayed_passes += replayed
@@ -162,7 +161,7 @@ class SlotTree:
 
     def readings(self, nodes: Sequence[Node]) -> Floats | None:
         """Wait for what the last pass computed of nodes, and return it; None where it is not about all of them."""
-        if self._outstanding is None:
+        if self._arriving is None:
             return None
         rows: Any = slice(len(nodes))
         if nodes != self._latest:
@@ -170,7 +169,7 @@ class SlotTree:
             if any(node not in known for node in nodes):
                 return None
             rows = [known[node] for node in nodes]
-        values_RX: Floats = self._outstanding.arrived().numpy()[rows]
+        values_RX: Floats = self._arriving.arrived().numpy()[rows]
         return values_RX
 
     def _extend(self, nodes: Sequence[Node]) -> tuple[Tensor, bool]:

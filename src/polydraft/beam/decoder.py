@@ -43,7 +43,7 @@ class BeamDecoder:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        draft = getattr(decoder.drafter, "model", None)
+        draft = decoder.drafter.model
         self.draft: LanguageModel | FeatureHead | None = draft if isinstance(draft, LanguageModel | FeatureHead) else None
         self._spare: deque[BeamWorkspace] = deque(maxlen=_MOST_SPARE)
         """Memories of a GPU, whose recorded passes are worth keeping."""

@@ -12,13 +12,12 @@ from polydraft.certify._subject import Sizes, Subject
 from polydraft.certify.chi_square import LEAST_EXPECTED, joint_law, joint_p_value, text_p_values
 from polydraft.certify.enumeration import tree_for
 from polydraft.certify.reference import ECHO_VOCABULARY, ModelPair, echo_pair, fixture_pair, greedy_text, next_laws, small_pair
-from polydraft.drafters import ModelTree
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Engine, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
 from polydraft.trees import parse_tree
-from polydraft.walks import AUTO, resolve_walk
 
 GREEDY = SamplingParams(temperature=0)
 _SPARSE = "[[0],[1],[2],[0,0],[0,1],[2,0],[0,0,0],[0,1,0],[0,1,1]]"
@@ -39,7 +38,9 @@ def generate(
 
     Returns the new tokens of each prompt, and how much of what was offered was accepted.
     """
-    drafter = ModelTree(pair.draft, parse_tree(tree_for(subject.scheme, tree)), subject.scheme, draft_temperature)
+    drafter = TreeDrafter(
+        pair.draft, parse_tree(tree_for(subject.scheme, tree)), subject.scheme, draft_temperature=draft_temperature
+    )
     workspace = Workspace(pair.target, drafter, RowParams.of(params, len(prompts)))
     sequences = [
         TokenSequence(
@@ -56,7 +57,7 @@ def generate(
         target=pair.target,
         drafter=drafter,
         workspace=workspace,
-        choose_walk=lambda scheme: subject.walk if subject.walk.fits(scheme) else resolve_walk(AUTO, scheme),
+        walk=subject.walk,
         sequences=sequences,
     )
     while not engine.done:

@@ -266,8 +266,8 @@ def _used(decoder: Decoder, settings: dict[str, Any]) -> str:
     """Say what drafted and verified; at temperature 0 that need not be the scheme that was asked for."""
     if not settings.get("scheme"):
         return "no drafts"
-    draft = getattr(getattr(decoder.drafter, "model", None), "name", decoder.drafter.name)
-    tree = getattr(decoder.drafter, "topology", "of its own")
+    draft = getattr(decoder.drafter.model, "name", decoder.drafter.name)
+    tree = decoder.drafter.topology or "of its own"
     return f"draft {draft}, tree {tree}, scheme {settings['scheme']}, walk {settings.get('walk')}"
 
 

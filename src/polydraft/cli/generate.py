@@ -164,30 +164,25 @@ def _generate_one(task: _Task) -> None:
 
 def _restless(decoder: "Decoder") -> "Decoder | None":
     """Return a decoder whose draft works in every round, where a dynamic tree may rest; all else is the same."""
-    from polydraft.drafters import Dynamic, Parts, make_drafter
+    from polydraft.drafters import TreeDrafter
     from polydraft.loading import NARROW_STATIC_TREE
     from polydraft.trees import parse_tree
 
     drafter = decoder.drafter
-    if not isinstance(drafter, Dynamic):
+    if not isinstance(drafter, TreeDrafter) or not drafter.dynamic:
         return None
-    parts = Parts(
-        target=decoder.target,
-        draft=drafter.model,
-        topology=parse_tree(NARROW_STATIC_TREE),
-        draft_temperature=drafter.draft_temperature,
-        decision=drafter.decision,
-    )
-    return decoder.replace(drafter=make_drafter(parts))
+    tree = parse_tree(NARROW_STATIC_TREE)
+    static = TreeDrafter(drafter.model, tree, draft_temperature=drafter.draft_temperature, decision=drafter.decision)
+    return decoder.replace(drafter=static)
 
 
 def _draft_name(decoder: "Decoder") -> str:
-    model = getattr(decoder.drafter, "model", None)
+    model = decoder.drafter.model
     return model.name if model is not None else decoder.drafter.name
 
 
 def _tree_name(decoder: "Decoder") -> str:
-    return str(getattr(decoder.drafter, "topology", "none"))
+    return "none" if decoder.drafter.topology is None else str(decoder.drafter.topology)
 
 
 def _arm_name(decoder: "Decoder") -> str:

@@ -1,31 +1,31 @@
 """Where candidates come from."""
 
+from polydraft.drafters.builder import Builder
 from polydraft.drafters.choice import make_drafter, needs_draft
-from polydraft.drafters.combination import Combination
-from polydraft.drafters.drafter import DRAFTERS, LOSSY_DRAFTERS, Drafter, DraftSession, Parts
-from polydraft.drafters.dynamic import Dynamic
+from polydraft.drafters.drafter import DRAFTERS, LOSSY_DRAFTERS, Drafter, Parts, Plain
 from polydraft.drafters.gram_options import GramTreeOptions
-from polydraft.drafters.gram_tree import GRAM_DRAFTERS, GramTree
-from polydraft.drafters.head_tree import HeadTree
-from polydraft.drafters.model_tree import ModelTree
-from polydraft.drafters.plain import Plain
+from polydraft.drafters.grams import GRAM_DRAFTERS, GramTree
 from polydraft.drafters.riders import RiderOptions
+from polydraft.drafters.session import DraftSession
+from polydraft.drafters.source import DistributionSource, Source
+from polydraft.drafters.tree_drafter import Combination, TreeDrafter
 
 __all__ = [
     "DRAFTERS",
     "GRAM_DRAFTERS",
     "LOSSY_DRAFTERS",
+    "Builder",
     "Combination",
+    "DistributionSource",
     "DraftSession",
     "Drafter",
-    "Dynamic",
     "GramTree",
     "GramTreeOptions",
-    "HeadTree",
-    "ModelTree",
     "Parts",
     "Plain",
     "RiderOptions",
+    "Source",
+    "TreeDrafter",
     "make_drafter",
     "needs_draft",
 ]

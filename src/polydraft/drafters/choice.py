@@ -1,8 +1,8 @@
 """Which drafter a name and a draft call for."""
 
-from polydraft.drafters.combination import Combination
 from polydraft.drafters.drafter import DRAFTERS, Drafter, Parts
-from polydraft.drafters.gram_tree import GRAM_DRAFTERS, check_node_walk, gram_tree
+from polydraft.drafters.grams import GRAM_DRAFTERS, check_node_walk, gram_tree
+from polydraft.drafters.tree_drafter import Combination, TreeDrafter
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead
 
@@ -62,7 +62,9 @@ def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
         raise UsageError(f"flat-blocks cannot verify drafter {name!r}; allowed: n-gram drafters alone, such as self-draft")
     if not grams:
         return _tree(tree, parts)
-    return Combination(_tree(tree, parts), gram_tree(grams, parts.grams.beside_a_tree()))
+    drawn = _tree(tree, parts)
+    assert isinstance(drawn, TreeDrafter), drawn
+    return Combination(drawn, gram_tree(grams, parts.grams.beside_a_tree()))
 
 
 def _tree(name: str, parts: Parts) -> Drafter:

@@ -186,7 +186,7 @@ class Decoder:
                 target=self.target,
                 drafter=self.drafter,
                 workspace=workspace,
-                choose_walk=lambda scheme: workspace.session.own_walk or self.drafter.resolve_walk(self.walk, scheme),
+                walk=self.walk,
                 sequences=sequences,
                 keep=request.keep,
             )

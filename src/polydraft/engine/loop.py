@@ -2,26 +2,24 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from polydraft.drafters import Drafter
-from polydraft.engine.outstanding import Outstanding
+from polydraft.engine.graphs import Launched
 from polydraft.engine.result import StopReason
+from polydraft.engine.round import RowOutcome
 from polydraft.engine.sequence import Emitted, TokenSequence
 from polydraft.engine.stats import TARGET, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError
 from polydraft.models import LanguageModel
 from polydraft.sampling import IDLE, Noise
-from polydraft.schemes import Scheme
-from polydraft.walks import Fault, Walk
+from polydraft.walks import AUTO, Fault, Walk
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
-_NUMBERS = 5
-"""Of a verdict that the host wants beside its tokens."""
 _NO_TEXT = [0]
 """Stands for the text of an empty slot."""
 
@@ -43,8 +41,8 @@ class Engine:
     drafter : Drafter
     workspace : Workspace
         Its rows are the slots.
-    choose_walk : function
-        From the scheme of the rounds to the walk that verifies them.
+    walk : str or Walk
+        In which order trees are verified; ``"auto"`` for what suits the drafter. A walk of your own counts where it fits.
     sequences : sequence of TokenSequence
         To begin with; more come by `add`.
     keep : bool
@@ -57,7 +55,7 @@ class Engine:
         target: LanguageModel,
         drafter: Drafter,
         workspace: Workspace,
-        choose_walk: Callable[[Scheme], Walk],
+        walk: str | Walk = AUTO,
         sequences: Sequence[TokenSequence] = (),
         keep: bool = False,
     ) -> None:
@@ -66,11 +64,11 @@ class Engine:
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
         self._started = time.perf_counter()
-        self._choose_walk = choose_walk
+        self._wish = walk
         self._walk: Walk | None = None
         self._noise = Noise([torch.Generator() for _ in self.slots], target.device)
         self._session, self._workspace = workspace.session, workspace
-        self._launched: list[Outstanding] = []
+        self._launched: list[Launched] = []
         """Rounds whose outcomes are not known yet: between steps the one ahead, if there is one."""
         self._retiring = False
         """Whether sequences have ended that the round ahead still takes for active ones."""
@@ -101,7 +99,7 @@ class Engine:
                 raise FailureError(
                     "a round of this text was interrupted, and nobody knows how far it got; start the request again"
                 )
-            depth, was_ahead = self._session.depth, bool(self._launched)
+            was_ahead = bool(self._launched)
             with self.undivided():
                 if not self._launched:
                     self._admit()
@@ -110,12 +108,12 @@ class Engine:
                 if len(self._launched) == 1 and self._runs_ahead(now):
                     self._launched.append(self._launch())
             with self.stats.clock("verify"):
-                outcome = now.wait()  # an interruption here loses no round
+                outcome, reports = now.wait()  # an interruption here loses no round
             with self.undivided():
                 del self._launched[0]
                 self.stats.replayed_rounds += now.replayed
                 self.stats.rounds_ahead += was_ahead
-                return self._settle(outcome, depth)
+                return self._settle(outcome, reports)
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
@@ -150,31 +148,40 @@ class Engine:
         with self.stats.clock("prefill"):
             self._workspace.begin(self._texts(), longest, keep, rows, params)
             self._workspace.activate([sequence is not None and not sequence.done for sequence in self.slots])
-        self._walk = self._choose_walk(self._session.scheme)
+        self._walk = self._chosen_walk()
 
-    def _launch(self) -> Outstanding:
+    def _chosen_walk(self) -> Walk:
+        if isinstance(self._wish, Walk):
+            return self._wish if self._wish.fits(self._session.scheme) else self._session.resolve_walk(AUTO)
+        return self._session.resolve_walk(self._wish)
+
+    def _launch(self) -> Launched:
         assert self._walk is not None, "somebody was admitted"
         with self.stats.clock("draft"):
             uniforms_BU = self._noise.uniforms(self._workspace.num_uniforms(self._walk))
-        return self._workspace.round(self._walk, uniforms_BU, self.stats)
+        return self._workspace.launch(self._walk, uniforms_BU, self.stats)
 
-    def _runs_ahead(self, now: Outstanding) -> bool:
+    def _runs_ahead(self, now: Launched) -> bool:
         """Whether to launch one more round: some sequence goes on after this one unless it meets an end that is no limit."""
         most = self._session.depth + 1
         goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self._running())
         return goes_on and not self.waiting and not self._retiring and self._workspace.runs_ahead(now)
 
-    def _settle(self, outcome: list[list[int]], depth: int) -> list[Emitted]:
+    def _settle(self, outcome: list[RowOutcome], reports: list[list[int]]) -> list[Emitted]:
         """Give every running sequence what the round brought it, up to its end; let those that ended go."""
-        told = depth + 1 + _NUMBERS
-        if len(outcome[0]) > told:
-            self._session.receive([values[told:] for values in outcome])
+        running = [sequence is not None and not sequence.done for sequence in self.slots]
+        accepted = [row.tokens[:-1] if runs else [] for row, runs in zip(outcome, running, strict=True)]
+        sources = self._session.receive(reports, accepted)
         by_slot: list[list[int]] = [[] for _ in self.slots]
         emitted: list[Emitted] = []
-        for slot, (sequence, values) in enumerate(zip(self.slots, outcome, strict=True)):
+        for slot, (sequence, row) in enumerate(zip(self.slots, outcome, strict=True)):
             if sequence is None or sequence.done:
                 continue
-            one = self._take(slot, sequence, values[: depth + 1], *values[depth + 1 : told])
+            if row.fault:
+                raise self._failure(Fault(row.fault), sequence)
+            one = sequence.take(row.tokens, [*sources[slot], TARGET])
+            self.stats.count(row.accepted, row.offered, row.longest, row.branch)
+            self.stats.keep(one.sources)
             by_slot[slot] = one.token_ids
             emitted.append(one)
         self.stats.rounds += 1
@@ -182,19 +189,6 @@ class Engine:
         if self._retiring or any(one.stop_reason for one in emitted):
             self._release()
         self.stats.total_seconds = time.perf_counter() - self._started
-        return emitted
-
-    def _take(
-        self, slot: int, sequence: TokenSequence, tokens: list[int], accepted: int, offered: int, fault: int, *shape: int
-    ) -> Emitted:
-        """Take what one slot got."""
-        if fault:
-            raise self._failure(Fault(fault), sequence)
-        drafted = tokens[:accepted]
-        sources = [*(self._session.sources(slot, drafted) or [self.drafter.name] * accepted), TARGET]
-        emitted = sequence.take(tokens[: accepted + 1], sources)
-        self.stats.count(accepted, offered, *shape)
-        self.stats.keep(emitted.sources)
         return emitted
 
     def end(self, sequence: TokenSequence, reason: StopReason, new_tokens: int) -> None:
@@ -224,10 +218,10 @@ class Engine:
                 f"scheme {self._session.scheme.name!r} emitted no token after {length} tokens; please report this, and use "
                 "another --scheme"
             )
-        warper = self._workspace.warper
-        if fault == Fault.TARGET and warper is not None and warper.emptied_by is not None:
+        state = self._workspace.state
+        if fault == Fault.TARGET and state is not None and state.warper.emptied_by is not None:
             return FailureError(
-                f"logits processor {warper.emptied_by!r} left no token to go on with after {length} tokens; "
+                f"logits processor {state.warper.emptied_by!r} left no token to go on with after {length} tokens; "
                 "leave at least one with a finite score"
             )
         who = f"the target {self.target.name!r}" if fault == Fault.TARGET else "the draft"

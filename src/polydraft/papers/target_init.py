@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.drafters import LOSSY_DRAFTERS, Drafter, DraftSession, HeadTree, ModelTree, Parts
-from polydraft.drafters.head_tree import HeadTreeSession
-from polydraft.drafters.model_tree import ModelTreeSession
+from polydraft.drafters import LOSSY_DRAFTERS, DistributionSource, Drafter, DraftSession, Parts, TreeDrafter
+from polydraft.drafters.static_builder import LevelPlan, StaticBuilder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import NO_TOKEN, RowParams, draw_distinct, draw_one
@@ -52,97 +51,74 @@ class TargetInit(Drafter):
 
     name = "target-init"
     lossless = False
-    scheme = "auto"
 
     def __init__(self, model: LanguageModel | FeatureHead, topology: Topology) -> None:
         check_lossy(self.name, topology)
-        self.model = model
-        self.topology = Topology.fork(len(topology.children[0]), topology.depth + 1)
+        self.model: LanguageModel | FeatureHead = model
+        self.topology: Topology = Topology.fork(len(topology.children[0]), topology.depth + 1)
 
-    def start(self, params: RowParams, target: LanguageModel) -> "TargetInitSession":
+    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
         """Go to work on a batch."""
         if params.mixed:
             raise UsageError("--lossy target-init cannot mix rows of temperature 0 with others; decode them apart")
-        inner = (
-            HeadTree(self.model, self.topology, "rrs-wor").start(params, target)
-            if isinstance(self.model, FeatureHead)
-            else ModelTree(self.model, self.topology, "rrs-wor").start(params, target)
-        )
-        return TargetInitSession(inner, len(self.topology.children[0]), params)
+        source = TreeDrafter(self.model, self.topology, "rrs-wor").source(len(params))
+        return DraftSession(self.name, drawn=TargetInitBuilder(source, self.topology, params, target.vocab_size))
 
 
-class TargetInitSession(DraftSession):
-    """A static tree's session whose first level is replaced by tokens from the target's law, once that is known.
+class TargetInitBuilder(StaticBuilder):
+    """A fork whose first level is replaced by tokens from the target's law, once that is known.
 
     In the first round of a text it is not, because the last token of a prompt has not been through the target: there the
     first level is the draft's.
     """
 
-    def __init__(self, inner: ModelTreeSession | HeadTreeSession, width: int, params: RowParams) -> None:
-        self._inner, self._width, self._greedy = inner, width, params.all_greedy
-        self.num_nodes, self.depth = inner.num_nodes, inner.depth
-        self.reads_features = inner.reads_features  # type: ignore[misc]
+    def __init__(self, source: DistributionSource, topology: Topology, params: RowParams, vocab_size: int) -> None:
+        super().__init__(source, topology, params, vocab_size, scheme="rrs-wor")
+        self.obstacle = "target-initialised trees are lossy and not made for speed"
+        self._width, self._greedy = len(topology.children[0]), params.all_greedy
         self._walk = LongestWalk(self._greedy)
-        self.own_walk = self._walk
         self._next: tuple[Tensor, Tensor] | None = None
         """The law that the next tree begins with, and the rows in which it is known."""
 
     @property
-    def scheme(self) -> Scheme:
-        """How the tree is drawn."""
-        return self._inner.scheme
-
-    @property
     def num_uniforms(self) -> int:
         """The tree's, and one for each token from the target."""
-        return self._inner.num_uniforms + self._width
+        return super().num_uniforms + self._width
 
-    def obstacle(self) -> str | None:
-        """Say why rounds are not recorded."""
-        return "target-initialised trees are lossy and not made for speed"
+    def resolve_walk(self, wish: str) -> Walk:
+        """Keep the longest path, whatever is wished for."""
+        return self._walk
 
-    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
-        """Get ready as the static tree does."""
-        return self._inner.prepare(texts, longest, rows)
-
-    def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
-        """Let a feature head see the texts."""
-        self._inner.observe(starts, counts, features_BTF)
-
-    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Begin new rows with the draft's tokens."""
-        self._inner.begin(texts, longest, rows, params)
+        super().begin(texts, rows, params)
         if self._next is not None:
             known_B = self._next[1].clone()
             known_B[list(rows)] = False
             self._next = self._next[0], known_B
 
-    def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Take W tokens from the target's law, at temperature 0 the likeliest, and draft behind each."""
-        given = None
-        if self._next is not None:
-            law_BV, known_B = self._next
-            if self._greedy:
-                given = law_BV.topk(self._width, dim=-1).indices, known_B
-            else:
-                given = draw_distinct(law_BV, uniforms_BU[:, -self._width :]), known_B
-        self._inner._growth.given = given
-        self._walk.given_B = None if given is None else given[1]
-        return self._inner.propose(tail_B2, uniforms_BU[:, : self._inner.num_uniforms])
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Let the walk know which rows begin with the target's tokens."""
+        self._walk.given_B = None if self._next is None else self._next[1]
+        return super().build(tail_B2, uniforms_BU)
 
-    def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Follow the verdict, and remember the law that the next tree begins with."""
+    def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
+        """Take the first level, W tokens, from the target's law, at temperature 0 the likeliest."""
+        super().draw(level, logits_BGV, tokens_BN, uniforms_BU)
+        if level.first > 0 or self._next is None:
+            return
+        law_BV, known_B = self._next
+        if self._greedy:
+            given_BW = law_BV.topk(self._width, dim=-1).indices
+        else:
+            given_BW = draw_distinct(law_BV, uniforms_BU[:, -self._width :])
+        firsts = slice(1, 1 + self._width)
+        tokens_BN[:, firsts] = torch.where(known_B[:, None], given_BW, tokens_BN[:, firsts])
+
+    def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Remember the law that the next tree begins with."""
         assert isinstance(verdict, LongestVerdict)
         self._next = verdict.next_law_BV, verdict.known_B
-        self._inner.commit(verdict, keep_B, features_BNF)
-
-    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Take note of the new texts."""
-        self._inner.settle(texts, emitted)
-
-    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
-        """Drop what lies beyond the texts."""
-        self._inner.rewind(texts)
 
 
 @LOSSY_DRAFTERS.register("target-init")

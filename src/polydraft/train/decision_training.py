@@ -12,10 +12,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from polydraft.decision import Decision, DecisionKind, DecisionModel, DecisionShape, law_inputs, save_decision
-from polydraft.drafters import DRAFTERS, Drafter, DraftSession, Parts
+from polydraft.drafters import Builder, DistributionSource, TreeDrafter
+from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
-from polydraft.models import Context, FeatureHead, LanguageModel
+from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded
 from polydraft.prompts import load_prompts
 from polydraft.sampling import RowParams, SamplingParams
@@ -68,71 +69,49 @@ class _Recorder(Decision):
         return torch.ones(len(features_BGF), dtype=torch.bool, device=features_BGF.device)
 
 
-class _Tracing(Drafter):
+class _Tracing(TreeDrafter):
     """A chain of drafts whose rounds are taken down."""
 
-    name = "tracing"
+    def __init__(self, draft: LanguageModel | FeatureHead, chain: Topology, scheme: str, traces: list[Traces]) -> None:
+        self._recorder, self._traces = _Recorder(), traces
+        super().__init__(draft, chain, scheme, decision=self._recorder)
 
-    def __init__(self, parts: Parts, recorder: _Recorder, traces: list[Traces]) -> None:
-        self._inner = DRAFTERS.get("head" if isinstance(parts.draft, FeatureHead) else "model")(parts)
-        self._recorder, self._traces = recorder, traces
-
-    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
-        """Go to work, with a look over the session's shoulder."""
-        session = self._inner.start(params, target)
-        return _TracingSession(session, target, params.rows[0].temperature, self._recorder, self._traces)
+    def builder(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> Builder:
+        """Build chains as usual, and take them down."""
+        temperature, topology = params.rows[0].temperature, self.topology
+        assert isinstance(topology, Topology)
+        source = self.source(len(params))
+        return _TracingBuilder(source, topology, params, target, self.scheme, self._recorder, temperature, self._traces)
 
 
-class _TracingSession(DraftSession):
-    """A session that leaves all work to another, and takes down its rounds; it looks at values, so none is recorded."""
-
-    reads_features = True
+class _TracingBuilder(StaticBuilder):
+    """Takes rounds down; it looks at values, so none is recorded."""
 
     def __init__(
-        self, inner: DraftSession, target: LanguageModel, temperature: float, recorder: _Recorder, traces: list[Traces]
+        self,
+        source: DistributionSource,
+        topology: Topology,
+        params: RowParams,
+        target: LanguageModel,
+        scheme: str | Scheme,
+        recorder: _Recorder,
+        temperature: float,
+        traces: list[Traces],
     ) -> None:
-        self._inner, self._target, self._temperature = inner, target, temperature
-        self._recorder, self._traces = recorder, traces
-        self.num_nodes, self.depth = inner.num_nodes, inner.depth
-        self._tree: DraftTree | None = None
+        super().__init__(source, topology, params, target.vocab_size, scheme=scheme, decision=recorder)
+        self._target, self._recorder, self._temperature, self._traces = target, recorder, temperature, traces
+        self._built: DraftTree | None = None
 
-    @property
-    def scheme(self) -> Scheme:
-        return self._inner.scheme
-
-    @property
-    def num_uniforms(self) -> int:
-        return self._inner.num_uniforms
-
-    def obstacle(self) -> str | None:
-        return "traces are taken"
-
-    def contexts(self) -> Sequence[Context]:
-        return self._inner.contexts()
-
-    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
-        return self._inner.prepare(texts, longest, rows)
-
-    def observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
-        if self._inner.reads_features:
-            self._inner.observe(starts, counts, features_BTF)
-
-    def forget(self, rows: Sequence[int]) -> None:
-        self._inner.forget(rows)
-
-    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
-        self._inner.begin(texts, longest, rows, params)
-
-    def propose(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Let the draft propose, and keep its tree beside what the recorder is shown meanwhile."""
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Keep the tree beside what the recorder is shown meanwhile."""
         self._recorder.shown.clear()
-        self._tree = self._inner.propose(tail_B2, uniforms_BU)
-        return self._tree
+        self._built = super().build(tail_B2, uniforms_BU)
+        return self._built
 
-    def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
+    def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
         """Take down the tokens of the chain up to and including the first rejected one."""
-        tree, logits_BNV = self._tree, self._target.head(features_BNF)
-        assert tree is not None, "propose() comes first"
+        tree, logits_BNV = self._built, self._target.head(features_BNF)
+        assert tree is not None, "build() comes first"
         for depth, (hidden_BF, law_BK) in enumerate(self._recorder.shown):
             token_B1 = tree.tokens_BN[:, depth + 1, None].clamp(min=0)
             node_B = torch.full_like(token_B1[:, 0], depth)
@@ -145,16 +124,6 @@ class _TracingSession(DraftSession):
             accepted_B = (verdict.accepted_B > depth).float()
             parts = (hidden_BF, law_BK, ratio_B, accepted_B)
             self._traces.append(Traces(*(part[seen_B].cpu() for part in parts)))
-        return self._inner.commit(verdict, keep_B, features_BNF)
-
-    def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        self._inner.receive(reports)
-
-    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        self._inner.settle(texts, emitted)
-
-    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
-        self._inner.rewind(texts)
 
 
 def collect(
@@ -175,13 +144,12 @@ def collect(
     batch = 0
     while (have := sum(len(part.ratios_R) for part in traces)) < settings.traces:
         advance(have)
-        recorder = _Recorder()
         # A greedy text is the same whatever the seed: each prompt is decoded greedily once, then only sampled.
         first = (batch // 2) * rows
         greedy = batch % 2 == 0 and first < len(prompts)
         scheme = "top" if greedy else "speculative"
-        parts = Parts(target=target, draft=draft, topology=Topology.fork(1, settings.depth), scheme=scheme, decision=recorder)
-        decoder = Decoder(target, _Tracing(parts, recorder, traces), eos_token_ids=eos_token_ids, walk="node")
+        drafter = _Tracing(draft, Topology.fork(1, settings.depth), scheme, traces)
+        decoder = Decoder(target, drafter, eos_token_ids=eos_token_ids, walk="node")
         texts = [prompts[(first + row) % len(prompts)] for row in range(min(rows, len(prompts)) if greedy else rows)]
         sampling = SamplingParams(temperature=0.0 if greedy else 1.0)
         decoder.generate(texts, sampling=sampling, max_new_tokens=settings.new_tokens, seed=settings.seed + batch)

@@ -1,4 +1,4 @@
-"""Growing a tree by the draft's path probabilities, whatever computes the laws.
+"""Trees whose shape follows the draft's path probabilities, anew in every round.
 
 References
 ----------
@@ -7,7 +7,7 @@ References
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,20 +16,29 @@ import torch
 from torch import Tensor
 
 from polydraft.decision import Decision
-from polydraft.drafters.candidates import Assembled, Front, Level, assemble, best_children
-from polydraft.drafters.columns import Columns
-from polydraft.drafters.drawn_children import Widths, drawn_children, fixed_shares, gains, room_of_levels
-from polydraft.drafters.growth import DEFAULT_SCHEME
+from polydraft.drafters.builder import Builder, DraftDistributions
+from polydraft.drafters.candidates import (
+    Assembled,
+    Front,
+    Level,
+    Widths,
+    assemble,
+    best_children,
+    drawn_children,
+    fixed_shares,
+    gains,
+    room_of_levels,
+)
 from polydraft.drafters.policy import Allotment, Plan, RowPolicy
-from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, SamplingParams, Warper
+from polydraft.drafters.source import DistributionSource
+from polydraft.drafters.static_builder import DEFAULT_SCHEME
+from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.schemes import SCHEMES, Scheme
 from polydraft.schemes.arithmetic import largest
 from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, can_sync, put, top, total, xp
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, Topology
-
-Expand = Callable[[Tensor, Tensor, Block], tuple[Tensor, Tensor]]
-"""`(tokens_BW, parents_BW, block) -> features_BWF, logits_BWV`: pass nodes through the draft; parents by place above."""
+from polydraft.walks import Verdict
 
 _FOUND = 8
 """Candidates of a level whose probability counts as found by it, where children are chosen."""
@@ -38,7 +47,7 @@ _GREEDY_DRAFT_TEMPERATURE = 1.0
 """Of the laws that rank candidates where the target is greedy: there they estimate which token is the likeliest."""
 
 
-class PathGrowth:
+class DynamicBuilder(Builder):
     """Grow trees whose shape follows the draft's confidence.
 
     Where the target is greedy, each level takes the `beam` likeliest paths further, and of all candidates of all levels the
@@ -50,60 +59,63 @@ class PathGrowth:
 
     Parameters
     ----------
+    source : DistributionSource
     shape : DynamicShape
-    costs : Costs
     params : RowParams
         The target's.
+    vocab_size : int
+        The target's.
+    costs : Costs
     draft_temperature : float, optional
-        Temperature of the laws that rank candidates; the target's otherwise, 1 where that is 0.
-    batch_size, vocab_size : int
-    vocabulary : PartialVocabulary, optional
-        What the columns of the draft's logits mean, where they are not all tokens.
-    device : torch.device
-    lead : int
-        Places before the root in the drafter's passes.
+        Temperature of the distributions that rank candidates; the target's otherwise, 1 where that is 0.
     decision : Decision, optional
         Lets rows stop before what their policy wants.
     """
 
+    asked_scheme = "auto"
+    obstacle = "dynamic trees differ from round to round"
+    learns = True
+
     def __init__(
         self,
+        source: DistributionSource,
         shape: DynamicShape,
-        costs: Costs,
         params: RowParams,
-        draft_temperature: float | None,
-        batch_size: int,
         vocab_size: int,
-        vocabulary: PartialVocabulary | None,
-        device: torch.device,
-        lead: int,
+        *,
+        costs: Costs,
+        draft_temperature: float | None = None,
         decision: Decision | None = None,
     ) -> None:
-        self.shape = shape
+        self.source: DistributionSource = source
+        self.shape, self.num_nodes, self.depth = shape, shape.nodes, shape.depth
         self._draft_temperature = draft_temperature
         self._usual = SCHEMES.get(DEFAULT_SCHEME)()
         limits = [limit for limit in (self._usual.max_children, vocab_size) if limit is not None]
         self._room = room_of_levels(shape, min(limits))
         self._shares = fixed_shares(shape, self._room)
-        self._set(params, device)
-        self._vocab_size, self._device, self._lead = vocab_size, device, lead
-        self._columns = Columns(vocabulary, vocab_size)
-        self._vocabulary = self._columns.vocabulary
-        self.policy = RowPolicy(costs, batch_size, shape.nodes, device, shape.adaptive)
+        self._vocab_size, self._device = vocab_size, source.device
+        self._distributions = DraftDistributions(source, self._ranking_params(params), vocab_size)
+        self.policy = RowPolicy(costs, len(params), shape.nodes, source.device, shape.adaptive)
         self._decision = decision
-        self.resting = False
-        """Whether every row rests, as the host knows it."""
-        self._warper: Warper | None = None
+        self._resting = False
         self._plan: Plan | None = None
         self._laws: list[Tensor] = []
         self._grown: tuple[Assembled, list[Front]] | None = None
 
-    def _set(self, params: RowParams, device: torch.device) -> None:
-        """Take the rows' parameters."""
+    def _ranking_params(self, params: RowParams) -> RowParams:
+        """Take the rows' parameters; return those of the distributions that rank candidates."""
         self._drawn = not params.all_greedy and self._draft_temperature != 0
-        self._greedy_B = as_array(torch.tensor(params.greedy, device=device)) if self._drawn and params.mixed else None
+        self._greedy_B = (
+            as_array(torch.tensor(params.greedy, device=self.source.device)) if self._drawn and params.mixed else None
+        )
         """Rows whose candidates are the likeliest tokens, where others' are drawn."""
-        self._params = params.map(partial(_ranking_params, self._draft_temperature))
+        return params.map(partial(_ranking_params, self._draft_temperature))
+
+    @property
+    def resting(self) -> bool:
+        """Whether every row rests, as the host knows it."""
+        return self._resting
 
     @property
     def scheme(self) -> Scheme:
@@ -116,37 +128,27 @@ class PathGrowth:
 
     @property
     def num_uniforms(self) -> int:
-        """Random numbers per row that `grow` uses."""
+        """One per candidate that the levels have room for, where they are drawn."""
         return sum(level.total for level in self._widths)
 
     @property
     def places(self) -> int:
-        """Places that a round's passes take at most, the lead included."""
+        """A full front on every level, behind the lead."""
         width = max([self.shape.beam, *(level.nodes for level in self._room)])
-        return self._lead + 1 + width * (self.shape.depth - 1)
-
-    def compile(self) -> None:
-        """Leave all as it is: shapes differ from round to round."""
+        return self.source.lead + 1 + width * (self.shape.depth - 1)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take note of the certain texts of new rows, as penalties need them, and of all rows' parameters."""
-        self._set(params, self._device)
-        if self._warper is None:
-            self._warper = Warper(
-                self._params, self._vocab_size, texts, self._device, of_draft=True, vocabulary=self._vocabulary
-            )
-        else:
-            self._warper.admit(self._params, rows, [texts[row] for row in rows])
+        """Take note of the certain texts of new rows, and of all rows' parameters."""
+        self._distributions.begin(texts, rows, self._ranking_params(params))
         new = [row in rows for row in range(len(params))]
         self.policy.begin(as_array(torch.tensor(new, device=self._device)))
-        self.resting = False
+        self._resting = False
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""
-        assert self._warper is not None, "begin() comes first"
-        self._warper.advance(emitted)
+        self._distributions.advance(emitted)
 
-    def bare(self, root_B: Tensor) -> DraftTree:
+    def _bare(self, root_B: Tensor) -> DraftTree:
         """Return a tree of the root alone, for a round in which all rows rest; it verifies as deep trees do."""
         self._plan = None
         # No child was drawn, so any law will do.
@@ -155,40 +157,19 @@ class PathGrowth:
         tree = DraftTree.from_topology(Topology(), root_B[:, None], laws, torch.zeros_like(root_B[:1]))
         return dataclasses.replace(tree, depth=self.shape.depth)
 
-    def grow(
-        self,
-        root_B: Tensor,
-        features_B1F: Tensor,
-        logits_B1V: Tensor,
-        visible_BU: Tensor,
-        depth_B: Tensor,
-        expand: Expand,
-        uniforms_BU: Tensor,
-    ) -> DraftTree:
-        """Grow the trees of a round.
-
-        Parameters
-        ----------
-        root_B : Tensor
-            Pending tokens.
-        features_B1F, logits_B1V : Tensor
-            The draft's at the root.
-        visible_BU : Tensor
-            Which of the `lead + 1` places up to the root the nodes see.
-        depth_B : Tensor
-            Position of the root among the drafter's uncommitted places.
-        expand : callable
-            Passes a level through the draft.
-        uniforms_BU : Tensor
-            Random numbers, where children are drawn.
-        """
-        going_B, root_B = self.policy.drafting_B, as_array(root_B)
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Grow the trees of a round: pass the likeliest paths through the source, level by level."""
+        if self._resting:
+            return self._bare(tail_B2[:, 1])
+        lead, features = self.source.lead, self.source.root(tail_B2)
+        logits = self.source.logits(features)
+        going_B, root_B = self.policy.drafting_B, as_array(tail_B2[:, 1])
         levels_B, fronts, self._laws = going_B * 1, list[Front](), []
         nodes_B, scores_B1 = 0 * levels_B, 0.0 * levels_B[:, None]
-        paths_BWP, visible_BWU = root_B[:, None, None][..., :0], as_array(visible_BU)[:, None]
-        level, _ = self._children(0, scores_B1, logits_B1V, paths_BWP, nodes_B, uniforms_BU)
+        paths_BWP = root_B[:, None, None][..., :0]
+        visible_BWU = arange(lead + 1, root_B)[None, None] + 0 * root_B[:, None, None] >= 0
+        level, _ = self._children(0, scores_B1, logits, paths_BWP, nodes_B, uniforms_BU)
         levels = [level.masked(going_B)]
-        depth_B1, features, logits = as_array(depth_B)[:, None], features_B1F, logits_B1V
         while len(levels) < self._depth:
             front = Front.of(levels[-1], self._widths[len(levels)].nodes if self._drawn else self.shape.beam)
             nodes_B = nodes_B + (levels[-1].tokens_BX != NO_TOKEN).sum(-1)
@@ -198,13 +179,14 @@ class PathGrowth:
                 going_B = going_B & (nodes_B < self.shape.nodes - 1)
             if can_sync(logits) and not going_B.any():
                 break
-            if self._params.needs_history:
+            if self._distributions.params.needs_history:
                 own_BW1 = front.tokens_BW[..., None]
                 paths_BWP = xp(own_BW1).concatenate([_picked(paths_BWP, front.parents_BW), own_BW1], -1)
             visible_BWU = _seen(_picked(visible_BWU, front.parents_BW))
-            depths_BW = depth_B1 + len(levels) + 0 * front.parents_BW
+            depths_BW = lead + len(levels) + 0 * front.parents_BW
             block = Block(visible_BWU.shape[-1] - visible_BWU.shape[1], as_tensor(depths_BW), as_tensor(visible_BWU))
-            features, logits = expand(as_tensor(front.tokens_BW), as_tensor(front.parents_BW), block)
+            features = self.source.expand(as_tensor(front.tokens_BW), as_tensor(front.parents_BW), block)
+            logits = self.source.logits(features)
             level, allotment = self._children(len(levels), front.scores_BW, logits, paths_BWP, nodes_B, uniforms_BU)
             levels.append(level.masked(going_B))
             fronts.append(front)
@@ -252,41 +234,40 @@ class PathGrowth:
             grown.draft,
             laws=laws + laws[-1:] * (self.shape.depth - len(laws)),
             law_rows_BN=as_tensor(grown.slots_BN),
-            vocabulary=self._vocabulary,
+            vocabulary=self._distributions.vocabulary,
         )
 
-    @property
-    def places_BN(self) -> Tensor:
-        """Where the drafter's memory has each node of the last tree; any place for nodes without children."""
-        assert self._grown is not None, "grow() comes first"
+    def places_of(self, path_BD: Tensor) -> Tensor:
+        """Nodes are where their levels put them; any place for nodes without children."""
+        assert self._grown is not None, "build() comes first"
         grown, fronts = self._grown
-        first, firsts = self._lead + 1, [self._lead]
+        first, firsts = self.source.lead + 1, [self.source.lead]
         for front in fronts:
             firsts.append(first)
             first += front.tokens_BW.shape[1]
         firsts += [first] * (self.shape.depth + 1 - len(firsts))
         starts_D = torch.tensor(firsts, device=self._device)
-        return (starts_D[grown.draft.depths_BN] + as_tensor(grown.slots_BN)).clamp(max=self.places - 1)
+        places_BN = (starts_D[grown.draft.depths_BN] + as_tensor(grown.slots_BN)).clamp(max=self.places - 1)
+        return places_BN.gather(1, path_BD)
 
-    def learn(self, accepted_B: Tensor, active_B: Tensor) -> Tensor:
-        """Let the policy compare the round with its plan; return which rows want drafts next, for the host."""
-        accepted_B, active_B = as_array(accepted_B), as_array(active_B)
+    def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
+        """Let the policy compare the round with its plan; report which rows want drafts next."""
+        accepted_B, active_B = as_array(verdict.accepted_B), as_array(keep_B > 0)
         if self._plan is None:
             zero_B = 0 * accepted_B
             self._plan = Plan(zero_B, zero_B, zero_B)
         self.policy.learn(self._plan, accepted_B, active_B)
         return as_tensor((self.policy.drafting_B & active_B)[:, None] * 1)
 
-    def receive(self, drafting: Sequence[bool]) -> None:
-        """Take note on the host of which rows want drafts."""
-        self.resting = not any(drafting)
+    def receive(self, reports: Sequence[Sequence[int]]) -> None:
+        """Take note of which rows want drafts."""
+        self._resting = not any(report[0] for report in reports)
 
     def _children(
         self, depth: int, scores_BW: Array, logits_BWV: Tensor, paths_BWP: Array, nodes_B: Array, uniforms_BU: Tensor
     ) -> tuple[Level, Allotment | None]:
         """Return the candidates below some nodes, drawn or chosen, and how many were allotted where they are drawn."""
-        assert self._warper is not None, "begin() comes first"
-        probs_BWV = self._warper.probs(self._columns.aligned(logits_BWV), as_tensor(paths_BWP))
+        probs_BWV = self._distributions.probs(logits_BWV, as_tensor(paths_BWP))
         allotment = None
         if self._drawn:
             most, used = self._widths[depth].children, sum(level.total for level in self._widths[:depth])
@@ -299,9 +280,9 @@ class PathGrowth:
             self._laws.append(probs_BWV)
         else:
             level = best_children(scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)
-        if self._vocabulary is None:
+        if self._distributions.vocabulary is None:
             return level, allotment
-        tokens_BX = as_array(self._vocabulary.tokens(as_tensor(level.tokens_BX)))
+        tokens_BX = as_array(self._distributions.tokens(as_tensor(level.tokens_BX)))
         return dataclasses.replace(level, tokens_BX=tokens_BX), allotment
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from polydraft.atomic import written_whole
-from polydraft.drafters.candidates import best_children
-from polydraft.drafters.drawn_children import drawn_children, gains
+from polydraft.drafters.candidates import best_children, drawn_children, gains
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.bundled import cache_root
 from polydraft.sampling import draw_one

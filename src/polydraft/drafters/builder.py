@@ -1,0 +1,136 @@
+"""What decides which nodes a draft tree has: the interface of builders, and the distributions that they draw from."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.drafters.source import DistributionSource, Source
+from polydraft.sampling import RowParams, Warper
+from polydraft.schemes import Scheme
+from polydraft.trees import DraftTree
+from polydraft.walks import Verdict, Walk, resolve_walk
+
+
+class Builder(ABC):
+    """Builds the trees of one batch, round by round, out of what a source gives.
+
+    `build` and `learn` run on the device without looking at values, unless `obstacle` says otherwise.
+    """
+
+    source: Source
+    num_nodes: int
+    """Most nodes of a tree, the root included."""
+    depth: int
+    """Levels below the root, the same in every round."""
+    obstacle: str | None = None
+    """Why rounds cannot be recorded; None if `build` and `learn` are pure functions of tensors."""
+    learns: bool = False
+    """Whether what the host learns of a round may change what the next one does."""
+    asked_scheme: str | None = None
+    """The scheme that was asked for by name: a walk that was asked for as well must verify it."""
+
+    @property
+    @abstractmethod
+    def scheme(self) -> Scheme:
+        """How the next tree is drawn, and so how it must be verified: it may change with the rows' parameters."""
+
+    @property
+    @abstractmethod
+    def num_uniforms(self) -> int:
+        """Random numbers per row that the next `build` uses."""
+
+    @property
+    def resting(self) -> bool:
+        """Whether the next tree is the root alone, and the source is not asked."""
+        return False
+
+    @property
+    def places(self) -> int:
+        """Places that a round's passes take in the source's memory, at most."""
+        return self.num_nodes
+
+    def resolve_walk(self, wish: str) -> Walk:
+        """Return the walk that verifies the trees, where the user wishes for ``"auto"`` or a certain one."""
+        # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
+        return resolve_walk(wish, self.scheme, insist=self.asked_scheme == self.scheme.name)
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:  # noqa: B027
+        """Take note of the certain texts of new rows, and of all rows' parameters from now on."""
+
+    @abstractmethod
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Return a tree below the pending token, the second of each row's last two tokens."""
+
+    def places_of(self, path_BD: Tensor) -> Tensor:
+        """Return where the source's passes put some nodes of the last tree."""
+        return path_BD
+
+    def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
+        """Compare the verdict with what was expected; whole numbers `[B, X]` that are returned go to `receive`."""
+        return None
+
+    def receive(self, reports: Sequence[Sequence[int]]) -> None:
+        """Take on the host what `learn` returned."""
+        raise NotImplementedError
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:  # noqa: B027 (many look at no text)
+        """Add newly emitted tokens to the certain texts."""
+
+    def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str] | None:
+        """Say who proposed each of a row's accepted tokens; None if there is only one answer."""
+        return None
+
+
+class DraftDistributions:
+    """A source's distributions after temperature, truncation and penalties, as trees are drawn from them.
+
+    Parameters
+    ----------
+    source : DistributionSource
+    params : RowParams
+        The draft's, at first.
+    vocab_size : int
+        The target's.
+    """
+
+    def __init__(self, source: DistributionSource, params: RowParams, vocab_size: int) -> None:
+        self.vocabulary, self.params = source.vocabulary, params
+        self._vocab_size, self._device = vocab_size, source.device
+        self._warper: Warper | None = None
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Take note of the certain texts of new rows, as penalties need them, and of all rows' parameters."""
+        self.params = params
+        if self._warper is None:
+            self._warper = Warper(params, self._vocab_size, texts, self._device, of_draft=True, vocabulary=self.vocabulary)
+        else:
+            self._warper.admit(params, rows, [texts[row] for row in rows])
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Add newly emitted tokens to the certain texts."""
+        assert self._warper is not None, "begin() comes first"
+        self._warper.advance(emitted)
+
+    def probs(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
+        """Return the probabilities after some paths, in columns of the draft's own vocabulary if that is partial."""
+        assert self._warper is not None, "begin() comes first"
+        return self._warper.probs(self._aligned(logits_BWV), paths_BWP)
+
+    def ranking(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
+        """Return weights in the same order, where nothing but the order matters."""
+        assert self._warper is not None, "begin() comes first"
+        return self._warper.ranking(self._aligned(logits_BWV), paths_BWP)
+
+    def tokens(self, columns_BX: Tensor) -> Tensor:
+        """Return the tokens that some columns stand for."""
+        return columns_BX if self.vocabulary is None else self.vocabulary.tokens(columns_BX)
+
+    def _aligned(self, logits_BWV: Tensor) -> Tensor:
+        """Return logits whose columns are the target's tokens, or the draft's own few."""
+        if self.vocabulary is not None:
+            return logits_BWV
+        # Padding rows of either model's table never get mass.
+        missing = self._vocab_size - logits_BWV.shape[-1]
+        return torch.nn.functional.pad(logits_BWV, (0, missing), value=-torch.inf) if missing else logits_BWV

@@ -1,0 +1,215 @@
+"""Drafting from n-grams: continuations of the text's end, merged into one trie per row and verified by one draw per node.
+
+Guarantee: candidates depend on the past only. At each node of the trie one token is drawn from the target's law, and the walk
+goes on where it is one of the children: exact at every temperature, and no verifier accepts more of candidates that are
+certain (docs/theory.md).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.drafters.builder import Builder
+from polydraft.drafters.drafter import DRAFTERS, Drafter, Parts
+from polydraft.drafters.gram_options import GramTreeOptions, Sizes
+from polydraft.drafters.riders import RiderOptions, Riders
+from polydraft.drafters.session import DraftSession
+from polydraft.drafters.source import Source
+from polydraft.drafters.trie import Limits, TokenTrie, as_draft_tree, grow, rounded
+from polydraft.errors import UsageError
+from polydraft.models import LanguageModel
+from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.sampling import RowParams
+from polydraft.schemes import Naive
+from polydraft.trees import DraftTree
+from polydraft.walks import AUTO, FlatBlocksWalk, NodeWalk, Verdict, Walk
+
+GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
+    "self-draft": ("context", "corpus"),
+    "ngram": ("context",),
+    "lookup": ("lookup",),
+    "suffix": ("suffix",),
+    "corpus": ("corpus",),
+}
+"""Drafters that need no draft model, with the caches they ask; `self-draft` also has riders."""
+
+
+class GramTree(Drafter):
+    """Propose what n-gram caches know.
+
+    Parameters
+    ----------
+    name : str
+        As the user wrote it.
+    caches : sequence of GramCache
+        Where chances are equal, the first ones go first.
+    options : GramTreeOptions
+        Its riders are taken as they are, even if nothing learns from them.
+    """
+
+    def __init__(self, name: str, caches: Sequence[GramCache], options: GramTreeOptions) -> None:
+        self.name, self.lossless = name, not options.flat_blocks
+        self.caches, self.options = tuple(caches), options
+
+    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+        """Go to work on a batch."""
+        return DraftSession(self.name, certain=self.builder(len(params), target, self.name))
+
+    def builder(self, batch_size: int, target: LanguageModel, name: str) -> "TrieBuilder":
+        """Return what builds the tries of a batch, for a drafter of some name."""
+        sizes = self.options.on(target.device)
+        source = GramSource(self.caches, Riders(sizes.riders, target), self.options.caches.gram, batch_size)
+        return TrieBuilder(source, sizes, self.options, target.device, name)
+
+
+class GramSource(Source):
+    """Memories of one batch, one of each cache per row, on the host, and the branches that teach them."""
+
+    def __init__(self, caches: Sequence[GramCache], riders: Riders, gram: int, batch_size: int) -> None:
+        self.names, self.riders, self._gram = [cache.name for cache in caches], riders, gram
+        self.memories = [[cache.open() for cache in caches] for _ in range(batch_size)]
+        self.read: list[list[int]] = [[] for _ in range(batch_size)]
+        """Text that each row's memories have read."""
+        self.idle = [False] * batch_size
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Empty their memories."""
+        for row in rows:
+            self._forget(row)
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
+        """Read the texts; memories of a row that its new text does not continue are emptied first."""
+        for row in rows:
+            text, read = texts[row], self.read[row]
+            if list(text[: len(read)]) != read:
+                self._forget(row)
+            self._remember(row, text[len(self.read[row]) :])
+            self.idle[row] = False
+        self.riders.begin(texts, rows)
+
+    def _forget(self, row: int) -> None:
+        self.read[row] = []
+        for memory in self.memories[row]:
+            memory.reset()
+
+    def _remember(self, row: int, tokens: Sequence[int]) -> None:
+        self.read[row].extend(tokens)
+        for memory in self.memories[row]:
+            memory.read(tokens)
+
+    def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
+        """Let the branches grow, and report them."""
+        return self.riders.commit(features_BNF)
+
+    def receive(self, reports: Sequence[Sequence[int]]) -> None:
+        """Let the context caches learn from the branches."""
+        for row, (memories, report, idle) in enumerate(zip(self.memories, reports, self.idle, strict=True)):
+            if not idle:
+                for gram in self.riders.grams(row, report, self._gram):
+                    for memory in memories:
+                        memory.learn(gram)
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Read what was emitted; a row that got nothing has ended."""
+        for row, tokens in enumerate(emitted):
+            self.idle[row] = not tokens
+            self._remember(row, tokens)
+
+
+class TrieBuilder(Builder):
+    """Merge what the memories of each row propose.
+
+    Depth and random numbers of a round are the same whatever is proposed, so that a row's text does not depend on its
+    neighbours; the number of nodes follows what is proposed, as a pass costs by its tokens.
+    """
+
+    scheme = Naive()
+    """Tokens follow the target's own draw, whatever was proposed."""
+    learns = True
+
+    def __init__(self, source: GramSource, sizes: Sizes, options: GramTreeOptions, device: torch.device, name: str) -> None:
+        self.source: GramSource = source
+        self._sizes, self._options, self._device, self._name = sizes, options, device, name
+        self._limits = Limits(
+            nodes=sizes.nodes, depth=sizes.depth, width=options.candidates, least=sizes.least, steps=sizes.steps
+        )
+        self._tries: list[TokenTrie] = []
+        self.depth, self.num_nodes = sizes.depth, 1 + sizes.nodes + sizes.riders.most
+        # Branches are tensors that grow; tries alone are the host's part of a round whose rest can be recorded.
+        self.obstacle = "the drafter works on the host" if sizes.riders.branches else None
+
+    @property
+    def num_uniforms(self) -> int:
+        """Random numbers for the first tokens of branches."""
+        return self.source.riders.num_uniforms
+
+    def resolve_walk(self, wish: str) -> Walk:
+        """Walk node by node; or as the paper words it, if that was asked for."""
+        check_node_walk(self._name, wish)
+        return FlatBlocksWalk(1 + self._options.most_nodes) if self._options.flat_blocks else NodeWalk()
+
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Merge what the memories know; let the branches ride along."""
+        source = self.source
+        self._tries = [
+            self._trie(memories, read[-1]) if not idle else TokenTrie(read[-1])
+            for memories, read, idle in zip(source.memories, source.read, source.idle, strict=True)
+        ]
+        size = 1 + rounded(max(map(len, self._tries)) - 1, self._sizes.nodes, self._sizes.steps)
+        tree = as_draft_tree(self._tries, size, self.depth, self._device)
+        return source.riders.attach(tree, uniforms_BU)
+
+    def _trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
+        """Propose what is likeliest; by the paper's rule, chains that share nothing, those of the longest prefixes first."""
+        if not self._options.flat_blocks:
+            return grow(root, self.source.names, memories, self._limits)
+        trie, found = TokenTrie(root, shared=False), list[tuple[Match, str]]()
+        for name, memory in zip(self.source.names, memories, strict=True):
+            found += [(match, name) for match in memory.matches(self._options.candidates, self.depth)]
+        found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
+        for match, name in found:
+            trie.add(match.tokens, name, 1 + self._sizes.nodes)
+        return trie
+
+    def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str]:
+        """Name the cache that proposed each token."""
+        return self._tries[row].followed(tokens)
+
+
+def check_node_walk(name: str, wish: str) -> None:
+    """Refuse walks over whole paths, whose acceptance is reckoned from the law that every child was drawn from."""
+    if wish not in (AUTO, NodeWalk.name):
+        raise UsageError(
+            f"walk {wish!r} cannot verify n-grams, which drafter {name!r} proposes; allowed: auto, {NodeWalk.name}"
+        )
+
+
+def gram_tree(names: Sequence[str], options: GramTreeOptions) -> GramTree:
+    """Make the drafter that asks the caches of all the named ones."""
+    label = "+".join(names)
+    branches = options.riders if "self-draft" in names and options.context else RiderOptions(branches=0)
+    options = dataclasses.replace(options, riders=branches)
+    dropped = {name for name, kept in (("context", options.context), ("corpus", options.corpus)) if not kept}
+    wanted = dict.fromkeys(cache for name in names for cache in GRAM_DRAFTERS[name] if cache not in dropped)
+    caches = [GRAM_CACHES.get(name)(options.caches) for name in wanted]
+    if "corpus" in names and options.corpus and any(cache.name == "corpus" and cache.is_empty for cache in caches):
+        raise UsageError(
+            "drafter 'corpus' has no corpus cache for this tokenizer; make one with polydraft train corpus-cache, and name it "
+            "by corpus=FILE"
+        )
+    caches = [cache for cache in caches if not cache.is_empty]
+    if not caches:
+        raise UsageError(f"drafter {label!r} has no cache left to draft from; leave out --no-context or --no-corpus")
+    return GramTree(label, caches, options)
+
+
+def _register(name: str) -> None:
+    @DRAFTERS.register(name)
+    def build(parts: Parts) -> GramTree:
+        return gram_tree([name], parts.grams)
+
+
+for _name in GRAM_DRAFTERS:
+    _register(_name)

@@ -1,0 +1,206 @@
+"""A feature head, which reads the target's hidden states, as a source of distributions."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.drafters.policy import LONGEST_REST
+from polydraft.drafters.source import DistributionSource
+from polydraft.models import FeatureHead
+from polydraft.models.language_model import assign
+from polydraft.models.memory import Observer, common_prefix
+from polydraft.schemes.arrays import can_sync
+from polydraft.trees import Block, causal_block
+from polydraft.walks import Verdict
+
+
+class HeadSource(DistributionSource):
+    """A feature head's memory of one batch.
+
+    Slot i holds the entry of the target's features at position i and the token at i + 1. Each round begins with the
+    entries that the last one made certain (`fresh`): the accepted tokens and the pending one, the root, now with the
+    target's true features instead of the head's guesses; those of rounds without drafts wait and are read along. In a text of
+    one token nothing precedes the root: its entry has no features, and is not kept.
+    """
+
+    follows_any_path = True
+
+    def __init__(self, head: FeatureHead, batch_size: int) -> None:
+        self._head, self.device, self.vocabulary = head, head.device, head.vocabulary
+        self._context = head.start(batch_size, 1)
+        self.contexts = (self._context,)
+        self._places, self._recorded = 1, False
+        self._texts: list[Sequence[int]] = [()] * batch_size
+        self._tokens_BW = torch.zeros(batch_size, 1, dtype=torch.long, device=head.device)
+        self._fresh_block: Block | None = None
+        """The pass over them where its size is fixed: a recording needs its tensors for as long as it lasts."""
+        self._features_BWF: Tensor | None = None
+        """The target's; known once it has shown some."""
+        self._fresh_B = torch.zeros_like(self._tokens_BW[:, 0])
+        """How many of the W entries above are real."""
+        self._lone_B: Tensor | None = None
+        """Rows whose text is the root alone; only in a first round."""
+        self._outputs_BWH: Tensor | None = None
+        """Of the last pass; within a round."""
+        self._begun: Sequence[int] = range(batch_size)
+        """Rows whose texts are being read."""
+        self._seen, self._skipped = False, False
+
+    @property
+    def obstacle(self) -> str | None:
+        """Only a first round on a text of one token is unlike the others."""
+        return "a text has only one token" if self._lone_B is not None or self._features_BWF is None else None
+
+    @property
+    def observer(self) -> Observer:
+        """Read along with the target."""
+        return self._observe
+
+    def make_room(self, *, places: int, depth: int, recorded: bool) -> None:
+        """Make room for a round's passes and its fresh entries: if it is not recorded, those that wait included."""
+        width = depth + 1
+        self._recorded = recorded
+        self._places = self._context.places = places + (width if recorded else width * (1 + LONGEST_REST))
+        if recorded:
+            self._tokens_BW = self._tokens_BW.new_zeros(len(self._tokens_BW), width)
+            self._fresh_block = causal_block(len(self._tokens_BW), width, self.device)
+
+    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
+        """Keep entries whose features and token are the new text's too; the root's features must be seen again."""
+        self._context.reserve(longest + self._places)
+        kept, limits = list(self._context.lengths), [len(text) for text in texts]
+        for row in rows:
+            shared = common_prefix(self._texts[row], texts[row])
+            kept[row] = limits[row] = max(min(kept[row], shared - 1, len(texts[row]) - 2), 0)
+            if self._features_BWF is not None:
+                self._features_BWF[row].zero_()
+        self._texts, self._seen, self._begun = list(texts), False, rows
+        self._context.rewind(kept)
+        return limits
+
+    def _observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
+        """Read entries along with the target; the root's waits for the first round."""
+        if not self._seen:
+            held = self._context.lengths
+            self._context.rewind([start if row in self._begun else held[row] for row, start in enumerate(starts)])
+            self._seen = True
+        last = [start + count == len(text) - 1 for start, count, text in zip(starts, counts, self._texts, strict=True)]
+        if self._features_BWF is None:
+            self._features_BWF = features_BTF.new_zeros(*self._tokens_BW.shape, features_BTF.shape[-1])
+        for row, (count, ends) in enumerate(zip(counts, last, strict=True)):
+            if count and ends:
+                self._features_BWF[row, 0] = features_BTF[row, count - 1]
+        kept = [count - (ends and count > 0) for count, ends in zip(counts, last, strict=True)]
+        size = max(kept)
+        if size:
+            following = [
+                list(text[start + 1 : start + 1 + count]) for text, start, count in zip(self._texts, starts, kept, strict=True)
+            ]
+            tokens_BT = torch.tensor([tokens + [0] * (size - len(tokens)) for tokens in following], device=self.device)
+            self._context.reserve(max(self._context.lengths) + size)
+            fused_BTH = self._head.fused(features_BTF[:, :size])
+            self._context.read(tokens_BT, fused_BTH, causal_block(len(counts), size, self.device))
+        self._context.rewind([length + count for length, count in zip(self._context.lengths, kept, strict=True)])
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
+        """Take the roots as they are."""
+        index_X = torch.tensor(list(rows), device=self.device)
+        self._tokens_BW[index_X, 0] = torch.tensor([texts[row][-1] for row in rows], device=self.device)
+        self._fresh_B[index_X] = 1
+        lone = [row in rows and len(text) == 1 for row, text in enumerate(texts)]
+        self._lone_B = torch.tensor(lone, device=self.device) if any(lone) else None
+
+    def root(self, tail_B2: Tensor) -> Tensor:
+        """Make the fresh entries certain; the last of them is the root's."""
+        batch_size = len(tail_B2)
+        block = self._fresh_block or causal_block(batch_size, self._tokens_BW.shape[1], self.device)
+        outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), block)
+        before_root_B = (self._fresh_B - 1).clamp(min=0)
+        self._context.advance(before_root_B)
+        self._context.settle([max(len(text) - 2, 0) for text in self._texts])
+        root_B1H = outputs_BWH[torch.arange(batch_size, device=self.device), before_root_B][:, None]
+        self._outputs_BWH = root_B1H
+        return root_B1H
+
+    def _fused_fresh(self) -> Tensor:
+        if self._features_BWF is None:  # nothing but texts of one token
+            size = (*self._tokens_BW.shape, self._head.shape.hidden_size)
+            return torch.zeros(size, dtype=self._head.dtype, device=self.device)
+        return self._head.fused(self._features_BWF)
+
+    def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
+        """Pass a level, its parents' outputs in place of the target's features."""
+        above_BWH = self._outputs_BWH
+        assert above_BWH is not None, "root() comes first"
+        if above_BWH.shape[1] == 1:
+            fused_BWH = above_BWH.expand(-1, tokens_BW.shape[1], -1)
+        elif parents.dim() == 1 or len(parents) == 1:
+            fused_BWH = above_BWH.index_select(1, parents.flatten())
+        else:
+            fused_BWH = above_BWH.gather(1, parents[..., None].expand(-1, -1, above_BWH.shape[-1]))
+        outputs_BWH = self._context.read(tokens_BW, fused_BWH, block)
+        self._outputs_BWH = outputs_BWH
+        return outputs_BWH
+
+    def logits(self, features_BWF: Tensor) -> Tensor:
+        """Apply the output head."""
+        return self._head.head(features_BWF)
+
+    def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Keep the root's entry; what follows it is read again, with the target's features, in the next round that drafts."""
+        self._skipped = False
+        root_B = (keep_B > 0).long()
+        self._context.advance(root_B if self._lone_B is None else root_B * ~self._lone_B)
+        self._lone_B = None
+        tokens_BW, features_BWF = self._accepted(verdict, keep_B, features_BNF)
+        if not self._recorded or self._features_BWF is None:
+            self._tokens_BW, self._features_BWF, self._fresh_B = tokens_BW, features_BWF, keep_B
+        else:
+            self._tokens_BW.copy_(tokens_BW)
+            self._features_BWF.copy_(features_BWF)
+            self._fresh_B.copy_(keep_B)
+
+    def _accepted(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens that a round brought, and the target's features before each."""
+        tokens_BW, path_BW = verdict.tokens_BD, verdict.path_BD
+        if not self._recorded and can_sync(keep_B):  # entries that nobody keeps need not be read
+            fresh = max(int(keep_B.max()), 1)
+            tokens_BW, path_BW = tokens_BW[:, :fresh], path_BW[:, :fresh]
+        return tokens_BW, features_BNF.gather(1, path_BW[..., None].expand(-1, -1, features_BNF.shape[-1]))
+
+    def skip(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Put a round's entries, `keep_B` of them, behind those that wait already: several where n-grams were accepted."""
+        tokens_BX, features_BXF = self._accepted(verdict, keep_B, features_BNF)
+        self._skipped = True
+        assert self._features_BWF is not None and self._lone_B is None, "a first round asks for the root, if for nothing else"
+        added, pad = tokens_BX.shape[1], torch.nn.functional.pad
+        place_BX = self._fresh_B[:, None] + torch.arange(added, device=keep_B.device)
+        # Entries beyond `keep_B` are written too, where the next ones will be.
+        self._tokens_BW = pad(self._tokens_BW, (0, added)).scatter_(1, place_BX, tokens_BX)
+        place_BXF = place_BX[..., None].expand_as(features_BXF)
+        self._features_BWF = pad(self._features_BWF, (0, 0, 0, added)).scatter_(1, place_BXF, features_BXF)
+        self._fresh_B = self._fresh_B + keep_B
+        if can_sync(keep_B):
+            most = max(int(self._fresh_B.max()), 1)
+            self._tokens_BW, self._features_BWF = self._tokens_BW[:, :most], self._features_BWF[:, :most]
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Take note of the new texts."""
+        if not self._skipped:
+            self._context.settle(
+                [
+                    # A row that got nothing has idled through a round, which has read all its fresh entries.
+                    len(text) - len(tokens) - 1 if tokens else max(len(text) - 2, 0)
+                    for text, tokens in zip(texts, emitted, strict=True)
+                ]
+            )
+        self._texts = list(texts)
+
+    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
+        """Drop what lies beyond the texts; of a text cut off inside the last round, so many fresh entries are left."""
+        held = [min(length, max(len(text) - 2, 0)) for length, text in zip(self._context.lengths, texts, strict=True)]
+        fresh = [max(len(text) - 1 - length, 0) for text, length in zip(texts, held, strict=True)]
+        self._context.rewind(held)
+        assign(self._fresh_B, fresh)
+        self._texts = list(texts)

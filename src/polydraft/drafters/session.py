@@ -1,0 +1,268 @@
+"""One class for every drafter at work: it joins builders, and their sources, to the rounds of a batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from polydraft.drafters.builder import Builder
+from polydraft.models import Context
+from polydraft.models.memory import Observer
+from polydraft.sampling import RowParams
+from polydraft.schemes import Naive, Scheme
+from polydraft.trees import DraftTree, Topology, union
+from polydraft.walks import Verdict, Walk, resolve_walk
+
+_NAIVE = Naive()
+
+
+@dataclass(frozen=True)
+class Recordable:
+    """How much of a session's rounds can be recorded as a CUDA graph, and replayed for this text and others."""
+
+    never: str | None = None
+    """Why no round can be; None if they can."""
+    not_now: str | None = None
+    """Why the next round, unlike others, cannot be replayed."""
+    host_tree: Callable[[Tensor, Tensor], DraftTree] | None = None
+    """What the host does first, from last tokens and random numbers: all of a round but this is recorded."""
+    waits: bool = True
+    """Whether the next round needs what the host learns of the last one."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How new texts are to be read by the target."""
+
+    limits: Sequence[int] | None
+    """How many tokens of each text, read before, need no second look; None for all of them."""
+    observer: Observer | None
+    """Who wants to see features meanwhile."""
+
+
+class DraftSession:
+    """A drafter at work on one batch: a tree that is drawn, a trie of certain candidates, both, or neither.
+
+    `propose` and `commit` run on the device without looking at values, as far as `recordable` says; the others talk to the
+    host. Before the first round of new texts come `prepare`, then the target reads, then `begin`. With both trees the walk may
+    leave the drawn one for the trie, and never comes back.
+
+    Parameters
+    ----------
+    name : str
+        Who is credited with drawn tokens.
+    drawn : Builder, optional
+        Draws candidates from a draft's distributions.
+    certain : Builder, optional
+        Lists candidates that depend on the past only.
+    """
+
+    def __init__(self, name: str, *, drawn: Builder | None = None, certain: Builder | None = None) -> None:
+        self._name, self._drawn, self._certain = name, drawn, certain
+        self._builders = [builder for builder in (drawn, certain) if builder is not None]
+        self.num_nodes = 1 + sum(builder.num_nodes - 1 for builder in self._builders)
+        self.depth = max((builder.depth for builder in self._builders), default=0)
+        """Levels below the root of every proposal."""
+        for builder in self._builders:
+            recorded = all(one.obstacle is None for one in self._builders)
+            builder.source.make_room(places=builder.places, depth=self.depth, recorded=recorded)
+        self._drafted = True
+        """Whether the drawn tree was more than its root."""
+        self._own_nodes = 0 if drawn is None else drawn.num_nodes
+        self._own_kept: list[int] = []
+        """Where there are two trees: how many nodes of the drawn one, root included, each row's last path has."""
+        self._widths: list[int] = []
+        """How many numbers each part reports."""
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the next tree is drawn, and so how it must be verified: it may change with the rows' parameters."""
+        return _NAIVE if self._drawn is None else self._drawn.scheme
+
+    @property
+    def num_uniforms(self) -> int:
+        """Random numbers per row that the next `propose` uses."""
+        return sum(builder.num_uniforms for builder in self._builders)
+
+    @property
+    def contexts(self) -> Sequence[Context]:
+        """Memories that rounds write to."""
+        return [context for builder in self._builders for context in builder.source.contexts]
+
+    @property
+    def recordable(self) -> Recordable:
+        """How much of the next round can be recorded."""
+        never = next((builder.obstacle for builder in self._builders if builder.obstacle), None)
+        not_now = next((builder.source.obstacle for builder in self._builders if builder.source.obstacle), None)
+        waits = any(builder.learns for builder in self._builders)
+        return Recordable(never, not_now, None if self._certain is None else self._host_tree, waits)
+
+    def resolve_walk(self, wish: str) -> Walk:
+        """Return the walk that verifies the proposals, where the user wishes for ``"auto"`` or a certain one."""
+        builder = self._certain or self._drawn
+        return resolve_walk(wish, _NAIVE, insist=False) if builder is None else builder.resolve_walk(wish)
+
+    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], keep: bool) -> Reading:
+        """Say how the target should read the new texts of `rows`; the others go on with what they have.
+
+        Parameters
+        ----------
+        texts : sequence of token-id lists, one per row
+        longest : int
+            How long they may become.
+        rows : sequence of int
+        keep : bool
+            Whether what is known of earlier texts may be used.
+        """
+        limits, observer = None, None
+        for builder in self._builders:
+            source = builder.source
+            if not keep:
+                source.forget(rows)
+            own = source.prepare(texts, longest, rows)
+            limits, observer = own if limits is None else limits, source.observer or observer
+        if not keep:
+            new = set(rows)
+            known = [len(text) for text in texts] if limits is None else limits
+            limits = [0 if row in new else limit for row, limit in enumerate(known)]
+        return Reading(limits, observer)
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
+        """Get ready to continue `texts`, whose last token is pending, up to `longest` tokens.
+
+        Only `rows` are new; the others go on, and what was learnt of them stays. `params` are those of all rows from now on.
+        """
+        for builder in self._builders:
+            builder.source.begin(texts, longest, rows)
+            builder.begin(texts, rows, params)
+
+    def propose(self, tail_B2: Tensor, uniforms_BU: Tensor, host_tree: DraftTree | None = None) -> DraftTree:
+        """Return a tree below the pending token, the second of each row's last two tokens.
+
+        Parameters
+        ----------
+        tail_B2 : Tensor
+            The first is 0 where a text has only one token.
+        uniforms_BU : Tensor
+        host_tree : DraftTree, optional
+            What `recordable.host_tree` returned, if that has been asked already.
+        """
+        if self._drawn is None:
+            if self._certain is None:
+                pending_B1 = tail_B2[:, 1:]
+                return DraftTree.from_topology(Topology(), pending_B1, (), torch.zeros_like(pending_B1[0]))
+            return host_tree or self._host_tree(tail_B2, uniforms_BU)
+        certain = host_tree
+        if certain is None and self._certain is not None:
+            certain = self._host_tree(tail_B2, uniforms_BU)
+        self._drafted = not self._drawn.resting
+        drawn = self._drawn.build(tail_B2, uniforms_BU[:, : self._drawn.num_uniforms])
+        if certain is None:
+            return drawn
+        self._own_nodes = drawn.tokens_BN.shape[1]
+        return union(drawn, certain)
+
+    def _host_tree(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        assert self._certain is not None
+        return self._certain.build(tail_B2, uniforms_BU[:, 0 if self._drawn is None else self._drawn.num_uniforms :])
+
+    def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
+        """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows.
+
+        `features_BNF` are the target's, of all nodes. Whole numbers `[B, X]` that are returned reach the host with the
+        round's outcome, without a copy of their own, and go to `receive`.
+        """
+        reports: list[Tensor | None] = [None, None, None, None]
+        if self._drawn is not None:
+            own, own_keep_B = verdict, keep_B
+            if self._certain is not None:
+                own, own_keep_B = self._own_path(verdict, keep_B)
+                reports[0] = own_keep_B[:, None]
+            source, own_path_BD = self._drawn.source, own.path_BD
+            if source.follows_any_path:
+                own, own_keep_B = verdict, keep_B
+            if self._drafted:
+                reports[1] = source.commit(own, self._drawn.places_of(own_path_BD), own_keep_B, features_BNF)
+            else:
+                source.skip(own, own_keep_B, features_BNF)
+            reports[2] = self._drawn.learn(own, own_keep_B, features_BNF)
+        if self._certain is not None:
+            reports[3] = self._certain.source.commit(verdict, verdict.path_BD, keep_B, features_BNF)
+        self._widths = [0 if report is None else report.shape[1] for report in reports]
+        told = [report for report in reports if report is not None]
+        return torch.cat(told, dim=1) if told else None
+
+    def _own_path(self, verdict: Verdict, keep_B: Tensor) -> tuple[Verdict, Tensor]:
+        """Return the part of the verdict that lies in the drawn tree."""
+        assert self._drawn is not None
+        steps_D = torch.arange(verdict.path_BD.shape[1], device=keep_B.device)
+        own_keep_B = ((verdict.path_BD < self._own_nodes) & (steps_D < keep_B[:, None])).sum(1)
+        # Entries beyond the path repeat some node of it; which one does not matter.
+        stop = self._drawn.depth + 1
+        path_BD = torch.where(verdict.path_BD < self._own_nodes, verdict.path_BD, 0)[:, :stop]
+        accepted_B = (own_keep_B - 1).clamp(min=0)
+        cut = replace(verdict, path_BD=path_BD, tokens_BD=verdict.tokens_BD[:, :stop], accepted_B=accepted_B)
+        return cut, own_keep_B
+
+    def receive(self, reports: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> list[list[str]]:
+        """Take on the host what `commit` returned, before `settle`; say who proposed each accepted token.
+
+        Parameters
+        ----------
+        reports : sequence of int lists, one per row
+        accepted : sequence of token-id lists, one per row
+            Without the token that the target added.
+        """
+        parts: list[list[Sequence[int]]] = []
+        start = 0
+        for width in self._widths:
+            parts.append([report[start : start + width] for report in reports])
+            start += width
+        if start:
+            own_kept, of_source, of_builder, of_certain = parts
+            self._own_kept = [report[0] for report in own_kept] if self._widths[0] else []
+            if self._drawn is not None and self._widths[1]:
+                self._drawn.source.receive(of_source)
+            if self._drawn is not None and self._widths[2]:
+                self._drawn.receive(of_builder)
+            if self._certain is not None and self._widths[3]:
+                self._certain.source.receive(of_certain)
+        return [self._credits(row, tokens) for row, tokens in enumerate(accepted)]
+
+    def _credits(self, row: int, tokens: Sequence[int]) -> list[str]:
+        """Name the draft for what it drew, and a cache for what follows."""
+        if not tokens:
+            return []
+        drawn = 0 if self._drawn is None else len(tokens)
+        if self._own_kept:
+            drawn = max(self._own_kept[row] - 1, 0)
+        own = None if self._drawn is None else self._drawn.credits(row, tokens[:drawn])
+        names = [*(own or [self._name] * len(tokens[:drawn]))]
+        return names if self._certain is None else [*names, *(self._certain.credits(row, tokens) or ())[drawn:]]
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Take note on the host of the texts after the round and of what the round added."""
+        if self._certain is not None:
+            self._certain.source.settle(texts, emitted)
+            self._certain.advance(emitted)
+        if self._drawn is None:
+            return
+        source = self._drawn.source
+        self._drawn.advance(emitted)
+        if self._certain is None or source.follows_any_path:
+            source.settle(texts, emitted)
+            return
+        known = [
+            text[: len(text) - len(tokens) + kept] if tokens else text
+            for text, tokens, kept in zip(texts, emitted, self._own_kept, strict=True)
+        ]
+        behind = [len(text) - len(short) for text, short in zip(texts, known, strict=True)]
+        source.settle(known, [tokens[: len(tokens) - less] for tokens, less in zip(emitted, behind, strict=True)])
+        if any(behind):
+            source.catch_up(texts)
+
+    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
+        """Drop what was committed beyond `texts`, after some were cut off at their end."""
+        for builder in self._builders:
+            builder.source.rewind(texts)

@@ -1,0 +1,326 @@
+"""Trees of one static shape, drawn level by level."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from polydraft.compilation import compiled
+from polydraft.decision import Decision
+from polydraft.drafters.builder import Builder, DraftDistributions
+from polydraft.drafters.source import DistributionSource
+from polydraft.errors import UsageError
+from polydraft.sampling import NO_TOKEN, RowParams
+from polydraft.schemes import SCHEMES, Scheme
+from polydraft.trees import DraftTree, SlicedMask, StaticBlock, Topology
+
+DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
+"""What ``"auto"`` means, and what it means for nodes of more children than that takes."""
+DECISION_OBSTACLE = "the decision model is looked at between levels"
+
+_TOP = SCHEMES.get("top")()
+
+
+def check_tree(topology: Topology, scheme: str | Scheme, vocab_size: int) -> None:
+    """Refuse a tree that a scheme or a vocabulary cannot fill."""
+    if scheme != "auto":
+        known = scheme if isinstance(scheme, Scheme) else SCHEMES.get(scheme)
+        limit = known.max_children
+        if limit is not None and topology.max_children > limit:
+            raise UsageError(
+                f"scheme {known.name!r} takes at most {limit} candidate per node but tree {topology} has up to "
+                f"{topology.max_children}; use a chain such as 1x1x1 or scheme {WIDEST_SCHEME}"
+            )
+    if topology.max_children > vocab_size:
+        raise UsageError(
+            f"tree {topology} wants {topology.max_children} candidates per node but the vocabulary has only "
+            f"{vocab_size} tokens; use smaller widths"
+        )
+
+
+def _automatic(topology: Topology) -> str:
+    limit = SCHEMES.get(DEFAULT_SCHEME).max_children
+    return DEFAULT_SCHEME if limit is None or topology.max_children <= limit else WIDEST_SCHEME
+
+
+class StaticBuilder(Builder):
+    """Draw the children of every node of a static tree from a source's distributions.
+
+    Parameters
+    ----------
+    source : DistributionSource
+    topology : Topology
+    params : RowParams
+        The target's.
+    vocab_size : int
+        The target's.
+    scheme : str or Scheme
+        A registered scheme, ``"auto"``, or one of your own; where the draft temperature is 0 it is `top`, the limit of all.
+    draft_temperature : float, optional
+        Temperature of the draft, the target's otherwise.
+    decision : Decision, optional
+        Lets rows stop before the last level.
+    compiled : bool
+        Draw in a few kernels, compiled when first used, where it takes dozens otherwise.
+    """
+
+    def __init__(
+        self,
+        source: DistributionSource,
+        topology: Topology,
+        params: RowParams,
+        vocab_size: int,
+        *,
+        scheme: str | Scheme = "auto",
+        draft_temperature: float | None = None,
+        decision: Decision | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self.source: DistributionSource = source
+        self.topology, self.num_nodes, self.depth = topology, topology.num_nodes, topology.depth
+        self._draft_temperature = draft_temperature
+        named = _automatic(topology) if scheme == "auto" else scheme
+        self._usual = named if isinstance(named, Scheme) else SCHEMES.get(named)()
+        self.asked_scheme = scheme if isinstance(scheme, str) else None
+        self._compiled = compiled and decision is None
+        self._greedy_B = torch.zeros(len(params), dtype=torch.bool, device=source.device)
+        """Rows whose candidates are the likeliest tokens."""
+        self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
+        self._plan = plan_passes(topology, source.device, source.lead)
+        self.levels = self._plan.levels
+        self._laws: list[Tensor] = []
+        self._drawn = 0
+        """Levels that have drawn their children."""
+        self.decision, self._mask = decision, SlicedMask.of(topology, source.device)
+        self.obstacle = None if decision is None else DECISION_OBSTACLE
+        self._going_B: Tensor | None = None
+        """Rows that have not stopped; None where no decision model looks."""
+
+    def _draft_params(self, params: RowParams) -> RowParams:
+        """Return the rows' parameters for the draft, at its own temperature if it has one."""
+        temperature = self._draft_temperature
+        own = params if temperature is None else params.map(lambda row: replace(row, temperature=temperature))
+        self._greedy_B.copy_(torch.tensor(own.greedy))
+        return own
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme that was asked for; `top` where no row draws."""
+        return _TOP if self._distributions.params.all_greedy else self._usual
+
+    @property
+    def num_uniforms(self) -> int:
+        """One per candidate."""
+        return self.num_nodes - 1
+
+    @property
+    def places(self) -> int:
+        """One per node, behind the lead."""
+        return self.source.lead + self.num_nodes
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Take note of the certain texts of new rows, and of all rows' parameters."""
+        self._distributions.begin(texts, rows, self._draft_params(params))
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Add newly emitted tokens to the certain texts."""
+        self._distributions.advance(emitted)
+
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Pass each level through the source and draw the next one."""
+        tokens_BN = self.plant(tail_B2[:, 1])
+        features_BWF = self.source.root(tail_B2) if self.levels else None
+        for level in self.levels:
+            if level.first > 0:
+                tokens_BW, block = tokens_BN[:, level.first : level.stop], level.block.expand(len(tokens_BN))
+                features_BWF = self.source.expand(tokens_BW, level.parents_T, block)
+            assert features_BWF is not None
+            drawing_BGF = features_BWF[:, level.drawing]
+            logits_BGV = self.source.logits(drawing_BGF)
+            self.draw(level, logits_BGV, tokens_BN, uniforms_BU)
+            if self._stops(drawing_BGF, logits_BGV):
+                break
+        return self.tree(tokens_BN)
+
+    def places_of(self, path_BD: Tensor) -> Tensor:
+        """Node n has place n behind the lead."""
+        return path_BD + self.source.lead if self.source.lead else path_BD
+
+    def plant(self, root_B: Tensor) -> Tensor:
+        """Return the tokens of a new tree, all but the root still missing; `draw` fills them in."""
+        self._laws, self._drawn = [], 0
+        self._going_B = None if self.decision is None else torch.ones_like(root_B, dtype=torch.bool)
+        tokens_BN = torch.full((len(root_B), self.num_nodes), NO_TOKEN, device=root_B.device)
+        tokens_BN[:, 0] = root_B
+        return tokens_BN
+
+    def draw(self, level: "LevelPlan", logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
+        """Draw the children of one level's nodes into `tokens_BN`."""
+        distributions, scheme = self._distributions, self.scheme
+        # At temperature 0 the law is one token; the children are the next ones in order as well.
+        weigh = distributions.ranking if scheme.needs_order_only else distributions.probs
+        paths_GP = level.paths_GP if distributions.params.needs_history else level.paths_GP[:, :0]
+        probs_BGV = weigh(logits_BGV, tokens_BN[:, paths_GP])
+        if scheme.needs_order_only:
+            # Fewer children are the first of more: one look serves all nodes of the level.
+            children_RK = self._draw(probs_BGV.flatten(0, 1), uniforms_BU.new_empty(probs_BGV.shape[:2].numel(), level.widest))
+            self._plant(tokens_BN, level.children, children_RK.view(len(tokens_BN), -1)[:, level.picks])
+        else:
+            for group in level.groups:
+                law_RV = probs_BGV[:, group.rows].flatten(0, 1)
+                uniforms_RK = uniforms_BU[:, group.uniforms].reshape(len(law_RV), group.width)
+                self._plant(tokens_BN, group.children, self._draw(law_RV, uniforms_RK).view(len(tokens_BN), -1))
+        self._drawn += 1
+        if not scheme.follows_target:
+            self._laws.append(probs_BGV)
+
+    def _draw(self, law_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+        scheme = self.scheme
+        if not self._compiled or scheme.needs_order_only:
+            children_RK = scheme.draw(law_RV, uniforms_RK)
+        else:
+            children_RK = compiled(type(scheme).draw)(scheme, law_RV, uniforms_RK)
+        if not self._distributions.params.mixed:
+            return children_RK
+        greedy_R1 = self._greedy_B.repeat_interleave(len(law_RV) // len(self._greedy_B))[:, None]
+        return torch.where(greedy_R1, _TOP.draw(law_RV, uniforms_RK), children_RK)
+
+    def _plant(self, tokens_BN: Tensor, nodes: Tensor | slice, columns_BX: Tensor) -> None:
+        """Put drawn columns of the draft's distributions into their nodes, as tokens."""
+        children_BX = self._distributions.tokens(columns_BX)
+        if self._going_B is not None:
+            children_BX = torch.where(self._going_B[:, None], children_BX, NO_TOKEN)
+        tokens_BN[:, nodes] = children_BX
+
+    def _stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
+        """Let the decision model look at the nodes that drew last; say whether all rows stop there.
+
+        It sees distributions and tokens down to this level only, so that whatever is drawn below follows the law that
+        verification assumes.
+        """
+        if self.decision is None or self._going_B is None:
+            return False
+        self._going_B = self._going_B & self.decision.goes_on(features_BGF, logits_BGV)
+        return not bool(self._going_B.any())  # the one look between levels; rows that stopped alone draw nothing
+
+    def tree(self, tokens_BN: Tensor) -> DraftTree:
+        """Return the grown tree."""
+        laws, depth, vocabulary = tuple(self._laws), self._drawn, self._distributions.vocabulary
+        if depth == self.topology.depth:
+            return DraftTree.from_topology(
+                self.topology, tokens_BN, laws, self._plan.law_rows_N, self._distributions.vocabulary
+            )
+        # An early stop is a slice. The tree says to be as deep as ever, so that a round's outcome keeps its form.
+        tables, size = self._mask.stopped(depth), len(tokens_BN)
+        nodes = len(tables.depths_N)
+        return DraftTree(
+            tokens_BN[:, :nodes],
+            tables.depths_N.expand(size, -1),
+            tables.ancestors_NN.expand(size, -1, -1),
+            tables.child_table_NK.expand(size, -1, -1),
+            self.topology.depth,
+            laws + laws[-1:] * (self.topology.depth - depth),
+            self._plan.law_rows_N[:nodes].expand(size, -1),
+            vocabulary,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """Nodes of a level that draw equally many children."""
+
+    rows: Tensor | slice
+    """Which of the level's laws."""
+    children: Tensor | slice
+    """Nodes that are drawn, node by node of the group."""
+    uniforms: Tensor | slice
+    """Random numbers for them."""
+    width: int
+    """Children of each."""
+
+
+@dataclass(frozen=True, eq=False)
+class LevelPlan:
+    """One pass: some nodes of a level go through the draft, and those with children draw them."""
+
+    first: int
+    stop: int
+    parents_T: Tensor
+    """Which node of the pass above is each one's parent."""
+    block: StaticBlock
+    drawing: Tensor | slice
+    """Which nodes of the pass have children."""
+    paths_GP: Tensor
+    """Nodes from below the root to each drawing node."""
+    groups: tuple[GroupPlan, ...]
+    children: Tensor | slice
+    """All nodes that are drawn."""
+    picks: Tensor | slice
+    """Which they are of `widest` children of each law, laws side by side."""
+    widest: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All passes of a tree."""
+
+    levels: tuple[LevelPlan, ...]
+    law_rows_N: Tensor
+
+
+@lru_cache(maxsize=64)
+def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
+    """Lay out the draft's passes: `lead` places before the root, then node n has place `lead + n`."""
+    tables = topology.tables(torch.device("cpu"))
+    mask = SlicedMask.of(topology, device, lead)
+    law_rows_N = torch.zeros(topology.num_nodes, dtype=torch.long)
+    levels, above = [], 0
+    for nodes, draws in zip(topology.levels, topology.draws, strict=True):
+        drawing = sorted(node for group in draws for node in group.nodes)
+        if not drawing:
+            continue
+        law_rows_N[drawing] = torch.arange(len(drawing))
+        first, stop = nodes.start, drawing[-1] + 1  # leaves at the level's end need no pass
+        ancestors = [tables.ancestors_NN[node].nonzero()[1:, 0].tolist() for node in drawing]
+        groups: list[GroupPlan] = []
+        picks: dict[int, int] = {}
+        widest = max(len(group.children[0]) for group in draws)
+        for group in draws:
+            rows = law_rows_N[list(group.nodes)].tolist()
+            children = [child for siblings in group.children for child in siblings]
+            groups.append(
+                GroupPlan(
+                    _places(rows, device),
+                    _places(children, device),
+                    _places([child - 1 for child in children], device),
+                    len(group.children[0]),
+                )
+            )
+            for row, siblings in zip(rows, group.children, strict=True):
+                picks |= {child: row * widest + rank for rank, child in enumerate(siblings)}
+        levels.append(
+            LevelPlan(
+                first,
+                stop,
+                torch.tensor(topology.parents[first:stop], device=device) - above,
+                mask.level(first, stop),
+                _places([node - first for node in drawing], device),
+                torch.tensor(ancestors, dtype=torch.long, device=device).reshape(len(drawing), -1),
+                tuple(groups),
+                _places(sorted(picks), device),
+                _places([picks[child] for child in sorted(picks)], device),
+                widest,
+            )
+        )
+        above = first
+    return Plan(tuple(levels), law_rows_N.to(device))
+
+
+def _places(numbers: Sequence[int], device: torch.device) -> Tensor | slice:
+    """Return an index of these places: a slice, which is a view, if they are consecutive."""
+    first, stop = numbers[0], numbers[-1] + 1
+    if list(numbers) == list(range(first, stop)):
+        return slice(first, stop)
+    return torch.tensor(numbers, device=device)

@@ -1,0 +1,167 @@
+"""Trees that are drawn from a draft: a model's or a feature head's, of static or of dynamic shape."""
+
+from polydraft.decision import Decision
+from polydraft.drafters.builder import Builder
+from polydraft.drafters.costs import measured_costs
+from polydraft.drafters.drafter import DRAFTERS, Drafter, Parts
+from polydraft.drafters.dynamic_builder import DynamicBuilder
+from polydraft.drafters.grams import GramTree
+from polydraft.drafters.head_source import HeadSource
+from polydraft.drafters.model_source import ModelSource
+from polydraft.drafters.session import DraftSession
+from polydraft.drafters.source import DistributionSource
+from polydraft.drafters.static_builder import DEFAULT_SCHEME, StaticBuilder, check_tree
+from polydraft.errors import UsageError
+from polydraft.models import FeatureHead, LanguageModel
+from polydraft.sampling import RowParams
+from polydraft.schemes import Scheme
+from polydraft.theory import Costs
+from polydraft.trees import DynamicShape, Topology
+
+_NOMINAL = Costs(draft_level=0.1, tree_pass=lambda nodes: 1 + 0.005 * (nodes - 1))
+"""Costs of a machine with matrix units, roughly: for trees that were asked for without a measurement."""
+
+
+class TreeDrafter(Drafter):
+    """Draw trees from a draft's distributions.
+
+    Parameters
+    ----------
+    model : LanguageModel or FeatureHead
+        The draft: a model with the same tokens as the target, or a head that was trained for it.
+    shape : Topology or DynamicShape
+        A tree of static shape, or limits of one that follows what the draft is sure of (OPT-Tree, EAGLE-2) and is as large
+        as pays.
+    scheme : str or Scheme
+        Of static trees: a registered scheme, ``"auto"``, or a scheme of your own; `top` where the draft temperature is 0.
+    draft_temperature : float, optional
+        Temperature of the draft, the target's otherwise. It changes speed, never the text's law.
+    decision : Decision, optional
+        Lets rows stop before the last level.
+    costs : Costs, optional
+        What levels and passes cost, for dynamic trees; measured when first needed, and kept for this machine, if not given.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | FeatureHead,
+        shape: Topology | DynamicShape,
+        scheme: str | Scheme = "auto",
+        *,
+        draft_temperature: float | None = None,
+        decision: Decision | None = None,
+        costs: Costs | None = None,
+    ) -> None:
+        self.model: LanguageModel | FeatureHead = model
+        self.topology: Topology | DynamicShape = shape
+        self.scheme, self.draft_temperature, self.decision, self.costs = scheme, draft_temperature, decision, costs
+        self.name = "dynamic" if self.dynamic else "head" if isinstance(model, FeatureHead) else "model"
+        if isinstance(shape, Topology):
+            check_tree(shape, scheme, model.num_columns)
+        elif scheme != "auto":
+            raise UsageError(f"scheme {scheme!r} with a dynamic tree; allowed: auto, because dynamic trees choose their own")
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether shapes are chosen anew in every round."""
+        return isinstance(self.topology, DynamicShape)
+
+    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+        """Go to work on a batch."""
+        return DraftSession(self.name, drawn=self.builder(params, target, compiled))
+
+    def source(self, batch_size: int) -> DistributionSource:
+        """Return the draft's memory of a batch."""
+        if isinstance(self.model, FeatureHead):
+            return HeadSource(self.model, batch_size)
+        return ModelSource(self.model, batch_size)
+
+    def builder(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> Builder:
+        """Return what builds the trees of a batch."""
+        source, shape = self.source(len(params)), self.topology
+        if isinstance(shape, Topology):
+            return StaticBuilder(
+                source,
+                shape,
+                params,
+                target.vocab_size,
+                scheme=self.scheme,
+                draft_temperature=self.draft_temperature,
+                decision=self.decision,
+                compiled=compiled,
+            )
+        costs = self.costs
+        if costs is None and shape.adaptive:
+            drawn = not params.all_greedy and self.draft_temperature != 0
+            costs = measured_costs(target, self.model, shape.nodes, DEFAULT_SCHEME if drawn else "top")
+        return DynamicBuilder(
+            source,
+            shape,
+            params,
+            target.vocab_size,
+            costs=costs or _NOMINAL,
+            draft_temperature=self.draft_temperature,
+            decision=self.decision,
+        )
+
+
+class Combination(Drafter):
+    """A drawn tree and an n-gram trie in one round: the scheme verifies its own children, n-grams let the walk go on.
+
+    Parameters
+    ----------
+    tree : TreeDrafter
+    grams : GramTree
+    """
+
+    def __init__(self, tree: TreeDrafter, grams: GramTree) -> None:
+        self.tree, self.grams = tree, grams
+        self.name = f"{grams.name}+{tree.name}"
+        self.model, self.topology = tree.model, tree.topology
+
+    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+        """Go to work on a batch."""
+        certain = self.grams.builder(len(params), target, self.name)
+        return DraftSession(self.tree.name, drawn=self.tree.builder(params, target, compiled), certain=certain)
+
+
+def _model(parts: Parts, drafter: str) -> LanguageModel:
+    if not isinstance(parts.draft, LanguageModel):
+        raise UsageError(f"drafter {drafter!r} needs a draft model; pass draft=NAME, a folder, or early-exit:k")
+    return parts.draft
+
+
+def _head(parts: Parts, drafter: str) -> FeatureHead:
+    if not isinstance(parts.draft, FeatureHead):
+        raise UsageError(f"drafter {drafter!r} needs a feature head; make one with: polydraft train head")
+    return parts.draft
+
+
+def _static(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
+    return TreeDrafter(draft, parts.topology, parts.scheme, draft_temperature=parts.draft_temperature, decision=parts.decision)
+
+
+def _dynamic(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
+    # Costs are measured only for trees that were asked for by name: small models of tests have none worth measuring.
+    shape, costs = (parts.dynamic, None) if parts.dynamic else (DynamicShape.like(parts.topology), _NOMINAL)
+    return TreeDrafter(draft, shape, draft_temperature=parts.draft_temperature, decision=parts.decision, costs=costs)
+
+
+@DRAFTERS.register("model")
+def _build_model(parts: Parts) -> TreeDrafter:
+    return _static(parts, _model(parts, "model"))
+
+
+@DRAFTERS.register("head")
+def _build_head(parts: Parts) -> TreeDrafter:
+    return _static(parts, _head(parts, "head"))
+
+
+@DRAFTERS.register("dynamic")
+def _build_dynamic(parts: Parts) -> TreeDrafter:
+    return _dynamic(parts, _model(parts, "dynamic"))
+
+
+@DRAFTERS.register("dynamic-head")
+def _build_dynamic_head(parts: Parts) -> TreeDrafter:
+    return _dynamic(parts, _head(parts, "dynamic-head"))

@@ -1,0 +1,238 @@
+"""Launching rounds: as CUDA graphs where they can be recorded, and ahead of the host where nothing depends on it."""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from polydraft.drafters.session import Recordable
+from polydraft.engine.round import Outcome, RowOutcome, State, run_round
+from polydraft.engine.stats import Stats
+from polydraft.models import Context
+from polydraft.trees import DraftTree
+from polydraft.walks import Walk
+
+_MOST_RECORDINGS = 16
+_LOGGER = logging.getLogger("polydraft")
+_TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""Why passes of a model are not recorded, as far as it was said."""
+
+
+def tell_obstacle(model: Any, obstacle: str) -> None:
+    """Log, once for each model, why nothing is recorded."""
+    told = _TOLD.setdefault(model, set())
+    if obstacle not in told:
+        told.add(obstacle)
+        _LOGGER.warning("rounds run without CUDA graphs: %s", obstacle)
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One recorded function of some tensors."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+    def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run it on new values; the output is overwritten by the next replay."""
+        for own, new in zip(self.inputs, inputs, strict=True):
+            own.copy_(new, non_blocking=True)
+        self.graph.replay()
+        return self.output
+
+
+class Recorder:
+    """Record a kind of round when it has come a few times, and replay it from then on.
+
+    The first times it runs as it is: libraries set themselves up and kernels are compiled, which no recording may contain.
+    What a function leaves behind must be in tensors that stay where they are; recordings share the memory for everything
+    in between. The longest unused recording goes when there are too many.
+
+    Parameters
+    ----------
+    before : int
+        Runs before a recording.
+    device : torch.device, optional
+        Where inputs are brought that may come from the host, page-locked; they need be nowhere else if not given.
+    """
+
+    def __init__(self, before: int = 1, device: torch.device | None = None) -> None:
+        self._before, self._device = before, device
+        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._known: Counter[Hashable] = Counter()
+        self._refused: set[Hashable] = set()
+        self._pool: Any = None
+        self.obstacle: str | None = None
+        """Why the last recording failed."""
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def run(self, kind: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
+        """Return `function(*inputs)`, and whether it was replayed."""
+        if kind in self._recordings:
+            self._recordings.move_to_end(kind)
+            return self._recordings[kind].replay(inputs), True
+        if self._device is not None:
+            inputs = tuple(tensor.to(self._device, non_blocking=True) for tensor in inputs)
+        if self._known[kind] < self._before or kind in self._refused:
+            self._known[kind] += 1
+            return function(*inputs), False
+        recording = self._record(function, inputs)
+        if recording is None:
+            self._refused.add(kind)
+            return function(*inputs), False
+        self._recordings[kind] = recording
+        if len(self._recordings) > _MOST_RECORDINGS:
+            self._recordings.popitem(last=False)
+        return recording.replay(inputs), True
+
+    def _record(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Recording | None:
+        graph, static = torch.cuda.CUDAGraph(), tuple(tensor.clone() for tensor in inputs)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            # Other threads may go on allocating meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = function(*static)
+        except torch.OutOfMemoryError:
+            self.clear()
+            self.obstacle = "too little GPU memory to record a round; use a smaller batch, a smaller tree or a shorter context"
+        except RuntimeError as error:
+            self._pool = None  # it may still think that it records
+            self.obstacle = f"recording a round failed: {str(error).splitlines()[0]}"
+        else:
+            return Recording(graph, static, output)
+        _LOGGER.warning("rounds run without CUDA graphs: %s", self.obstacle)
+        return None
+
+    def clear(self) -> None:
+        """Give back all memory."""
+        self._recordings.clear()
+        self._pool = None
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, eq=False)
+class Arriving:
+    """A tensor on its way to the host, which may do something else meanwhile."""
+
+    values_BX: Tensor
+    copied: torch.cuda.Event | None
+
+    @classmethod
+    def send(cls, values_BX: Tensor) -> "Arriving":
+        """Let a tensor travel, out of reach of whatever overwrites it next."""
+        pinned = values_BX.device.type == "cuda"
+        # Torch lends page-locked memory anew only when the copies into it are over, so any number may be under way.
+        arriving_BX = torch.empty(values_BX.shape, dtype=values_BX.dtype, pin_memory=pinned)
+        arriving_BX.copy_(values_BX, non_blocking=pinned)
+        copied = None
+        if pinned:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(values_BX.device))
+        return cls(arriving_BX, copied)
+
+    def arrived(self) -> Tensor:
+        """Return it once it is on the host; whatever was launched later goes on meanwhile."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.values_BX
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A round that the device works on; its outcome is the round's only copy to the host."""
+
+    arriving: Arriving
+    depth: int
+    replayed: bool
+    """Whether the round is a replayed recording."""
+
+    def wait(self) -> tuple[list[RowOutcome], list[list[int]]]:
+        """Return the outcome row by row, and the session's reports."""
+        return Outcome(self.arriving.arrived(), self.depth).rows()
+
+
+class Launcher:
+    """Launch the rounds of a batch.
+
+    A round is recorded where its device, the target and the drafter allow it. What the host proposes comes first then, and is
+    an input of the recording.
+
+    Parameters
+    ----------
+    recorder : Recorder, optional
+        None where nothing is recorded.
+    ahead : bool
+        Allow a replayed round to be launched before the outcome of the last one is known.
+    """
+
+    def __init__(self, recorder: Recorder | None, ahead: bool) -> None:
+        self.recorder, self._ahead = recorder, ahead
+
+    def launch(self, state: State, contexts: Sequence[Context], walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
+        """Launch a round, without a look at the values."""
+        depth, can = state.session.depth, state.session.recordable
+        if self.recorder is None or _obstacle(state, can):
+            for context in contexts:
+                context.span = None
+            return Launched(Arriving.send(run_round(state, walk, uniforms_BU, stats).packed_BX), depth, replayed=False)
+        spans = tuple(context.fix_span() for context in contexts)
+        stored = tuple((context.capacity, context.address) for context in contexts)
+        shape = (depth, state.session.num_nodes, uniforms_BU.shape[1], state.session.scheme.name, *state.warper.kind)
+        kind: tuple[Hashable, ...] = (type(walk), *vars(walk).values(), shape, spans, stored)
+        inputs: tuple[Tensor, ...] = (uniforms_BU,)
+        host_tree: DraftTree | None = None
+        if can.host_tree is not None:
+            with stats.clock("draft"):
+                host_tree = can.host_tree(state.tail_B2, uniforms_BU[:, : state.session.num_uniforms])
+            inputs += (host_tree.tokens_BN, host_tree.depths_BN, host_tree.ancestors_BNN, host_tree.child_table_BNK)
+            kind += (host_tree.depth, *host_tree.child_table_BNK.shape)
+
+        def function(values_BU: Tensor, *tables: Tensor) -> Tensor:
+            static = None if host_tree is None else _with_tables(host_tree, *tables)
+            return run_round(state, walk, values_BU, Stats(), static).packed_BX
+
+        with stats.clock("graph"):
+            outcome_BX, replayed = self.recorder.run(kind, function, *inputs)
+        return Launched(Arriving.send(outcome_BX), depth, replayed)
+
+    def runs_ahead(self, state: State, contexts: Sequence[Context], last: Launched) -> bool:
+        """Whether a round may follow before the host has seen the last one's outcome.
+
+        It needs nothing from the host then but random numbers, and is a replay of the same recording, with room enough,
+        however many tokens the last one yields.
+        """
+        # Penalties depend on emitted tokens, which the host adds to what they count.
+        alone = self._ahead and last.replayed and not state.session.recordable.waits and not state.warper.params.needs_history
+        return alone and all(context.steady(state.session.depth + 1) for context in contexts)
+
+
+def _with_tables(
+    tree: DraftTree, tokens_BN: Tensor, depths_BN: Tensor, ancestors_BNN: Tensor, child_table_BNK: Tensor
+) -> DraftTree:
+    """Return a tree of the host's whose tensors are a recording's inputs."""
+    return replace(
+        tree,
+        tokens_BN=tokens_BN,
+        depths_BN=depths_BN,
+        ancestors_BNN=ancestors_BNN,
+        child_table_BNK=child_table_BNK,
+        reach=None,  # later replays may reach further
+    )
+
+
+def _obstacle(state: State, can: Recordable) -> str | None:
+    """Return why the next round cannot be recorded, and log what will not pass."""
+    lasting = can.never or ("logits processors work on the host" if state.warper.params.has_processors else None)
+    lasting = lasting or state.target.graph_obstacle
+    if lasting:
+        tell_obstacle(state.target, lasting)
+    return lasting or can.not_now

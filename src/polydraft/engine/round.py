@@ -1,0 +1,132 @@
+"""A round: propose, extend, verify, commit, as one function of tensors, and its outcome."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polydraft.compilation import compiled as compiled_form
+from polydraft.drafters import DraftSession
+from polydraft.engine.stats import Stats
+from polydraft.models import LanguageModel, Memory
+from polydraft.sampling import Warper
+from polydraft.trees import DraftTree
+from polydraft.walks import TargetLaws, Walk
+from polydraft.walks.node import greedy_verdict
+
+_LOGITS_BYTES = 2**28
+"""Most room for the logits of a whole tree."""
+_FEW_NODES = 16
+
+
+@dataclass(eq=False)
+class State:
+    """All that rounds read and write: tensors that stay where they are from one round to the next."""
+
+    target: LanguageModel
+    session: DraftSession
+    memory: Memory
+    """The target's."""
+    warper: Warper
+    """Turns the target's logits into the distributions of the rows' sampling parameters."""
+    tail_B2: Tensor
+    """The last two tokens of each text; the second is pending."""
+    active_B: Tensor
+    """Rows that take part."""
+    greedy_B: Tensor
+    """Rows that take the likeliest token."""
+    compiled: bool = False
+    """Whether verification is compiled."""
+
+
+class RowOutcome(NamedTuple):
+    """What a round brought one row, on the host."""
+
+    tokens: list[int]
+    """Accepted tokens and the one that the target added."""
+    accepted: int
+    offered: int
+    """Nodes on the path at which candidates were offered."""
+    fault: int
+    """A `Fault`."""
+    longest: int
+    """Longest drafted path."""
+    branch: int
+    """Which of the root's children was accepted; -1 for none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a round brings the host, in one tensor, so that one copy is enough."""
+
+    packed_BX: Tensor
+    """Tokens; the numbers of `RowOutcome` after its tokens; the session's report."""
+    depth: int
+    """Of the trees: as many tokens, and one more."""
+
+    @classmethod
+    def of(cls, tokens_BD: Tensor, numbers: tuple[Tensor, ...], report_BX: Tensor | None) -> "Outcome":
+        """Pack what `RowOutcome` has beside tokens, in its order, and what the session has to say."""
+        assert len(numbers) == len(RowOutcome._fields) - 1
+        reports = () if report_BX is None else (report_BX,)
+        packed_BX = torch.cat([tokens_BD, *(number_B[:, None] for number_B in numbers), *reports], dim=1)
+        return cls(packed_BX, tokens_BD.shape[1] - 1)
+
+    def rows(self) -> tuple[list[RowOutcome], list[list[int]]]:
+        """Return the outcome row by row, and the session's reports; the tensor must have arrived on the host."""
+        stop, told = self.depth + 1, self.depth + len(RowOutcome._fields)
+        values: list[list[int]] = self.packed_BX.tolist()
+        rows = [RowOutcome(row[: row[stop] + 1], *row[stop:told]) for row in values]
+        return rows, [row[told:] for row in values]
+
+
+def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_tree: DraftTree | None = None) -> Outcome:
+    """Draft, score, verify and commit, without a look at the values: a function of tensors that can be recorded.
+
+    Parameters
+    ----------
+    state : State
+        Its memories, `tail_B2` and what the session keeps are moved on in place.
+    walk : Walk
+    uniforms_BU : Tensor
+        The session's random numbers, then the walk's.
+    stats : Stats
+        Its clocks run; they mean something only where rounds are not recorded.
+    host_tree : DraftTree, optional
+        What the host has proposed already.
+    """
+    session, target_context = state.session, state.memory.context
+    own_BU, walk_BU = uniforms_BU[:, : session.num_uniforms], uniforms_BU[:, session.num_uniforms :]
+    with stats.clock("draft"):
+        draft = session.propose(state.tail_B2, own_BU, host_tree)
+    with stats.clock("target"):
+        features_BNF = target_context.extend(draft.tokens_BN, draft.block())
+    with stats.clock("verify"):
+        target_laws = distributions(state, features_BNF[:, : features_BNF.shape[1] - draft.riders])
+        run = partial(compiled_form(type(walk).run), walk) if state.compiled else walk.run
+        candidates = draft.without_riders()
+        verdict = run(session.scheme, candidates, target_laws, walk_BU)
+        if state.warper.params.mixed:
+            verdict = greedy_verdict(candidates, target_laws).where(state.greedy_B, verdict)
+    with stats.clock("commit"):
+        keep_B = torch.where(state.active_B, verdict.accepted_B + 1, 0)
+        target_context.commit(verdict.path_BD, keep_B)
+        report_BX = session.commit(verdict, keep_B, features_BNF)
+        recent_BX = torch.cat([state.tail_B2[:, 1:], verdict.tokens_BD], dim=1)
+        last_B2 = verdict.accepted_B[:, None] + torch.arange(2, device=recent_BX.device)
+        state.tail_B2.copy_(recent_BX.gather(1, last_B2))
+        branch_B = draft.branch(verdict.path_BD[:, min(1, session.depth)])
+        numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B, draft.longest(), branch_B)
+        return Outcome.of(verdict.tokens_BD, numbers, report_BX)
+
+
+def distributions(state: State, features_BNF: Tensor) -> TargetLaws:
+    """Return the target's distributions at the nodes, as the walk asks for them."""
+    batch_size, nodes, _ = features_BNF.shape
+    # The output head is large: reading it once for all nodes is cheaper than once for each node that is visited, as long
+    # as multiplying is cheaper than reading: with matrix units (half precision), or for few nodes.
+    cheap = features_BNF.dtype in (torch.bfloat16, torch.float16) or nodes <= _FEW_NODES
+    small = 4 * batch_size * nodes * state.target.vocab_size <= _LOGITS_BYTES
+    return TargetLaws(features_BNF, state.target.head, state.warper, whole=cheap and small)
