@@ -1,4 +1,4 @@
-"""Beams with and without drafts: speed, tokens a pass, energy, likelihood; each arm over all prompts in one go.
+"""Beams with and without drafts: speed, tokens per pass, energy, likelihood; each arm over all prompts in one go.
 
 python benchmarks/beams.py --prompts PROMPTS
 python benchmarks/beams.py --target inflated:13b --draft smollm2-head --device cuda --prompts PROMPTS --limit 16

@@ -87,7 +87,7 @@ def limits() -> dict[str, float]:
     rows |= {"token": 1e3 * whole, "token on the device": 1e3 * device}
     ratios = whole / seconds, device / seconds
     print(
-        f"plain decoding {1e3 * whole:.2f} ms a token, {1e3 * device:.2f} on the device: {ratios[0]:.2f}, {ratios[1]:.2f} of "
+        f"plain decoding {1e3 * whole:.2f} ms per token, {1e3 * device:.2f} on the device: {ratios[0]:.2f}, {ratios[1]:.2f} of "
         "the weights' time (aim 1.4)"
     )
     print("passes, ms:", {key: round(value, 2) for key, value in rows.items() if key.startswith("pass")})
@@ -205,8 +205,8 @@ def end_to_end() -> dict[str, float]:
             per_pass = tokens[name] / passes[name] if passes[name] else 1.0
             rows[f"T={temperature:g} {name}"] = rate
             print(
-                f"T={temperature:g} {name:14} {rate:7.1f} tokens/s  {rate / base:5.2f}x plain  {per_pass:5.2f} tokens a pass  "
-                f"{1e3 * seconds[name] / max(passes[name], tokens[name] / per_pass):6.2f} ms a pass  "
+                f"T={temperature:g} {name:14} {rate:7.1f} tokens/s  {rate / base:5.2f}x plain  {per_pass:5.2f} tokens/pass  "
+                f"{1e3 * seconds[name] / max(passes[name], tokens[name] / per_pass):6.2f} ms/pass  "
                 f"{100 * replayed[name] / max(passes[name], 1):3.0f} % replayed",
                 flush=True,
             )

@@ -51,7 +51,7 @@ def main() -> None:
                 seconds = clock(partial(list, stream))
                 times[key].append(seconds * TOKENS / stream.stats.rounds)
         rows[name] = {key: 1e3 * statistics.median(values[1:]) / TOKENS for key, values in times.items()}
-        print(name, {key: f"{value:.2f} ms a pass" for key, value in rows[name].items()}, flush=True)
+        print(name, {key: f"{value:.2f} ms per pass" for key, value in rows[name].items()}, flush=True)
         torch.cuda.empty_cache()
     print(json.dumps(rows))
 

@@ -86,7 +86,7 @@ def model(name: str, source: str, limit: int, new_tokens: int, depth: int) -> No
         f"target-init:{width}x{depth}": polydraft.load(name, tree=f"fork:{width}x{depth}", lossy="target-init")
         for width in WIDTHS
     }
-    print(f"{'method':>18} {'log p a token':>14} {'± s.e.':>8} {'shift':>8} {'± s.e.':>8} {'tokens/pass':>12}")
+    print(f"{'method':>18} {'log p/token':>14} {'± s.e.':>8} {'shift':>8} {'± s.e.':>8} {'tokens/pass':>12}")
     base: list[float] = []
     for label, decoder in decoders.items():
         scores, passes, tokens = [], 0, 0

@@ -5,7 +5,7 @@ python benchmarks/ngrams.py --text FILE --corpus FILE.grams
 
 Without --text the text is Zipf-distributed with stretches that come again; with it, the beginning of a file in the bundled
 target's tokens. Without --corpus the corpus cache is counted from further text of the same kind. Times are medians over the
-rounds of one text, the worst being the 99th percentile; the aim is below 500 µs a round for proposing, 20 ms for a prompt.
+rounds of one text, the worst being the 99th percentile; the aim is below 500 µs per round for proposing, 20 ms for a prompt.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> None:
     text = tokens_of(arguments.text, size) if arguments.text else made_up(0, size)
     with tempfile.TemporaryDirectory() as folder:
         options = GramOptions(corpus=arguments.corpus or count_corpus(Path(folder) / "corpus.grams"))
-        print(f"{CANDIDATES} candidates of {LENGTH} tokens, {ROUND_TOKENS} tokens a round; µs")
+        print(f"{CANDIDATES} candidates of {LENGTH} tokens, {ROUND_TOKENS} tokens per round; µs")
         print(f"{'cache':<10}{'context':>8}{'prompt':>10}{'read':>8}{'propose':>9}{'read p99':>10}{'propose p99':>13}")
         for name in GRAM_CACHES:
             memory = GRAM_CACHES.get(name)(options).open()

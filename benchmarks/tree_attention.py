@@ -1,4 +1,4 @@
-"""Time tree attention against masked SDPA, as the lean body calls it, in a CUDA graph of 32 calls (one a layer of a 7B model).
+"""Time tree attention against masked SDPA, as the lean body calls it, in a CUDA graph of 32 calls (a 7B model has 32 layers).
 
 python benchmarks/tree_attention.py [--sweep]
 """

@@ -50,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
-    print("| scheme + walk, temperature | ms a round, median | ms in a CUDA graph | accepted |")
+    print("| scheme + walk, temperature | ms per round, median | ms in a CUDA graph | accepted |")
     print("|---|---|---|---|")
     for scheme, walk, temperature in PAIRS:
         if options.only in (None, scheme):

@@ -213,7 +213,7 @@ def load_decision(name: str, draft: LanguageModel | FeatureHead, threshold: floa
     if name == AUTO:
         shipped = SHIPPED_DECISIONS.get(draft.name)
         if shipped is None:
-            raise UsageError(f"no decision model ships for draft {draft.name!r}; make one with: polydraft train decision")
+            raise UsageError(f"no decision model ships for draft {draft.name!r}; train one with: polydraft train decision")
         folder = shipped
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -224,7 +224,7 @@ def load_decision(name: str, draft: LanguageModel | FeatureHead, threshold: floa
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
-            f"{name!r} is no decision model ({reason}); name a folder of polydraft train decision, or auto"
+            f"{name!r} is not a decision model ({reason}); name a folder made by polydraft train decision, or auto"
         ) from None
     if config.get("draft_fingerprint") != draft_fingerprint(draft):
         raise UsageError(

@@ -36,7 +36,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """
     try:
         if not resume and (folder / "runs.jsonl").exists():
-            raise UsageError(f"{folder} holds a benchmark already; pass --resume to go on with it, or another --out")
+            raise UsageError(f"{folder} already holds a benchmark; pass --resume to continue it, or another --out")
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -52,24 +52,24 @@ def cannot_write(folder: Path, error: OSError) -> UsageError:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read what work in a folder was begun with, which somebody may have torn since."""
+    """Read what work in a folder was started with, which somebody may have torn since."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError("it is not an object")
     except ValueError as error:
         raise FailureError(
-            f"cannot read {path} ({error}), so nobody knows what was begun there; restore it, or choose another --out"
+            f"cannot read {path} ({error}), so it is unknown what was started there; restore it, or choose another --out"
         ) from None
     return settings
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: set[str]) -> None:
-    """Refuse to go on with work that was begun with other settings, but for those that are `free` to change."""
+    """Refuse to go on with work that was started with other settings, but for those that are `free` to change."""
     changed = [key for key in sorted({*before, *now} - free) if before.get(key) != now.get(key)]
     if changed:
         key = changed[0]
         raise UsageError(
-            f"{folder} was begun with {key}={before.get(key)!r}, not {now.get(key)!r}; use the same settings to resume, "
+            f"{folder} was started with {key}={before.get(key)!r}, not {now.get(key)!r}; use the same settings to resume, "
             "or another --out"
         )

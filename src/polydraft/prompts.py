@@ -206,7 +206,7 @@ def _loads(content: str, place: str | None, source: str) -> Any:
         where = place or f"line {getattr(error, 'lineno', 1)}"
         raise UsageError(
             f"{where} of prompt source {source!r} is malformed JSON ({reason}{column}); "
-            "allowed: JSON lines, a JSON array, or plain text with a prompt a line; fix or remove it"
+            "allowed: JSON lines, a JSON array, or plain text with one prompt per line; fix or remove it"
         ) from None
 
 
@@ -268,7 +268,7 @@ def load_prompts(source: str, limit: int | None = None, categories: Sequence[str
     if not prompts:
         raise UsageError(
             f"prompt source {source!r} holds no prompts; allowed: at least one; "
-            f"give it a prompt a line, or records of a known format ({', '.join(FORMATS)})"
+            f"give it one prompt per line, or records of a known format ({', '.join(FORMATS)})"
         )
     if categories:
         known = {prompt.category for prompt in prompts}

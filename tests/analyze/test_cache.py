@@ -113,7 +113,7 @@ def test_where_nothing_can_be_kept_figures_come_all_the_same(analyze, monkeypatc
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "file"))
     code, out, err = analyze(*OPTIONS, "--schemes", "race")
-    assert code == 0 and json.loads(out)["rows"] and "laws are not kept" in err
+    assert code == 0 and json.loads(out)["rows"] and "distributions are not kept" in err
 
 
 def test_the_users_cache_stays_small(analyze, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

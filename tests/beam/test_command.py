@@ -53,7 +53,7 @@ USAGE = {
     ),
     "hf draws of dynamic width": (
         ["--beams", "2", "--temperature", "1", "--width-threshold", "0.5", "--beam-draws", "hf"],
-        "width_threshold does not go with draws 'hf'",
+        "width_threshold does not work with draws 'hf'",
     ),
     "several samples compared": (["--num-return-sequences", "2", "--temperature", "1", "--compare"], "--compare compares one"),
 }
@@ -129,7 +129,7 @@ def test_the_api_says_what_is_wrong(tiny):
         beams.sample("hello", top_k=3)
     with pytest.raises(UsageError, match="stop=3 is not text"):
         beams.search("hello", stop=3)
-    with pytest.raises(UsageError, match="keep=True does not go with beams"):
+    with pytest.raises(UsageError, match="keep=True does not work with beams"):
         beams.search("hello", keep=True)
     with pytest.raises(UsageError, match="stop strings need a tokenizer"):
         BeamDecoder(Decoder(beams.decoder.target)).search([5, 6], stop="x")

@@ -137,7 +137,7 @@ def test_a_wrong_greedy_text_fails_the_run(invoke, tiny: str, prompt_file: str, 
     [
         (["--methods", "ar mcds:2x1"], "did you mean 'mcsd'"),
         (["--methods", "mcsd:2x1,shceme=naive"], "has no option 'shceme'"),
-        (["--methods", "mcsd:2x1,naive"], "is no option"),
+        (["--methods", "mcsd:2x1,naive"], "is not an option"),
         (["--methods", "mcsd:0x1"], "tree width 0"),
         (["--methods", " "], "no methods"),
         (["--prompts", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
@@ -146,10 +146,10 @@ def test_a_wrong_greedy_text_fails_the_run(invoke, tiny: str, prompt_file: str, 
         (["--methods", "mcsd:2x1,draft_temperature=warm"], "draft_temperature='warm' is out of range"),
         (["--methods", "mcsd:2x1,draft_temperature=-1"], "draft_temperature='-1' is out of range"),
         (["--methods", "ar:3"], "takes no argument"),
-        (["--methods", "hf-lookup:many"], "'many' is no number of tokens"),
-        (["--methods", "hf-assisted:0"], "'0' is no number of tokens"),
+        (["--methods", "hf-lookup:many"], "'many' is not a token count"),
+        (["--methods", "hf-assisted:0"], "'0' is not a token count"),
         (["--threads", "0"], "--threads 0"),
-        (["--max-new-tokens", "1000"], "does not fit behind the longest prompt"),
+        (["--max-new-tokens", "1000"], "does not fit after the longest prompt"),
         (["--repeat", "0"], "repeat=0"),
         (["--out", "/proc/nowhere"], "cannot write to /proc/nowhere"),
     ],
@@ -166,7 +166,7 @@ def test_an_output_folder_is_checked_before_models_are_loaded(invoke, prompt_fil
         assert code == 2 and f"cannot write to {out}" in err and err.count("\n") == 1
     (tmp_path / "runs.jsonl").write_text("")
     code, _, err = bench(invoke, "/no/such/model", prompt_file, tmp_path, "--methods", "ar")
-    assert code == 2 and "holds a benchmark already" in err
+    assert code == 2 and "already holds a benchmark" in err
 
 
 def test_an_interruption_keeps_what_was_measured(

@@ -102,13 +102,13 @@ def test_a_paper_that_needs_a_corpus_says_so(invoke, tiny: str, prompt_file: str
 
 @pytest.mark.parametrize(("method", "message"), [
     ("lookup:5", "takes no argument"),
-    ("self-draft:6", "no size of branches"),
+    ("self-draft:6", "not a size of branches"),
     ("self-draft:0x0", "branch_length=0"),
     ("lookup,nodes=many", "whole numbers"),
     ("lookup,nodes=0", "nodes=0"),
     ("lookup,size=3", "no option 'size'"),
     ("self-draft,corpus=maybe", "allowed: yes, no"),
-    ("lookup+sd:2+mcsd:2", "'2+mcsd:2' is no argument; allowed: one tree"),
+    ("lookup+sd:2+mcsd:2", "'2+mcsd:2' is not an argument; allowed: one tree"),
     ("lookup+sd+fork:2x2", "has 2 trees"),
     ("lookup+hf:2", "unknown method in 'lookup+hf:2': 'hf'"),
     ("lookup,lossy=all", "allowed: flat-blocks"),

@@ -69,7 +69,7 @@ def test_everything_is_named(page):
         "All figures",
         "Speed-up",
         "Acceptance by depth",
-        "Tokens from one pass",
+        "Tokens per pass",
         "Where the time goes",
         "Draft trees",
     ):

@@ -73,7 +73,7 @@ def test_shards_measure_their_share_and_merge_into_one(invoke, bench, tmp_path: 
     assert all(figures["identical"] + figures["near_tie_differences"] == 5 for figures in results["methods"].values())
     assert "sd:2" in out and "sd:2" in (tmp_path / "all" / "report.html").read_text()
     code, _, err = invoke("bench", "merge", str(tmp_path / "all"), str(tmp_path / "2"), str(tmp_path / "1"))
-    assert code == 2 and "holds a benchmark already" in err
+    assert code == 2 and "already holds a benchmark" in err
     code, _, err = bench(tmp_path / "all", "--resume", "--repeat", "2")
     assert code == 2 and "all/2" in err, "one process would mix its own times in"
 
@@ -156,13 +156,13 @@ def test_missing_and_unfinished_shards_are_refused(invoke, tmp_path: Path) -> No
     with pytest.raises(UsageError, match="shard 2/2 is missing"):
         merge_shards(tmp_path / "all", [first], [])
     (second / "results.json").unlink()
-    with pytest.raises(UsageError, match="not finished; go on with it with --resume"):
+    with pytest.raises(UsageError, match="not finished; finish it with --resume"):
         merge_shards(tmp_path / "all", [first, second], [])
     code, _, err = invoke("bench", "merge", str(tmp_path / "all"), str(first), str(tmp_path / "nowhere"))
     assert code == 2 and "holds no benchmark" in err and err.count("\n") == 1
     settings = json.loads((first / "settings.json").read_text())
     (first / "settings.json").write_text(json.dumps({**settings, "shard": None}))
-    with pytest.raises(UsageError, match="is no shard"):
+    with pytest.raises(UsageError, match="a whole benchmark, not a shard"):
         merge_shards(tmp_path / "all", [first, second], [])
 
 

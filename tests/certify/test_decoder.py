@@ -111,14 +111,14 @@ def test_a_text_that_ends_early_differs(reference: GreedyReference) -> None:
 
 
 def test_texts_that_do_not_fit_the_context_are_refused(invoke, tiny: str, prompt_file: str) -> None:
-    for count, expected in (("127", "does not fit behind the longest prompt"), ("0", "--max-new-tokens 0")):
+    for count, expected in (("127", "does not fit after the longest prompt"), ("0", "--max-new-tokens 0")):
         arguments = ("certify", "decoder", "--target", tiny, "--draft", "none", "--prompts", prompt_file)
         code, out, err = invoke(*arguments, "--max-new-tokens", count)
         assert (code, out) == (2, "") and expected in err and err.count("\n") == 1
 
 
 def test_only_hugging_face_targets_have_a_text_of_their_own() -> None:
-    with pytest.raises(UsageError, match="is no Hugging Face model"):
+    with pytest.raises(UsageError, match="is not a Hugging Face model"):
         certify_decoder(Decoder(TabularModel.random(4, 1, seed=1)), [])
 
 

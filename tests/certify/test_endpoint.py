@@ -110,7 +110,7 @@ def test_texts_that_end_early_or_go_on_are_refused(invoke, serve, decoder, tiny,
 
 BAD_ANSWERS = {
     "HTTP error": ((404, b'{"error": "no such model"}'), "answered HTTP 404"),
-    "not JSON": ((200, b"<html>welcome</html>"), "did not answer in JSON but '<html>welcome</html>'"),
+    "not JSON": ((200, b"<html>welcome</html>"), "answered with something other than JSON: '<html>welcome</html>'"),
     "no choices": ((200, b'{"object": "list"}'), "answered without choices[0].text"),
     "a chat's answer": ((200, b'{"choices": [{"message": {"content": "hi"}}]}'), "answered without choices[0].text"),
 }
@@ -143,7 +143,7 @@ def test_a_server_that_hangs_up_or_is_slow_is_named() -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/hosts", "http://", "ftp://host/v1"])
 def test_what_is_no_web_address_is_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="is no web address"):
+    with pytest.raises(UsageError, match="is not a web address"):
         Endpoint(url=url, model="tiny")
 
 

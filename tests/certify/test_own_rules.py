@@ -90,7 +90,7 @@ USAGE = {
     "draws of a scheme": (["naive", "--draws", "top"], "--draws top goes with a function"),
     "draws of all": (["--all", "--draws", "top"], "leave it out with --all"),
     "missing module": (["no_such_module:law"], "cannot import module 'no_such_module'"),
-    "half a name": (["module:"], "names no rule"),
+    "half a name": (["module:"], "does not name a rule"),
     "threads": (["naive", "--threads", "0"], "--threads 0"),
 }
 
@@ -111,7 +111,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(invoke, case: str) -> None:
         ("right", None, "--draws with-replacement or"),
         ("right", "without-replacment", "did you mean 'without-replacement'?"),
         ("too_few", WITH, "takes 2 arguments"),
-        ("Neither", None, "is no subclass of polydraft's Scheme or Walk"),
+        ("Neither", None, "is not a subclass of polydraft's Scheme or Walk"),
         ("Choosy", None, "cannot make"),
         ("Own", "top", "--draws top goes with a function"),
     ],

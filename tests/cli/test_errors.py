@@ -18,7 +18,7 @@ USAGE = {
     "early exit without a number": (["--draft", "early-exit"], "early-exit:k"),
     "early exit too deep": (["--draft", "early-exit:3"], "allowed: 1 to 2"),
     "unknown device": (["--device", "abacus"], "unknown device 'abacus'"),
-    "missing device": (["--device", "cuda:63"], "device 'cuda:63' is not there"),
+    "missing device": (["--device", "cuda:63"], "device 'cuda:63' is not available"),
     "unknown dtype": (["--dtype", "int3"], "unknown dtype 'int3'"),
     "temperature below zero": (["--temperature", "-1"], "temperature=-1.0"),
     "temperature not a number": (["--temperature", "nan"], "temperature=nan"),

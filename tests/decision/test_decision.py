@@ -72,7 +72,7 @@ def test_a_folder_serves_its_own_draft_only(tmp_path: Path) -> None:
     with pytest.raises(FailureError, match="cannot read the weights"):
         load_decision(str(tmp_path), DRAFT)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UsageError, match="is no decision model"):
+    with pytest.raises(UsageError, match="is not a decision model"):
         load_decision(str(tmp_path), DRAFT)
     with pytest.raises(UsageError, match="no decision model ships for draft"):
         load_decision("auto", DRAFT)

@@ -33,8 +33,8 @@ def test_blocks_hold_the_whole_text_and_end_with_lines(tmp_path, block):
         ("cut.txt.gz", gzip.compress(TEXT.encode(), mtime=0)[:-20], "as gzipped text"),
         ("plain.txt.gz", TEXT.encode(), "as gzipped text"),
         ("damaged.txt.gz", gzip.compress(TEXT.encode(), mtime=0)[:20] + b"\xff" * 40, "as gzipped text"),
-        ("latin.txt", "früh".encode("latin-1"), "no UTF-8"),
-        ("latin.txt.gz", gzip.compress("früh".encode("latin-1"), mtime=0), "no UTF-8"),
+        ("latin.txt", "früh".encode("latin-1"), "not UTF-8"),
+        ("latin.txt.gz", gzip.compress("früh".encode("latin-1"), mtime=0), "not UTF-8"),
     ],
 )
 def test_what_is_no_text_is_refused_in_one_line(tmp_path, name, data, message):

@@ -167,7 +167,7 @@ BAD = {
     "row 1 is not finite": torch.tensor([[0.5, 0.5], [0.5, float("nan")]]),
     "row 1 has a negative entry": torch.tensor([[0.5, 0.5], [1.5, -0.5]]),
     "floating point": torch.tensor([[1, 0], [0, 1]]),
-    "law[None]": torch.tensor([0.5, 0.5]),
+    "probs[None]": torch.tensor([0.5, 0.5]),
     "differ in shape": torch.full((2, 4), 0.25),
 }
 

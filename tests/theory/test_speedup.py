@@ -1,4 +1,4 @@
-"""Tokens a pass and speed-up, against the papers' formulas, simulation and search over all trees."""
+"""Tokens per pass and speed-up, against the papers' formulas, simulation and search over all trees."""
 
 import itertools
 
@@ -146,7 +146,7 @@ def test_cost_curve_goes_through_its_points_and_on() -> None:
         (lambda: cost_curve({1: 0.0}), "time of a measured pass is 0"),
         (lambda: tree_tokens(Topology.fork(3, 1), [0.5]), "rank_acceptance has 1 numbers"),
         (lambda: largest_tree([0.2, 0.5], 8), "rank_acceptance rises"),
-        (lambda: largest_tree([0.7, 0.6], 8), "at most 1 in all"),
+        (lambda: largest_tree([0.7, 0.6], 8), "sum to at most 1"),
         (lambda: largest_tree([], 8), "rank_acceptance is []"),
         (lambda: largest_tree([0.5], 0), "nodes is 0; allowed: whole numbers from 1 to 1024"),
         (lambda: fastest_tree([0.5], Costs(draft_level=0.1, tree_pass=flat), 5000, 3), "max_nodes is 5000"),

@@ -136,7 +136,7 @@ def test_a_folder_in_use_is_not_touched(target: Loaded, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not empty"):
         run(short("head"), target, tmp_path)
     run(short("head"), target, tmp_path / "out")
-    with pytest.raises(UsageError, match="begun with seed=0, not 3"):
+    with pytest.raises(UsageError, match="started with seed=0, not 3"):
         run(short("head", seed=3), target, tmp_path / "out", resume=True)
 
 
@@ -201,7 +201,7 @@ def test_a_model_that_hides_its_states_gets_no_head() -> None:
         (("--text", "nowhere.txt"), "there is no such file"),
         (("--taps", "a,b"), "not a list of layers"),
         (("--taps", "1,99"), "allowed: layers 1 to"),
-        (("--text", "pyproject.toml", "--prompts", "pyproject.toml"), "do not go together"),
+        (("--text", "pyproject.toml", "--prompts", "pyproject.toml"), "exclude each other"),
     ],
 )
 def test_bad_options_in_one_line(invoke, tiny: str, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -73,9 +73,9 @@ class AnalyzeSettings:
                 raise UsageError(f"--temperature {temperature:g} is out of range; allowed: above 0, such as 0.6,1.0")
             if temperature == 0 and own is None:
                 raise UsageError(
-                    "--temperature 0 leaves nothing to compare: laws are single tokens and all schemes take the draft's "
-                    "likeliest ones; allowed: above 0, such as 0.1, or 0 with a --draft-temperature above 0; for greedy "
-                    "decoding use: polydraft bench"
+                    "--temperature 0 leaves nothing to compare: distributions are single tokens and all schemes take the "
+                    "draft's likeliest ones; allowed: above 0, such as 0.1, or 0 with a --draft-temperature above 0; for "
+                    "greedy decoding use: polydraft bench"
                 )
 
     @property

@@ -59,10 +59,10 @@ class LawStore:
                 header = opened.metadata() or {}
                 target_RV, draft_RV, prompt_R = (opened.get_tensor(name) for name in _NAMES)
         except (OSError, SafetensorError, ValueError) as error:
-            logger.info("%s cannot be read (%s): collecting its laws again", file, str(error).splitlines()[0])
+            logger.info("%s cannot be read (%s): collecting its distributions again", file, str(error).splitlines()[0])
             return None
         if header != _header(origin, target_RV, draft_RV, prompt_R):
-            logger.info("%s does not hold what it should: collecting its laws again", file)
+            logger.info("%s does not hold what it should: collecting its distributions again", file)
             return None
         return Laws(target_RV, draft_RV, prompt_R)
 
@@ -75,7 +75,7 @@ class LawStore:
                 save_file(dict(zip(_NAMES, tensors, strict=True)), partial, _header(origin, *tensors))
             self._make_room()
         except (OSError, SafetensorError) as error:
-            logger.info("laws are not kept: cannot write to %s (%s)", self._folder, error)
+            logger.info("distributions are not kept: cannot write to %s (%s)", self._folder, error)
 
     def _make_room(self) -> None:
         if self._most_bytes is None:

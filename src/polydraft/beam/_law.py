@@ -319,6 +319,6 @@ def _top(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if logits_RV.device.type == "cpu":
         best_RK, columns_RK = logits_RV.topk(count, dim=-1)
         return best_RK, columns_RK
-    # One block of threads a row, as topk has it, takes 70 µs.
+    # One block of threads per row, as topk has it, takes 70 µs.
     values_RK, indices_RK = largest(logits_RV, count)
     return as_tensor(values_RK), as_tensor(indices_RK)

@@ -178,9 +178,7 @@ class BeamRun(ABC):
     def step(self) -> None:
         """Run one round. Where laws come with the pass, the next one is under way when this returns."""
         if self._workspace.spoiled:
-            raise FailureError(
-                "a round of these beams was interrupted, and nobody knows how far it got; start the request again"
-            )
+            raise FailureError("a round of these beams was interrupted and its state is unknown; start the request again")
         with self._workspace.at_work():
             launched, self._launched = self._launched or self._launch(), None
             self._decide(launched)
@@ -344,7 +342,7 @@ class BeamRun(ABC):
         if not running and not self.pool.best:
             culprit = f"logits processor {self.law.emptied_by!r}" if self.law.emptied_by else "the sampling settings"
             raise FailureError(
-                f"{culprit} left no beam a token to go on with after {self.length} new tokens; leave at least one with a "
+                f"{culprit} left no beam a token to continue with after {self.length} new tokens; leave at least one with a "
                 "finite score"
             )
         best = max((beam.score for beam in running), default=float("-inf"))

@@ -27,7 +27,7 @@ _LAW = ("temperature", "top_k", "top_p", "min_p")
 
 
 class BeamDecoder:
-    """Beam search and beam sampling on the models of a decoder, several steps a target pass where it has a draft.
+    """Beam search and beam sampling on the models of a decoder, several steps per target pass where it has a draft.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class BeamDecoder:
         rest: Any = {name: value for name, value in options.items() if name not in names}
         request = Request.from_options(rest)
         if request.keep:
-            raise UsageError("keep=True does not go with beams, whose memory is a request's own; leave it out")
+            raise UsageError("keep=True does not work with beams, whose memory belongs to one request; leave it out")
         assembler, limit = self.decoder.assembler(request.row_stops(rows)[row]), request.row_limits(rows)[row]
         given = None if request.sampling is None else request.row_params(rows).rows[row]
         params, target = check_law(beam, given), self.decoder.target
@@ -171,7 +171,7 @@ def check_law(options: BeamOptions, sampling: SamplingParams | None) -> Sampling
     if options.mode == BeamMode.SAMPLE:
         params = sampling or _PLAIN
         if params.temperature == 0:
-            raise UsageError("temperature=0.0 leaves beam sampling nothing to draw; use mode 'search', or more than 0")
+            raise UsageError("temperature=0.0 leaves beam sampling nothing to draw; use mode 'search', or raise it above 0")
         return params
     params = sampling or _GREEDY
     for name in _LAW:

@@ -34,14 +34,14 @@ class Draws(StrEnum):
     INDEPENDENT = "iid"
     """W independent ones, which may be the same: the paper's."""
     HUGGING_FACE = "hf"
-    """Twice as many different ones, or more: of those that go on the W best do; of the first W drawn, those that end finish."""
+    """2 W or more different ones: of those that continue, the W best are kept; of the first W drawn, those that end finish."""
 
 
 class Verification(StrEnum):
-    """How drafted beams are held against the target's law; each is exact."""
+    """How drafted beams are verified against the target's distribution; each is exact."""
 
     AUTO = "auto"
-    """Coupled where that can be, layers elsewhere."""
+    """Coupled where possible, otherwise layers."""
     LAYERS = "layers"
     """Accept or reject beam by beam, layer by layer: the paper's, for every way to draw and every width."""
     COUPLED = "coupled"
@@ -62,17 +62,17 @@ class BeamOptions:
     draft_width: int | None = None
     """Width W_S of the draft's own beams; see `on` if it is not given."""
     draft_depth: int | None = None
-    """Most steps γ that the draft runs ahead; fewer where rounds of late have accepted few layers. See `on` if not given."""
+    """Most steps γ that the draft runs ahead; fewer if recent rounds accepted few layers. See `on` if not given."""
     twins: bool = False
-    """Draft without a draft model, from what the target said after texts that end alike; a draft that is there is left out."""
+    """Draft without a draft model, from the target's distributions after texts that end alike; a draft is ignored."""
     width_threshold: float | None = None
-    """Sampling: let each layer keep as many beams as its drafts yield with this chance; a fixed width if not given."""
+    """Sampling: let each layer keep as many beams as its drafts yield with this probability; a fixed width if not given."""
     min_width: int | None = None
-    """Least width of a layer where the threshold chooses it; 1 if not given."""
+    """Minimum width of a layer whose width the threshold chooses; 1 if not given."""
     one_cache: bool = False
-    """Sampling: go on with the likeliest beam alone after each round. A heuristic: the text follows no sampling law."""
+    """Sampling: continue with only the likeliest beam after each round. A heuristic: texts follow no sampling distribution."""
     num_return_sequences: int = 1
-    """Finished texts wanted, best first."""
+    """Number of finished texts to return, best first."""
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
 
@@ -86,9 +86,9 @@ class BeamOptions:
             if not 0 <= self.width_threshold <= 1:
                 raise UsageError(f"width_threshold={self.width_threshold!r} is out of range; allowed: 0 to 1")
             if self.draws == Draws.HUGGING_FACE:
-                raise UsageError("width_threshold does not go with draws 'hf', of fixed width; use 'distinct' or 'iid'")
+                raise UsageError("width_threshold does not work with draws 'hf', whose width is fixed; use 'distinct' or 'iid'")
         elif self.min_width is not None:
-            raise UsageError("min_width is for widths that a threshold chooses; pass width_threshold too, such as 0.7")
+            raise UsageError("min_width needs a width threshold; pass width_threshold too, such as 0.7")
         if self.verification == Verification.COUPLED and not self._can_be_coupled:
             raise UsageError("verification 'coupled' is for distinct beams of fixed width; leave it out, or use 'layers'")
         _number("length_penalty", self.length_penalty)

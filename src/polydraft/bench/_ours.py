@@ -113,7 +113,7 @@ def _decision(spec: MethodSpec, bench: Bench) -> DecisionModel | None:
     try:
         threshold = float(text)
     except ValueError:
-        raise UsageError(f"method {spec.text!r}: stop_below={text!r} is no number; allowed: 0 to 1") from None
+        raise UsageError(f"method {spec.text!r}: stop_below={text!r} is not a number; allowed: 0 to 1") from None
     check_threshold(threshold)
     if name is None or (name == IF_SHIPPED and bench.draft.name not in SHIPPED_DECISIONS):
         return None
@@ -139,7 +139,7 @@ def _gram_options(spec: MethodSpec, bench: Bench) -> GramTreeOptions:
     if spec.name == "self-draft" and spec.argument:
         options["branches"], separator, options["length"] = spec.argument.partition("x")
         if not separator:
-            raise UsageError(f"method {spec.text!r}: {spec.argument!r} is no size of branches; write self-draft:NUMBERxLENGTH")
+            raise UsageError(f"method {spec.text!r}: {spec.argument!r} is not a size of branches; write self-draft:6x6")
     sizes = {name: _number(spec, name, options[name]) for name in _GRAM_SIZES if name in options}
     switches = {name: _choice(spec, name, options.get(name, "yes"), _SWITCH) for name in ("context", "corpus")}
     flat_blocks = "lossy" in options and _choice(spec, "lossy", options["lossy"], {"flat-blocks": True})
@@ -181,7 +181,7 @@ def _renamed(values: dict[str, int], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _ngrams(spec: MethodSpec, bench: Bench) -> Method:
-    """Make a method of n-grams alone: ``self-draft:6x6,nodes=32``, ``lookup``, ``corpus+suffix``."""
+    """Draft from n-grams alone: ``self-draft:6x6,nodes=32``, ``lookup``, ``corpus+suffix``."""
     spec.take(*_GRAM_OPTIONS)
     if spec.argument and spec.name != "self-draft":
         raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name},nodes=20")
@@ -205,7 +205,7 @@ def combined(spec: MethodSpec, bench: Bench) -> Method:
         return _ngrams(spec, bench)
     if "+" in spec.argument:  # a second name behind the first one's argument would read as part of a tree
         raise UsageError(
-            f"method {spec.text!r}: {spec.argument!r} is no argument; allowed: one tree, with its argument last, as in "
+            f"method {spec.text!r}: {spec.argument!r} is not an argument; allowed: one tree, with its argument last, as in "
             "lookup+mcsd:4x2x1"
         )
     if len(trees) > 1:

@@ -183,7 +183,7 @@ def _compile(prompt: list[int], bench: Bench) -> None:
 
 @METHODS.register("llama.cpp")
 def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
-    """llama.cpp through `llama-cpp-python`, on the bundled model's own 4-bit weights: another law, so texts differ."""
+    """llama.cpp through `llama-cpp-python`, on the bundled model's own 4-bit weights: another distribution, so texts differ."""
     spec.take_nothing()
     weights = weights_file()
     if bench.target.model.name != BUNDLED or weights is None:

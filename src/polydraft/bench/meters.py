@@ -160,4 +160,4 @@ class _NvmlCounter:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code != 0:
-            raise RuntimeError(f"{name} of the NVIDIA driver answered with error {code}")
+            raise RuntimeError(f"{name} of the NVIDIA driver returned error {code}")

@@ -74,7 +74,7 @@ class MethodSpec:
         for pair in pairs:
             key, separator, value = pair.partition("=")
             if not separator:
-                raise UsageError(f"method {text!r}: {pair!r} is no option; write name:argument,option=value")
+                raise UsageError(f"method {text!r}: {pair!r} is not an option; write name:argument,option=value")
             options[key] = value
         return cls(text, name, argument, options)
 
@@ -97,7 +97,7 @@ class MethodSpec:
         if not self.argument:
             return default
         if not self.argument.isascii() or not self.argument.isdigit() or int(self.argument) < 1:
-            raise UsageError(f"method {self.text!r}: {self.argument!r} is no number of tokens; allowed: whole numbers from 1")
+            raise UsageError(f"method {self.text!r}: {self.argument!r} is not a token count; allowed: whole numbers from 1")
         return int(self.argument)
 
 

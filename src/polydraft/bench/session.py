@@ -212,6 +212,6 @@ def _check_room(longest: int, new: int, positions: int | None) -> None:
     """Refuse texts that the context would cut: our engine ends there, peers go on, and texts would seem to differ."""
     if positions is not None and longest + new > positions:
         raise UsageError(
-            f"max_new_tokens={new} does not fit behind the longest prompt of {longest} tokens in the model's context of "
+            f"max_new_tokens={new} does not fit after the longest prompt of {longest} tokens in the model's context of "
             f"{positions}; use {positions - longest} at most, or shorter prompts"
         )

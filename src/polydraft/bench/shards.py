@@ -34,7 +34,7 @@ class Shard:
         match = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})", text)
         index, count = map(int, match.groups()) if match else (0, 0)
         if not 1 <= index <= count:
-            raise UsageError(f"shard {text!r} is none; allowed: I/N with I from 1 to N, such as 1/4 for the first of four")
+            raise UsageError(f"shard {text!r} does not exist; allowed: I/N with I from 1 to N, such as 1/4 for the first of 4")
         return cls(index, count)
 
     def __str__(self) -> str:
@@ -88,15 +88,15 @@ class Part:
             ) from None
         name = settings.pop("shard", None)
         if name is None:
-            raise UsageError(f"{folder} is no shard but a whole benchmark; give the folders of `polydraft bench --shard I/N`")
+            raise UsageError(f"{folder} is a whole benchmark, not a shard; give the folders of `polydraft bench --shard I/N`")
         shard = Shard.parse(name)
         if not (folder / "results.json").exists():
-            raise UsageError(f"shard {shard} in {folder} is not finished; go on with it with --resume, then merge")
+            raise UsageError(f"shard {shard} in {folder} is not finished; finish it with --resume, then merge")
         results = load_results(folder)
         # More methods or repeats may have been asked for later, in a run that was interrupted.
         finished = (list(results["methods"]), results["settings"]["repeat"])
         if finished != (list(dict.fromkeys(settings["methods"])), settings["repeat"]):
-            raise UsageError(f"shard {shard} in {folder} is not finished; go on with it with --resume, then merge")
+            raise UsageError(f"shard {shard} in {folder} is not finished; finish it with --resume, then merge")
         return cls(folder=folder, shard=shard, settings=settings, results=results, measurements=measurements)
 
     @property
@@ -136,7 +136,7 @@ def merge_shards(out: Path, folders: Sequence[Path], command: list[str]) -> dict
     )
     first, count = parts[0], len(parts)
     if (out / "runs.jsonl").exists():
-        raise UsageError(f"{out} holds a benchmark already; merge into another folder")
+        raise UsageError(f"{out} already holds a benchmark; merge into another folder")
     # "all/N" is no shard: this folder can be neither resumed by one process nor merged again.
     journal = Journal(out, {**first.settings, "shard": f"all/{count}"}, resume=False)
     for measurement in measurements:

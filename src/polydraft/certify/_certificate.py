@@ -202,17 +202,17 @@ class Certificate:
         most = max((sum(check.tests for check in self.checks if check.subject == name) for name in self.subjects), default=0)
         if most:
             yield (
-                f"False alarms: a correct rule fails with chance {FALSE_ALARM:g} at most, over the choice of seeds; "
-                f"its statistical tests, {most} at most, share that (Bonferroni). Exact checks raise none."
+                f"False alarms: a correct rule fails with probability {FALSE_ALARM:g} at most over the choice of seeds, "
+                f"shared by up to {most} statistical tests (Bonferroni). Exact checks raise none."
             )
         if any(check.name == "enumeration" for check in self.checks):
-            yield f"Power: enumeration sees every error above {TOLERANCE:g} on the laws it tried."
+            yield f"Power: enumeration sees every error above {TOLERANCE:g} on the distributions it tried."
         if any(check.name == "cases" for check in self.checks):
-            yield "Power: of a rule that does not tell its law, errors as small as an epsilon in a denominator escape."
+            yield "Power: for a rule that does not state its law, errors as small as an epsilon in a denominator escape."
         seen = {(check.name, check.unit): check.detects for check in self.checks if check.detects is not None}
         for (name, unit), distance in seen.items():
             what = "share of prompts with a wrong text" if unit == "prompts" else "total-variation error"
-            yield f"Power: {name} sees a {what} of {distance:.3f} or more with chance .99."
+            yield f"Power: {name} detects a {what} of {distance:.3f} or more with probability .99."
 
 
 def describe(check: Check) -> str:
@@ -232,7 +232,7 @@ def example_lines(example: CounterExample) -> Iterator[str]:
     if example.drafts is not None:
         yield f"  drafts        {example.drafts}"
     for drawing in example.drawings[:_SHOWN]:
-        chance = f" (chance {_number(drawing['chance'])})" if "chance" in drawing else ""
+        chance = f" (probability {_number(drawing['chance'])})" if "chance" in drawing else ""
         law = f": law {_law(drawing['law'])}" if "law" in drawing else ""
         yield f"    children {drawing['children']}{chance}{law}"
     if len(example.drawings) > _SHOWN:

@@ -28,7 +28,7 @@ Observer = Callable[[str, int, int], None]
 """Told `(phase, done, total)`."""
 Step = Callable[[Subject, Sizes], Trial | list[Trial]]
 
-CLAIM = "no error was found in the law of what is emitted; what could have escaped is stated above"
+CLAIM = "no error was found in the distribution of emitted tokens; what could have escaped is stated above"
 _NO_RESULT = "no result"
 _HARDEST = FALSE_ALARM / 100
 """Wrong rules must fall below the threshold of a certificate with as many statistical tests as there can be."""

@@ -283,7 +283,7 @@ def _own(name: str, draws: str | None, arrays: Arrays) -> Subject:
 def _imported(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise UsageError(f"{name!r} names no rule; write module:function or module:Class")
+        raise UsageError(f"{name!r} does not name a rule; write module:function or module:Class")
     here = os.getcwd()
     sys.path.insert(0, here)  # as `python -m` does: a rule being written lies where one works
     try:
@@ -303,7 +303,7 @@ def _imported(name: str) -> Any:
 
 def _made(name: str, rule: type) -> Scheme | Walk:
     if not issubclass(rule, Scheme | Walk):
-        raise UsageError(f"class {name!r} is no subclass of polydraft's Scheme or Walk; allowed: {_ALLOWED}")
+        raise UsageError(f"class {name!r} is not a subclass of polydraft's Scheme or Walk; allowed: {_ALLOWED}")
     try:
         made: Scheme | Walk = rule()
         return made

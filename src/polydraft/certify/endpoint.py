@@ -29,7 +29,7 @@ class Endpoint:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--url {self.url!r} is no web address; allowed: http://HOST[:PORT][/v1] or https://...")
+            raise UsageError(f"--url {self.url!r} is not a web address; allowed: http://HOST[:PORT][/v1] or https://...")
         if not self.timeout > 0:
             raise UsageError(f"--timeout {self.timeout:g} is out of range; allowed: above 0 seconds")
 
@@ -81,4 +81,4 @@ class Endpoint:
             return json.loads(content)
         except ValueError:
             start = content[:_SHOWN].decode("utf-8", "replace").strip()
-            raise FailureError(f"{self.address} did not answer in JSON but {start!r}; check --url") from None
+            raise FailureError(f"{self.address} answered with something other than JSON: {start!r}; check --url") from None

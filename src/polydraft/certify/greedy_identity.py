@@ -275,7 +275,7 @@ def _reference(
     decoder: Decoder, prompts: Sequence[Prompt], chat: bool, new_tokens: int
 ) -> tuple[GreedyReference, list[list[int]]]:
     if not isinstance(decoder.target, HFModel):
-        raise UsageError(f"target {decoder.target.name!r} is no Hugging Face model; allowed: decoders that load() returns")
+        raise UsageError(f"target {decoder.target.name!r} is not a Hugging Face model; allowed: decoders that load() returns")
     encoded = [decoder.encode(prompt.text, chat=chat) for prompt in prompts]
     check_prompts(encoded, decoder.target.max_positions, decoder.target.vocab_size)
     longest, positions = max(map(len, encoded)), decoder.target.max_positions
@@ -283,7 +283,7 @@ def _reference(
         raise UsageError(f"--max-new-tokens {new_tokens} is out of range; allowed: whole numbers from 1")
     if positions is not None and longest + new_tokens > positions:  # texts that the context cuts would seem to differ there
         raise UsageError(
-            f"--max-new-tokens {new_tokens} does not fit behind the longest prompt of {longest} tokens in the model's context "
+            f"--max-new-tokens {new_tokens} does not fit after the longest prompt of {longest} tokens in the model's context "
             f"of {positions}; use {max(positions - longest, 0)} at most, or shorter prompts"
         )
     return GreedyReference(decoder.target, decoder.eos_token_ids), encoded
@@ -307,7 +307,7 @@ def _certificate(
     # The shortest way to a text that differs is the easiest to look at.
     worst = min(wrong, key=lambda index: (judgements[index].details or {}).get("new token number", 0), default=None)
     example = worst is not None and CounterExample(
-        reason="a greedy text is not the target's, and two logits do not tie where they part",
+        reason="a greedy text is not the target's, and where the two diverge it is not a near-tie",
         details={"prompt": prompts[worst].id, **(judgements[worst].details or {})},
     )
     check = Check(

@@ -179,7 +179,7 @@ class GPTNeoBody:
         if any(module._forward_hooks or module._forward_pre_hooks for module in passed_by):
             obstacle = obstacle or "its layers have hooks"
         if obstacle is not None:
-            raise UsageError(f"model type {GPT_NEO!r} works in one place and unchanged only, but {obstacle}; load it plainly")
+            raise UsageError(f"model type {GPT_NEO!r} works only unchanged and on one device, but {obstacle}; load it as it is")
 
     def __call__(
         self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache, taps: Sequence[int] = ()

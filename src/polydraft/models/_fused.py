@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from polydraft.models.feature_head import FeatureHead
 
 MOST_TOKENS = 128
-"""Tokens a row up to which these kernels are meant; longer blocks are prompts, which are computed, not read."""
+"""Tokens per row up to which these kernels are meant; longer blocks are prompts, which are computed, not read."""
 _ROWS = 4
 """Outputs that one program of a product computes."""
 _LARGE_WEIGHT = 2**23

@@ -259,8 +259,8 @@ def _check_cached(model: "HFModel", text: list[int]) -> None:
     expected_TV = _plain(model, [text])[0, start - 1 :]
     if _differ(expected_TV, torch.stack(_cached(model, text, start)), _EXACT):
         raise UsageError(
-            f"model type {model.config.model_type!r} gives other logits with a cache than without (past its window, say), so "
-            f"that no text of it can be called the right one; supported and tested: {', '.join(FAMILIES)}"
+            f"model type {model.config.model_type!r} gives different logits with and without a cache (past its window, say), "
+            f"so none of its texts can be called correct; supported and tested: {', '.join(FAMILIES)}"
         )
 
 

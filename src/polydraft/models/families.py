@@ -1,4 +1,4 @@
-"""Which Hugging Face models can score trees: families that the test suite proves to work, and why others cannot."""
+"""Which Hugging Face models can score trees: families that the test suite covers, and why others cannot."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -224,8 +224,8 @@ def refuse_unsupported(model: Any) -> None:
         raise UsageError(f"model type {kind!r} has chunked attention layers, which are not supported; use another model")
     if window_size(config) == 1:
         raise UsageError(
-            f"model type {kind!r} has a window of 1 token, for which transformers gives other logits with a cache than without "
-            "one; use a wider window"
+            f"model type {kind!r} has a window of 1 token, for which transformers gives different logits with and without a "
+            "cache; use a wider window"
         )
     if kind in _ALIBI or getattr(config, "alibi", False):
         raise UsageError(f"model type {kind!r} uses ALiBi, which ignores position ids and tree masks; use another model")

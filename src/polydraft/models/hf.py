@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model as a `LanguageModel`, without touching its code; its first layers as a draft."""
+"""Hugging Face causal language models as `LanguageModel`s, without touching their code; their first layers as drafts."""
 
 import copy
 from collections.abc import Sequence

@@ -257,7 +257,7 @@ def parse_inflated(name: str) -> tuple[str, str]:
         raise UsageError(f"target {name!r} lacks its shape; write inflated:7b; shapes: {', '.join(SHAPES)}")
     SHAPES.get(shape)
     if is_inflated(source):
-        raise UsageError(f"target {name!r} inflates what is inflated already; name the small model, such as {BUNDLED}")
+        raise UsageError(f"target {name!r} is already inflated; name the small model, such as {BUNDLED}")
     return shape, source or BUNDLED
 
 

@@ -45,7 +45,7 @@ _WITHOUT_PLANS = _WithoutPlans()
 def steady_attention(device: torch.device) -> AbstractContextManager[None]:
     """Leave cuDNN's attention out, for a while: it takes 0.1 to 1.3 s to plan for every length that it has not met before.
 
-    Once it has planned, it reads a prompt within 10 % of what the others take (docs/LOG.md), and prompts come in all lengths.
+    Once it has planned, it reads a prompt within 10 % of what the others take (docs/log), and prompts come in all lengths.
     """
     return _WITHOUT_PLANS if device.type == "cuda" else nullcontext()
 

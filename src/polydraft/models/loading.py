@@ -115,7 +115,7 @@ def _obstacle(folder: str, error: Exception) -> str:
     reason = _first_line(error)
     if not os.path.isdir(folder):
         there = "does not appear to have" in reason  # a file of it was asked for, not the whole
-        return f"what is there is not whole ({reason})" if there else f"no such folder, and not to be had from a hub ({reason})"
+        return f"what is there is incomplete ({reason})" if there else f"no such folder, and not found on a hub ({reason})"
     names = os.listdir(folder)
     if "config.json" not in names:
         return "its folder has no config.json"

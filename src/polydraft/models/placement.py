@@ -25,7 +25,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise UsageError(f"device {name!r} is not there: torch sees {count} GPUs; use --device cpu or auto")
+            raise UsageError(f"device {name!r} is not available: torch sees {count} GPUs; use --device cpu or auto")
     elif device.type != "cpu":
         raise UsageError(f"device {name!r} is not supported; allowed: auto, cpu, cuda, cuda:0, ...")
     return device

@@ -176,16 +176,16 @@ def load_trie(file: Path) -> GramTrie:
     except OSError as error:
         raise UsageError(f"cannot read {name} ({error.strerror or error}); {_REMEDY}") from None
     if not header.startswith(MAGIC[: len(header)]) or not header:
-        raise UsageError(f"{name} is no corpus cache; {_REMEDY}")
+        raise UsageError(f"{name} is not a corpus cache; {_REMEDY}")
     if len(header) < HEADER_SIZE:
-        raise UsageError(f"{name} is cut off within its header; {_REMEDY}")
+        raise UsageError(f"{name} is truncated within its header; {_REMEDY}")
     _, version, token_size, mark, vocab_size, max_prefix, gram, order, counted, *levels = _FIELDS.unpack(header[: _FIELDS.size])
     if version != VERSION:
         raise UsageError(f"{name} has version {version}, this package reads version {VERSION}; {_REMEDY}")
     nodes, inner = sum(levels), sum(levels[: max(order - 1, 0)])
     wanted = HEADER_SIZE + 4 * (inner + 1) + nodes * (token_size + 1)
     if size != wanted:
-        raise UsageError(f"{name} has {size} bytes instead of {wanted}: it is cut off or damaged; {_REMEDY}")
+        raise UsageError(f"{name} has {size} bytes instead of {wanted}: it is truncated or damaged; {_REMEDY}")
     bytes_X = np.memmap(file, dtype=np.uint8, mode="r")
     payload_X = bytes_X[HEADER_SIZE:].view(np.ndarray)  # a plain array over the mapped bytes: quicker to index
     digest = hashlib.sha256(header[: _FIELDS.size])
@@ -195,12 +195,12 @@ def load_trie(file: Path) -> GramTrie:
     # What follows cannot go wrong by accident any more; it keeps files made with intent from leading astray.
     lengths_fit = order == max_prefix + gram <= MOST_ORDER and min(max_prefix, gram, levels[0]) >= 1 and not any(levels[order:])
     if not lengths_fit or vocab_size > _MOST_TOKENS or token_size != token_type(vocab_size).itemsize:
-        raise UsageError(f"{name} contradicts itself; {_REMEDY}")
+        raise UsageError(f"{name} is inconsistent; {_REMEDY}")
     parts = np.split(payload_X, np.cumsum([4 * (inner + 1), nodes * token_size]))
     firsts_I, tokens_N, weights_N = parts[0].view("<u4"), parts[1].view(f"<u{token_size}"), parts[2]
     level_ends = np.cumsum(levels[:order])  # the first node of a level has its children at the beginning of the next one
     children_fit = (firsts_I[np.append(0, level_ends[:-1])] == level_ends).all() and (firsts_I[1:] >= firsts_I[:-1]).all()
     if not children_fit or int(tokens_N.max()) >= vocab_size:
-        raise UsageError(f"{name} contradicts itself; {_REMEDY}")
+        raise UsageError(f"{name} is inconsistent; {_REMEDY}")
     sizes, fingerprint = tuple(levels[:order]), mark.decode("ascii", "replace")
     return GramTrie(fingerprint, vocab_size, max_prefix, gram, counted, sizes, tokens_N, weights_N, firsts_I)

@@ -1,4 +1,4 @@
-"""*Dynamic-Width Speculative Beam Decoding*: Figures 4 and 5, Tables 1 and 2, in measures that need no judge."""
+"""*Dynamic-Width Speculative Beam Decoding for LLM Inference*: Figures 4 and 5, Tables 1 and 2, without a judge of quality."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _DYNAMIC = {
         (4, 6, 2, 0.9, 3),
     )
 }
-"""The paper's grid has W_S from 2 to 6, t of 0.7 and 0.9, W_min from 1 to 3; these are spread over it."""
+"""The paper's grid has W_S from 2 to 6, t of 0.7 and 0.9, W_min from 1 to 3; these are spread over it, with t = 0.5 once."""
 _FIXED = {
     "fixed W=4, layers, iid": "dsbd:4,width=8,depth=2",
     "fixed W=4, shared noise, distinct *": "dsbd:4,width=8,depth=2,draws=distinct",
@@ -34,7 +34,7 @@ _ONE_CACHE = {
 }
 _TEMPERATURE = 1.0
 _KEYS = ("tokens_per_second", "tokens_per_pass", "log_likelihood_per_token", "joules_per_token")
-_COLUMNS = ["method", "tokens/s", "tokens/pass", "log-likelihood a token", "J/token"]
+_COLUMNS = ["method", "tokens/s", "tokens/pass", "log-likelihood/token", "J/token"]
 _NO_JOULES = "No energy counter could be read on this machine: J/token is not available."
 
 
@@ -63,7 +63,7 @@ def _figure(methods: dict[str, Any]) -> Drawing:
         "beams": _points(methods, beams | _references(), "tokens_per_second"),
         "DSBD": _points(methods, others, "tokens_per_second"),
     }
-    content = scatter(groups, across="tokens a second", up="log-likelihood a token; DSBD: W_S, t, W_min")
+    content = scatter(groups, across="tokens per second", up="log-likelihood per token; DSBD: W_S, t, W_min")
     return Drawing("figure-4.svg", "Figures 4 and 5: quality against speed, with Pareto fronts", content)
 
 
@@ -85,7 +85,7 @@ def _pareto(results: Results) -> Comparison:
 
 
 def _claim(methods: dict[str, Any]) -> str:
-    """Say what the paper's claim comes to here: the fastest dynamic widths that reach each beam sampling's likelihood."""
+    """Say what the paper's claim amounts to here: the fastest dynamic widths that reach each beam sampling's likelihood."""
     said = []
     for width in (2, 3, 4):
         base = methods[_BEAMS[width]]
@@ -97,7 +97,8 @@ def _claim(methods: dict[str, Any]) -> str:
         best = max((value for value in speeds if value), default=None)
         said.append(f"W={width}: " + ("none" if best is None else f"{best / speed:.2f}×"))
     spent = "" if any(one.get("joules_per_token") is not None for one in methods.values()) else f" {_NO_JOULES}"
-    return f"Speed of the fastest DSBD setting with at least beam sampling's likelihood: {', '.join(said) or 'unknown'}.{spent}"
+    found = ", ".join(said) or "unknown"
+    return f"Speed-up of the fastest DSBD setting that reaches beam sampling's likelihood: {found}.{spent}"
 
 
 def _table_1(results: Results) -> Comparison:
@@ -139,7 +140,7 @@ def _table_2(results: Results) -> Comparison:
             ["Spider", "SpecInfer", "19", "32.00", "8.01"],
             ["Spider", "DSBD", "31", "30.30", "7.17"],
         ],
-        remark="Going on with the likeliest beam is a heuristic: such texts follow no sampling law.",
+        remark="Continuing with the likeliest beam is a heuristic: such texts follow no sampling distribution.",
     )
 
 
@@ -157,19 +158,19 @@ _METHODS = (
 )
 
 DSBD = Paper(
-    title="Dynamic-Width Speculative Beam Decoding",
+    title="Dynamic-Width Speculative Beam Decoding for LLM Inference",
     claim="Beams drafted by a small model can be verified layer by layer so that they follow the target's own beam "
-    "sampling, with as many beams per layer as are likely to be accepted. At equal quality that is 1.5 to 1.9 "
+    "sampling, and each layer can keep as many beams as are likely to be accepted. At equal quality this is 1.5 to 1.9 "
     "times as fast as beam sampling and takes 1.8 to 2.5 times less energy.",
     algorithms={
-        "Draft and verification of beams (Algorithm 1, corrected)": "polydraft.beam.BeamDecoder",
+        "Drafting and verifying beams (Algorithm 1, corrected)": "polydraft.beam.BeamDecoder",
         "Dynamic width (§3.2)": "polydraft.beam.BeamOptions.width_threshold",
-        "Least width (§3.2)": "polydraft.beam.BeamOptions.min_width",
+        "Minimum width (§3.2)": "polydraft.beam.BeamOptions.min_width",
         "Forests in one pass (§3.3)": "polydraft.beam.BeamDecoder",
         "One cache (§3.4), a heuristic": "polydraft.beam.BeamOptions.one_cache",
     },
-    lossy="Going on with the likeliest beam only (`one_cache`) follows no sampling law; without it beams follow the "
-    "target's beam sampling.",
+    lossy="Continuing with the likeliest beam only (`one_cache`) follows no sampling distribution. With a dynamic width, each "
+    "layer follows the target's beam sampling given its width, but whole texts differ from those of any fixed width.",
     runs={_TEMPERATURE: _METHODS},
     tables=_tables,
     settings={"top_k": 10, "top_p": 0.8, "log_likelihood": True},

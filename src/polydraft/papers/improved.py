@@ -78,7 +78,7 @@ def _rows(results: Results) -> list[list[str]]:
 def _acceptance(results: Results) -> Comparison:
     return Comparison(
         title="Tables 1 and 2, Figure 4: acceptance and speed of all methods",
-        columns=["T", "method", "α of the paper", "α a position", "τ", "tokens/s", "speed-up"],
+        columns=["T", "method", "α of the paper", "α per position", "τ", "tokens/s", "speed-up"],
         ours=_rows(results),
         published_note="α; Alpaca / TriviaQA / MT-Bench; target LLaMA-2-7B-Chat, draft TinyLlama-1.1B, RTX 4090",
         published_columns=["T", "method", "Alpaca", "TriviaQA", "MT-Bench"],
@@ -90,9 +90,9 @@ def _acceptance(results: Results) -> Comparison:
             ["0", "target-initialised, draft LLaMA-68M", "0.80", "0.86", "0.76"],
             ["1", "target-initialised, draft LLaMA-68M", "0.75", "0.75", "0.74"],
         ],
-        remark="α of the paper is accepted length over drafted length. The target-initialised rule changes the law of the text "
-        "(docs/dynamic.md), so that its α and its speed cannot be had without loss; a fork below one token of the target can. "
-        "Decision models are those that ship with the draft; where none does, these rows ran without.",
+        remark="The paper's α is the longest accepted length over the drafted length. The target-initialised rule changes the "
+        "distribution of the text (docs/dynamic.md), so its α and speed are not those of lossless decoding; a fork below one "
+        "token of the target is lossless. Decision models are those shipped with the draft; without one, these rows use none.",
     )
 
 
@@ -119,8 +119,8 @@ def _paths(results: Results) -> Comparison:
         ours=rows,
         published_note="draft LLaMA-68M, target LLaMA-2-7B-Chat; the figure prints no numbers, the text states the claim",
         published_columns=["claim"],
-        published=[["target-initialised trees win by paths other than the first more often, and accept more along all paths"]],
-        remark="Lossless paths are candidates in the order they were drawn; rounds that accept nothing have no winner.",
+        published=[["with target-initialised trees, paths other than the first win more often, and all paths accept more"]],
+        remark="Lossless paths are numbered in draw order; rounds that accept nothing have no winner.",
         drawings=drawings,
     )
 
@@ -143,21 +143,21 @@ def _by_width(results: Results) -> Comparison:
         for number, (figure, up, chosen) in enumerate(
             [
                 ("5a", "α of the paper", {"lossy": share[first], "fork": share[second]}),
-                ("5b", "tokens a second", {"lossy": speed[first], "fork": speed[second]}),
-                ("6", "tokens a second", {"fork": speed[second], "decision": speed[third]}),
+                ("5b", "tokens per second", {"lossy": speed[first], "fork": speed[second]}),
+                ("6", "tokens per second", {"fork": speed[second], "decision": speed[third]}),
             ]
         ):
             content = curves(chosen, columns, across="width W", up=up)
             caption = f"Figure {5 if number < 2 else 6}: {up} against width, T={temperature:g}"
             drawings.append(Drawing(f"figure-{figure}-t{temperature:g}.svg", caption, content))
     return Comparison(
-        title="Figures 5 and 6: width 1 to 24, α of the paper / tokens a second",
+        title="Figures 5 and 6: width 1 to 24, α of the paper / tokens per second",
         columns=["T", "tree", *(f"W={width}" for width in _WIDTHS)],
         ours=rows,
         published_note="MT-Bench, RTX 4090; the figures print no numbers, the text states the claims",
         published_columns=["claim"],
         published=[
-            ["α rises with the width up to 12, speed up to 10; it drops at 21 (Figure 5)"],
+            ["α rises with the width up to 12, speed up to 10; speed drops at 21 (Figure 5)"],
             ["decision models help a little at small widths and cost speed at most others (Figure 6)"],
         ],
         drawings=drawings,
@@ -170,9 +170,9 @@ def _tables(results: Results) -> list[Comparison]:
 
 IMPROVED = Paper(
     title="Improving Multi-candidate Speculative Decoding",
-    claim="Trees that begin with tokens from the target, masks that are slices of a larger one, and small models that "
-    "decide when to stop drafting raise the share of accepted drafts by up to 164 % over MCSD and its speed by up "
-    "to 75 %.",
+    claim="Trees that start from several tokens of the target, masks that are slices of one larger mask, and small models "
+    "that decide when to stop drafting raise the accepted share of the draft length by up to 164 % over MCSD, and "
+    "generation speed by up to 75 %. Most of the speed-up comes from the trees; decision models help only at small widths.",
     algorithms={
         "Target-initialised trees (§3.1), lossy": "polydraft.papers.target_init.TargetInit",
         "Their verification, lossy": "polydraft.papers.target_init.LongestWalk",
@@ -182,7 +182,7 @@ IMPROVED = Paper(
     },
     runs={0.0: _COMMON, 1.0: _COMMON},
     tables=_tables,
-    lossy="Target-initialised trees (`--lossy target-init`) prefer tokens that the draft continues well. Their lossless "
-    "counterpart is a fork below one token of the target, `--tree fork:16x5`.",
+    lossy="Target-initialised trees (`--lossy target-init`) favour first tokens that the draft continues well, at temperature "
+    "0 too. Their lossless counterpart is a fork below one token of the target, `--tree fork:16x5`.",
 )
 PAPERS.register("improved")(IMPROVED)

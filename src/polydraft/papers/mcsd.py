@@ -46,7 +46,7 @@ def _acceptance_by_width(results: Results) -> Comparison:
         title="Tables 1 and 7, Figure 3: acceptance rate α with k candidates",
         columns=["", *(f"k={width}" for width in _WIDTHS)],
         ours=rows,
-        published_note="Alpaca / WMT; draft LLaMA-68M, 4×A6000; Table 7, k = 1 → 4",
+        published_note="Alpaca / WMT; draft LLaMA-68M, RTX A6000; Table 7, k = 1 → 4",
         published_columns=["target", "T", "Alpaca k=1 → 4", "WMT k=1 → 4"],
         published=[
             ["LLaMA-13B", "1", "0.51 → 0.72", "0.39 → 0.56"],
@@ -69,8 +69,8 @@ def _figure_3(results: Results) -> Drawing:
 def _rising(results: Results) -> str:
     rates = [[methods[_tree(width)]["acceptance_rate"] for width in _WIDTHS] for methods in results.values()]
     rising = all(None not in row and row == sorted(row) for row in rates)
-    claim = "The paper's claim, α grows with k and flattens towards 32,"
-    return f"{claim} {'holds for this pair.' if rising else 'is not seen in every row here (small samples are noisy).'}"
+    claim = "The paper's claim that α grows with k (and converges beyond 32)"
+    return f"{claim} {'holds for this pair.' if rising else 'does not hold in every row here (small samples are noisy).'}"
 
 
 def _speed(results: Results) -> Comparison:
@@ -83,7 +83,7 @@ def _speed(results: Results) -> Comparison:
         title="Tables 2 and 3: speed-up and block efficiency τ",
         columns=["method", "speed-up", "τ"],
         ours=rows,
-        published_note="Alpaca, target LLaMA-33B / Vicuna-33B, draft LLaMA-68M, 4×A6000",
+        published_note="Table 2, Alpaca: target LLaMA-33B / Vicuna-33B on two RTX A6000, draft LLaMA-68M",
         published_columns=["method", "T", "LLaMA-33B", "τ", "Vicuna-33B", "τ"],
         published=[
             ["SD, best γ", "0", "2.89×", "3.70", "1.70×", "2.03"],
@@ -116,10 +116,10 @@ def _budgets(results: Results) -> Comparison:
         published_note="Alpaca, 13B targets; the figure prints no numbers, the text states the rule",
         published_columns=["claim"],
         published=[
-            ["for the same budget, falling configurations (4x2) beat rising ones (2x4)"],
+            ["for the same budget, decreasing configurations (4x2) beat increasing ones (2x4)"],
             ["K = 32 has a higher τ than K = 16 but a lower speed-up"],
         ],
-        remark=f"Here the falling configuration has at least the rising one's τ in {kept} of {asked} pairs.",
+        remark=f"Here the decreasing configuration reaches at least the τ of the increasing one in {kept} of {asked} pairs.",
         drawings=[_figure_4(results)],
     )
 
@@ -158,16 +158,16 @@ def _tables(results: Results) -> list[Comparison]:
 
 MCSD = Paper(
     title="Multi-Candidate Speculative Decoding",
-    claim="Several candidates per position are accepted more often than one, and can be verified so that the text keeps "
-    "the target's distribution. As a tree they share their prefixes in one pass of the target.",
+    claim="Drafting several candidates per position raises the acceptance rate, and they can be verified without changing "
+    "the target's distribution. Tree attention puts all candidates into one sequence, so that they share one cache.",
     algorithms={
         "Multi-candidate speculative sampling (Algorithm 1)": "polydraft.schemes.RejectionWithReplacement",
         "The same without replacement (Algorithm 2)": "polydraft.schemes.RejectionWithoutReplacement",
         "Naive sampling, for comparison (§4.5)": "polydraft.schemes.Naive",
-        "Trees of k-configurations (§3)": "polydraft.drafters.ModelTree",
+        "Trees of k-configurations (§4.3)": "polydraft.drafters.ModelTree",
         "Verification from the root down (§3)": "polydraft.walks.NodeWalk",
         "Tree attention (§3.3)": "polydraft.trees.Block",
-        "Copied caches in its place (Table 4)": "polydraft.papers.flat.FlatModel",
+        "Copied caches instead of tree attention (Table 4)": "polydraft.papers.flat.FlatModel",
     },
     runs={0.0: _COMMON, 1.0: tuple(dict.fromkeys((*_COMMON, *_ABLATION.values())))},
     tables=_tables,

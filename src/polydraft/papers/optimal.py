@@ -126,8 +126,8 @@ def _greedy_remark(results: Results) -> str:
             )
             leads.append(bool(greedy and base and greedy >= base))
     return (
-        f"The paper's greedy drafts yield at least as many tokens a pass as RRS with replacement in {sum(leads)} of "
-        f"{len(leads)} pairs here; in the paper always, by less at higher temperatures."
+        f"The paper's greedy drafts yield at least as many tokens per pass as RRS with replacement in {sum(leads)} of "
+        f"{len(leads)} cases here; in the paper they always do, by less at higher temperatures."
     )
 
 
@@ -149,9 +149,10 @@ def _laws(results: Results) -> Comparison:
             ["independent", "α*", "86.9 / 80.7 / 72.0", "73.0 / 67.5 / 60.8", "64.4 / 57.8 / 33.1", "60.7 / 48.3 / 38.7"],
             ["distinct", "RRS", "88.9 / 81.5 / 75.1", "75.7 / 70.5 / 63.3", "70.9 / 63.4 / 36.9", "68.3 / 52.4 / 43.9"],
             ["distinct", "α*", "89.9 / 84.3 / 76.0", "76.5 / 71.8 / 63.4", "71.5 / 64.2 / 36.4", "69.4 / 54.1 / 44.0"],
-            ["greedy", "Greedy = α*", "90.7 / 84.2 / 77.0", "78.4 / 73.2 / 66.1", "72.6 / 65.7 / 39.5", "69.9 / 54.0 / 45.5"],
+            ["greedy", "Greedy", "90.7 / 84.2 / 77.0", "78.4 / 73.2 / 66.1", "72.6 / 65.7 / 39.5", "69.9 / 54.0 / 45.5"],
         ],
-        remark="The published α* of distinct drafts is that of another way of drawing; see docs/theory.md.",
+        remark="Greedy reaches its own α* (up to sampling noise in the paper's figures). "
+        "The published α* of distinct drafts belongs to another way of drawing; see docs/theory.md.",
     )
 
 
@@ -161,19 +162,20 @@ def _tables(results: Results) -> list[Comparison]:
 
 OPTIMAL = Paper(
     title="Towards Optimal Multi-Draft Speculative Decoding",
-    claim="The most that any exact verifier can accept is the optimum of a transport problem, whose dual picks one set "
-    "of tokens; for the usual ways of drawing drafts one sort finds it. Known verifiers stay below it. Drafts "
-    "that take the likeliest tokens and draw only the last one have a verifier that reaches theirs.",
+    claim="For a given way of drawing drafts, the best acceptance rate of an exact verifier is the value of an optimal "
+    "transport problem. Its dual is a choice of one subset of the vocabulary, which a single sort solves for drafts drawn "
+    "with or without replacement. The known verifiers for these drafts, recursive rejection and K-SEQ, stay below the "
+    "optimum. Drafts that are the likeliest tokens plus one random token have a verifier that reaches their optimum.",
     algorithms={
-        "Optimal acceptance as a linear program (§3)": "polydraft.theory.linear_program_optimum",
-        "Its dual, the choice of a set (§3.3)": "polydraft.theory.subset_optimum",
+        "Optimal acceptance as a linear program (§2.3)": "polydraft.theory.linear_program_optimum",
+        "Its dual, the choice of a subset (§3.3)": "polydraft.theory.subset_optimum",
         "Independent drafts, one sort (§4.2)": "polydraft.theory.with_replacement_optimum",
         "Distinct drafts as the paper computes them (§4.2.2)": "polydraft.theory.conditional_poisson_optimum",
         "Distinct drafts as they are drawn, ours": "polydraft.theory.without_replacement_optimum",
         "Drafts from several distributions (§2.3)": "polydraft.theory.product_optimum",
         "Greedy drafts and their verifier (§5)": "polydraft.schemes.Greedy",
         "SpecHub (§5.3)": "polydraft.schemes.SpecHub",
-        "K-SEQ, for comparison": "polydraft.schemes.KSeq",
+        "K-SEQ, for comparison (Appendix A.2)": "polydraft.schemes.KSeq",
         "A verifier that reaches the optimum of independent drafts, ours": "polydraft.schemes.Race",
         "Acceptance against the optimum on real models (§6)": "polydraft.analyze.Analysis",
     },

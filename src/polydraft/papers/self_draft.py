@@ -48,7 +48,7 @@ def _main(results: Results) -> Comparison:
                         row.append(text_of(_figure(methods, name, key, category), unit))
             rows.append(row)
     return Comparison(
-        title="Table 2: throughput (tokens/s) and decoding efficiency DE (tokens a pass)",
+        title="Table 2: throughput (tokens/s) and decoding efficiency DE (tokens per pass)",
         columns=[
             "T",
             "category",
@@ -76,8 +76,8 @@ def _main(results: Results) -> Comparison:
             ["code-llama-13b", "HumanEval", "32.4", "62.3", "73.3", "2.26×", "3.22", "67.4", "2.86"],
         ],
         remark=(
-            "6×6 is the paper's number and length of branches; our default is chosen for speed. Both are verified by one draw "
-            "a node, which is exact at every temperature; the paper's own rule is not above 0."
+            "6×6 is the paper's number and length of branches; our default is chosen for speed. Both are verified with one "
+            "draw per node, which is exact at every temperature; the rule as the paper words it is exact only at T=0."
         ),
     )
 
@@ -90,12 +90,12 @@ def _overhead(results: Results) -> Comparison:
         for extra, name in names.items()
     ]
     return Comparison(
-        title="Figure 4: draft efficiency without a corpus cache, by branch tokens in a pass",
+        title="Figure 4: draft efficiency without a corpus cache, by branch tokens per pass",
         columns=["branch tokens", "tokens/s", "DE"],
         ours=rows,
         published_note="LLaMA-7B on MT-bench; the figure prints no numbers",
         published_columns=["claim"],
-        published=[["DE grows with the drafting overhead, and is above LADE's, most where the overhead is small"]],
+        published=[["throughput and DE are above LADE's overall, most clearly where the drafting overhead is small"]],
     )
 
 
@@ -120,7 +120,9 @@ def _grid(results: Results) -> Comparison:
         published_columns=["claim"],
         published=[
             ["DE grows with the length and with the number of branches"],
-            ["throughput falls beyond L = 6, and with N beyond 6 or so; both are set to 6"],
+            ["throughput falls beyond L = 6"],
+            ["as N grows, throughput rises and then falls for L from 5 to 7, and only falls for longer branches"],
+            ["both are set to 6"],
         ],
         remark=_grid_remark(methods),
         drawings=[_figure_5(methods), _figure_6(methods), *_figure_7(methods)],
@@ -186,8 +188,8 @@ def _ablation(results: Results) -> Comparison:
         published_note="MT-bench, LLaMA-7B and 13B; the figure prints no numbers",
         published_columns=["claim"],
         published=[
-            ["leaving out the context cache costs much more than leaving out the corpus cache"],
-            ["most so in code, mathematics and extraction"],
+            ["removing the context cache costs much more than removing the corpus cache"],
+            ["most of all in code, mathematics and extraction"],
         ],
         remark=_ablation_remark(methods, categories),
         drawings=[_figure_8(methods, categories)],
@@ -205,7 +207,7 @@ def _ablation_remark(methods: dict[str, Any], categories: list[str]) -> str:
             asked += 1
             more += without[1] <= without[0]
     return (
-        f"Here the context cache is worth at least as many tokens a pass as the corpus cache in {more} of {asked} categories."
+        f"Here the context cache is worth at least as many tokens per pass as the corpus cache in {more} of {asked} categories."
     )
 
 
@@ -215,7 +217,7 @@ def _figure_8(methods: dict[str, Any], categories: list[str]) -> Drawing:
         "DE": [_figure(methods, name, "tokens_per_pass", category) for category in categories for name in _ABLATION.values()]
     }
     content = grouped_columns(series, groups, base=1.0, across="caches, by category", up="decoding efficiency DE")
-    return Drawing("figure-8.svg", "Figure 8: DE with all caches, without the corpus', without the context's", content)
+    return Drawing("figure-8.svg", "Figure 8: DE with all caches, without the corpus cache, without the context cache", content)
 
 
 def _tables(results: Results) -> list[Comparison]:
@@ -224,19 +226,20 @@ def _tables(results: Results) -> list[Comparison]:
 
 SELF_DRAFT = Paper(
     title="Multi-Branch Self-Drafting for LLM Inference Acceleration",
-    claim="A target can draft for itself: branches that ride along in its own passes yield n-grams, a context cache "
-    "keeps them, and a corpus cache adds what texts in general say. That gives 2.0 to 3.2 tokens per pass and "
-    "about twice the throughput, with no draft model and no training.",
+    claim="A target can draft for itself. Branches computed along with its own passes yield n-grams for a context cache, "
+    "and a corpus cache adds common expressions. This gives 2.0 to 3.2 tokens per pass and about twice the throughput, "
+    "without a draft model or training.",
     algorithms={
         "Multi-branch drafting (Algorithm 1)": "polydraft.drafters.GramTree",
         "Context cache": "polydraft.ngrams.ContextCache",
         "Corpus cache": "polydraft.ngrams.CorpusCache",
-        "Candidates verified by draws of their own, lossy": "polydraft.walks.FlatBlocksWalk",
-        "One draw per node in its place, lossless": "polydraft.walks.NodeWalk",
+        "One set of draws per candidate, lossy": "polydraft.walks.FlatBlocksWalk",
+        "One draw per node instead, lossless": "polydraft.walks.NodeWalk",
     },
     runs={0.0: tuple(dict.fromkeys((*_MAIN, *_ABLATION.values(), *_EXTRA, *_GRID))), 1.0: _MAIN},
     tables=_tables,
-    lossy="The paper's verification (`--lossy flat-blocks`) tries the same place several times and keeps the longest "
-    "candidate, which changes the law of sampled texts. One draw per node of a trie, the default, does not.",
+    lossy="Verification as the paper words it (`--lossy flat-blocks`) draws separately for every candidate and keeps the "
+    "longest match. Candidates that share a prefix then get several tries at the same position, which changes the "
+    "distribution of sampled texts. One draw per node of a trie, the default, does not.",
 )
 PAPERS.register("self-draft")(SELF_DRAFT)

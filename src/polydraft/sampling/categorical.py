@@ -1,6 +1,6 @@
-"""Exact draws from unnormalised weights, one uniform number a token.
+"""Exact draws from unnormalised weights, one uniform number per token.
 
-Inverse-CDF sampling keeps the random stream small (one number a draw), so that it can come from a generator of each
+Inverse-CDF sampling keeps the random stream small (one number per draw), so that it can come from a generator of each
 row's own: a row's text then depends neither on its neighbours in the batch nor on the device.
 """
 
@@ -54,7 +54,7 @@ class _BlockedWeights:
         return torch.add(within_RK, block_RK, alpha=_BLOCK).where(total_R1 > 0, NO_TOKEN)
 
     def remove(self, tokens_R: Tensor) -> None:
-        """Set the weight of one token a row to zero."""
+        """Set the weight of one token per row to zero."""
         token_R1 = tokens_R.clamp(min=0)[:, None]
         block_R1 = token_R1 // _BLOCK
         # Scatters, because assigning a number by index would copy it from the host and wait.
@@ -64,7 +64,7 @@ class _BlockedWeights:
 
 
 def draw_independent(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-    """Draw K tokens a row with replacement."""
+    """Draw K tokens per row with replacement."""
     if weights_RV.shape[1] <= _FEW and weights_RV.device.type == "cpu" and not torch.compiler.is_compiling():
         return _draw_of_few(weights_RV, uniforms_RK)
     return _BlockedWeights(weights_RV).draw(uniforms_RK)
@@ -79,12 +79,12 @@ def _draw_of_few(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
 
 
 def draw_one(weights_RV: Tensor, uniforms_R: Tensor) -> Tensor:
-    """Draw one token a row."""
+    """Draw one token per row."""
     return draw_independent(weights_RV, uniforms_R[:, None])[:, 0]
 
 
 def draw_distinct(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-    """Draw K tokens a row one after the other without replacement, in draw order; `NO_TOKEN` once support is exhausted."""
+    """Draw K tokens per row one after the other without replacement, in draw order; `NO_TOKEN` once support is exhausted."""
     weights = _BlockedWeights(weights_RV.clone())
     drawn = []
     for rank in range(uniforms_RK.shape[1]):

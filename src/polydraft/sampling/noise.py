@@ -1,4 +1,4 @@
-"""Uniform random numbers, one stream a row."""
+"""Uniform random numbers, one stream per row."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def row_generator(seed: int) -> torch.Generator:
 
 
 class Noise:
-    """Draw uniforms on the host from one generator a row and hand them over in one copy.
+    """Draw uniforms on the host from one generator per row and hand them over in one copy.
 
     Host generators make the stream the same on every device, and rows independent of who shares their batch; the copy
     to a GPU is asynchronous, so a round needs no host synchronisation for it.

@@ -293,7 +293,7 @@ class Contest:
 
     @quietly
     def select(self, uniforms_RU: Tensor) -> Tensor:
-        """Run the race and return one child of each row, by one number and two more a child."""
+        """Run the race and return one child of each row, by one number, and two more per child."""
         where, width = xp(self.token_RK).where, self.token_RK.shape[1]
         number_RU = as_array(uniforms_RU.double())
         # Pairs side by side: which numbers are a child's must not depend on how many columns the batch has.

@@ -78,7 +78,7 @@ class Race(IndependentChildren):
 
 @SCHEMES.register("race-bucketed")
 class RaceBucketed(Race):
-    """The race with 4096 buckets of like candidates instead of a sort: as exact, and within 1e-4 as optimal."""
+    """The race with 4096 buckets of similar candidates instead of a sort: just as exact, acceptance within 1e-4 (measured)."""
 
     name = "race-bucketed"
 
@@ -107,7 +107,7 @@ def accepted_or_residual(target_probs_RV: Tensor, selection: Selection, uniform_
 
 @SCHEMES.register("hybrid")
 class Hybrid(Race):
-    """Top candidates for certain and independent ones beside them, picked by an optimal race; the default of choice.
+    """The top candidates for certain plus independent ones, picked by an optimal race; the default.
 
     Parameters
     ----------

@@ -119,7 +119,7 @@ class RejectionWithReplacement(_Rejection, IndependentChildren):
 
 @SCHEMES.register("speculative")
 class Speculative(RejectionWithReplacement):
-    """Plain speculative sampling [1]: one candidate a node."""
+    """Plain speculative sampling [1]: one candidate per node."""
 
     name = "speculative"
     max_children = 1

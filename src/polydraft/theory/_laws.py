@@ -24,7 +24,7 @@ def check_count(count: int, most: int | None = None) -> None:
     """Refuse a number of drafts that is not a whole number from 1 up to `most`."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1 or (most is not None and count > most):
         allowed = "whole numbers from 1" + ("" if most is None else f" to {most}")
-        raise UsageError(f"count is {count!r}; allowed: {allowed}; it is how many drafts a node has")
+        raise UsageError(f"count is {count!r}; allowed: {allowed}; it is the number of drafts per node")
 
 
 def check_laws(**laws_RV: Tensor) -> None:
@@ -38,10 +38,10 @@ def check_laws(**laws_RV: Tensor) -> None:
         if law_RV.dim() != 2 or 0 in law_RV.shape or not law_RV.is_floating_point():
             raise UsageError(
                 f"{name} has shape {shapes[name]} and dtype {law_RV.dtype}; allowed: floating point, rows by vocabulary; "
-                "for a single law pass law[None]"
+                "for a single distribution pass probs[None]"
             )
         if shapes[name] != next(iter(shapes.values())):
-            raise UsageError(f"laws differ in shape ({shapes}); pass one row for each position, over one vocabulary")
+            raise UsageError(f"distributions differ in shape ({shapes}); pass one row per position, over one vocabulary")
         if not torch.isfinite(law_RV).all():
             raise UsageError(f"{name} row {_first(~torch.isfinite(law_RV).all(-1))} is not finite; allowed: probabilities")
         if law_RV.min() < 0:

@@ -103,14 +103,14 @@ def product_optimum(target_probs_RV: Tensor, draft_probs: Sequence[Tensor]) -> T
     submodular, but Q is not q-convex for any single q, so Theorem 6 does not apply.
     """
     if not draft_probs:
-        raise UsageError("draft_probs is empty; allowed: one law [R, V] for each draft, from one")
+        raise UsageError("draft_probs is empty; allowed: one distribution [R, V] per draft, at least one")
     named = {f"draft_probs[{index}]": draft_RV for index, draft_RV in enumerate(draft_probs)}
     check_laws(target_probs_RV=target_probs_RV, **named)
     vocabulary = target_probs_RV.shape[1]
     if vocabulary > MAX_VOCABULARY:
         raise UsageError(
-            f"a vocabulary of {vocabulary:,} tokens is too large for different draft laws; allowed: at most {MAX_VOCABULARY}, "
-            "because all its sets are tried; use one draft law, or merge tokens"
+            f"a vocabulary of {vocabulary:,} tokens is too large for different draft distributions; allowed: at most "
+            f"{MAX_VOCABULARY}, because all its sets are tried; use one draft distribution, or merge tokens"
         )
     best = []
     for row in range(len(target_probs_RV)):

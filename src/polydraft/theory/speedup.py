@@ -193,7 +193,7 @@ def tree_tokens(topology: Topology, rank_acceptance: Sequence[float]) -> float:
     ranks = _checked(rank_acceptance)
     if topology.max_children > len(ranks):
         raise UsageError(
-            f"rank_acceptance has {len(ranks)} numbers but nodes have up to {topology.max_children} children; one per child"
+            f"rank_acceptance has {len(ranks)} numbers but nodes have up to {topology.max_children} children; pass one for each"
         )
     chances = [1.0] * topology.num_nodes
     for node, children in enumerate(topology.children):
@@ -257,11 +257,11 @@ def _checked(rank_acceptance: Sequence[float]) -> list[float]:
     ranks = [float(chance) for chance in rank_acceptance]
     if not ranks or not all(0 <= chance <= 1 for chance in ranks) or sum(ranks) > 1 + 1e-9:
         raise UsageError(
-            f"rank_acceptance is {ranks}; allowed: chances from 0, at most 1 in all, because one child at most is accepted"
+            f"rank_acceptance is {ranks}; allowed: probabilities that sum to at most 1, because at most one child is accepted"
         )
     if any(younger > elder for elder, younger in pairwise(ranks)):
         raise UsageError(
-            f"rank_acceptance rises ({ranks}); allowed: falling chances; sort them, or average over more positions"
+            f"rank_acceptance rises ({ranks}); allowed: falling probabilities; sort them, or average over more positions"
         )
     return ranks
 

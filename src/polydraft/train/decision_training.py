@@ -261,16 +261,17 @@ def quality_of(chances_R: Tensor, accepted_R: Tensor) -> Quality:
 
 def _card(settings: DecisionSettings, draft: str, quality: Quality) -> str:
     what = (
-        "the draft's hidden state (type 1; learnt min(1, p/q))"
+        "the draft's hidden state (type 1; trained on min(1, p/q))"
         if settings.kind == "hidden"
-        else f"the {TOP} largest probabilities of the draft's law and its entropy (type 2; learnt whether it was accepted)"
+        else f"the {TOP} largest probabilities and the entropy of the draft's distribution "
+        "(type 2; trained on whether the token was accepted)"
     )
     return (
         f"# Decision model for draft {draft}\n\n"
-        f"Estimates from {what} whether the target accepts what the draft says next; drafting stops where no path reaches the "
-        "threshold. Of improved-MCSD, §3.3. It serves this draft only.\n\n"
+        f"Estimates from {what} whether the target will accept the draft's next token; drafting stops where no path reaches "
+        "the threshold. From improved-MCSD, §3.3. It works with this draft only.\n\n"
         f"Held-out traces: {quality.count}, of which {quality.accepted:.1%} accepted. AUC {quality.auc:.3f}, calibration error "
         f"{quality.calibration_error:.3f}.\n\n"
-        f"Traces: {settings.traces} drafted tokens of real rounds on prompts {settings.prompts}, greedy and at "
-        f"temperature 1 by turns, chains of {settings.depth}; {settings.steps} steps, seed {settings.seed}.\n"
+        f"Traces: {settings.traces} drafted tokens of real rounds on prompts {settings.prompts}, alternately "
+        f"greedy and at temperature 1, chains of {settings.depth}; {settings.steps} steps, seed {settings.seed}.\n"
     )

@@ -55,13 +55,13 @@ class TrainSettings:
     prompts: str | None = None
     """File of prompts, or 'builtin', that the target answers  [default: it makes up its own]."""
     prompt_limit: int | None = None
-    """Use at most so many prompts."""
+    """Use at most this many prompts."""
     texts: tuple[str, ...] = ()
     """File of plain text to train on instead; may be given several times."""
     tokens: int = 2_000_000
     """Tokens of text to train on."""
     length: int = 384
-    """Tokens of one text."""
+    """Tokens per text."""
     steps: int = 2_000
     """Training steps."""
     batch_size: int = 32
@@ -69,7 +69,7 @@ class TrainSettings:
     learning_rate: float = 1e-3
     """Peak learning rate."""
     loss: str = "kl"
-    """kl, tv (total variation) or kl+tv, on the target's full law."""
+    """kl, tv (total variation) or kl+tv, on the target's full distribution."""
     seed: int = 0
     """Same seed, same draft (on the same machine)."""
     save_every: int = 200
@@ -77,7 +77,7 @@ class TrainSettings:
     evaluate_every: int = 100
     """Steps between measurements of acceptance."""
     sampling_rows: int = 256
-    """Texts that the target writes side by side."""
+    """Texts that the target writes at a time."""
 
     def check(self) -> None:
         """Refuse what cannot be trained."""
@@ -91,7 +91,7 @@ class TrainSettings:
         if self.vocabulary < 0:
             raise UsageError(f"--vocabulary {self.vocabulary} is out of range; allowed: 0 (all tokens) or more")
         if self.prompts and self.texts:
-            raise UsageError("--prompts and --text do not go together; choose one")
+            raise UsageError("--prompts and --text exclude each other; choose one")
         for name in (*self.texts, *([self.prompts] if self.prompts else [])):
             if name != "builtin" and not Path(name).is_file():
                 raise UsageError(f"cannot read {name!r}: there is no such file")
@@ -111,21 +111,21 @@ class DecisionSettings:
     """What a decision model is trained with."""
 
     kind: Literal["hidden", "law"] = "law"
-    """What it looks at: the draft's hidden states (type 1), or its law (type 2)."""
+    """What it looks at: the draft's hidden states (type 1), or its probabilities (type 2)."""
     prompts: str = "builtin"
     """Prompts to decode for traces: builtin, or a file."""
     limit: int | None = None
-    """Use at most so many prompts."""
+    """Use at most this many prompts."""
     traces: int = 100_000
     """Drafted tokens to learn from."""
     depth: int = 5
     """Tokens drafted per round."""
     rows: int = 32
-    """Texts that are decoded side by side."""
+    """Texts decoded at a time."""
     new_tokens: int = 64
-    """Most tokens of each text."""
+    """Most tokens per text."""
     width: int = 64
-    """Neurons of an inner layer."""
+    """Size of the hidden layers."""
     steps: int = 2000
     """Training steps."""
     learning_rate: float = 1e-3
@@ -148,7 +148,7 @@ class CorpusCacheSettings:
     texts: tuple[Path, ...] = ()
     """File of UTF-8 text, .txt or .txt.gz, of any size; may be given several times, or followed by further files."""
     generate: int = 0
-    """Let the model that --tokenizer names write so many tokens of text itself."""
+    """Let the model that --tokenizer names write this many tokens of text itself."""
     max_bytes: int = 32_000_000
     """Keep the most frequent n-grams that fit into a file of this size."""
     gram: int = 4
@@ -158,9 +158,9 @@ class CorpusCacheSettings:
     min_count: int = 2
     """Leave out n-grams seen less often."""
     length: int = 512
-    """With --generate: tokens of one text."""
+    """With --generate: tokens per text."""
     sampling_rows: int = 256
-    """With --generate: texts written side by side."""
+    """With --generate: texts written at a time."""
     seed: int = 0
     """With --generate: same seed, same text (on the same machine)."""
 

@@ -92,7 +92,7 @@ def _open_folder(settings: TrainSettings, out: Path, resume: bool) -> Path:
     record = work / "settings.json"
     try:
         if out.exists() and any(out.iterdir()) and not resume:
-            raise UsageError(f"{out} is not empty; pass --resume to go on with a training, or another --out")
+            raise UsageError(f"{out} is not empty; pass --resume to resume training, or another --out")
         if resume and record.exists():
             check_same(read_settings(record), json.loads(json.dumps(fixed)), out, _FREE)
         work.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
             value = float(loss)
             if not math.isfinite(value):
                 raise FailureError(
-                    f"the loss is not a number at step {step}; the last good checkpoint is in {work}: go on from it with "
+                    f"the loss is not a number at step {step}; the last good checkpoint is in {work}: resume from it with "
                     "--resume and a lower --learning-rate, in a copy of the folder"
                 )
             if step % settings.evaluate_every == 0 or ends:
@@ -282,8 +282,8 @@ def _write_card(
     lines = [
         f"# A draft for {settings.target}",
         "",
-        f"{kind.capitalize()}, {parameters / 1e6:.1f} M parameters, drafts {vocabulary}. It proposes tokens for",
-        f"`{settings.target}`, which checks every one of them: the text stays the target's own. By itself it is of no use.",
+        f"{kind.capitalize()}, {parameters / 1e6:.1f} M parameters, drafts {vocabulary}. It proposes tokens to",
+        f"`{settings.target}`, which checks every one of them, so the text stays the target's own. It is of no use by itself.",
         "",
         "## Use",
         "",
@@ -296,13 +296,13 @@ def _write_card(
         "## Training",
         "",
         f"- Text: {corpus.source}; {tokens:,} tokens in texts of {settings.length}.",
-        f"- {settings.steps} steps of {settings.batch_size} texts, loss `{settings.loss}` on the target's full law, "
+        f"- {settings.steps} steps of {settings.batch_size} texts, loss `{settings.loss}` on the target's full distribution, "
         f"learning rate {settings.learning_rate:g}, seed {settings.seed}.",
-        f"- Again: `{command}`",
+        f"- Command: `{command}`",
         "",
         "## Acceptance on held-out text",
         "",
-        "Chance that a candidate is accepted, by depth in the tree; four candidates are drawn without replacement.",
+        "Probability that a candidate is accepted, by depth in the tree; four candidates are drawn without replacement.",
         "",
         "| depth | T=0, 1 candidate | T=0, 4 | T=1, 1 | T=1, 4 |",
         "|---|---|---|---|---|",

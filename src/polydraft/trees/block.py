@@ -33,7 +33,7 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Tokens a row."""
+        """Tokens per row."""
         return self.depths_BT.shape[1]
 
     @property

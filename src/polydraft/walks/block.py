@@ -256,7 +256,7 @@ def worth_a_look(weight: Array, least_weight: float) -> Array:
 
 @WALKS.register("block")
 class BlockWalk(Walk):
-    """Pick one path down to a leaf, then accept as long a beginning of it as the whole of it allows.
+    """Pick one path down to a leaf, then accept as long a prefix of it as the whole path allows.
 
     At each node the scheme picks one child without accepting it, so the path is a chain whose tokens follow the picked
     children's laws r, and block verification [1] applies. Below, p is the target's law after the first i tokens of the path,

@@ -38,7 +38,7 @@ class FlatBlocksWalk(Walk):
         return False
 
     def uniforms(self, scheme: Scheme, depth: int) -> int:
-        """One a node."""
+        """One per node."""
         return self._num_nodes
 
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:

@@ -14,7 +14,7 @@ from polydraft.walks.walk import WALKS, Fault, TargetLaw, TreeLaws, Verdict, Wal
 
 @WALKS.register("node")
 class NodeWalk(Walk):
-    """Emit one token at each node; if it is one of the children go on from that child, else stop (MCSD §3).
+    """Emit one token at each node; if it is one of the children, continue from that child, otherwise stop (MCSD §3).
 
     Each step is exact given the path so far, so the whole is. At the last level there are no children and the token
     comes from the target's law itself.

@@ -16,31 +16,31 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 """The browser itself refuses any request of this page."""
 
 _HEADS = {
-    "figures": ("All figures", "One row a method; a pass is one forward of the target."),
+    "figures": ("All figures", "One row per method; a pass is one forward pass of the target."),
     "speed": (
         "Speed-up",
-        "Bars over plain decoding; the whisker is the 95\N{NO-BREAK SPACE}% interval, the upright line is 1×.",
+        "Speed-up over plain decoding; the whisker is the 95\N{NO-BREAK SPACE}% interval, the vertical line is 1×.",
     ),
     "acceptance": (
         "Acceptance by depth",
-        "How often a draft is accepted at each depth, once everything above it was; the other methods in grey.",
+        "How often a candidate is accepted at each depth, given that everything above it was; other methods in grey.",
     ),
     "passes": (
-        "Tokens from one pass",
-        "Share of target passes that yielded so many tokens; plain decoding always yields 1.",
+        "Tokens per pass",
+        "Share of target passes by the number of tokens they yielded; plain decoding always yields 1.",
     ),
-    "time": ("Where the time goes", "Milliseconds a token, the reading of the prompt spread over all tokens."),
+    "time": ("Where the time goes", "Milliseconds per token, with prefill spread over all tokens."),
     "cost": (
         "What drafting costs",
-        "On the dashed line a pass would cost what it costs plain decoding; the drop below it is the price of drafting and of "
+        "On the dashed line, a pass would cost as much as in plain decoding; the drop below it is the price of drafting and of "
         "wider passes. Filled: no other method is as good on both axes.",
     ),
-    "trees": ("Draft trees", "The root, on the left, is the last known token; above each level its number of candidates."),
-    "tokens": ("Token view", "Who proposed each token of a text. Every one of them was checked by the target."),
-    "measurement": ("How it was measured", "Everything needed to do it again."),
+    "trees": ("Draft trees", "The root, on the left, is the last known token; numbers count the candidates per level."),
+    "tokens": ("Token view", "Who proposed each token of a text. The target checked every one of them."),
+    "measurement": ("How it was measured", "Everything you need to repeat it."),
 }
 """Title and first sentence of each section, by anchor."""
-_QUEUED = '<p class="lead">On a GPU a part counts the time to queue its work; the wait for all of it counts as verify.</p>'
+_QUEUED = '<p class="lead">On a GPU, a part counts only the time to queue its work; waiting for all of it counts as verify.</p>'
 
 
 def _file(name: str) -> str:

@@ -100,7 +100,7 @@ def time_chart(methods: Mapping[str, Figures]) -> str:
     """Milliseconds per token, split by part, one row per method."""
     known = {name: parts for name, figures in methods.items() if (parts := time_parts(figures))}
     if not known:
-        return '<p class="muted">No method tells how its time was spent.</p>'
+        return '<p class="muted">No method reports how its time was spent.</p>'
     scale = svg.Scale(0, 1.02 * max(1e-9, *(sum(parts.values()) for parts in known.values())))
     rows = []
     for name, parts in known.items():
@@ -185,7 +185,7 @@ def length_panels(methods: Mapping[str, Figures]) -> str:
     top = max([0.1, *(max(shares) for shares in found.values())]) * 1.08
     panels = []
     for name, shares in found.items():
-        shapes = _frame(top, columns, 1, "tokens from one pass")
+        shapes = _frame(top, columns, 1, "tokens per pass")
         width = 0.72 * (_RIGHT - _LEFT) / columns
         for i, share in enumerate(shares):
             if share > 0:
@@ -197,8 +197,8 @@ def length_panels(methods: Mapping[str, Figures]) -> str:
         said = ", ".join(f"{i}: {100 * share:.1f} %" for i, share in enumerate(shares, 1) if share)
         passes = sum(methods[name]["block_lengths"].values())
         mean = values.number(methods[name].get("tokens_per_pass"))
-        drawing = svg.panel(_PANEL_WIDTH, _PANEL_HEIGHT, shapes, f"Tokens a pass of {name}: {said}")
-        panels.append(figure(name, drawing, f"{mean} tokens a pass, {passes:,.0f} passes"))
+        drawing = svg.panel(_PANEL_WIDTH, _PANEL_HEIGHT, shapes, f"Tokens per pass of {name}: {said}")
+        panels.append(figure(name, drawing, f"{mean} tokens per pass, {passes:,.0f} passes"))
     return _panels(panels, [name for name in methods if name not in found and name != BASELINE])
 
 
@@ -255,7 +255,7 @@ def pareto_plot(methods: Mapping[str, Figures]) -> str:
     """Draw every method; filled where no other is as good on both axes, a dashed line where drafting would cost nothing."""
     points = points_of(methods)
     if not points:
-        return '<p class="muted">No method tells both figures.</p>'
+        return '<p class="muted">No method reports both figures.</p>'
     x = svg.Scale(0.5, 1.1 * max(2.0, *(p.tokens_per_pass for p in points), 2.0))
     y = svg.Scale(0, 1.12 * max(1e-9, *(p.tokens_per_second for p in points), 1e-9))
     shapes, foot = [], _PLANE_HEIGHT - _PLANE_FOOT
@@ -269,16 +269,16 @@ def pareto_plot(methods: Mapping[str, Figures]) -> str:
             svg.line(x.x(tick), foot, x.x(tick), foot + 5, "one"),
             svg.text(x.x(tick), foot + 18, svg.tick_text(tick), anchor),
         ]
-    shapes.append(svg.text("50%", _PLANE_HEIGHT - 8, "tokens a target pass", kind="axis-name"))
+    shapes.append(svg.text("50%", _PLANE_HEIGHT - 8, "tokens per target pass", kind="axis-name"))
     shapes += _free_line(methods, x, y)
     best = {p.number for p in points if not any(p.beaten_by(other) for other in points)}
     for p in points:
         kind = "point best" if p.number in best else "point"
         shapes.append(svg.circle(x.x(p.tokens_per_pass), _height(y, p.tokens_per_second), 6, kind))
-    said = "; ".join(f"{p.method}: {p.tokens_per_pass:.2f} tokens a pass, {p.tokens_per_second:.1f} tokens/s" for p in points)
-    drawing = svg.fluid(_PLANE_HEIGHT, [*shapes, *_labels(points, x, y)], f"Tokens/s against tokens a pass. {said}")
+    said = "; ".join(f"{p.method}: {p.tokens_per_pass:.2f} tokens per pass, {p.tokens_per_second:.1f} tokens/s" for p in points)
+    drawing = svg.fluid(_PLANE_HEIGHT, [*shapes, *_labels(points, x, y)], f"Tokens/s against tokens per pass. {said}")
     rows = "".join(
-        f'<li value="{p.number}"><code>{escape(p.method)}</code> <span class="muted">{p.tokens_per_pass:.2f} a pass, '
+        f'<li value="{p.number}"><code>{escape(p.method)}</code> <span class="muted">{p.tokens_per_pass:.2f} per pass, '
         f"{p.tokens_per_second:.1f}/s</span>{' <span class=badge>not beaten</span>' if p.number in best else ''}</li>"
         for p in points
     )
@@ -345,7 +345,7 @@ def tree_drawing(name: str, parents: Sequence[int]) -> str:
     caption = (
         f"{candidates} candidate{'' if candidates == 1 else 's'}, {deepest} deep, {leaves} path{'' if leaves == 1 else 's'}"
     )
-    drawing = svg.panel(_PANEL_WIDTH, height, shapes, f"Draft tree of {name}: {caption}; candidates a level: {counts[1:]}")
+    drawing = svg.panel(_PANEL_WIDTH, height, shapes, f"Draft tree of {name}: {caption}; candidates per level: {counts[1:]}")
     return figure(name, drawing, caption)
 
 

@@ -164,8 +164,8 @@ def provenance(results: Figures) -> str:
     if isinstance(prompts, Mapping):
         settings.update({f"prompts: {name}": value for name, value in prompts.items()})
     run = {"measured": results.get("created"), "git revision": results.get("git_revision"), "schema": results.get("schema")}
-    return f"""<p>Times are wall-clock seconds of whole generations, the reading of the prompt included, on synchronised
-devices. A prompt counts with the median seconds a token of its repeats.</p>
+    return f"""<p>Times are wall-clock seconds of whole generations, prefill included, on synchronised devices. Each prompt
+counts with the median seconds per token over its repeats.</p>
 <pre class="command"><code>{values.plain(written)}</code></pre>
 <div class="panels facts-grid">{_facts_table("Settings", settings)}{_facts_table("Machine", machine)}
 {_facts_table("Versions", results.get("versions") or {})}{_facts_table("Run", run)}</div>"""
@@ -223,7 +223,7 @@ def token_view(results: Mapping[str, Any]) -> str:
         f"{_EXPLAINED.get(name, 'from another drafter')}</li>"
         for index, name in enumerate(sources_of(samples))
     )
-    return f"""<noscript><p class="muted">This view needs JavaScript, which this page carries itself.</p></noscript>
+    return f"""<noscript><p class="muted">This view needs JavaScript; the script is part of this page.</p></noscript>
 <div id="token-view" class="card" hidden>
 <div class="selectors">
 <label>Method <select id="token-method">{_options(methods, chosen)}</select></label>

@@ -11,7 +11,7 @@
   const hint = detail.textContent;
 
   const spans = () => Array.from(place.children);
-  const passName = (token, last) => (token[2] === undefined ? "pass not told" : `pass ${token[2] + 1} of ${last + 1}`);
+  const passName = (token, last) => (token[2] === undefined ? "pass unknown" : `pass ${token[2] + 1} of ${last + 1}`);
 
   function visible(text) {
     // A line break or an empty piece would leave nothing to point at.
