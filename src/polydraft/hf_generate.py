@@ -1,4 +1,4 @@
-"""polydraft inside Hugging Face `generate`: the same call, the same law, several tokens a pass."""
+"""polydraft inside Hugging Face `generate`: the same call, the same law, several tokens per pass."""
 
 import inspect
 import math

@@ -92,7 +92,7 @@ class ModelReader(TreeReader):
 
 
 class HeadReader(TreeReader):
-    """A feature head, which reads the target's features; see `polydraft.drafters.head_tree` for what an entry is.
+    """A feature head, which reads the target's features; see `polydraft.drafters.head_source` for what an entry is.
 
     A node's entry joins its token with the target's features of its parent. Inside a forest these are not known yet and the
     head's own outputs take their place; such entries are guesses, and read again once the target has passed their parents.

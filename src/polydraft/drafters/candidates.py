@@ -90,7 +90,7 @@ class Front:
 
 @quietly
 def best_children(scores_BW: Array, probs_BWV: Tensor, branch: int, most: int) -> Level:
-    """Return the best `most` children of W nodes a row, `branch` a node at most; tokens are columns of the laws."""
+    """Return the best `most` children of W nodes per row, `branch` per node at most; tokens are columns of the laws."""
     (batch_size, width), functions = scores_BW.shape, xp(scores_BW)
     value_RK, column_RK = largest(probs_BWV.flatten(0, 1), branch)
     count = value_RK.shape[1]
@@ -160,7 +160,7 @@ def drawn_children(
     uniforms_BU: Tensor,
     greedy_B: Array | None = None,
 ) -> Level:
-    """Draw the children of W nodes a row, up to K of each; tokens are columns of the laws.
+    """Draw the children of W nodes per row, up to K of each; tokens are columns of the laws.
 
     Candidates stand parent by parent, in draw order. How many a node draws may depend on its law and on all that was drawn
     above it, but not on what is drawn here. Of rows in `greedy_B` the candidates are the likeliest tokens.

@@ -13,7 +13,7 @@ from polydraft.trees import MAX_NODES
 
 _USUAL_TOKENS, _TOKENS_ON_CPU = 64, 20
 _LEAST_TOKENS = 8
-"""Candidates a round where nothing else was asked for; docs/ngrams.md has the reckoning."""
+"""Candidates per round where nothing else was asked for; docs/ngrams.md has the reckoning."""
 _LEAST_CHANCE, _LEAST_CHANCE_ON_CPU = 0.005, 0.04
 """Where a candidate yields what it costs: a token is worth some 0.4 of a plain pass; one more in the pass costs 0.002 to 0.003
 of it on a GPU, and 0.025 on two cores with matrix units."""
@@ -24,7 +24,7 @@ class GramTreeOptions:
     """Settings of all drafters that propose from n-grams."""
 
     nodes: int | None = None
-    """Most candidates a round, in nodes of the merged trie; None for as many as pay on the device."""
+    """Most candidates per round, in nodes of the merged trie; None for as many as pay on the device."""
     depth: int = 12
     """Most tokens of a continuation."""
     least_chance: float | None = None
@@ -59,7 +59,7 @@ class GramTreeOptions:
 
     @property
     def most_nodes(self) -> int:
-        """Most candidates a round on any device."""
+        """Most candidates per round on any device."""
         return self.nodes or _USUAL_TOKENS
 
     def beside_a_tree(self) -> "GramTreeOptions":

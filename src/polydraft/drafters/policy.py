@@ -2,7 +2,7 @@
 
 Everything here depends on the past, on the draft's probabilities and on tokens drawn higher up, never on the verification's
 random numbers of the round that is being planned, nor on the children whose number it says: any choice of size is exact
-(docs/theory.md). Few numbers a row, so numpy's on a CPU.
+(docs/theory.md). Few numbers per row, so numpy's on a CPU.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _MEMORY, _RATE_MEMORY = 0.97, 0.97
 _PRIOR, _RATE_PRIOR = 16.0, 8.0
 """Rounds that the first beliefs weigh, of promises and of tokens over time."""
 _TYPICAL = ((2, 1, 1.5), (5, 1, 1.7), (9, 2, 2.0), (21, 3, 2.4), (32, 4, 2.7), (64, 5, 2.9))
-"""Trees of a fair draft: nodes, levels, tokens a pass. What they would yield at given costs is the first belief."""
+"""Trees of a fair draft: nodes, levels, tokens per pass. What they would yield at given costs is the first belief."""
 _MOST_RATE, _FIRST_GROWTH = 1.3, 0.6
 _FURTHER = 1.3
 """What a child that is drawn is worth, its own children included, for each token of its own."""

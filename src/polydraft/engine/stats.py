@@ -77,7 +77,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens a second, reading the prompt not counted."""
+        """New tokens per second, reading the prompt not counted."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def keep(self, sources: Sequence[str]) -> None:

@@ -178,7 +178,7 @@ IMPROVED = Paper(
         "Their verification, lossy": "polydraft.papers.target_init.LongestWalk",
         "Sliced causal masks (§3.2)": "polydraft.trees.SlicedMask",
         "Decision models (§3.3)": "polydraft.decision.DecisionModel",
-        "Drafts of dynamic length, here whole trees": "polydraft.drafters.Dynamic",
+        "Drafts of dynamic length, here whole trees": "polydraft.drafters.TreeDrafter",
     },
     runs={0.0: _COMMON, 1.0: _COMMON},
     tables=_tables,

@@ -164,7 +164,7 @@ MCSD = Paper(
         "Multi-candidate speculative sampling (Algorithm 1)": "polydraft.schemes.RejectionWithReplacement",
         "The same without replacement (Algorithm 2)": "polydraft.schemes.RejectionWithoutReplacement",
         "Naive sampling, for comparison (§4.5)": "polydraft.schemes.Naive",
-        "Trees of k-configurations (§4.3)": "polydraft.drafters.ModelTree",
+        "Trees of k-configurations (§4.3)": "polydraft.drafters.TreeDrafter",
         "Verification from the root down (§3)": "polydraft.walks.NodeWalk",
         "Tree attention (§3.3)": "polydraft.trees.Block",
         "Copied caches instead of tree attention (Table 4)": "polydraft.papers.flat.FlatModel",
