@@ -5,7 +5,7 @@ may have
 
 - ``heading``: where help lists it, if not below the first line of its class's docstring;
 - ``short``: its name in texts such as ``lookup,nodes=8``, if not its own;
-- ``text``: False for what no text can hold.
+- ``has_text``: False for what no text can hold.
 """
 
 import ast
@@ -76,17 +76,8 @@ def options_in(kind: type[Any]) -> list[Option]:
         for name in inspect.get_annotations(owner):
             field = fields.pop(name, None)
             if field is not None and field.init:
-                found.append(
-                    Option(
-                        name=name,
-                        annotation=field.type,
-                        default=field.default,
-                        doc=docs.get(name, ""),
-                        heading=field.metadata.get("heading", heading),
-                        short=field.metadata.get("short", name.removeprefix("no_")),
-                        has_text=field.metadata.get("text", True),
-                    )
-                )
+                says = {"heading": heading, "short": name.removeprefix("no_"), "has_text": True, **field.metadata}
+                found.append(Option(name=name, annotation=field.type, default=field.default, doc=docs.get(name, ""), **says))
     return found
 
 

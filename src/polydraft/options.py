@@ -17,7 +17,7 @@ FLAT_BLOCKS = "flat-blocks"
 IF_SHIPPED = "if-shipped"
 _FIRST = {"heading": "Options"}
 _NGRAMS = {"heading": "Drafting from n-grams"}
-_IN_PYTHON = {"text": False}
+_IN_PYTHON = {"has_text": False}
 
 
 @dataclass(frozen=True, kw_only=True)

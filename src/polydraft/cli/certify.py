@@ -12,6 +12,7 @@ from polydraft.cli.options import (
     machine_options,
     options_of,
     set_threads,
+    taken,
     with_options,
 )
 from polydraft.errors import FailureError, UsageError
@@ -65,17 +66,7 @@ def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: 
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait for one answer.")
 @_prompted
 @machine_options()
-def _endpoint(
-    url: str,
-    model: str,
-    chat: bool,
-    timeout: float,
-    as_json: bool,
-    source: str,
-    limit: int,
-    max_new_tokens: int,
-    **options: Any,
-) -> None:
+def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **options: Any) -> None:
     """Compare an endpoint's text at temperature 0 with the greedy text of --target, which it is said to serve.
 
     Texts are followed along the target's tokens; near-ties are told by the target's logits, as for a decoder. Prompts go out
@@ -85,7 +76,7 @@ def _endpoint(
     from polydraft.certify.greedy_identity import certify_endpoint
     from polydraft.prompts import load_prompts
 
-    endpoint = Endpoint(url=url, model=model, chat=chat, timeout=timeout)
+    endpoint = taken(Endpoint, options)
     loading = Loading(draft="none", **options)
     prompts = load_prompts(source, limit)
     with _progress() as progress:

@@ -16,6 +16,7 @@ from polydraft.cli.bench import command as bench
 from polydraft.cli.certify import _decoder as certify
 from polydraft.cli.generate import command as generate
 from polydraft.cli.options import GroupedCommand, options_of
+from polydraft.decision import DEFAULT_THRESHOLD
 from polydraft.described import described_by, options_in
 from polydraft.errors import UsageError
 from polydraft.hf_generate import SpeculateOptions
@@ -130,6 +131,7 @@ def test_the_page_shows_the_fields() -> None:
 
 
 def test_options_are_values() -> None:
+    assert LoadOptions().stop_below == DEFAULT_THRESHOLD
     options = LoadOptions("smollm2", "early-exit:2", tree="2x2")
     assert options == LoadOptions(target="smollm2", draft="early-exit:2", tree="2x2")
     assert dataclasses.replace(options, tree="auto").draft == "early-exit:2"
