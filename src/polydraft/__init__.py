@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from polydraft.errors import FailureError, PolydraftError, UsageError
     from polydraft.hf_generate import Speculate
     from polydraft.loading import load
+    from polydraft.options import LoadOptions
     from polydraft.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ _HOMES = {
     "Decoder": "engine",
     "FailureError": "errors",
     "Generation": "engine",
+    "LoadOptions": "options",
     "PolydraftError": "errors",
     "SamplingParams": "sampling",
     "Speculate": "hf_generate",
@@ -37,6 +39,7 @@ __all__ = [
     "Decoder",
     "FailureError",
     "Generation",
+    "LoadOptions",
     "PolydraftError",
     "SamplingParams",
     "Speculate",

@@ -3,24 +3,27 @@
 import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
+from polydraft.described import documented, made_from
 from polydraft.drafters import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
-from polydraft.drafters.choice import split_drafter
+from polydraft.drafters.choice import check_drafter, split_drafter
 from polydraft.drafters.grams import gram_tree
 from polydraft.engine import Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
+from polydraft.loading import DEFAULT_TREE
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.hf import HFModel
-from polydraft.sampling import RowParams, SamplingParams, check_draft_temperature
+from polydraft.options import AUTO, TreeOptions
+from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.noise import row_generator, row_seed
-from polydraft.schemes import SCHEMES
-from polydraft.trees import parse_tree
+from polydraft.trees import Topology, parse_tree
 
 _OFF = (None, False)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -49,26 +52,34 @@ _FIELDS = {
 _ROW_DEPENDENT = ("PrefixConstrained", "EncoderRepetitionPenalty", "EncoderNoRepeatNGram")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpeculateOptions(TreeOptions):
+    """What `Speculate` can be told."""
+
+    draft: Any = field(default=None, kw_only=False)
+    """A small transformers model with the same tokens, on the same device, a `LanguageModel` or a `FeatureHead`; None decodes
+    plainly."""
+    ngrams: str | None = None
+    """Propose from n-grams too: self-draft, ngram, lookup, suffix, corpus; several with +.
+
+    A corpus cache must be named in `grams`, and its tokenizer cannot be checked here."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ngrams is not None:
+            check_drafter(self.ngrams, self.walk)
+
+    @property
+    def topology(self) -> Topology:
+        """The shape of the draft tree; refuses dynamic ones."""
+        return parse_tree(DEFAULT_TREE if self.tree == AUTO else self.tree)
+
+
+@documented(SpeculateOptions)
 class Speculate:
     """A decoding method for `model.generate(..., custom_generate=Speculate(...))`.
 
     The text has the law it would have without: identical for ``do_sample=False``, equal in distribution otherwise.
-
-    Parameters
-    ----------
-    draft : transformers model, LanguageModel, FeatureHead or None
-        A small model with the same tokens, on the same device; None decodes plainly.
-    tree : str
-        Shape of the draft tree, see `polydraft.trees.parse_tree`.
-    scheme : str
-        How candidates are drawn and verified.
-    draft_temperature : float, optional
-        Temperature of the draft, the target's otherwise. It changes speed, never the text's law.
-
-    ngrams : str, optional
-        Propose from n-grams too: ``"self-draft"``, ``"ngram"``, ``"lookup"``, ``"suffix"``, ``"corpus"``; several with ``+``.
-    grams : GramTreeOptions, optional
-        Their sizes and caches. A corpus cache must be named, and its tokenizer cannot be checked here.
 
     Notes
     -----
@@ -83,34 +94,21 @@ class Speculate:
     >>> model.generate(**inputs, max_new_tokens=64, custom_generate=speculate)           # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        draft: Any = None,
-        tree: str = "4x2x2x1x1",
-        scheme: str = "auto",
-        draft_temperature: float | None = None,
-        *,
-        ngrams: str | None = None,
-        grams: GramTreeOptions | None = None,
-    ) -> None:
-        topology = parse_tree(tree)
-        if scheme != "auto":
-            SCHEMES.get(scheme)
-        check_draft_temperature(draft_temperature)
+    @made_from(SpeculateOptions)
+    def __init__(self, options: SpeculateOptions) -> None:
         self.stats: tuple[Stats, ...] = ()
         """Figures of the last call."""
         self._target: HFModel | None = None
         self._places: list[int] = []
         self._drafter: Drafter = Plain()
         self._draft: LanguageModel | FeatureHead | None = None
-        if isinstance(draft, FeatureHead) and topology.depth:
-            self._draft = draft
-            self._drafter = TreeDrafter(draft, topology, scheme, draft_temperature=draft_temperature)
-        elif draft is not None and topology.depth:
-            self._draft = draft if isinstance(draft, LanguageModel) else HFModel(draft, endless=True)
-            self._drafter = TreeDrafter(self._draft, topology, scheme, draft_temperature=draft_temperature)
-        if ngrams is not None:
-            self._drafter = _with_ngrams(self._drafter, ngrams, grams or GramTreeOptions())
+        self._walk = options.walk
+        draft, topology = options.draft, options.topology
+        if draft is not None and topology.depth:
+            self._draft = draft if isinstance(draft, LanguageModel | FeatureHead) else HFModel(draft, endless=True)
+            self._drafter = TreeDrafter(self._draft, topology, options.scheme, draft_temperature=options.draft_temperature)
+        if options.ngrams is not None:
+            self._drafter = _with_ngrams(self._drafter, options.ngrams, options.grams or GramTreeOptions())
 
     def __call__(
         self,
@@ -156,6 +154,7 @@ class Speculate:
             target=target,
             drafter=self._drafter,
             workspace=workspace,
+            walk=self._walk,
             sequences=sequences,
         )
         output_ids = _decode(engine, sequences, input_ids, stopping_criteria, generation_config, streamer)

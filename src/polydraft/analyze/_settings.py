@@ -17,6 +17,7 @@ from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
+from polydraft.sampling import check_draft_temperature
 from polydraft.schemes import SCHEMES
 from polydraft.theory.without_replacement import MAX_COUNT
 
@@ -63,9 +64,10 @@ class AnalyzeSettings:
 
     def _check_temperatures(self) -> None:
         own = self.draft_temperature
-        if own is not None and not 0 < own < math.inf:
+        check_draft_temperature(own)
+        if own == 0:
             raise UsageError(
-                f"--draft-temperature {own:g} is out of range; allowed: above 0; at 0 every scheme takes the draft's likeliest "
+                "--draft-temperature 0 is out of range; allowed: above 0; at 0 every scheme takes the draft's likeliest "
                 "tokens, which --schemes top shows"
             )
         for temperature in self.temperatures:

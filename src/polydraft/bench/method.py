@@ -1,10 +1,12 @@
 """What the harness knows of a way to generate: a name, parameters, and a function that yields tokens with provenance."""
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from polydraft.described import Option
 from polydraft.engine import Stats
 from polydraft.errors import UsageError
 from polydraft.models.loading import Loaded
@@ -85,6 +87,21 @@ class MethodSpec:
                 known = ", ".join(allowed) or "none"
                 raise UsageError(f"method {self.text!r} has no option {key!r}; allowed: {known}")
         return self.options
+
+    def read(self, options: Iterable[Option], *others: str) -> dict[str, Any]:
+        """Return the values of those `options` that are given, by field; refuse what is neither one of them nor of `others`."""
+        known = {option.short: option for option in options}
+        given = self.take(*known, *others)
+        with self.named_in_errors():
+            return {known[key].name: known[key].read(text) for key, text in given.items() if key in known}
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Say of a wrong value which method it is of."""
+        try:
+            yield
+        except UsageError as error:
+            raise UsageError(f"method {self.text!r}: {error}") from None
 
     def take_nothing(self) -> None:
         """Refuse an argument and options."""

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ import torch
 
 import polydraft
 from polydraft.beam import text_log_probs
-from polydraft.bench import BASELINE, SCHEMA, _ours, _peers  # noqa: F401  (two of them register the methods)
+from polydraft.bench import BASELINE, SCHEMA
 from polydraft.bench._results import summarise, write_results
 from polydraft.bench._runner import Journal, Measurement, Runner
 from polydraft.bench.meters import git_revision, machine
-from polydraft.bench.method import Bench, build_methods, check_method_names
+from polydraft.bench.method import Bench, build_methods
+from polydraft.bench.options import BenchOptions
 from polydraft.bench.shards import Shard
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
@@ -30,45 +30,6 @@ from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import check_device_map, resolve_device, resolve_dtype
 from polydraft.prompts import Prompt, load_prompts
 from polydraft.sampling import SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """What to measure."""
-
-    methods: tuple[str, ...]
-    source: str = "builtin"
-    limit: int | None = None
-    target: str = "smollm2"
-    draft: str = "auto"
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    log_likelihood: bool = False
-    """Score every text with the target, outside the measured time."""
-    max_new_tokens: int = 64
-    repeat: int = 1
-    seed: int = 0
-    raw: bool = False
-    device: str = "auto"
-    device_map: str | None = None
-    dtype: str = "auto"
-    threads: int | None = None
-    shard: str | None = None
-    """Measure this part of the prompts only, ``I/N``."""
-    corpus: str = "auto"
-    """Corpus cache of methods that have one: a file, ``"none"``, or ``"auto"``."""
-
-    def __post_init__(self) -> None:
-        for name in ("repeat", "max_new_tokens", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}={value} is out of range; allowed: whole numbers from 1")
-        if not self.methods:
-            raise UsageError("no methods given; name at least one, such as ar")
-        check_method_names(list(self.methods))
-        if self.shard is not None:
-            Shard.parse(self.shard)
 
 
 class BenchSession:

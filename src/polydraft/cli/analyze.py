@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import machine_options, prepare
+from polydraft.cli.options import machine_options, options_of, prepare
 from polydraft.errors import UsageError
+from polydraft.options import LoadOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,13 +29,11 @@ _ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")
 
 
 @click.command("analyze")
-@click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name.")
-@click.option("--draft", default="auto", show_default=True, help="Draft: a folder, a hub name, early-exit:k, or auto.")
+@options_of(LoadOptions, only=("target", "draft", "draft_temperature"))
 @click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
 @click.option("--limit", type=int, default=32, show_default=True, help="Use so many prompts, spread over the categories.")
 @click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
 @click.option("--temperature", default=None, metavar="T,T,...", help="Temperatures  [default: 0.6,1.0].")
-@click.option("--draft-temperature", type=float, default=None, help="Temperature of the draft  [default: the target's].")
 @click.option("--drafts", default=None, metavar="N,N,...", help="Numbers of drafts  [default: 2,4,8].")
 @click.option("--schemes", default="all", show_default=True, metavar="NAME,...", help="Schemes; 'polydraft info' lists them.")
 @click.option("--sweep", type=click.Choice(["temperature", "drafts"]), help="Plot α over many temperatures or drafts.")

@@ -3,35 +3,28 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from polydraft.cli.options import machine_options, prepare
+from polydraft.bench.options import BenchOptions, method_options
+from polydraft.cli.options import in_range, options_of, prepare
 from polydraft.errors import FailureError, UsageError
 
-if TYPE_CHECKING:
-    from polydraft.bench.session import BenchOptions
+_BEHIND = (
+    f"Options behind a method, as in mcsd:4x2x1,walk=node: {', '.join(one.short for one in method_options(grams=True))}; "
+    "what they mean: polydraft generate --help. Static trees have attention=flat too."
+)
 
 
-@click.group("bench", invoke_without_command=True)
-@click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
-@click.option("--limit", type=int, default=None, help="Use so many prompts, spread over the categories.")
-@click.option("--shard", default=None, metavar="I/N", help="Measure only the I-th of N shares of these prompts; see merge.")
-@click.option("--methods", default="ar sd:5 mcsd:4x2x1 hf", show_default=True, help="Methods, separated by spaces.")
-@click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, a hub name, inflated:7b.")
-@click.option("--draft", default="auto", show_default=True, help="Draft model, for every method that uses one.")
-@click.option("--corpus", default="auto", show_default=True, help="Corpus cache: a file, none, or auto.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the likeliest tokens up to this mass.")
-@click.option("--log-likelihood", is_flag=True, help="Also score every text with the target, outside the measured time.")
-@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text.")
-@click.option("--repeat", type=int, default=1, show_default=True, help="Measure everything so many times.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first repeat; later ones count up.")
-@click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
-@click.option("--device-map", default=None, help="For targets larger than one device: auto, balanced, sequential.")
-@machine_options()
+@click.group("bench", invoke_without_command=True, epilog=_BEHIND)
+@options_of(
+    BenchOptions,
+    source={"flag": "--prompts"},
+    shard={"metavar": "I/N"},
+    methods={"type": str, "multiple": False, "default": "ar sd:5 mcsd:4x2x1 hf", "show_default": True},
+    threads={"callback": in_range},
+)
 @click.option(
     "--reproduce",
     default=None,
@@ -43,13 +36,11 @@ if TYPE_CHECKING:
 def command(context: click.Context, /, **options: Any) -> None:
     """Measure methods on the same prompts, arms interleaved in one process, against plain decoding (ar).
 
-    Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, the last three with ,scheme=NAME ,walk=NAME ,draft_temperature=T
-    ,attention=flat ,decision=FOLDER ,stop_below=P behind them; dynamic:NODES[:DEPTH], with ,decision=FOLDER ,stop_below=P
-    ,draft_temperature=T ,walk=NAME; without a draft: self-draft:NUMBERxLENGTH, ngram, lookup, suffix, corpus, with ,nodes=N
-    ,depth=N ,gram=N ,prefix=N ,context=no ,corpus=no behind them; combinations such as lookup+mcsd:4x2x1;
-    target-init:WIDTHxDEPTH, which is lossy; beams: beam:W, beam-search:W, dsbd:W,width=..,depth=..,threshold=.. (see
-    docs/beams.md); peers: hf, hf-assisted, hf-lookup, hf-compiled, hf-beam:W, llama.cpp. At temperature 0 all texts but those
-    of lossy methods and of beams are checked against ar's while measuring.
+    Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, dynamic:NODES[:DEPTH]; without a draft: self-draft:NUMBERxLENGTH,
+    ngram, lookup, suffix, corpus; combinations such as lookup+mcsd:4x2x1; target-init:WIDTHxDEPTH, which is lossy; beams:
+    beam:W, beam-search:W, dsbd:W,width=..,depth=..,threshold=.. (see docs/beams.md); peers: hf, hf-assisted, hf-lookup,
+    hf-compiled, hf-beam:W, llama.cpp. At temperature 0 all texts but those of lossy methods and of beams are checked
+    against ar's while measuring.
 
     A long run can be shared: N processes, each with --shard I/N, its own --out and its own cores (taskset), all other options
     alike; then `polydraft bench merge OUT DIR...`.
@@ -91,8 +82,6 @@ def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
 
 
 def _bench(**options: Any) -> None:
-    from polydraft.bench.session import BenchOptions
-
     prepare(options["threads"])
     paper: str | None = options.pop("reproduce")
     out: Path | None = options.pop("out")
@@ -107,7 +96,6 @@ def _bench(**options: Any) -> None:
 
 def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> None:
     """Run a paper's methods at each of its temperatures and write its tables."""
-    from polydraft.bench.session import BenchOptions
     from polydraft.output import check_folder
     from polydraft.papers import PAPERS, folder_name
 
@@ -121,7 +109,7 @@ def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> N
     _show_reproduction(name, results, out)
 
 
-def _run(options: "BenchOptions", out: Path, resume: bool) -> dict[str, Any]:
+def _run(options: BenchOptions, out: Path, resume: bool) -> dict[str, Any]:
     """Measure once."""
     from polydraft.bench.session import BenchSession
     from polydraft.output import check_folder

@@ -5,66 +5,68 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from polydraft.cli.options import machine_options, prepare, set_threads, with_options
+from polydraft.cli.options import (
+    GroupedCommand,
+    Loading,
+    loading_options,
+    machine_options,
+    options_of,
+    set_threads,
+    taken,
+    with_options,
+)
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
     from polydraft.certify import Certificate
-    from polydraft.engine import Decoder
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 _prompted = with_options(
     [
-        click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name."),
         click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."),
         click.option(
             "--limit", type=int, default=20, show_default=True, help="Use so many prompts, spread over the categories."
         ),
         click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text."),
-        machine_options(),
         _JSON,
     ]
 )
 """What both commands have that compare texts with a target's."""
 
 
-@click.command("decoder")
-@click.option("--draft", default="auto", show_default=True, help="Draft: a folder, a hub name, early-exit:k, none, or auto.")
-@click.option("--tree", default="auto", show_default=True, help="Draft tree, such as 4x2x1, or auto.")
-@click.option("--scheme", default="auto", show_default=True, help="How candidates are drawn and verified.")
-@click.option("--walk", default="auto", show_default=True, help="In which order a tree is verified.")
-@click.option("--draft-temperature", type=float, default=None, help="Above 0, drafts are drawn by --scheme  [default: 0].")
-@click.option("--lossy", default=None, help="Certify a drafter that is known to be lossy, target-init: it must fail.")
+@click.command("decoder", cls=GroupedCommand)
+@loading_options
 @click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
 @_prompted
-def _decoder(raw: bool, as_json: bool, **options: Any) -> None:
+def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: int, **options: Any) -> None:
     """Compare a whole decoder's greedy texts, token by token, with those of the target alone.
 
     The target's own text comes from its Hugging Face forward pass, one token at a time. Where texts part, the target's logits
-    decide: as good as equal is a near-tie, and the text is judged on from there; anything else is a counter-example.
+    decide: as good as equal is a near-tie, and the text is judged on from there; anything else is a counter-example. Drafts are
+    drawn by --scheme only where --draft-temperature is above 0. A decoder that is --lossy must fail.
     """
     from polydraft.certify.greedy_identity import certify_decoder
     from polydraft.prompts import load_prompts
 
-    prompts = load_prompts(options["source"], options["limit"])
-    parts = {name: options[name] for name in ("draft", "tree", "scheme", "walk", "draft_temperature", "lossy")}
+    loading = Loading(**options)
+    prompts = load_prompts(source, limit)
     with _progress() as progress:
-        decoder = _loaded(parts, options)
-        certificate = certify_decoder(
-            decoder, prompts, max_new_tokens=options["max_new_tokens"], chat=not raw, observer=progress
-        )
+        decoder = loading.decoder()
+        certificate = certify_decoder(decoder, prompts, max_new_tokens=max_new_tokens, chat=not raw, observer=progress)
     _show(certificate, as_json)
     if not decoder.lossless:  # so few differing texts that none was seen prove nothing
         raise FailureError(f"{decoder.drafter.name} is not certified: it is lossy by its own word; use more prompts to see it")
 
 
 @click.command("endpoint")
+@options_of(Loading, only=("target",))
 @click.option("--url", required=True, help="Address of an OpenAI-compatible server, such as http://localhost:8000/v1.")
 @click.option("--model", required=True, help="Name of the model there.")
 @click.option("--chat", is_flag=True, help="Ask /v1/chat/completions instead of /v1/completions.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait for one answer.")
 @_prompted
-def _endpoint(url: str, model: str, chat: bool, timeout: float, as_json: bool, **options: Any) -> None:
+@machine_options()
+def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **options: Any) -> None:
     """Compare an endpoint's text at temperature 0 with the greedy text of --target, which it is said to serve.
 
     Texts are followed along the target's tokens; near-ties are told by the target's logits, as for a decoder. Prompts go out
@@ -74,12 +76,13 @@ def _endpoint(url: str, model: str, chat: bool, timeout: float, as_json: bool, *
     from polydraft.certify.greedy_identity import certify_endpoint
     from polydraft.prompts import load_prompts
 
-    endpoint = Endpoint(url=url, model=model, chat=chat, timeout=timeout)
-    prompts = load_prompts(options["source"], options["limit"])
+    endpoint = taken(Endpoint, options)
+    loading = Loading(draft="none", **options)
+    prompts = load_prompts(source, limit)
     with _progress() as progress:
         endpoint.complete(prompts[0].text, 1)  # a server that is not there should not cost the loading of a model
-        target = _loaded({"draft": "none"}, options)
-        certificate = certify_endpoint(endpoint, target, prompts, max_new_tokens=options["max_new_tokens"], observer=progress)
+        target = loading.decoder()
+        certificate = certify_endpoint(endpoint, target, prompts, max_new_tokens=max_new_tokens, observer=progress)
     _show(certificate, as_json)
 
 
@@ -143,13 +146,6 @@ def _progress() -> Any:
     from polydraft.cli.terminal import PhaseProgress
 
     return PhaseProgress()
-
-
-def _loaded(parts: dict[str, Any], options: dict[str, Any]) -> "Decoder":
-    from polydraft.loading import load
-
-    prepare(options["threads"])
-    return load(options["target"], **parts, device=options["device"], dtype=options["dtype"])
 
 
 def _show(certificate: "Certificate", as_json: bool) -> None:

@@ -8,6 +8,7 @@ import click
 
 from polydraft.cli.options import machine_options, options_of, prepare, with_options
 from polydraft.errors import UsageError
+from polydraft.options import PairOptions
 from polydraft.train import CorpusCacheSettings, DecisionSettings, DraftSize, HeadSize, TrainSettings
 
 if TYPE_CHECKING:
@@ -102,8 +103,7 @@ def _note(report: "Report") -> str:
 
 
 @command.command("decision")
-@click.option("--target", default="smollm2", show_default=True, help="smollm2 (bundled), a folder, or a hub name.")
-@click.option("--draft", default="auto", show_default=True, help="Draft to decide for: a folder, a hub name, early-exit:k, or auto.")  # fmt: skip
+@options_of(PairOptions)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the decision model.")
 @options_of(DecisionSettings, new_tokens={"flag": "--max-new-tokens"})
 @machine_options(dtype={"help": _DTYPES})

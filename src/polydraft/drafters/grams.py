@@ -67,6 +67,8 @@ class GramTree(Drafter):
 class GramSource(Source):
     """Memories of one batch, one of each cache per row, on the host, and the branches that teach them."""
 
+    learns = True
+
     def __init__(self, caches: Sequence[GramCache], riders: Riders, gram: int, batch_size: int) -> None:
         self.names, self.riders, self._gram = [cache.name for cache in caches], riders, gram
         self.memories = [[cache.open() for cache in caches] for _ in range(batch_size)]
@@ -127,7 +129,6 @@ class TrieBuilder(Builder):
 
     scheme = Naive()
     """Tokens follow the target's own draw, whatever was proposed."""
-    learns = True
 
     def __init__(self, source: GramSource, sizes: Sizes, options: GramTreeOptions, device: torch.device, name: str) -> None:
         self.source: GramSource = source

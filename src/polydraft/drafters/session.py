@@ -95,7 +95,7 @@ class DraftSession:
         """How much of the next round can be recorded."""
         never = next((builder.obstacle for builder in self._builders if builder.obstacle), None)
         not_now = next((builder.source.obstacle for builder in self._builders if builder.source.obstacle), None)
-        waits = any(builder.learns for builder in self._builders)
+        waits = any(builder.learns or builder.source.learns for builder in self._builders)
         return Recordable(never, not_now, None if self._certain is None else self._host_tree, waits)
 
     def resolve_walk(self, wish: str) -> Walk:

@@ -24,6 +24,8 @@ class Source:
     """Memories that rounds write to."""
     follows_any_path: bool = False
     """Whether `commit` takes paths over nodes of other sources; if not, `catch_up` reads such text."""
+    learns: bool = False
+    """Whether what the host learns of a round may change what the source gives in the next one."""
 
     @property
     def obstacle(self) -> str | None:

@@ -1,0 +1,164 @@
+"""Options described once, as fields of dataclasses: signatures, documentation, flags and readers of texts derive from them.
+
+A field's docstring says what it is: the first paragraph everywhere, further ones in Python's documentation only. Its metadata
+may have
+
+- ``heading``: where help lists it, if not below the first line of its class's docstring;
+- ``short``: its name in texts such as ``lookup,nodes=8``, if not its own;
+- ``has_text``: False for what no text can hold.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, wraps
+from itertools import pairwise
+from types import NoneType
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
+
+from polydraft.errors import UsageError
+
+Given = ParamSpec("Given")
+Options = TypeVar("Options")
+Result = TypeVar("Result")
+Self = TypeVar("Self")
+Class = TypeVar("Class", bound=type[Any])
+_YES = {"yes": True, "no": False}
+_WORDS = {int: "whole numbers", float: "numbers", bool: ", ".join(_YES)}
+_WIDTH = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One field of a dataclass, with what it says of itself."""
+
+    name: str
+    annotation: Any
+    default: Any
+    doc: str
+    """All paragraphs of its docstring, without line breaks inside."""
+    heading: str
+    short: str
+    """Its name in texts; of a switch `no_x` it is ``x``."""
+    has_text: bool
+
+    @property
+    def help(self) -> str:
+        """What it is, in a paragraph."""
+        return self.doc.split("\n\n")[0]
+
+    @property
+    def kind(self) -> Any:
+        """Its type where it is given."""
+        return next((part for part in get_args(self.annotation) if part is not NoneType), self.annotation)
+
+    def read(self, text: str) -> Any:
+        """Turn what stands behind ``short=`` into a value; its dataclass checks the rest."""
+        try:
+            if self.kind is bool:
+                return _YES[text] != self.name.startswith("no_")
+            return self.kind(text) if self.kind in _WORDS else text
+        except (ValueError, KeyError):
+            raise UsageError(f"{self.short}={text!r} is out of range; allowed: {_WORDS[self.kind]}") from None
+
+
+def options_in(kind: type[Any]) -> list[Option]:
+    """Return the fields of a dataclass, those of its first base class first."""
+    assert dataclasses.is_dataclass(kind)
+    fields, found = {field.name: field for field in dataclasses.fields(kind)}, []
+    for owner in kind.__mro__[:-1]:
+        docs, heading = _docs(owner), (owner.__doc__ or "").split("\n")[0].removesuffix(".")
+        for name in inspect.get_annotations(owner):
+            field = fields.pop(name, None)
+            if field is not None and field.init:
+                says = {"heading": heading, "short": name.removeprefix("no_"), "has_text": True, **field.metadata}
+                found.append(Option(name=name, annotation=field.type, default=field.default, doc=docs.get(name, ""), **says))
+    return found
+
+
+def _docs(kind: type[Any]) -> dict[str, str]:
+    """Return the docstrings below a class's own fields, by field."""
+    found = {}
+    for statement, following in pairwise(_class_bodies(kind.__module__).get(kind.__name__, [])):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = "\n\n".join(re.sub(r"\n\s*", " ", part.strip()) for part in re.split(r"\n\s*\n", text))
+    return found
+
+
+@cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """Parse a module once: `inspect.getsource` of a class would do so for each. Without its source nothing is said."""
+    try:
+        parsed = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):
+        return {}
+    return {node.name: node.body for node in parsed.body if isinstance(node, ast.ClassDef)}
+
+
+def described_by(kind: Callable[Given, Options]) -> Callable[[Callable[[Options], Result]], Callable[Given, Result]]:
+    """Return a decorator: a function of a dataclass becomes one of its fields, with their names, types and docstrings."""
+
+    def decorate(function: Callable[[Options], Result]) -> Callable[Given, Result]:
+        @wraps(function)
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            return function(kind(*args, **kwargs))
+
+        parameters = _parameters(kind)
+        returns = inspect.signature(function).return_annotation
+        call.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        call.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": returns}
+        call.__doc__ = _documented(function.__doc__, kind)
+        return call
+
+    return decorate
+
+
+def made_from(
+    kind: Callable[Given, Options],
+) -> Callable[[Callable[[Self, Options], None]], Callable[Concatenate[Self, Given], None]]:
+    """Do for a constructor what `described_by` does for a function; `documented` describes its class."""
+
+    def decorate(function: Callable[[Self, Options], None]) -> Callable[Concatenate[Self, Given], None]:
+        @wraps(function)
+        def call(self: Self, /, *args: Given.args, **kwargs: Given.kwargs) -> None:
+            function(self, kind(*args, **kwargs))
+
+        return call
+
+    return decorate
+
+
+def documented(kind: type[Any]) -> Callable[[Class], Class]:
+    """Return a decorator of a class whose constructor is `made_from` a dataclass."""
+
+    def decorate(made: Class) -> Class:
+        made.__doc__ = _documented(made.__doc__, kind)
+        made.__signature__ = inspect.Signature(_parameters(kind))
+        return made
+
+    return decorate
+
+
+def _parameters(kind: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a dataclass in the order of `options_in`, positional ones first."""
+    given = inspect.signature(kind).parameters
+    return sorted((given[option.name] for option in options_in(kind)), key=lambda one: one.kind)
+
+
+def _documented(doc: str | None, kind: Any) -> str:
+    """Put a section of parameters behind a docstring's first paragraphs, before its other sections."""
+    described = {option.name: option for option in options_in(kind)}
+    lines = ["", "Parameters", "----------"]
+    for parameter in _parameters(kind):
+        written = inspect.formatannotation(parameter.annotation).strip("'")
+        lines.append(f"{parameter.name} : {written.replace(' | None', ', optional')}")
+        text = " ".join(described[parameter.name].doc.split())
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    before, section, after = re.split(r"(\n\n\w+\n-+\n|$)", inspect.cleandoc(doc or ""), maxsplit=1)
+    return before + "\n" + "\n".join(lines) + section + after

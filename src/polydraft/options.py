@@ -1,0 +1,213 @@
+"""What a decoder can be made of, described and checked once: for `load`, `Speculate`, the command line and benchmark methods.
+
+Nothing here imports torch before something is checked, so that help comes at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from polydraft.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from polydraft.drafters import GramTreeOptions
+    from polydraft.trees import DynamicShape, Topology
+
+AUTO = "auto"
+FLAT_BLOCKS = "flat-blocks"
+IF_SHIPPED = "if-shipped"
+_FIRST = {"heading": "Options"}
+_NGRAMS = {"heading": "Drafting from n-grams"}
+_IN_PYTHON = {"has_text": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions:
+    """Options."""
+
+    target: str = field(default="smollm2", kw_only=False)
+    """Target model: smollm2 (bundled), a folder, a hub name, or inflated:7b (bundled, at a large model's cost)."""
+    draft: str = field(default=AUTO, kw_only=False)
+    """Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto.
+
+    A draft has the target's tokens. ``"auto"`` is the draft that ships for a target, or none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions:
+    """Drafting and verification."""
+
+    tree: str = field(default=AUTO, metadata=_FIRST)
+    """Draft tree: children per level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], dynamic:64 (at most 64 nodes, chosen
+    each round), none, or auto.
+
+    See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"auto"`` is ``"4x2x2x1x1"``; with the draft that
+    `load` picked by itself, and no GPU, it is a dynamic tree, or a small one where scheme, walk, drafter or lossy are given."""
+    scheme: str = AUTO
+    """How candidates are drawn and verified; 'polydraft info' lists the schemes.
+
+    Every scheme is exact; they differ in speed."""
+    walk: str = AUTO
+    """In which order a tree is verified: node, block, traversal or auto.
+
+    Every walk is exact; they differ in speed."""
+    draft_temperature: float | None = None
+    """Temperature of the draft  [default: the target's].
+
+    It changes speed, never the law of the text."""
+    grams: "GramTreeOptions | None" = field(default=None, metadata=_IN_PYTHON)
+    """Sizes and caches of n-gram drafters."""
+
+    def __post_init__(self) -> None:
+        from polydraft.sampling import check_draft_temperature
+        from polydraft.schemes import SCHEMES
+        from polydraft.walks import check_walk
+
+        if self.scheme != AUTO:
+            SCHEMES.get(self.scheme)
+        if self.tree != AUTO and self.shape[0] is not None and self.scheme != AUTO:
+            raise UsageError(
+                f"scheme {self.scheme!r} with tree {self.tree!r}; allowed: auto, because dynamic trees choose their own"
+            )
+        check_walk(self.walk, self.scheme)
+        check_draft_temperature(self.draft_temperature)
+
+    @property
+    def shape(self) -> "tuple[DynamicShape | None, Topology]":
+        """What bounds a tree that is chosen anew in every round, or None, and the shape of one that is not."""
+        from polydraft.trees import Topology, parse_dynamic, parse_tree
+
+        dynamic = parse_dynamic(self.tree)
+        return (None, parse_tree(self.tree)) if dynamic is None else (dynamic, Topology())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterOptions:
+    """Drafting and verification."""
+
+    drafter: str = field(default=AUTO, metadata=_NGRAMS)
+    """Who proposes: auto (the draft), self-draft, ngram, lookup, suffix, corpus, or several such as lookup+model.
+
+    N-grams need no draft; ``"model"`` stands for the draft in a combination."""
+    decision: str | None = None
+    """Decision model that ends drafting early: a folder, auto for the shipped one, or if-shipped for that one or none."""
+    stop_below: float = 0.4
+    """Threshold of the decision model, 0 to 1."""
+    lossy: str | None = None
+    """Change the law of the text: target-init (improved MCSD's trees) or flat-blocks (n-grams as Self-Draft verifies them)."""
+    lossless: bool = field(default=True, metadata=_IN_PYTHON)
+    """False allows settings that change the law of the text, such as ``GramTreeOptions(flat_blocks=True)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """Machine."""
+
+    device: str = AUTO
+    """auto, cpu, cuda, cuda:1, ...
+
+    ``"auto"`` picks a GPU if there is one."""
+    dtype: str = AUTO
+    """auto, float32, bfloat16, float16.
+
+    ``"auto"`` is bfloat16 where the hardware computes in it."""
+    device_map: str | None = field(default=None, metadata={"heading": "GPUs"})
+    """For targets larger than one device: auto, balanced, sequential, or tp under torchrun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """GPUs."""
+
+    graphs: bool = True
+    """On a GPU, replay whole rounds as CUDA graphs."""
+    compiled: bool = False
+    """On a GPU, compile drawing and verification: 20 seconds once, then faster above T=0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(PairOptions, TreeOptions, DrafterOptions, PlaceOptions, GpuOptions):
+    """Everything that `polydraft.load` can be told: a decoder as a value, to be kept, compared or changed.
+
+    Values are checked here as far as that takes no model and no machine; `polydraft.loading.load_with` checks the rest.
+    """
+
+    def __post_init__(self) -> None:
+        from polydraft.decision import check_threshold
+        from polydraft.drafters.choice import check_drafter, needs_draft
+
+        super().__post_init__()
+        check_threshold(self.stop_below)
+        check_drafter(self.drafter, self.walk)
+        if self.lossy is not None and self.lossy != FLAT_BLOCKS:
+            self._check_lossy_rule(self.lossy)
+        if self.grams is not None and self.grams.flat_blocks and self.lossless and self.lossy != FLAT_BLOCKS:
+            raise UsageError(
+                "flat_blocks changes the law of the text above temperature 0; pass lossless=False to have it anyway"
+            )
+        if self.draft not in (AUTO, "none") and not needs_draft(self.drafter):
+            raise UsageError(
+                f"drafter {self.drafter!r} uses no draft, but draft={self.draft!r} is given; use {self.drafter}+model, or "
+                "leave it out"
+            )
+
+    def _check_lossy_rule(self, rule: str) -> None:
+        """Refuse unknown rules, and trees that a rule cannot grow."""
+        from polydraft.drafters import LOSSY_DRAFTERS
+        from polydraft.papers.target_init import check_lossy
+
+        if rule not in LOSSY_DRAFTERS:
+            raise unknown_name("lossy rule", rule, [*LOSSY_DRAFTERS, FLAT_BLOCKS])
+        if self.tree == AUTO:
+            return
+        dynamic, topology = self.shape
+        if dynamic is not None:
+            raise UsageError(f"--lossy {rule} grows forks only, not tree {self.tree}; use a tree such as fork:16x5")
+        check_lossy(rule, topology)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramOptions:
+    """Drafting from n-grams."""
+
+    ngram_nodes: int | None = field(default=None, metadata={"short": "nodes"})
+    """Most candidates per round from n-grams."""
+    ngram_depth: int | None = field(default=None, metadata={"short": "depth"})
+    """Most tokens of a continuation from n-grams."""
+    ngram_chance: float | None = field(default=None, metadata={"short": "chance"})
+    """Least chance that a candidate is reached and right, 0 to 1."""
+    gram: int | None = None
+    """Tokens of a continuation that the context cache stores."""
+    ngram_prefix: int | None = field(default=None, metadata={"short": "prefix"})
+    """Most tokens at the text's end that the context cache matches."""
+    branches: int | None = None
+    """Branches that ride along in self-draft."""
+    branch_length: int | None = field(default=None, metadata={"short": "length"})
+    """Most tokens of a branch."""
+    branch_seeds: str | None = field(default=None, metadata={"short": "seeds"})
+    """Where branches begin: vocabulary or prompt."""
+    corpus: str | None = None
+    """Corpus cache, made with: polydraft train corpus-cache."""
+    no_corpus: bool = False
+    """self-draft without its corpus cache."""
+    no_context: bool = False
+    """self-draft without its context cache and branches."""
+
+    def grams_asked_for(self) -> "GramTreeOptions":
+        """Return them as options of the drafters, which check them."""
+        from polydraft.drafters import GramTreeOptions, RiderOptions
+        from polydraft.ngrams import GramOptions
+
+        if self.corpus is not None and self.no_corpus:
+            raise UsageError(f"--corpus {self.corpus} and --no-corpus do not go together; leave one out")
+        riders = _given(branches=self.branches, length=self.branch_length, seeds=self.branch_seeds)
+        return GramTreeOptions(
+            **_given(nodes=self.ngram_nodes, depth=self.ngram_depth, least_chance=self.ngram_chance),
+            riders=RiderOptions(**riders) if riders else None,
+            caches=GramOptions(**_given(gram=self.gram, max_prefix=self.ngram_prefix, corpus=self.corpus)),
+            context=not self.no_context,
+            corpus=not self.no_corpus,
+        )
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,148 @@
+"""Options are described once: signatures, documentation, help and method texts follow the fields."""
+
+import dataclasses
+import inspect
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import polydraft
+from polydraft.bench.method import MethodSpec
+from polydraft.bench.options import BenchOptions, method_options
+from polydraft.cli.bench import command as bench
+from polydraft.cli.certify import _decoder as certify
+from polydraft.cli.generate import command as generate
+from polydraft.cli.options import GroupedCommand, options_of
+from polydraft.decision import DEFAULT_THRESHOLD
+from polydraft.described import described_by, options_in
+from polydraft.errors import UsageError
+from polydraft.hf_generate import SpeculateOptions
+from polydraft.options import LoadOptions, NgramOptions, TreeOptions
+
+PAGE = Path(__file__).parents[1] / "docs" / "python.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wider(LoadOptions):
+    """One option more."""
+
+    patience: int | None = field(default=None, metadata={"short": "wait"})
+    """Rounds to wait.
+
+    Only Python's documentation says this."""
+    no_haste: bool = False
+    """Take your time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.patience is not None and self.patience < 0:
+            raise UsageError(f"patience={self.patience} is out of range; allowed: 0 or more")
+
+
+@described_by(Wider)
+def start(options: Wider) -> Wider:
+    """Begin.
+
+    Returns
+    -------
+    Wider
+    """
+    return options
+
+
+def test_a_new_field_is_a_parameter_with_its_docstring() -> None:
+    assert start("tiny", patience=3) == Wider("tiny", patience=3)
+    parameters = inspect.signature(start).parameters
+    assert list(parameters)[:2] == ["target", "draft"] and parameters["patience"].default is None
+    assert parameters["patience"].annotation == int | None and inspect.signature(start).return_annotation is Wider
+    before, after = (start.__doc__ or "").split(
+        "patience : int, optional\n    Rounds to wait. Only Python's documentation says this."
+    )
+    assert before.startswith("Begin.\n\nParameters\n----------\ntarget : str\n") and after.endswith("Returns\n-------\nWider")
+    with pytest.raises(TypeError, match="impatience"):
+        start(impatience=3)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="patience=-1 is out of range"):
+        start(patience=-1)
+
+
+def test_a_new_field_is_a_flag_below_its_heading() -> None:
+    @click.command(cls=GroupedCommand)
+    @options_of(Wider)
+    def command(**options: object) -> None:
+        """Try."""
+        click.echo(Wider(**options).patience)  # type: ignore[arg-type]
+
+    shown = CliRunner().invoke(command, ["--help"]).output
+    assert "One option more:\n  --patience INTEGER  Rounds to wait.\n" in shown and "Only Python" not in shown
+    assert CliRunner().invoke(command, ["--patience", "4"]).output == "4\n"
+
+
+def test_a_new_field_is_read_from_a_method() -> None:
+    options = options_in(Wider)
+    assert MethodSpec.parse("mcsd:2,wait=3,haste=no,walk=node").read(options) == {
+        "patience": 3,
+        "no_haste": True,
+        "walk": "node",
+    }
+    with pytest.raises(UsageError, match=r"^method 'sd,wait=long': wait='long' is out of range; allowed: whole numbers$"):
+        MethodSpec.parse("sd,wait=long").read(options)
+    with pytest.raises(UsageError, match=r"has no option 'patience'; allowed: .*wait"):
+        MethodSpec.parse("sd,patience=3").read(options)
+
+
+@pytest.mark.parametrize("kind", [LoadOptions, NgramOptions, SpeculateOptions, BenchOptions], ids=lambda kind: kind.__name__)
+def test_every_field_says_what_it_is(kind: type) -> None:
+    described = options_in(kind)
+    assert {option.name for option in described} == {one.name for one in dataclasses.fields(kind)}
+    assert all(option.doc and option.heading for option in described)
+
+
+def test_every_field_is_in_load_and_in_help() -> None:
+    described = options_in(LoadOptions)
+    assert set(inspect.signature(polydraft.load).parameters) == {option.name for option in described}
+    assert all(f"\n{option.name} : " in (polydraft.load.__doc__ or "") for option in described)
+    for command in (generate, certify):
+        flags = {name for one in command.params for name in one.opts}
+        for option in (*described, *options_in(NgramOptions)):
+            assert ("--" + option.name.replace("_", "-") in flags) == option.has_text
+    assert {option.name for option in described if not option.has_text} == {"grams", "lossless"}
+    shown = " ".join(CliRunner().invoke(bench, ["--help"]).output.split())
+    assert f"walk=node: {', '.join(option.short for option in method_options(grams=True))};" in shown
+
+
+def test_speculate_has_the_part_that_makes_sense() -> None:
+    names = {option.name for option in options_in(TreeOptions)} | {"draft", "ngrams"}
+    assert set(inspect.signature(polydraft.Speculate).parameters) == names
+    assert all(f"\n{name} : " in (polydraft.Speculate.__doc__ or "") for name in names)
+    with pytest.raises(UsageError, match="unknown walk"):
+        polydraft.Speculate(walk="run")
+
+
+def test_the_page_shows_the_fields() -> None:
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for name in inspect.signature(polydraft.load).parameters:
+        option = next(one for one in options_in(LoadOptions) if one.name == name)
+        lines.append(f"| `{name}` | `{option.default!r}` | {' '.join(option.doc.split())} |")
+    table = "\n".join(lines)
+    assert table in PAGE.read_text(), f"put this table into docs/python.md:\n{table}"
+
+
+def test_options_are_values() -> None:
+    assert LoadOptions().stop_below == DEFAULT_THRESHOLD
+    options = LoadOptions("smollm2", "early-exit:2", tree="2x2")
+    assert options == LoadOptions(target="smollm2", draft="early-exit:2", tree="2x2")
+    assert dataclasses.replace(options, tree="auto").draft == "early-exit:2"
+    for wrong, message in (
+        ({"tree": "bush"}, "unknown tree 'bush'"),
+        ({"tree": "dynamic:8", "scheme": "naive"}, "dynamic trees choose their own"),
+        ({"draft_temperature": "warm"}, "draft_temperature='warm' is out of range"),
+        ({"stop_below": 2.0}, "decision threshold 2.0"),
+        ({"lossy": "all"}, "unknown lossy rule 'all'"),
+        ({"lossy": "target-init"}, "grows forks only"),
+        ({"drafter": "lookup"}, "uses no draft"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            dataclasses.replace(options, **wrong)
