@@ -19,12 +19,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import polydraft
-from polydraft.compilation import compiled
+from polydraft.certify.greedy_identity import IdentityCheck
 from polydraft.drafters import Plain, TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.engine.round import distributions
 from polydraft.engine.workspace import Workspace
-from polydraft.identity import IdentityCheck
 from polydraft.models import HeadShape
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
@@ -35,6 +34,7 @@ from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.theory import largest_tree
 from polydraft.trees import Block, parse_tree
 from polydraft.walks import AUTO
+from polydraft.walks.walk import compiled
 
 SHAPE_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 32, "vocab_size": 49152, "max_position_embeddings": 65536}  # fmt: skip

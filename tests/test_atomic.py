@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
-from polydraft.atomic import partial_beside, written_whole
+from polydraft.output import partial_beside, written_whole
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from polydraft.atomic import written_whole
+from polydraft.output import written_whole
 
 with written_whole(Path(sys.argv[1])) as partial:
     partial.write_text("half")

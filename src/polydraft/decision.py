@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.models.weights_header import check_header, weightless
+from polydraft.models.head_folder import check_header, weightless
 
 DEFAULT_THRESHOLD = 0.4
 """β of [1]."""

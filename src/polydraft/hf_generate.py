@@ -12,8 +12,8 @@ from torch import Tensor
 
 from polydraft.described import documented, made_from
 from polydraft.drafters import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
-from polydraft.drafters.choice import check_drafter, split_drafter
 from polydraft.drafters.grams import gram_tree
+from polydraft.drafters.tree_drafter import check_drafter, split_drafter
 from polydraft.engine import Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
@@ -22,7 +22,7 @@ from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.hf import HFModel
 from polydraft.options import AUTO, TreeOptions
 from polydraft.sampling import RowParams, SamplingParams
-from polydraft.sampling.noise import row_generator, row_seed
+from polydraft.sampling.categorical import row_generator, row_seed
 from polydraft.trees import Topology, parse_tree
 
 _OFF = (None, False)

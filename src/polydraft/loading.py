@@ -7,7 +7,7 @@ import torch
 from polydraft.decision import SHIPPED_DECISIONS, DecisionModel, load_decision
 from polydraft.described import described_by
 from polydraft.drafters import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
-from polydraft.drafters.choice import needs_draft
+from polydraft.drafters.tree_drafter import needs_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel

@@ -133,7 +133,7 @@ class LoadOptions(PairOptions, TreeOptions, DrafterOptions, PlaceOptions, GpuOpt
 
     def __post_init__(self) -> None:
         from polydraft.decision import check_threshold
-        from polydraft.drafters.choice import check_drafter, needs_draft
+        from polydraft.drafters.tree_drafter import check_drafter, needs_draft
 
         super().__post_init__()
         check_threshold(self.stop_below)

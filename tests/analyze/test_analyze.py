@@ -11,12 +11,11 @@ from polydraft.engine import Decoder
 from polydraft.models.hf import early_exit
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import SamplingParams
-from polydraft.sampling.noise import row_seed
+from polydraft.sampling.categorical import row_seed
 from polydraft.schemes import SCHEMES, RejectionWithReplacement
-from polydraft.schemes.arithmetic import normalised
+from polydraft.schemes.arrays import normalised
 from polydraft.train.corpus import Texts
-from polydraft.train.laws import Teacher
-from polydraft.train.pupils import HeadPupil
+from polydraft.train.pupils import HeadPupil, Teacher
 
 from .conftest import DRAFTS, NEW_TOKENS, TEXTS
 

@@ -8,10 +8,9 @@ import torch
 from transformers import AutoTokenizer
 
 import polydraft
-from polydraft.certify.greedy_identity import GreedyJudge, GreedyReference, TextJudge, certify_decoder
+from polydraft.certify.greedy_identity import GreedyJudge, GreedyReference, Likeness, TextJudge, certify_decoder
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.identity import Likeness
 from polydraft.models import TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.trees import DraftTree

@@ -12,7 +12,7 @@ from polydraft.certify.chi_square import FALSE_ALARM
 from polydraft.certify.enumeration import TOLERANCE, enumeration_error, round_cases
 from polydraft.certify.mutants import STRUCTURAL, SUBTLE, WRONG_WALKS, DistinctTestedAsIndependent, Rejection
 from polydraft.schemes import SCHEMES, RejectionWithoutReplacement, Scheme
-from polydraft.schemes.arithmetic import normalised
+from polydraft.schemes.arrays import normalised
 from polydraft.walks import WALKS, NodeWalk
 
 from .conftest import LEAST, TINY

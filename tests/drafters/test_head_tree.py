@@ -12,8 +12,7 @@ from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.train.corpus import Texts
-from polydraft.train.laws import Teacher
-from polydraft.train.pupils import HeadPupil
+from polydraft.train.pupils import HeadPupil, Teacher
 from polydraft.trees import parse_tree
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 4, 22, 11, 6], [12, 40]]

@@ -16,8 +16,7 @@ from polydraft.drafters.policy import Plan, RowPolicy
 from polydraft.engine import Decoder
 from polydraft.sampling import NO_TOKEN, SamplingParams
 from polydraft.schemes import SCHEMES, hybrid
-from polydraft.schemes.arithmetic import largest
-from polydraft.schemes.arrays import as_array
+from polydraft.schemes.arrays import as_array, largest
 from polydraft.theory import Costs, cost_curve
 from polydraft.trees import DynamicShape, parse_tree
 

@@ -8,7 +8,7 @@ import torch
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import SCHEMES, Hybrid, draw_checked, verify_checked
-from polydraft.schemes.arithmetic import largest, likeliest
+from polydraft.schemes.arrays import largest, likeliest
 
 from .checks import TOLERANCE, enumeration_error, largest_count, random_cases
 

@@ -3,7 +3,7 @@
 import pytest
 
 from polydraft.ngrams import GramOptions, LookupCache, SuffixCache
-from polydraft.ngrams._ranking import best_paths
+from polydraft.ngrams.cache import best_paths
 from polydraft.ngrams.lookup import ROOT, SuffixAutomaton, copied
 
 from .brute import longest_match, places_after, random_text

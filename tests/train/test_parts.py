@@ -6,7 +6,7 @@ from polydraft.models.loading import Loaded
 from polydraft.sampling import NO_TOKEN, PartialVocabulary
 from polydraft.schemes import RejectionWithoutReplacement
 from polydraft.train.corpus import Writer, chat_form
-from polydraft.train.laws import TargetLaws, Teacher, acceptance_of, loss_of
+from polydraft.train.pupils import TargetLaws, Teacher, acceptance_of, loss_of
 
 
 def test_the_form_of_a_template_is_what_stands_between_the_turns(target: Loaded) -> None:

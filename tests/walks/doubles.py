@@ -5,7 +5,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import RejectionWithReplacement, Scheme, Selection
-from polydraft.schemes.arithmetic import normalised
+from polydraft.schemes.arrays import normalised
 
 
 def by_law(kind: type[Scheme]) -> Scheme:

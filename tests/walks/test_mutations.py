@@ -10,8 +10,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme
-from polydraft.schemes.arithmetic import normalised, ratio
-from polydraft.schemes.arrays import Array, as_array, as_tensor, at_most
+from polydraft.schemes.arrays import Array, as_array, as_tensor, at_most, normalised, ratio
 from polydraft.trees import DraftTree
 from polydraft.walks import BlockWalk, NodeWalk, TraversalWalk, Verdict, Walk, block, node, traversal
 from polydraft.walks.block import Path, PathFinder

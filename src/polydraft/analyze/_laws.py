@@ -12,7 +12,7 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary, SamplingParams, Warper
-from polydraft.sampling.noise import row_seed
+from polydraft.sampling.categorical import row_seed
 from polydraft.trees import causal_block
 
 _CHUNK_BYTES = 2**28

@@ -16,9 +16,9 @@ from torch import Tensor
 from polydraft.analyze._laws import Laws, Observer, collect
 from polydraft.analyze._settings import AnalyzeSettings, Pair, digest_of
 from polydraft.analyze.comparison import Comparison, Row, takes, work
-from polydraft.atomic import written_whole
 from polydraft.engine import Decoder
 from polydraft.models import check_prompts
+from polydraft.output import written_whole
 from polydraft.prompts import load_prompts
 from polydraft.schemes import SCHEMES
 

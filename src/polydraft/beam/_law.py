@@ -13,8 +13,7 @@ from torch import Tensor
 from polydraft.beam._node import Node
 from polydraft.errors import FailureError
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
-from polydraft.schemes.arithmetic import largest
-from polydraft.schemes.arrays import as_tensor
+from polydraft.schemes.arrays import as_tensor, largest
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polydraft.beam._node import Node
 from polydraft.engine.graphs import Recorder, tell_obstacle
-from polydraft.engine.ownership import Owner
+from polydraft.engine.workspace import Owner
 from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.models.language_model import brought
 

@@ -15,8 +15,7 @@ from polydraft.beam._workspace import BeamWorkspace
 from polydraft.beam.options import BeamMode, BeamOptions
 from polydraft.beam.stream import BeamGeneration, BeamStream
 from polydraft.engine import Decoder
-from polydraft.engine.prompts import rows_of
-from polydraft.engine.request import Request
+from polydraft.engine.request import Request, rows_of
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.sampling import SamplingParams

@@ -8,7 +8,7 @@ from polydraft.beam import BeamDecoder
 from polydraft.bench.method import COMBINED, METHODS, Bench, Method, MethodSpec, Token, Tokens
 from polydraft.bench.options import OF_DRAFTS, method_options
 from polydraft.drafters import GRAM_DRAFTERS, Parts, make_drafter
-from polydraft.drafters.choice import needs_draft
+from polydraft.drafters.tree_drafter import needs_draft
 from polydraft.engine import Decoder, Stats
 from polydraft.errors import UsageError, unknown_name
 from polydraft.loading import make_decoder

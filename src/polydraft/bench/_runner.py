@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from polydraft.atomic import written_whole
 from polydraft.bench.meters import EnergyMeter, MemoryMeter, synchronised_clock
 from polydraft.bench.method import Method, Token
 from polydraft.engine import Stats
 from polydraft.errors import FailureError, PolydraftError
-from polydraft.output import cannot_write, check_folder, check_same, read_settings
+from polydraft.output import cannot_write, check_folder, check_same, read_settings, written_whole
 from polydraft.prompts import Prompt
 
 _WARM_UP_TOKENS = 8

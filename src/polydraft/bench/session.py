@@ -20,9 +20,9 @@ from polydraft.bench.meters import git_revision, machine
 from polydraft.bench.method import Bench, build_methods
 from polydraft.bench.options import BenchOptions
 from polydraft.bench.shards import Shard
+from polydraft.certify.greedy_identity import IdentityCheck, Likeness
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.identity import IdentityCheck, Likeness
 from polydraft.loading import usual_pair
 from polydraft.models import check_prompts
 from polydraft.models.inflated import InflatedModel

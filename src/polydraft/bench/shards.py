@@ -11,8 +11,8 @@ from polydraft.bench import BASELINE, SCHEMA
 from polydraft.bench._results import summarise, write_results
 from polydraft.bench._runner import Journal, Measurement, read_measurements
 from polydraft.bench.diff import load_results
+from polydraft.certify.greedy_identity import Likeness
 from polydraft.errors import UsageError
-from polydraft.identity import Likeness
 from polydraft.output import read_settings
 
 Item = TypeVar("Item")

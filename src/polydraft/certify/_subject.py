@@ -17,7 +17,7 @@ from torch import Tensor
 from polydraft.errors import FailureError, UsageError, unknown_name
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import SCHEMES, RejectionWithoutReplacement, RejectionWithReplacement, Scheme, Top
-from polydraft.schemes.arithmetic import normalised
+from polydraft.schemes.arrays import normalised
 from polydraft.walks import WALKS, Walk, resolve_walk
 
 _ALLOWED = (

@@ -16,7 +16,7 @@ from polydraft.drafters import TreeDrafter
 from polydraft.engine import Engine, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.sampling import RowParams, SamplingParams
-from polydraft.sampling.noise import row_generator, row_seed
+from polydraft.sampling.categorical import row_generator, row_seed
 from polydraft.trees import parse_tree
 
 GREEDY = SamplingParams(temperature=0)

@@ -17,8 +17,7 @@ from polydraft.schemes import (
     Scheme,
     SpecHub,
 )
-from polydraft.schemes.arithmetic import normalised, ratio, without
-from polydraft.schemes.arrays import as_tensor, quietly
+from polydraft.schemes.arrays import as_tensor, normalised, quietly, ratio, without
 from polydraft.schemes.contest import Contest, bucketed_cells
 from polydraft.trees import DraftTree
 from polydraft.walks import NodeWalk, Verdict, Walk

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import Scheme
-from polydraft.schemes.arithmetic import Ranked, largest
 from polydraft.schemes.arrays import (
     Array,
+    Ranked,
     arange,
     as_array,
     as_tensor,
     at_least,
     at_most,
     can_sync,
+    largest,
     put,
     quietly,
     take,

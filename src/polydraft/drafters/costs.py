@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from polydraft.atomic import written_whole
 from polydraft.drafters.candidates import best_children, drawn_children, gains
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.bundled import cache_root
+from polydraft.output import written_whole
 from polydraft.sampling import draw_one
 from polydraft.schemes import SCHEMES
-from polydraft.schemes.arithmetic import largest
-from polydraft.schemes.arrays import arange, as_array
+from polydraft.schemes.arrays import arange, as_array, largest
 from polydraft.theory import Costs, cost_curve
 from polydraft.trees import Block, causal_block
 

@@ -34,8 +34,7 @@ from polydraft.drafters.source import DistributionSource
 from polydraft.drafters.static_builder import DEFAULT_SCHEME
 from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.schemes import SCHEMES, Scheme
-from polydraft.schemes.arithmetic import largest
-from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, can_sync, put, top, total, xp
+from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, can_sync, largest, put, top, total, xp
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, Topology
 from polydraft.walks import Verdict

@@ -8,8 +8,7 @@ from torch import Tensor
 from polydraft.drafters.policy import LONGEST_REST
 from polydraft.drafters.source import DistributionSource
 from polydraft.models import FeatureHead
-from polydraft.models.language_model import assign
-from polydraft.models.memory import Observer, common_prefix
+from polydraft.models.language_model import Observer, assign, common_prefix
 from polydraft.schemes.arrays import can_sync
 from polydraft.trees import Block, causal_block
 from polydraft.walks import Verdict

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polydraft.drafters.builder import Builder
 from polydraft.models import Context
-from polydraft.models.memory import Observer
+from polydraft.models.language_model import Observer
 from polydraft.sampling import RowParams
 from polydraft.schemes import Naive, Scheme
 from polydraft.trees import DraftTree, Topology, union

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from polydraft.models import Context
-from polydraft.models.memory import Observer
+from polydraft.models.language_model import Observer
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 from polydraft.walks import Verdict

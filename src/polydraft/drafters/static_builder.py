@@ -7,7 +7,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from polydraft.compilation import compiled
 from polydraft.decision import Decision
 from polydraft.drafters.builder import Builder, DraftDistributions
 from polydraft.drafters.source import DistributionSource
@@ -15,6 +14,7 @@ from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import SCHEMES, Scheme
 from polydraft.trees import DraftTree, SlicedMask, StaticBlock, Topology
+from polydraft.walks.walk import compiled
 
 DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
 """What ``"auto"`` means, and what it means for nodes of more children than that takes."""

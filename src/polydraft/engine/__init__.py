@@ -2,8 +2,7 @@
 
 from polydraft.engine.decoder import Decoder
 from polydraft.engine.loop import Engine
-from polydraft.engine.result import Generation, StopReason, TokenEvent
-from polydraft.engine.sequence import TokenSequence
+from polydraft.engine.sequence import Generation, StopReason, TokenEvent, TokenSequence
 from polydraft.engine.stats import Stats
 from polydraft.engine.stream import Stream
 

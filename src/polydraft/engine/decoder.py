@@ -9,10 +9,8 @@ from typing import Any, Unpack, overload
 
 from polydraft.drafters import Drafter, Plain
 from polydraft.engine.loop import Engine
-from polydraft.engine.prompts import rows_of, token_ids
-from polydraft.engine.request import Options, Request
-from polydraft.engine.result import Generation
-from polydraft.engine.sequence import TokenSequence
+from polydraft.engine.request import Options, Request, rows_of, token_ids
+from polydraft.engine.sequence import Generation, TokenSequence
 from polydraft.engine.stream import Stream
 from polydraft.engine.text import TextAssembler
 from polydraft.engine.workspace import Workspace

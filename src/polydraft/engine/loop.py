@@ -9,9 +9,8 @@ import torch
 
 from polydraft.drafters import Drafter
 from polydraft.engine.graphs import Launched
-from polydraft.engine.result import StopReason
 from polydraft.engine.round import RowOutcome
-from polydraft.engine.sequence import Emitted, TokenSequence
+from polydraft.engine.sequence import Emitted, StopReason, TokenSequence
 from polydraft.engine.stats import TARGET, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError

@@ -1,4 +1,4 @@
-"""What one call asks for, besides its prompts."""
+"""What one call asks for: prompts in all their forms, and the options beside them."""
 
 import dataclasses
 import secrets
@@ -12,9 +12,49 @@ import torch
 
 from polydraft.errors import UsageError, shown, unknown_name
 from polydraft.sampling import RowParams, SamplingParams
-from polydraft.sampling.noise import row_generator, row_seed
+from polydraft.sampling.categorical import row_generator, row_seed
 
+ALLOWED = "text, token ids, or a list of either"
 _MOST_TOKENS = 10**9
+_BYTES = (bytes, bytearray, memoryview)
+
+
+def rows_of(prompts: Any) -> tuple[list[Any], bool]:
+    """Return prompts as a list, and whether they were a single one.
+
+    Parameters
+    ----------
+    prompts : str, token ids, or several of either
+        Token ids are whole numbers in a sequence, an array or a tensor; arrays and tensors of two axes hold several prompts.
+    """
+    if isinstance(prompts, str):
+        return [prompts], True
+    found = _listed(prompts)
+    if not found:
+        raise UsageError("no prompt given; pass at least one")
+    # What is neither text nor a sequence is taken for a token, so that a wrong one is named.
+    several = isinstance(found[0], str | Sequence) or getattr(found[0], "ndim", 0) > 0
+    return (found, False) if several else ([found], True)
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Return the token ids that a prompt consists of, refusing everything else: nothing is rounded or decoded."""
+    found: list[Any] = [one.item() if getattr(one, "ndim", None) == 0 else one for one in _listed(prompt)]
+    for token in found:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise UsageError(f"a prompt holds {shown(token)}, which is no token id; allowed: whole numbers, or text")
+    return [int(token) for token in found]
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return a sequence, an array or a tensor as a list."""
+    if isinstance(values, _BYTES):
+        raise UsageError(f"prompt {shown(values)} of type {type(values).__name__}; decode it first: allowed are {ALLOWED}")
+    if getattr(values, "ndim", 0) > 0 and hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise UsageError(f"prompt {shown(values)} of type {type(values).__name__}; allowed: {ALLOWED}")
+    return list(values)
 
 
 class Options(TypedDict, total=False):
@@ -55,17 +95,17 @@ class Request:
     def __post_init__(self) -> None:
         if self.seed is None:  # drawn once, so that it can be reported
             object.__setattr__(self, "seed", secrets.randbits(31))
-        limits = _listed(self.max_new_tokens)
+        limits = _given(self.max_new_tokens)
         if not all(_is_whole(limit) and 1 <= int(limit) <= _MOST_TOKENS for limit in limits):
             allowed = f"whole numbers from 1 to {_MOST_TOKENS}"
             raise UsageError(f"max_new_tokens={shown(self.max_new_tokens)} is out of range; allowed: {allowed}")
         whole = _is_whole(self.max_new_tokens)
         object.__setattr__(self, "max_new_tokens", int(limits[0]) if whole else [int(limit) for limit in limits])
-        seeds = _listed(self.seed)
+        seeds = _given(self.seed)
         if not all(_is_whole(seed) or isinstance(seed, bool) for seed in seeds):
             raise UsageError(f"seed={shown(self.seed)} is not a whole number; allowed: one, or one for each prompt")
         object.__setattr__(self, "seed", int(seeds[0]) if isinstance(self.seed, Integral) else [int(seed) for seed in seeds])
-        for sampling in () if self.sampling is None else _listed(self.sampling):
+        for sampling in () if self.sampling is None else _given(self.sampling):
             if not isinstance(sampling, SamplingParams):
                 allowed = "SamplingParams(...), such as SamplingParams(temperature=0.7), or one for each prompt"
                 raise UsageError(f"sampling={shown(self.sampling)} of type {type(sampling).__name__}; allowed: {allowed}")
@@ -74,7 +114,7 @@ class Request:
         for name in ("chat", "keep"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={shown(getattr(self, name))}; allowed: True, False")
-        if not all(_is_text(stop) for stop in _listed(self.stop)):
+        if not all(_is_text(stop) for stop in _given(self.stop)):
             raise UsageError(
                 f"stop={shown(self.stop)} is not text; allowed: a string, a list of strings, or such a list for each prompt"
             )
@@ -108,7 +148,7 @@ class Request:
         return [row_generator(seed) for seed in self.seeds(rows)]
 
 
-def _listed(value: Any) -> list[Any]:
+def _given(value: Any) -> list[Any]:
     """Return what was given for each prompt, or for all of them, as a list."""
     value = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]

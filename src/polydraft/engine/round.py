@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polydraft.compilation import compiled as compiled_form
 from polydraft.drafters import DraftSession
 from polydraft.engine.stats import Stats
 from polydraft.models import LanguageModel, Memory
@@ -15,6 +14,7 @@ from polydraft.sampling import Warper
 from polydraft.trees import DraftTree
 from polydraft.walks import TargetLaws, Walk
 from polydraft.walks.node import greedy_verdict
+from polydraft.walks.walk import compiled as compiled_form
 
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""

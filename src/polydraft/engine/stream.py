@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from polydraft.engine.loop import Engine
-from polydraft.engine.result import Generation, StopReason, TokenEvent
-from polydraft.engine.sequence import TokenSequence
+from polydraft.engine.sequence import Generation, StopReason, TokenEvent, TokenSequence
 from polydraft.engine.stats import Stats
 
 

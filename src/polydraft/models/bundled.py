@@ -6,8 +6,8 @@ import logging
 import os
 from pathlib import Path
 
-from polydraft.atomic import partial_beside
 from polydraft.errors import FailureError, UsageError
+from polydraft.output import partial_beside
 
 logger = logging.getLogger(__name__)
 

@@ -2,19 +2,59 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from polydraft.errors import FailureError, UsageError, shown
 from polydraft.models.feature_head import FeatureHead, HeadShape
 from polydraft.models.hf import HFModel
-from polydraft.models.weights_header import check_header, weightless
 from polydraft.sampling import PartialVocabulary
+
+
+def check_header(file: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a file that does not hold tensors of exactly these names and shapes; only its header is read.
+
+    Parameters
+    ----------
+    file : Path
+        A safetensors file.
+    expected : mapping
+        Such as the state of a module on the meta device, which takes no memory however large it is.
+
+    Raises
+    ------
+    ValueError
+        That says which tensor is missing, not expected, or of another shape.
+    OSError, SafetensorError
+        If the file cannot be read.
+    """
+    with safe_open(file, "pt") as opened:
+        found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+    for name, tensor in expected.items():
+        if name not in found:
+            raise ValueError(f"{name} is missing")
+        if found[name] != tuple(tensor.shape):
+            raise ValueError(f"{name} has the shape {list(found[name])}, where config.json asks for {list(tensor.shape)}")
+    if others := sorted({*found} - {*expected}):
+        raise ValueError(f"{others[0]} is not part of it")
+
+
+def weightless(module: type[nn.Module], *arguments: object) -> Mapping[str, torch.Tensor]:
+    """Return the state that a module made from these arguments would have, without memory for it."""
+    try:
+        with torch.device("meta"):
+            state: Mapping[str, torch.Tensor] = module(*arguments).state_dict()
+    except (RuntimeError, TypeError, OverflowError):  # torch has no such sizes
+        raise ValueError("config.json asks for impossible sizes") from None
+    return state
+
 
 MODEL_TYPE = "polydraft_feature_head"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"

@@ -12,8 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from polydraft.ngrams._ranking import Distinct, match_chance
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way
+from polydraft.ngrams.cache import GRAM_CACHES, Distinct, GramCache, GramMemory, GramOptions, Match, Way, match_chance
 
 Gram = tuple[int, ...]
 Found = tuple[int, Gram]

@@ -15,8 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.errors import UsageError
-from polydraft.ngrams._ranking import Distinct, Step, best_paths, share_chance
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way
+from polydraft.ngrams.cache import (
+    GRAM_CACHES,
+    Distinct,
+    GramCache,
+    GramMemory,
+    GramOptions,
+    Match,
+    Step,
+    Way,
+    best_paths,
+    share_chance,
+)
 from polydraft.ngrams.gram_trie import ABSENT, GramTrie, load_trie
 
 SHIPPED_CORPORA = {"smollm2-corpus": Path(__file__).parent.parent / "drafts" / "smollm2-corpus" / "corpus.grams"}

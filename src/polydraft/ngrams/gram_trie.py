@@ -28,10 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polydraft.atomic import written_whole
 from polydraft.errors import FailureError, UsageError
-from polydraft.ngrams._ranking import Step
-from polydraft.ngrams.cache import MOST_ORDER
+from polydraft.ngrams.cache import MOST_ORDER, Step
+from polydraft.output import written_whole
 
 ABSENT = -1
 _UNIT = 8

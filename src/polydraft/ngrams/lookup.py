@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import log
 
-from polydraft.ngrams._ranking import Distinct, Step, best_paths, match_chance
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, Match, Way
+from polydraft.ngrams.cache import GRAM_CACHES, Distinct, GramCache, GramMemory, Match, Step, Way, best_paths, match_chance
 
 ROOT = 0
 """State of the automaton that stands for the empty n-gram."""

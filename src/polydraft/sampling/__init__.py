@@ -1,9 +1,7 @@
 """From logits to probabilities to tokens: the only place that knows temperature, top-k, penalties and random numbers."""
 
-from polydraft.sampling.categorical import NO_TOKEN, draw_distinct, draw_independent, draw_one
-from polydraft.sampling.noise import Noise
-from polydraft.sampling.params import SamplingParams, check_draft_temperature
-from polydraft.sampling.rows import IDLE, RowParams
+from polydraft.sampling.categorical import NO_TOKEN, Noise, draw_distinct, draw_independent, draw_one
+from polydraft.sampling.params import IDLE, RowParams, SamplingParams, check_draft_temperature
 from polydraft.sampling.vocabulary import PartialVocabulary
 from polydraft.sampling.warper import Warper
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.sampling.categorical import NO_TOKEN
-from polydraft.sampling.params import SamplingParams
-from polydraft.sampling.rows import DEFAULTS, RowParams
+from polydraft.sampling.params import DEFAULTS, RowParams, SamplingParams
 from polydraft.sampling.vocabulary import PartialVocabulary
 
 _TOP_P_CANDIDATES = 2048

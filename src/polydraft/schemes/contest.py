@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes.arithmetic import ratio
 from polydraft.schemes.arrays import (
     Array,
     add_to,
@@ -42,6 +41,7 @@ from polydraft.schemes.arrays import (
     quietly,
     quotient,
     raised,
+    ratio,
     running_max,
     searchsorted,
     sums_by,

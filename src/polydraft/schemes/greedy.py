@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
-from polydraft.schemes.arithmetic import largest, likeliest, normalised, without
-from polydraft.schemes.arrays import as_tensor
+from polydraft.schemes.arrays import as_tensor, largest, likeliest, normalised, without
 from polydraft.schemes.rejection import RejectionWithReplacement
 from polydraft.schemes.scheme import SCHEMES, Scheme
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes.arithmetic import normalised, ratio
+from polydraft.schemes.arrays import normalised, ratio
 from polydraft.schemes.scheme import SCHEMES, DistinctChildren
 
 _MOST_CHILDREN = 64

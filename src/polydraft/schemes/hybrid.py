@@ -29,8 +29,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
-from polydraft.schemes.arithmetic import Ranked, largest, normalised, ratio
-from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, can_sync, quietly
+from polydraft.schemes.arrays import Array, Ranked, arange, as_array, as_tensor, can_sync, largest, normalised, quietly, ratio
 from polydraft.schemes.contest import BUCKETS, Contest, bucketed_cells
 from polydraft.schemes.scheme import SCHEMES, IndependentChildren, Scheme, Selection
 

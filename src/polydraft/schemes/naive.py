@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_one
-from polydraft.schemes.arithmetic import largest, normalised
-from polydraft.schemes.arrays import as_tensor
+from polydraft.schemes.arrays import as_tensor, largest, normalised
 from polydraft.schemes.scheme import SCHEMES, DistinctChildren
 
 

@@ -10,8 +10,19 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_one
-from polydraft.schemes.arithmetic import normalised, ratio
-from polydraft.schemes.arrays import as_array, as_tensor, at_least, at_most, can_sync, quietly, quotient, take, xp
+from polydraft.schemes.arrays import (
+    as_array,
+    as_tensor,
+    at_least,
+    at_most,
+    can_sync,
+    normalised,
+    quietly,
+    quotient,
+    ratio,
+    take,
+    xp,
+)
 from polydraft.schemes.scheme import SCHEMES, DistinctChildren, IndependentChildren, Scheme, Selection
 
 _LARGEST = 1 - 2.0**-53

@@ -14,7 +14,7 @@ from torch import Tensor
 from polydraft.errors import UsageError
 from polydraft.registry import Registry
 from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent, draw_one
-from polydraft.schemes.arithmetic import Ranked, normalised, without
+from polydraft.schemes.arrays import Ranked, normalised, without
 
 SUM_TOLERANCE = 1e-3
 """How far from one a law may sum: float32 softmax over any vocabulary is well inside, half precision is not."""

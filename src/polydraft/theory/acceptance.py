@@ -16,8 +16,12 @@ from torch import Tensor
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import SCHEMES, Race, Scheme
-from polydraft.schemes.arithmetic import normalised, ratio
+from polydraft.schemes.arrays import normalised, ratio
 from polydraft.theory._formulas import (
+    Formula,
+    by_rows,
+    check_pair,
+    chunk_size,
     gumbel_of_one,
     gumbel_race,
     rejection_of_two,
@@ -25,7 +29,6 @@ from polydraft.theory._formulas import (
     rejection_without_replacement,
     sequential_acceptance,
 )
-from polydraft.theory._laws import Formula, by_rows, check_pair, chunk_size
 from polydraft.theory.optimum import greedy_optimum, top_optimum, with_replacement_optimum
 from polydraft.theory.without_replacement import MAX_COUNT, inclusion
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
-from polydraft.theory._laws import SUM_TOLERANCE, check_laws
+from polydraft.theory._formulas import SUM_TOLERANCE, check_laws
 
 DraftLaw = Mapping[tuple[int, ...], float]
 """Probability of each tuple of drafts; tuples may differ in length where support runs out."""

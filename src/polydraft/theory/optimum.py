@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
-from polydraft.theory._laws import by_rows, check_pair
+from polydraft.theory._formulas import by_rows, check_pair
 from polydraft.theory.without_replacement import MAX_COUNT, escape_chances
 
 

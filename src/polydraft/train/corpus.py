@@ -12,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polydraft.atomic import written_whole
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded
+from polydraft.output import written_whole
 from polydraft.prompts import load_prompts
 from polydraft.train.settings import TrainSettings
 from polydraft.trees import causal_block

@@ -14,14 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from polydraft.atomic import partial_beside, written_whole
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
-from polydraft.output import check_same, read_settings
+from polydraft.output import check_same, partial_beside, read_settings, written_whole
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.corpus import Corpus, Texts, make_corpus
-from polydraft.train.laws import Acceptance, acceptance_of, loss_of
-from polydraft.train.pupils import DraftPupil, HeadPupil, Pupil
+from polydraft.train.pupils import Acceptance, DraftPupil, HeadPupil, Pupil, acceptance_of, loss_of
 from polydraft.train.settings import DraftSize, TrainSettings
 
 _WARM_UP, _LAST_RATE, _CLIP = 0.05, 0.05, 1.0

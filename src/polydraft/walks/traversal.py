@@ -10,8 +10,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import RejectionWithoutReplacement, RejectionWithReplacement, Scheme
-from polydraft.schemes.arithmetic import ratio
-from polydraft.schemes.arrays import can_sync
+from polydraft.schemes.arrays import can_sync, ratio
 from polydraft.trees import DraftTree
 from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, TargetLaw, Verdict, Walk, fault_of
 
