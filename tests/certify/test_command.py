@@ -24,7 +24,7 @@ def test_the_certificate_says_what_was_tried_and_what_could_escape(invoke, monke
         "(limit 1e-09)",
         "False alarms: ",
         "Bonferroni",
-        "Power: fixture sees",
+        "Power: fixture detects",
         "wrong rules refused",
     ):
         assert words in out

@@ -9,6 +9,7 @@ from exactness.configurations import SCHEMES_AND_WALKS
 from exactness.setups import tree_for
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, Stats
+from polydraft.engine.round import run_round
 from polydraft.models import FAMILIES, HeadShape, TabularModel
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
@@ -103,7 +104,7 @@ def check_without_waiting(decoder: Decoder, temperature: float) -> None:
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:
             torch.cuda.set_sync_debug_mode("error")
-            run._workspace._round(run._walk, uniforms_BU, Stats())
+            run_round(run._workspace.state, run._walk, uniforms_BU, Stats())
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

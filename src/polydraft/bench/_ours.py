@@ -89,7 +89,7 @@ def _ngrams(spec: MethodSpec, bench: Bench) -> Method:
     if spec.argument:
         branches, separator, length = spec.argument.partition("x")
         if not separator:
-            raise UsageError(f"method {spec.text!r}: {spec.argument!r} is no size of branches; write self-draft:NUMBERxLENGTH")
+            raise UsageError(f"method {spec.text!r}: {spec.argument!r} is not a size of branches; write self-draft:6x6")
         spec = replace(spec, options={**spec.options, "branches": branches, "length": length})
     options = _options(spec, bench, skip=OF_DRAFTS, drafter=spec.name, tree="none")
     return _decoded(spec, bench, options)
