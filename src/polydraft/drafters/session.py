@@ -72,7 +72,7 @@ class DraftSession:
         self._own_nodes = 0 if drawn is None else drawn.num_nodes
         self._own_kept: list[int] = []
         """Where there are two trees: how many nodes of the drawn one, root included, each row's last path has."""
-        self._widths: list[int] = []
+        self._widths = [0, 0, 0, 0]
         """How many numbers each part reports."""
 
     @property
@@ -214,21 +214,21 @@ class DraftSession:
         accepted : sequence of token-id lists, one per row
             Without the token that the target added.
         """
-        parts: list[list[Sequence[int]]] = []
+        takers = [
+            self._receive_own,
+            None if self._drawn is None else self._drawn.source.receive,
+            None if self._drawn is None else self._drawn.receive,
+            None if self._certain is None else self._certain.source.receive,
+        ]
         start = 0
-        for width in self._widths:
-            parts.append([report[start : start + width] for report in reports])
+        for width, take in zip(self._widths, takers, strict=True):
+            if width and take is not None:
+                take([report[start : start + width] for report in reports])
             start += width
-        if start:
-            own_kept, of_source, of_builder, of_certain = parts
-            self._own_kept = [report[0] for report in own_kept] if self._widths[0] else []
-            if self._drawn is not None and self._widths[1]:
-                self._drawn.source.receive(of_source)
-            if self._drawn is not None and self._widths[2]:
-                self._drawn.receive(of_builder)
-            if self._certain is not None and self._widths[3]:
-                self._certain.source.receive(of_certain)
         return [self._credits(row, tokens) for row, tokens in enumerate(accepted)]
+
+    def _receive_own(self, reports: Sequence[Sequence[int]]) -> None:
+        self._own_kept = [report[0] for report in reports]
 
     def _credits(self, row: int, tokens: Sequence[int]) -> list[str]:
         """Name the draft for what it drew, and a cache for what follows."""
