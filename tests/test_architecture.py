@@ -23,6 +23,7 @@ ROOMS = [
     "schemes",
     "walks",
     "theory",
+    "native",
     "models",
     "identity",
     "ngrams",

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there at all: written under another name, then put in their place."""
+"""Files and folders that are whole or not there at all: written under another name, then put in their place; where they are kept."""
 
 import os
 import shutil
@@ -58,3 +58,10 @@ def written_whole(path: Path) -> Iterator[Path]:
     with partial_beside(path) as partial:
         yield partial
         os.replace(partial, path)
+
+
+def cache_root() -> Path:
+    """Return the folder for what is made once, such as converted models: `POLYDRAFT_CACHE`, or `polydraft` in the user's cache folder."""
+    if chosen := os.environ.get("POLYDRAFT_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polydraft"

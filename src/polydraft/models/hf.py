@@ -11,6 +11,7 @@ from torch.nn import functional
 from polydraft.errors import PolydraftError, UsageError
 from polydraft.models._bodies import GPT_NEO, GPTNeoBody, LeanBody, lean_body
 from polydraft.models._fused import MOST_TOKENS, TreeView, fused_body
+from polydraft.models._native import NativeProduct, native_body, native_product, plain_linear
 from polydraft.models.cache import SlotCache, SpreadCache
 from polydraft.models.check import check_habits
 from polydraft.models.families import (
@@ -27,6 +28,7 @@ from polydraft.models.families import (
 )
 from polydraft.models.language_model import Context, LanguageModel, by_rows
 from polydraft.models.placement import home_device, spread_obstacle
+from polydraft.native import NativeBody, Tokens
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
@@ -49,6 +51,8 @@ class HFModel(LanguageModel):
         For drafts: compute the logits of these tokens only.
     endless : bool
         Let texts outgrow the context that the configuration names, as `generate` does, where positions allow it.
+    native : bool
+        On a CPU, run Llama-shaped models by compiled code, see `polydraft.native`, where there is a compiler.
     """
 
     _checks_habits = True
@@ -60,14 +64,21 @@ class HFModel(LanguageModel):
         lean: bool = True,
         vocabulary: PartialVocabulary | None = None,
         endless: bool = False,
+        native: bool = True,
     ) -> None:
         refuse_unsupported(model)
         self._output: tuple[Tensor, Tensor | None] | None = None
         """Rows of the output head for `vocabulary`."""
+        self.native: NativeBody | None = None
+        """The compiled body."""
+        self._product: NativeProduct | None = None
+        """The compiled output head."""
         self._split_head: bool
         self._goes_on: bool
         try:
             self._wrap(model, name, lean)
+            if native and self.steady_positions:
+                self.native = native_body(self._lean, self.dtype)
         except (PolydraftError, torch.OutOfMemoryError):
             raise
         # A class of unknown habits may fail in any way when it is tried.
@@ -80,8 +91,17 @@ class HFModel(LanguageModel):
         if self.vocabulary is not None:
             table, tokens_D = model.get_output_embeddings(), self.vocabulary.tokens_D
             self._output = table.weight.detach()[tokens_D], None if table.bias is None else table.bias.detach()[tokens_D]
+        if self.native is not None:
+            self._product = self._native_output()
         if endless and self._goes_on:
             self.max_positions = None
+
+    def _native_output(self) -> NativeProduct | None:
+        """Return the output head by compiled code; None where it is more than a product."""
+        if self._output is not None:
+            return native_product(*self._output)
+        table = self.hf_model.get_output_embeddings()
+        return native_product(table.weight, table.bias) if plain_linear(table) else None
 
     def _wrap(self, model: Any, name: str | None, lean: bool) -> None:
         self.hf_model = model.eval()
@@ -128,6 +148,8 @@ class HFModel(LanguageModel):
         if not self._split_head:
             return features_RF
         hidden_RF = features_RF[..., : self.hidden_size] if self.taps else features_RF
+        if self._product is not None and not torch.is_grad_enabled():
+            return self._product(hidden_RF)
         if self._output is not None:
             table_VF, bias_V = self._output
             return by_rows(lambda rows_RF: functional.linear(rows_RF, table_VF, bias_V), hidden_RF)
@@ -213,7 +235,20 @@ class HFContext(Context):
         return self._model.forward(known_BT, positions_BT, mask, self.cache)
 
     def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
-        fused, window = self._model.fused, self._model.window
+        fused, native, window = self._model.fused, self._model.native, self._model.window
+        if native is not None and not torch.is_grad_enabled() and native.ready():
+            tokens = Tokens(
+                tokens_BT=tokens_BT,
+                positions_BT=positions_BT,
+                slots_BT=slots_BT,
+                lengths_B=self.lengths_B,
+                visible_BTU=block.visible_BTU,
+                slot_positions_BS=self._positions_BS,
+                used=used,
+                window=window,
+            )
+            memory = self.cache.whole(self.batch_size, self._model.dtype, *native.key_shape)
+            return native(tokens, *memory, self._model.taps)
         # The kernels cut off committed text only, so a window must reach over all that is not committed.
         if fused is None or block.size > MOST_TOKENS or (window is not None and window < block.stop):
             return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)

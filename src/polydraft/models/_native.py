@@ -1,0 +1,138 @@
+"""Models on a CPU by compiled code (`polydraft.native`): the weights of Llama-shaped models and feature heads, handed over."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from polydraft.models._bodies import LeanBody
+from polydraft.native import BodyWeights, LayerWeights, NativeBody, Weight, kernels, multiply
+
+if TYPE_CHECKING:
+    from polydraft.models.feature_head import FeatureHead
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NativeProduct:
+    """Multiply by one weight, such as an output head's, in float32; as `torch.nn.functional.linear` otherwise."""
+
+    def __init__(self, library: Any, weight: Weight) -> None:
+        self._library, self._weight = library, weight
+        self._address, self._matrix = 0, weight.matrix()
+
+    def __call__(self, input_XF: Tensor) -> Tensor:
+        """Return the products of all rows of an input of any shape."""
+        if self._weight.data_FX.data_ptr() != self._address:
+            self._address, self._matrix = self._weight.data_FX.data_ptr(), self._weight.matrix()
+        rows_RF = input_XF.reshape(-1, input_XF.shape[-1]).float()
+        rows_RF = rows_RF if rows_RF.stride(1) == 1 else rows_RF.contiguous()
+        output_RG = multiply(self._library, self._matrix, rows_RF, torch.get_num_threads())
+        return output_RG.view(*input_XF.shape[:-1], -1)
+
+
+def native_product(weight_FX: Tensor, bias_F: Tensor | None = None) -> NativeProduct | None:
+    """Return products with a weight by compiled code, or None where there is none for it."""
+    fits = weight_FX.device.type == "cpu" and weight_FX.dtype in _DTYPES and weight_FX.stride(1) == 1
+    library = kernels() if fits else None
+    return None if library is None else NativeProduct(library, Weight(weight_FX.detach(), bias_F))
+
+
+def plain_linear(layer: Any) -> bool:
+    """Whether a layer is a product and nothing more: no hooks, no adapter."""
+    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not changed
+
+
+def native_body(body: LeanBody | None, dtype: torch.dtype) -> NativeBody | None:
+    """Return the compiled form of a lean body, or None where it cannot run."""
+    if body is None or dtype not in _DTYPES or body.embedding.weight.device.type != "cpu":
+        return None
+    first = body.layers[0]
+    norms = [body.norm, *(norm for layer in body.layers for norm in (layer.input_norm, layer.mlp_norm))]
+    same = (
+        len({(layer.channels, layer.queries, layer.keys, layer.scale) for layer in body.layers}) == 1
+        and len({norm.variance_epsilon for norm in norms}) == 1
+        and all(plain_linear(part) for layer in body.layers for part in (layer.output, layer.down))
+        and type(body.embedding) is nn.Embedding
+        and {part.dtype for part in [body.embedding.weight, *(norm.weight for norm in norms)]} == {dtype}
+        and first.channels % 2 == 0
+    )
+    library = kernels() if same else None
+    if library is None:
+        return None
+    rotary = body.rotary
+
+    def angles(count: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            cos_1PC, sin_1PC = rotary(torch.empty(0), position_ids=torch.arange(count)[None])
+        return cos_1PC[0], sin_1PC[0]
+
+    def linear(layer: Any) -> Weight:
+        return Weight(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
+
+    return NativeBody(
+        library,
+        BodyWeights(
+            layers=[
+                LayerWeights(
+                    attention_norm=layer.input_norm.weight,
+                    qkv=Weight(layer.qkv, layer.qkv_bias),
+                    output=linear(layer.output),
+                    mlp_norm=layer.mlp_norm.weight,
+                    gate_up=Weight(layer.gate_up, layer.gate_up_bias),
+                    down=linear(layer.down),
+                )
+                for layer in body.layers
+            ],
+            final_norm=body.norm.weight,
+            embedding_VF=body.embedding.weight,
+            queries=first.queries,
+            keys=first.keys,
+            channels=first.channels,
+            scale=first.scale,
+            epsilon=body.norm.variance_epsilon,
+            angles=angles,
+        ),
+    )
+
+
+def native_head(head: "FeatureHead", epsilon: float) -> NativeBody | None:
+    """Return the compiled form of a feature head, or None where it cannot run."""
+    if head.device.type != "cpu" or head.dtype not in _DTYPES or head.tables[0].dtype != head.dtype:
+        return None
+    library = kernels()
+    if library is None:
+        return None
+
+    def angles(count: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            cos_PC, _, sin_PC = head.angles(torch.arange(count), torch.float32).unbind(1)
+        return cos_PC.repeat(1, 2), sin_PC.repeat(1, 2)
+
+    layer = LayerWeights(
+        attention_norm=head.attention_norm.weight,
+        qkv=Weight(head.qkv.weight.detach()),
+        output=Weight(head.attention_output.weight.detach()),
+        mlp_norm=head.mlp_norm.weight,
+        gate_up=Weight(head.gate_up.weight.detach()),
+        down=Weight(head.down.weight.detach()),
+    )
+    shape = head.shape
+    return NativeBody(
+        library,
+        BodyWeights(
+            layers=[layer],
+            final_norm=head.output_norm.weight,
+            embedding_VF=head.tables[0],
+            queries=shape.num_heads,
+            keys=shape.num_key_heads,
+            channels=shape.head_size,
+            scale=shape.head_size**-0.5,
+            epsilon=epsilon,
+            angles=angles,
+            feature_norm=head.feature_norm.weight,
+            token_norm=head.token_norm.weight,
+            join=Weight(head.join.weight.detach()),
+        ),
+    )
