@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there at all: written under another name, then put in their place; where they are kept."""
+"""Files and folders that are whole or not there at all: written under another name, then put in their place."""
 
 import os
 import shutil
@@ -61,7 +61,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def cache_root() -> Path:
-    """Return the folder for what is made once, such as converted models: `POLYDRAFT_CACHE`, or `polydraft` in the user's cache folder."""
+    """Return the folder for what is made once: `POLYDRAFT_CACHE`, or `polydraft` in the user's cache folder."""
     if chosen := os.environ.get("POLYDRAFT_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polydraft"

@@ -29,10 +29,10 @@ def command(as_json: bool) -> None:
 def _facts() -> dict[str, Any]:
     import torch
 
+    from polydraft.atomic import cache_root
     from polydraft.drafters import DRAFTERS
     from polydraft.loading import DEFAULT_PAIRS, DEFAULT_TREE, NARROW_TREE
     from polydraft.models import FAMILIES
-    from polydraft.atomic import cache_root
     from polydraft.models.bundled import BUNDLED, weights_file
     from polydraft.models.placement import cpu_computes_bfloat16, resolve_device, resolve_dtype
     from polydraft.schemes import SCHEMES

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from polydraft.atomic import written_whole
+from polydraft.atomic import cache_root, written_whole
 from polydraft.drafters.candidates import best_children
 from polydraft.drafters.drawn_children import drawn_children, gains
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.atomic import cache_root
 from polydraft.sampling import draw_one
 from polydraft.schemes import SCHEMES
 from polydraft.schemes.arithmetic import largest

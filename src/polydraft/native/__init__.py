@@ -1,4 +1,4 @@
-"""Kernels in C for models on a CPU: products of few tokens at the speed of reading the weights, and whole passes in one call."""
+"""Kernels in C for models on a CPU: products of few tokens as fast as weights are read, and whole passes in one call."""
 
 from polydraft.native.arguments import Weight, multiply, quantised
 from polydraft.native.body import BodyWeights, LayerWeights, NativeBody, Tokens

@@ -92,7 +92,8 @@ class NativeBody:
         self._like = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in self._tensors]
         self._addresses: list[int] = []
         self._cosines, self._sines = (torch.empty(0),) * 2
-        self._body = self._layers = None
+        self._body: Body | None = None
+        self._layers: ctypes.Array[Layer] | None = None
         self.dtype = weights.embedding_VF.dtype
         self.hidden_size = weights.embedding_VF.shape[1]
         self.key_shape = (weights.keys, weights.channels)

@@ -35,7 +35,7 @@ SWITCH = "POLYDRAFT_NATIVE"
 """Environment variable: 0 turns the kernels off."""
 
 
-class _Obstacle(Exception):
+class _ObstacleError(Exception):
     """Why there are no kernels, in a few words."""
 
 
@@ -69,7 +69,7 @@ def kernels() -> ctypes.CDLL | None:
         if not _STATE.tried:
             try:
                 _STATE.library = _loaded()
-            except _Obstacle as obstacle:
+            except _ObstacleError as obstacle:
                 _LOGGER.info("models run without native kernels, several times slower on a CPU: %s", obstacle)
             _STATE.tried = True
         return _STATE.library
@@ -84,15 +84,15 @@ def forget() -> None:
 def _loaded() -> ctypes.CDLL:
     """Load the kernels from the cache, or build them; threads in the best way that works."""
     compiler = _compiler()
-    obstacle = _Obstacle("no way to build them worked")
+    obstacle = _ObstacleError("no way to build them worked")
     for way in _ways():
         file = cache_root() / "native" / f"{_key(compiler, way)}.so"
         try:
             if _whole(file):
-                with suppress(_Obstacle):  # damaged all the same, or built by something that has changed: build anew, once
+                with suppress(_ObstacleError):  # damaged all the same, or built by something that has changed: build anew, once
                     return _opened(file, way)
             return _built(compiler, way, file)
-        except _Obstacle as found:
+        except _ObstacleError as found:
             obstacle = found
     raise obstacle
 
@@ -105,7 +105,7 @@ def _compiler() -> list[str]:
         if words and shutil.which(words[0]):
             return words
     what = f"the C compiler that CC names, {chosen!r}, is not there" if chosen else "there is no C compiler"
-    raise _Obstacle(f"{what}; install gcc or clang, or set CC")
+    raise _ObstacleError(f"{what}; install gcc or clang, or set CC")
 
 
 def _ways() -> list[_Threading]:
@@ -142,7 +142,10 @@ def _cpu() -> str:
 
 
 def _whole(file: Path) -> bool:
-    """Whether a file is what was once written: its last bytes are the digest of the others. Half a library can kill a process."""
+    """Whether a file is what was once written: its last bytes are the digest of the others.
+
+    Loading half a library can kill a process.
+    """
     try:
         content = file.read_bytes()
     except OSError:
@@ -181,7 +184,7 @@ def _run(command: list[str]) -> None:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
     except OSError as error:
-        raise _Obstacle(f"the C compiler {command[0]!r} does not start ({error.strerror}); set CC to another") from None
+        raise _ObstacleError(f"the C compiler {command[0]!r} does not start ({error.strerror}); set CC to another") from None
     with process:
         try:
             _, errors = process.communicate(timeout=_SECONDS)
@@ -190,11 +193,11 @@ def _run(command: list[str]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 reason = f"the C compiler {command[0]!r} was not ready after {_SECONDS:.0f} s; set CC to another"
-                raise _Obstacle(reason) from None
+                raise _ObstacleError(reason) from None
             raise
     if process.returncode != 0:
         lines = [line for line in errors.decode("utf-8", "replace").splitlines() if "error" in line] or ["no reason given"]
-        raise _Obstacle(f"the C compiler {command[0]!r} fails ({lines[0].strip()[:160]}); set CC to another")
+        raise _ObstacleError(f"the C compiler {command[0]!r} fails ({lines[0].strip()[:160]}); set CC to another")
 
 
 def _opened(file: Path, way: _Threading) -> ctypes.CDLL:
@@ -205,7 +208,7 @@ def _opened(file: Path, way: _Threading) -> ctypes.CDLL:
         library = ctypes.CDLL(str(file))
         declare(library)
     except (OSError, AttributeError) as error:
-        raise _Obstacle(f"what the C compiler made cannot be loaded ({str(error)[:160]})") from None
+        raise _ObstacleError(f"what the C compiler made cannot be loaded ({str(error)[:160]})") from None
     if wrong := self_check(library, torch.get_num_threads()):
-        raise _Obstacle(f"what the C compiler made computes wrong numbers ({wrong})")
+        raise _ObstacleError(f"what the C compiler made computes wrong numbers ({wrong})")
     return library
