@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from polydraft.models._bodies import LeanBody
-from polydraft.native import BodyWeights, LayerWeights, NativeBody, Weight, kernels, multiply
+from polydraft.models._bodies import LeanBody, LeanLayer
+from polydraft.models.quantised import Int8Body, Int8Layer, Int8Linear
+from polydraft.native import BodyWeights, LayerWeights, NativeBody, Weight, kernels, multiply, quantised
 
 if TYPE_CHECKING:
     from polydraft.models.feature_head import FeatureHead
@@ -31,21 +32,34 @@ class NativeProduct:
         return output_RG.view(*input_XF.shape[:-1], -1)
 
 
-def native_product(weight_FX: Tensor, bias_F: Tensor | None = None) -> NativeProduct | None:
-    """Return products with a weight by compiled code, or None where there is none for it."""
+def native_product(weight_FX: Tensor, bias_F: Tensor | None = None, int8: bool = False) -> NativeProduct | None:
+    """Return products with a weight by compiled code, in int8 if asked for, or None where there is none for it."""
     fits = weight_FX.device.type == "cpu" and weight_FX.dtype in _DTYPES and weight_FX.stride(1) == 1
     library = kernels() if fits else None
-    return None if library is None else NativeProduct(library, Weight(weight_FX.detach(), bias_F))
+    if library is None:
+        return None
+    return NativeProduct(library, quantised(weight_FX.detach(), bias_F) if int8 else Weight(weight_FX.detach(), bias_F))
 
 
-def plain_linear(layer: Any) -> bool:
-    """Whether a layer is a product and nothing more: no hooks, no adapter."""
+def native_linear(layer: Any) -> NativeProduct | None:
+    """Return the products of a layer by compiled code, or None where it is more than products (hooks, an adapter)."""
+    if not _plain(layer):
+        return None
+    if type(layer) is Int8Linear:
+        library = kernels()
+        return None if library is None else NativeProduct(library, layer.int8())
+    return native_product(layer.weight, layer.bias)
+
+
+def _plain(layer: Any) -> bool:
     changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not changed
+    return not changed and (
+        type(layer) is Int8Linear or (type(layer) is nn.Linear and type(layer.weight) is nn.Parameter)
+    )
 
 
-def native_body(body: LeanBody | None, dtype: torch.dtype) -> NativeBody | None:
-    """Return the compiled form of a lean body, or None where it cannot run."""
+def native_body(body: LeanBody | Int8Body | None, dtype: torch.dtype) -> NativeBody | None:
+    """Return the compiled form of a lean body, or of one in int8, or None where it cannot run."""
     if body is None or dtype not in _DTYPES or body.embedding.weight.device.type != "cpu":
         return None
     first = body.layers[0]
@@ -53,7 +67,7 @@ def native_body(body: LeanBody | None, dtype: torch.dtype) -> NativeBody | None:
     same = (
         len({(layer.channels, layer.queries, layer.keys, layer.scale) for layer in body.layers}) == 1
         and len({norm.variance_epsilon for norm in norms}) == 1
-        and all(plain_linear(part) for layer in body.layers for part in (layer.output, layer.down))
+        and all(_plain(part) for layer in body.layers if isinstance(layer, LeanLayer) for part in (layer.output, layer.down))
         and type(body.embedding) is nn.Embedding
         and {part.dtype for part in [body.embedding.weight, *(norm.weight for norm in norms)]} == {dtype}
         and first.channels % 2 == 0
@@ -68,23 +82,10 @@ def native_body(body: LeanBody | None, dtype: torch.dtype) -> NativeBody | None:
             cos_1PC, sin_1PC = rotary(torch.empty(0), position_ids=torch.arange(count)[None])
         return cos_1PC[0], sin_1PC[0]
 
-    def linear(layer: Any) -> Weight:
-        return Weight(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
-
     return NativeBody(
         library,
         BodyWeights(
-            layers=[
-                LayerWeights(
-                    attention_norm=layer.input_norm.weight,
-                    qkv=Weight(layer.qkv, layer.qkv_bias),
-                    output=linear(layer.output),
-                    mlp_norm=layer.mlp_norm.weight,
-                    gate_up=Weight(layer.gate_up, layer.gate_up_bias),
-                    down=linear(layer.down),
-                )
-                for layer in body.layers
-            ],
+            layers=[_layer_weights(layer) for layer in body.layers],
             final_norm=body.norm.weight,
             embedding_VF=body.embedding.weight,
             queries=first.queries,
@@ -95,6 +96,23 @@ def native_body(body: LeanBody | None, dtype: torch.dtype) -> NativeBody | None:
             angles=angles,
         ),
     )
+
+
+def _layer_weights(layer: LeanLayer | Int8Layer) -> LayerWeights:
+    norms = {"attention_norm": layer.input_norm.weight, "mlp_norm": layer.mlp_norm.weight}
+    if isinstance(layer, Int8Layer):
+        return LayerWeights(**norms, qkv=layer.qkv, output=layer.output, gate_up=layer.gate_up, down=layer.down)
+    return LayerWeights(
+        **norms,
+        qkv=Weight(layer.qkv, layer.qkv_bias),
+        output=_linear_weight(layer.output),
+        gate_up=Weight(layer.gate_up, layer.gate_up_bias),
+        down=_linear_weight(layer.down),
+    )
+
+
+def _linear_weight(layer: Any) -> Weight:
+    return Weight(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
 
 
 def native_head(head: "FeatureHead", epsilon: float) -> NativeBody | None:
@@ -110,13 +128,16 @@ def native_head(head: "FeatureHead", epsilon: float) -> NativeBody | None:
             cos_PC, _, sin_PC = head.angles(torch.arange(count), torch.float32).unbind(1)
         return cos_PC.repeat(1, 2), sin_PC.repeat(1, 2)
 
+    def weight(layer: nn.Linear) -> Weight:
+        return quantised(layer.weight.detach()) if head.int8 else Weight(layer.weight.detach())
+
     layer = LayerWeights(
         attention_norm=head.attention_norm.weight,
-        qkv=Weight(head.qkv.weight.detach()),
-        output=Weight(head.attention_output.weight.detach()),
+        qkv=weight(head.qkv),
+        output=weight(head.attention_output),
         mlp_norm=head.mlp_norm.weight,
-        gate_up=Weight(head.gate_up.weight.detach()),
-        down=Weight(head.down.weight.detach()),
+        gate_up=weight(head.gate_up),
+        down=weight(head.down),
     )
     shape = head.shape
     return NativeBody(
@@ -133,6 +154,6 @@ def native_head(head: "FeatureHead", epsilon: float) -> NativeBody | None:
             angles=angles,
             feature_norm=head.feature_norm.weight,
             token_norm=head.token_norm.weight,
-            join=Weight(head.join.weight.detach()),
+            join=weight(head.join),
         ),
     )

@@ -81,6 +81,8 @@ class FeatureHead(nn.Module):
         self.tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
         self.native = True
         """Whether to run by compiled code where that is possible."""
+        self.int8 = False
+        """Whether compiled code reads the weights in int8, as the target's."""
         self._products: dict[int, tuple[Tensor, NativeProduct | None]] = {}
 
     @property
@@ -167,7 +169,7 @@ class FeatureHead(nn.Module):
         if weight is not weight_GH:
             from polydraft.models._native import native_product
 
-            product = native_product(weight_GH)
+            product = native_product(weight_GH, int8=self.int8)
             self._products[id(weight_GH)] = weight_GH, product
         return product
 

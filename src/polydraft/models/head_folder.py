@@ -36,7 +36,7 @@ def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | 
         raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")
     embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].to(target.device).contiguous() for table in tables)
     head = FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
-    head.native = target.native is not None
+    head.native, head.int8 = target.native is not None, target.int8
     return head
 
 

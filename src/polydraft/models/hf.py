@@ -11,7 +11,7 @@ from torch.nn import functional
 from polydraft.errors import PolydraftError, UsageError
 from polydraft.models._bodies import GPT_NEO, GPTNeoBody, LeanBody, lean_body
 from polydraft.models._fused import MOST_TOKENS, TreeView, fused_body
-from polydraft.models._native import NativeProduct, native_body, native_product, plain_linear
+from polydraft.models._native import NativeProduct, native_body, native_linear, native_product
 from polydraft.models.cache import SlotCache, SpreadCache
 from polydraft.models.check import check_habits
 from polydraft.models.families import (
@@ -28,6 +28,7 @@ from polydraft.models.families import (
 )
 from polydraft.models.language_model import Context, LanguageModel, by_rows
 from polydraft.models.placement import home_device, spread_obstacle
+from polydraft.models.quantised import int8_body, is_quantised
 from polydraft.native import NativeBody, Tokens
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
@@ -69,6 +70,8 @@ class HFModel(LanguageModel):
         refuse_unsupported(model)
         self._output: tuple[Tensor, Tensor | None] | None = None
         """Rows of the output head for `vocabulary`."""
+        self.uses_native = native
+        """Whether compiled code may be used."""
         self.native: NativeBody | None = None
         """The compiled body."""
         self._product: NativeProduct | None = None
@@ -78,7 +81,7 @@ class HFModel(LanguageModel):
         try:
             self._wrap(model, name, lean)
             if native and self.steady_positions:
-                self.native = native_body(self._lean, self.dtype)
+                self.native = native_body(self._lean or int8_body(model), self.dtype)
         except (PolydraftError, torch.OutOfMemoryError):
             raise
         # A class of unknown habits may fail in any way when it is tried.
@@ -99,9 +102,8 @@ class HFModel(LanguageModel):
     def _native_output(self) -> NativeProduct | None:
         """Return the output head by compiled code; None where it is more than a product."""
         if self._output is not None:
-            return native_product(*self._output)
-        table = self.hf_model.get_output_embeddings()
-        return native_product(table.weight, table.bias) if plain_linear(table) else None
+            return native_product(*self._output, int8=self.int8)
+        return native_linear(self.hf_model.get_output_embeddings())
 
     def _wrap(self, model: Any, name: str | None, lean: bool) -> None:
         self.hf_model = model.eval()
@@ -112,6 +114,8 @@ class HFModel(LanguageModel):
         """How the model is not all in one place; None if it is."""
         lean = lean and self.spread is None
         self.dtype = model.dtype
+        self.int8 = is_quantised(model)
+        """Whether the weights are in int8; `dtype` is that of all else."""
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.hidden_size = int(self.config.hidden_size)
         self.taps: tuple[int, ...] = ()
@@ -292,7 +296,7 @@ def early_exit(target: HFModel, layers: int) -> HFModel:
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = list(text.layer_types)[:layers]
     _truncate(model, total, layers, config)
-    return HFModel(model, name=f"early-exit:{layers}")
+    return HFModel(model, name=f"early-exit:{layers}", native=target.uses_native)
 
 
 def _truncate(module: Any, total: int, layers: int, config: Any) -> bool:

@@ -18,7 +18,7 @@ class Matrix(ctypes.Structure):
     """A weight as the kernels see it."""
 
     _fields_ = (
-        ("data", c_void_p), ("scales", c_void_p), ("totals", c_void_p), ("bias", c_void_p),
+        ("data", c_void_p), ("scales", c_void_p), ("bias", c_void_p),
         ("rows", c_int64), ("columns", c_int64), ("stride", c_int64), ("format", c_int32), ("small", c_int32),
     )  # fmt: skip
 
@@ -76,8 +76,6 @@ class Weight:
     bias_F: Tensor | None = None
     scales_F: Tensor | None = None
     """Of int8 rows: what one step of each is worth."""
-    totals_F: Tensor | None = None
-    """Of int8 rows: the sum of each, in int32."""
     columns: int = 0
     """Inputs; as many as `data_FX` is wide if not given."""
 
@@ -88,19 +86,17 @@ class Weight:
 
     def tensors(self) -> list[Tensor]:
         """Return all that its addresses come from."""
-        return [part for part in (self.data_FX, self.bias_F, self.scales_F, self.totals_F) if part is not None]
+        return [part for part in (self.data_FX, self.bias_F, self.scales_F) if part is not None]
 
     def matrix(self) -> Matrix:
         """Return what the kernels take; valid while the tensors stay where they are."""
         data = self.data_FX
         assert data.stride(1) == 1 and data.dtype in FORMATS, (data.dtype, data.stride())
         assert all(part.is_contiguous() for part in self.tensors()[1:])
-        bias, scales, totals = (
-            None if part is None else part.data_ptr() for part in (self.bias_F, self.scales_F, self.totals_F)
-        )
+        bias, scales = (None if part is None else part.data_ptr() for part in (self.bias_F, self.scales_F))
         small = 0 if self.bias_F is None else FORMATS[self.bias_F.dtype]
         rows, stride = data.shape[0], data.stride(0)
-        return Matrix(data.data_ptr(), scales, totals, bias, rows, self.num_inputs, stride, FORMATS[data.dtype], small)
+        return Matrix(data.data_ptr(), scales, bias, rows, self.num_inputs, stride, FORMATS[data.dtype], small)
 
 
 def quantised(weight_FX: Tensor, bias_F: Tensor | None = None) -> Weight:
@@ -110,7 +106,7 @@ def quantised(weight_FX: Tensor, bias_F: Tensor | None = None) -> Weight:
     columns = weight_FX.shape[1]
     # What is not a number has no step; the scale carries it on.
     data_FX = torch.nn.functional.pad(steps_FX.nan_to_num(0).to(torch.int8), (0, -columns % PADDING)).contiguous()
-    return Weight(data_FX, bias_F, scales_F.contiguous(), data_FX.sum(dim=1, dtype=torch.int32), columns)
+    return Weight(data_FX, bias_F, scales_F.contiguous(), columns)
 
 
 class WorkingMemory(threading.local):

@@ -2,7 +2,8 @@
  *
  * A weight is read once for up to BLOCK tokens, four rows at a time, along the rows: each output is the sum over the lanes of
  * one vector of partial sums. Inputs are prepared once per product: as they are (float32), rounded (bfloat16, where the CPU
- * multiplies in it), or quantised per token (int8).
+ * multiplies in it), or in 15 bits per token (int8 weights): with 8 bits the few large channels of a hidden state would leave
+ * too little for the others. Where the CPU multiplies 8 bits only, an input is two planes, 128 times one plus the other.
  */
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -17,7 +18,6 @@
 typedef struct {
     const void *data;
     const float *scales;     /* int8: one per row */
-    const int32_t *totals;   /* int8: sum of each row */
     const void *bias;        /* in `small` format, or none */
     int64_t rows, columns, stride;
     int32_t format, small;
@@ -36,11 +36,12 @@ typedef struct {
 #endif
 #if defined(__ARM_FEATURE_DOTPROD)
 typedef int8_t Quantum;
-#elif defined(__AVX512VNNI__)
-typedef uint8_t Quantum;   /* shifted by 128, which the rows' totals take back */
+#define PLANES 2
 #else
 typedef int16_t Quantum;
+#define PLANES 1
 #endif
+#define STEPS 16256  /* of the largest input: 127 * 128 */
 
 INLINE int64_t padded(int64_t count) { return (count + PADDING - 1) / PADDING * PADDING; }
 
@@ -62,21 +63,24 @@ static void prepare(int format, const float *from, int64_t count, void *to, floa
         }
         float largest = 0;
         for (int i = 0; i < LANES; i++) largest = MAX(largest, most[i]);
-        const float factor = largest > 0 ? 127.0f / largest : 0;
+        const float steps = (float)MIN(STEPS, INT32_MAX / 128 / (stride / LANES));  /* no sum of a lane overflows */
+        const float factor = largest > 0 ? steps / largest : 0;
         const Floats magic = all(12582912.0f);
         Quantum *quanta = to;
         for (int64_t i = 0; i < stride; i += LANES) {
             const Floats x = i < count ? load_as(FLOAT32, from, i, count - i) : all(0);
-            Ints whole = (Ints)(x * factor + magic) - (Ints)magic;
-            if (sizeof(Quantum) == 1 && (Quantum)-1 > 0) whole += 128;
-            for (int j = 0; j < LANES; j++) quanta[i + j] = (Quantum)whole[j];
+            const Ints whole = (Ints)(x * factor + magic) - (Ints)magic, high = (whole + 64) >> 7;
+            for (int j = 0; j < LANES; j++) {
+                quanta[i + j] = (Quantum)(PLANES == 1 ? whole[j] : high[j]);
+                if (PLANES == 2) quanta[stride + i + j] = (Quantum)(whole[j] - 128 * high[j]);
+            }
         }
-        *scale = largest / 127.0f + one_sum(faults);
+        *scale = largest / steps + one_sum(faults);
     }
 }
 
 INLINE size_t input_bytes(int format) {
-    return format == INT8 ? sizeof(Quantum) : format == BFLOAT16 ? sizeof(BF16_INPUT) : 4;
+    return format == INT8 ? PLANES * sizeof(Quantum) : format == BFLOAT16 ? sizeof(BF16_INPUT) : 4;
 }
 
 /* Sums of `tokens` inputs with four rows: `sums[token][row]`. The number of tokens is a constant wherever this is inlined. */
@@ -147,7 +151,7 @@ INLINE void tile_pairs(const int tokens, const Matrix *m, const void *const rows
 }
 #endif
 
-/* Whole numbers have no rounding, so that any order of their sums gives the same bits. */
+/* Whole numbers have no rounding: only the sum over the lanes has an order. */
 #if defined(__ARM_FEATURE_DOTPROD)
 #define QUANTA 16
 typedef int8x16_t Weights8;
@@ -155,20 +159,17 @@ typedef int8x16_t Inputs8;
 INLINE Weights8 weights8(const int8_t *from) { return vld1q_s8(from); }
 INLINE Inputs8 inputs8(const Quantum *from) { return vld1q_s8(from); }
 INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return vdotq_s32(sum, w, x); }
-#elif defined(__AVX512VNNI__)
-#define QUANTA 64
-typedef __m512i Weights8;
-typedef __m512i Inputs8;
-INLINE Weights8 weights8(const int8_t *from) { return _mm512_loadu_si512(from); }
-INLINE Inputs8 inputs8(const Quantum *from) { return _mm512_loadu_si512(from); }
-INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return (Ints)_mm512_dpbusd_epi32((__m512i)sum, x, w); }
 #elif defined(__AVX512BW__)
 #define QUANTA 32
 typedef __m512i Weights8;
 typedef __m512i Inputs8;
 INLINE Weights8 weights8(const int8_t *from) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)from)); }
 INLINE Inputs8 inputs8(const Quantum *from) { return _mm512_loadu_si512(from); }
+#if defined(__AVX512VNNI__)
+INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return (Ints)_mm512_dpwssd_epi32((__m512i)sum, w, x); }
+#else
 INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return sum + (Ints)_mm512_madd_epi16(w, x); }
+#endif
 #elif defined(__AVX2__)
 #define QUANTA 16
 typedef __m256i Weights8;
@@ -193,14 +194,8 @@ INLINE Inputs8 inputs8(const Quantum *from) {
 INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return sum + w * x; }
 #endif
 
-INLINE int32_t lane_total(Ints value) {
-    int32_t total = 0;
-    for (int i = 0; i < LANES; i++) total += value[i];
-    return total;
-}
-
 INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const rows[TILE_ROWS], const Quantum *x, int64_t stride,
-                        int64_t ahead, int32_t (*sums)[TILE_ROWS]) {
+                        int64_t ahead, float (*sums)[TILE_ROWS]) {
     Ints sum[TILE_TOKENS][TILE_ROWS];
     EACH_TOKEN EACH_ROW sum[t][r] = (Ints){0};
     for (int64_t k = 0; k < m->stride; k += QUANTA) {
@@ -212,7 +207,12 @@ INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const row
             EACH_ROW sum[t][r] = multiplied(sum[t][r], w[r], v);
         }
     }
-    EACH_TOKEN EACH_ROW sums[t][r] = lane_total(sum[t][r]);
+    EACH_TOKEN {
+        Floats floats[TILE_ROWS];
+        EACH_ROW floats[r] = __builtin_convertvector(sum[t][r], Floats);
+        const Four total = four_sums(floats[0], floats[1], floats[2], floats[3]);
+        memcpy(sums[t], &total, sizeof total);
+    }
 }
 
 #define WITH_TOKENS(count, call)                                                                                               \
@@ -228,7 +228,7 @@ INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const row
 /* Outputs of up to BLOCK tokens for rows `first` to `first + count`, scaled and with their bias: `to[token * pitch + row]`. */
 static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t first, int64_t count, float *to, int64_t pitch) {
     const int64_t size = m->format == INT8 ? 1 : m->format == BFLOAT16 ? 2 : 4;
-    const int64_t parts = (tokens + TILE_TOKENS - 1) / TILE_TOKENS;
+    const int64_t planes = m->format == INT8 ? PLANES : 1, most = TILE_TOKENS / planes, parts = (tokens + most - 1) / most;
     for (int64_t row = 0; row < count; row += TILE_ROWS) {
         const void *rows[TILE_ROWS];
         const int64_t here = MIN(count - row, TILE_ROWS);
@@ -240,14 +240,12 @@ static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t 
             const int64_t ahead = part == 0 && first + row + 2 * TILE_ROWS <= m->rows ? TILE_ROWS * m->stride * size : 0;
             float sums[TILE_TOKENS][TILE_ROWS];
             if (m->format == INT8) {
-                int32_t whole[TILE_TOKENS][TILE_ROWS];
-                const Quantum *x = (const Quantum *)input.data + token * input.stride;
-                WITH_TOKENS(some, tile_quanta(N, m, rows, x, input.stride, ahead, whole))
+                const Quantum *x = (const Quantum *)input.data + token * PLANES * input.stride;
+                WITH_TOKENS(some * PLANES, tile_quanta(N, m, rows, x, input.stride, ahead, sums))
                 for (int64_t t = 0; t < some; t++)
                     for (int64_t r = 0; r < here; r++) {
-                        int32_t total = whole[t][r];
-                        if (sizeof(Quantum) == 1 && (Quantum)-1 > 0) total -= 128 * m->totals[first + row + r];
-                        sums[t][r] = (float)total * (m->scales[first + row + r] * input.scales[token + t]);
+                        const float whole = PLANES == 1 ? sums[t][r] : sums[2 * t][r] * 128.0f + sums[(2 * t + 1) % TILE_TOKENS][r];
+                        sums[t][r] = whole * (m->scales[first + row + r] * input.scales[token + t]);
                     }
             } else if (m->format == BFLOAT16) {
                 const BF16_INPUT *x = (const BF16_INPUT *)input.data + token * input.stride;
