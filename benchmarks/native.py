@@ -2,8 +2,8 @@
 
     python benchmarks/native.py [--threads 2] [--repeat 9] [--context 128] [--target smollm2] [--tokens 1,2,4,5,8,16,32,64]
 
-Arms alternate within one run; figures are the least of all repeats, in ms. Beside them the time in which all threads together read
-as many bytes as the weights have, by torch's own sum, and how many plain passes a pass costs. A table, then one JSON line.
+Arms alternate within one run; figures are the least of all repeats, in ms, and how many plain passes a pass costs. "reading" is
+the time in which all threads together read as many bytes as the weights have, by torch's own sum. A table, then one JSON line.
 """
 
 import argparse

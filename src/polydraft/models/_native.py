@@ -53,9 +53,7 @@ def native_linear(layer: Any) -> NativeProduct | None:
 
 def _plain(layer: Any) -> bool:
     changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return not changed and (
-        type(layer) is Int8Linear or (type(layer) is nn.Linear and type(layer.weight) is nn.Parameter)
-    )
+    return not changed and (type(layer) is Int8Linear or (type(layer) is nn.Linear and type(layer.weight) is nn.Parameter))
 
 
 def native_body(body: LeanBody | Int8Body | None, dtype: torch.dtype) -> NativeBody | None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from polydraft.models.language_model import Context, by_rows, steady_attention
 from polydraft.models.tree_attention import obstacle
-from polydraft.native import Tokens
+from polydraft.native import Rows
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
@@ -208,8 +208,19 @@ class HeadContext(Context):
     def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
         """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""
         self._fused_BTH = fused_BTH
+        native, head = self._native, self._head
+        if native is not None and not torch.is_grad_enabled() and native.ready():
+            keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, head.dtype, *native.key_shape)
+            rows = Rows(
+                lengths_B=self.lengths_B,
+                slot_positions_BS=self._positions_BS,
+                keys_LBHSC=keys_LBHSC,
+                values_LBHSC=values_LBHSC,
+                window=head.shape.window,
+            )
+            return native(tokens_BT, block, rows, features_BTF=fused_BTH)
         # Where all rows are equally long the host knows every place, and a level is half as many calls.
-        if self._fused is None and self._native is None and self.aligned:
+        if self._fused is None and self.aligned:
             with steady_attention(self.device):
                 return self._read_aligned(tokens_BT, fused_BTH, block)
         return self.extend(tokens_BT, block)
@@ -238,19 +249,6 @@ class HeadContext(Context):
         from polydraft.models._fused import MOST_TOKENS, TreeView
 
         window = self._head.shape.window
-        if self._native is not None and not torch.is_grad_enabled() and self._native.ready():
-            tokens = Tokens(
-                tokens_BT=tokens_BT,
-                positions_BT=positions_BT,
-                slots_BT=slots_BT,
-                lengths_B=self.lengths_B,
-                visible_BTU=block.visible_BTU,
-                slot_positions_BS=self._positions_BS,
-                used=used,
-                window=window,
-                features_BTF=self._fused_BTH,
-            )
-            return self._native(tokens, *self.cache.whole(self.batch_size, self._head.dtype, *self._native.key_shape))
         # The kernels cut off committed text only, so the window must reach over all that is not committed.
         if self._fused is None or block.size > MOST_TOKENS or window < block.stop:
             return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)

@@ -29,7 +29,7 @@ from polydraft.models.families import (
 from polydraft.models.language_model import Context, LanguageModel, by_rows
 from polydraft.models.placement import home_device, spread_obstacle
 from polydraft.models.quantised import int8_body, is_quantised
-from polydraft.native import NativeBody, Tokens
+from polydraft.native import NativeBody, Rows
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
@@ -227,6 +227,24 @@ class HFContext(Context):
             model.num_layers, capacity, f"model type {model.config.model_type!r}"
         )
 
+    def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
+        """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
+        model = self._model
+        native = model.native
+        if native is None or torch.is_grad_enabled() or not native.ready():
+            return super().extend(tokens_BT, block)
+        assert max(self.lengths) + block.stop <= self.capacity, (self.lengths, block.stop, self.capacity)
+        keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, model.dtype, *native.key_shape)
+        rows = Rows(
+            lengths_B=self.lengths_B,
+            slot_positions_BS=self._positions_BS,
+            keys_LBHSC=keys_LBHSC,
+            values_LBHSC=values_LBHSC,
+            window=model.window,
+            max_positions=self.max_positions,
+        )
+        return native(tokens_BT, block, rows, model.taps)
+
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]
         aligned = self.aligned
@@ -239,20 +257,7 @@ class HFContext(Context):
         return self._model.forward(known_BT, positions_BT, mask, self.cache)
 
     def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
-        fused, native, window = self._model.fused, self._model.native, self._model.window
-        if native is not None and not torch.is_grad_enabled() and native.ready():
-            tokens = Tokens(
-                tokens_BT=tokens_BT,
-                positions_BT=positions_BT,
-                slots_BT=slots_BT,
-                lengths_B=self.lengths_B,
-                visible_BTU=block.visible_BTU,
-                slot_positions_BS=self._positions_BS,
-                used=used,
-                window=window,
-            )
-            memory = self.cache.whole(self.batch_size, self._model.dtype, *native.key_shape)
-            return native(tokens, *memory, self._model.taps)
+        fused, window = self._model.fused, self._model.window
         # The kernels cut off committed text only, so a window must reach over all that is not committed.
         if fused is None or block.size > MOST_TOKENS or (window is not None and window < block.stop):
             return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)

@@ -282,9 +282,7 @@ class InflatedModel(HFModel):
         As for `HFModel`.
     """
 
-    def __init__(
-        self, small: HFModel, shape: str, name: str | None = None, lean: bool = True, native: bool = True
-    ) -> None:
+    def __init__(self, small: HFModel, shape: str, name: str | None = None, lean: bool = True, native: bool = True) -> None:
         big = inflate(small.hf_model, SHAPES.get(shape))
         super().__init__(big, name or f"{PREFIX}:{shape}:{small.name}", lean, native=native)
         self.width = self.hidden_size

@@ -1,7 +1,7 @@
 """Models with weights in int8, on a CPU: a quarter of float32's reading, products by compiled code.
 
-Each row of a weight is scaled by its largest number, each token's input, in 15 bits, by its own. Embeddings and norms stay as they are. The
-target is then this model: generation is exact with respect to it, as for every other dtype.
+Each row of a weight is scaled by its largest number, each token's input, in 15 bits, by its own. Embeddings and norms stay as
+they are. The target is then this model: generation is exact with respect to it, as for every other dtype.
 """
 
 from typing import Any
@@ -54,7 +54,9 @@ def quantise(model: Any) -> Any:
         The same object.
     """
     if kernels() is None:
-        raise UsageError("dtype int8 needs native kernels, which are off or cannot be built here; install a C compiler, or use float32")
+        raise UsageError(
+            "dtype int8 needs native kernels, which are off or cannot be built here; install a C compiler, or use float32"
+        )
     head = model.get_output_embeddings()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

@@ -48,17 +48,17 @@ class Pass(ctypes.Structure):
     """What one pass reads and writes."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("tokens", "angles", "slots", "lengths", "positions", "slot_positions", "visible")),
+        *((name, c_void_p) for name in ("tokens", "depths", "chosen", "lengths", "slot_positions", "visible")),
         *((name, c_void_p) for name in ("cosines", "sines", "features", "keys", "values", "output", "taps", "memory")),
-        *((name, c_int64) for name in ("batch", "size", "places", "capacity", "used")),
-        *((name, c_int64) for name in ("visible_batch", "visible_token", "visible_place")),
-        *((name, c_int64) for name in ("slot_stride", "feature_stride", "output_stride", "num_taps", "window", "threads")),
+        *((name, c_int64) for name in ("batch", "size", "start", "places", "capacity", "most_position")),
+        *((name, c_int64) for name in ("depth_batch", "depth_token", "visible_batch", "visible_token", "visible_place")),
+        *((name, c_int64) for name in ("slot_stride", "output_stride", "num_taps", "window", "threads")),
     )
 
 
 def declare(library: ctypes.CDLL) -> None:
     """Say what the functions of a library take and return."""
-    library.polydraft_pass.argtypes, library.polydraft_pass.restype = (POINTER(Body), POINTER(Pass)), None
+    library.polydraft_pass.argtypes, library.polydraft_pass.restype = (POINTER(Body), POINTER(Pass)), c_int32
     library.polydraft_memory.argtypes, library.polydraft_memory.restype = (POINTER(Body), POINTER(Pass)), c_int64
     library.polydraft_product.argtypes = (POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
     library.polydraft_product.restype = None

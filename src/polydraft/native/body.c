@@ -26,20 +26,21 @@ typedef struct {
 } Body;
 
 typedef struct {
-    const int64_t *tokens, *angles, *slots;  /* per token, row by row of the batch: its id, its line of cosines, its slot */
+    const int64_t *tokens;                   /* ids, row by row of the batch */
+    const int64_t *depths;                   /* positions behind the committed text */
+    const int64_t *chosen;                   /* uncommitted places that tokens take; none: those from `start` on */
     const int64_t *lengths;                  /* committed tokens per row */
-    const int64_t *positions;                /* per token, for windows */
-    const int64_t *slot_positions;           /* [batch, slot_stride] */
+    int64_t *slot_positions;                 /* [batch, slot_stride] */
     const uint8_t *visible;                  /* uncommitted places that a token sees */
-    const float *cosines, *sines;            /* [lines, channels] */
+    const float *cosines, *sines;            /* [positions, channels] */
     const void *features;                    /* of a feature head: what its entries begin with */
     void *keys, *values;                     /* [layers, batch, heads, slots, channels] */
     void *output;                            /* [tokens, output_stride]: last hidden states, then taps */
     const int64_t *taps;
     char *memory;                            /* as much as `polydraft_memory` says */
-    int64_t batch, size, places, capacity, used;
-    int64_t visible_batch, visible_token, visible_place, slot_stride, feature_stride, output_stride;
-    int64_t num_taps, window, threads;
+    int64_t batch, size, start, places, capacity, most_position;
+    int64_t depth_batch, depth_token, visible_batch, visible_token, visible_place, slot_stride, output_stride;
+    int64_t num_taps, window, threads;       /* a window of 0 is none */
 } Pass;
 
 typedef struct {
@@ -48,6 +49,7 @@ typedef struct {
     float *scales;
     int32_t *places;                         /* uncommitted slots that each token sees, in order */
     int32_t *counts, *starts;
+    int64_t *positions, *slots;              /* of each token */
     int32_t *next;                           /* items taken, per stage */
     int64_t wide_stride, mixed_stride, input_stride, scores_stride;
 } Memory;
@@ -63,9 +65,11 @@ static int64_t stages(const Body *b, const Pass *p) { return STAGES_PER_LAYER * 
 static int64_t lay_out(const Body *b, const Pass *p, Memory *m) {
     const int64_t tokens = p->batch * p->size, heads = (b->queries + 2 * b->keys) * b->channels;
     const int64_t mixed = MAX(b->queries * b->channels, MAX(b->mlp, b->feature_norm ? 2 * b->hidden : 0));
+    int64_t seen = 0;
+    for (int64_t row = 0; row < p->batch; row++) seen = MAX(seen, p->lengths[row] + p->places);
     char *at = p->memory;
     m->wide_stride = padded(heads), m->mixed_stride = padded(MAX(mixed, b->hidden));
-    m->input_stride = m->mixed_stride * 4, m->scores_stride = align((p->used + LANES) * 4) / 4;
+    m->input_stride = m->mixed_stride * 4, m->scores_stride = align((seen + LANES) * 4) / 4;
 #define TAKE(field, bytes) (m->field = (void *)at, at += align(bytes))
     TAKE(hidden, tokens * b->hidden * 4);
     TAKE(wide, tokens * m->wide_stride * 4);
@@ -76,6 +80,8 @@ static int64_t lay_out(const Body *b, const Pass *p, Memory *m) {
     TAKE(places, tokens * p->places * 4);
     TAKE(counts, tokens * 4);
     TAKE(starts, tokens * 4);
+    TAKE(positions, tokens * 8);
+    TAKE(slots, tokens * 8);
     TAKE(next, stages(b, p) * APART * 4);
     return at - p->memory;
 }
@@ -173,13 +179,27 @@ static void norm_all(Worker *w, const void *weight, const Matrix *next) {
 
 /* --- attention ---------------------------------------------------------------------------------------------------------- */
 
+/* Where tokens stand; returns whether their slots exist. */
+static int place_tokens(const Body *b, const Pass *p, const Memory *m) {
+    for (int64_t token = 0; token < p->batch * p->size; token++) {
+        const int64_t row = token / p->size, column = token % p->size;
+        const int64_t slot = p->lengths[row] + (p->chosen ? p->chosen[token] : p->start + column);
+        const int64_t depth = p->depths[row * p->depth_batch + column * p->depth_token];
+        if (slot < 0 || slot >= p->capacity || p->lengths[row] + p->places > p->capacity) return 0;
+        m->slots[token] = slot;
+        m->positions[token] = MAX(0, MIN(p->lengths[row] + depth, p->most_position));
+        p->slot_positions[row * p->slot_stride + slot] = m->positions[token];
+    }
+    return b->queries % b->keys == 0;
+}
+
 /* Which slots each token sees: committed ones from `starts` on, then these. Increasing slots are the order of a path. */
 static void find_places(Worker *w) {
     const Pass *p = w->p;
     EACH_ITEM(w->tokens) {
         const int64_t row = item / p->size, length = p->lengths[row];
         const uint8_t *visible = p->visible + row * p->visible_batch + item % p->size * p->visible_token;
-        const int64_t oldest = p->window ? p->positions[item] - p->window + 1 : 0;
+        const int64_t oldest = p->window ? w->m->positions[item] - p->window + 1 : 0;
         int32_t *places = w->m->places + item * p->places, count = 0;
         for (int64_t place = 0; place < p->places; place++)
             if (visible[place * p->visible_place] && p->slot_positions[row * p->slot_stride + length + place] >= oldest)
@@ -208,7 +228,7 @@ static void rotate_store(Worker *w, int64_t layer) {
     const Body *b = w->b;
     EACH_ITEM(w->tokens) {
         float *heads = w->m->wide + item * w->m->wide_stride;
-        const int64_t line = w->p->angles[item] * b->channels, slot = w->p->slots[item] * b->channels;
+        const int64_t line = w->m->positions[item] * b->channels, slot = w->m->slots[item] * b->channels;
         for (int64_t head = 0; head < b->queries + b->keys; head++)
             rotate(b, w->p->cosines + line, w->p->sines + line, heads + head * b->channels);
         for (int64_t head = 0; head < b->keys; head++) {
@@ -230,8 +250,14 @@ INLINE int64_t seen_slot(const Sight *s, int64_t i) {
     return i < s->committed ? s->start + i : s->places[i - s->committed];
 }
 
+/* Numbers of a vector; what may be its last ones costs more to read, so that loops over whole vectors say that they are. */
+INLINE Floats part(const int format, const int ragged, const void *from, int64_t place, int64_t left) {
+    return load_as(format, from, place, ragged ? left : LANES);
+}
+
 /* Scores of one query, four slots at a time. */
-INLINE void score(const int format, const Sight *s, const float *query, int64_t channels, float scale, float *scores) {
+INLINE void score(const int format, const int ragged, const Sight *s, const float *query, int64_t channels, float scale,
+                  float *scores) {
     const size_t size = format == BFLOAT16 ? 2 : 4;
     for (int64_t i = 0; i < s->count; i += 4) {
         const char *key[4];
@@ -241,8 +267,8 @@ INLINE void score(const int format, const Sight *s, const float *query, int64_t 
             sum[j] = all(0);
         }
         for (int64_t c = 0; c < channels; c += LANES) {
-            const Floats q = load_as(FLOAT32, query, c, channels - c);
-            for (int j = 0; j < 4; j++) sum[j] += q * load_as(format, key[j], c, channels - c);
+            const Floats q = part(FLOAT32, ragged, query, c, channels - c);
+            for (int j = 0; j < 4; j++) sum[j] += q * part(format, ragged, key[j], c, channels - c);
         }
         const Four four = four_sums(sum[0], sum[1], sum[2], sum[3]) * scale;
         memcpy(scores + i, &four, (size_t)MIN(s->count - i, 4) * 4);
@@ -251,30 +277,32 @@ INLINE void score(const int format, const Sight *s, const float *query, int64_t 
 
 /* Turn scores into weights; returns one over their sum. */
 static float weigh(float *scores, int64_t count) {
-    float most = scores[0];
-    for (int64_t i = 1; i < count; i++) most = scores[i] > most ? scores[i] : most;
-    Floats sum = {0};
+    Floats high = all(scores[0]), sum = {0};
+    for (int64_t i = count; i % LANES; i++) scores[i] = -INFINITY;  /* there is room; their weight is as good as nothing */
     for (int64_t i = 0; i < count; i += LANES) {
-        float part[LANES] = {0};
-        const size_t some = (size_t)MIN(count - i, LANES);
-        Floats weight = exponential(load_as(FLOAT32, scores, i, count - i) - most);
-        store(part, weight);
-        memcpy(scores + i, part, some * 4);
-        memset(part + some, 0, sizeof part - some * 4);
-        sum += load(part);
+        const Floats part = load(scores + i);
+        high = choose(part > high, part, high);
+    }
+    float most = high[0];
+    for (int i = 1; i < LANES; i++) most = high[i] > most ? high[i] : most;
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats score = load(scores + i), weight = exponential(score - most);
+        const Floats counted = choose(score > -INFINITY, weight, all(0));
+        store(scores + i, weight);
+        sum += counted;
     }
     return 1.0f / one_sum(sum);
 }
 
 #define SPAN 4  /* vectors of channels at a time */
-INLINE void mix_span(const int format, const int vectors, const Sight *s, const float *weights, int64_t channels, int64_t first,
-                     float factor, float *to) {
+INLINE void mix_span(const int format, const int ragged, const int vectors, const Sight *s, const float *weights,
+                     int64_t channels, int64_t first, float factor, float *to) {
     Floats sum[SPAN];
     for (int v = 0; v < vectors; v++) sum[v] = all(0);
     for (int64_t i = 0; i < s->count; i++) {
         const int64_t place = seen_slot(s, i) * channels + first;
         for (int v = 0; v < vectors; v++)
-            sum[v] += weights[i] * load_as(format, s->values, place + v * LANES, channels - first - v * LANES);
+            sum[v] += weights[i] * part(format, ragged, s->values, place + v * LANES, channels - first - v * LANES);
     }
     for (int v = 0; v < vectors; v++) {
         sum[v] *= factor;
@@ -285,8 +313,15 @@ INLINE void mix_span(const int format, const int vectors, const Sight *s, const 
 INLINE void mix(const int format, const Sight *s, const float *weights, int64_t channels, float factor, float *to) {
     int64_t first = 0;
     for (; first + SPAN * LANES <= channels; first += SPAN * LANES)
-        mix_span(format, SPAN, s, weights, channels, first, factor, to);
-    for (; first < channels; first += LANES) mix_span(format, 1, s, weights, channels, first, factor, to);
+        mix_span(format, 0, SPAN, s, weights, channels, first, factor, to);
+    for (; first + LANES <= channels; first += LANES) mix_span(format, 0, 1, s, weights, channels, first, factor, to);
+    if (first < channels) mix_span(format, 1, 1, s, weights, channels, first, factor, to);
+}
+
+INLINE void attend_head(const int format, const Sight *s, const float *query, const Body *b, float *scores, float *to) {
+    if (b->channels % LANES) score(format, 1, s, query, b->channels, b->scale, scores);
+    else score(format, 0, s, query, b->channels, b->scale, scores);
+    mix(format, s, scores, b->channels, weigh(scores, s->count), to);
 }
 
 static void attend(Worker *w, int64_t layer) {
@@ -305,13 +340,8 @@ static void attend(Worker *w, int64_t layer) {
         for (int64_t h = head; h < head + share; h++) {
             const float *query = w->m->wide + token * w->m->wide_stride + h * b->channels;
             float *to = w->m->mixed + token * w->m->mixed_stride + h * b->channels;
-            if (b->format == BFLOAT16) {
-                score(BFLOAT16, &s, query, b->channels, b->scale, scores);
-                mix(BFLOAT16, &s, scores, b->channels, weigh(scores, s.count), to);
-            } else {
-                score(FLOAT32, &s, query, b->channels, b->scale, scores);
-                mix(FLOAT32, &s, scores, b->channels, weigh(scores, s.count), to);
-            }
+            if (b->format == BFLOAT16) attend_head(BFLOAT16, &s, query, b, scores, to);
+            else attend_head(FLOAT32, &s, query, b, scores, to);
         }
     }
     finish(w);
@@ -334,7 +364,7 @@ static void embed(Worker *w) {
         as_floats(b->format, b->embedding, id * b->hidden, b->hidden, hidden);
         if (!b->feature_norm) continue;
         normalise(b, hidden, b->token_norm, pair + b->hidden);
-        as_floats(b->format, w->p->features, item * w->p->feature_stride, b->hidden, hidden);
+        as_floats(b->format, w->p->features, item * b->hidden, b->hidden, hidden);
         normalise(b, hidden, b->feature_norm, pair);
         prepare(b->join.format, pair, b->join.columns, input_of(w, item, b->join.format, b->join.columns), w->m->scales + item);
     }
@@ -375,9 +405,11 @@ int64_t polydraft_memory(const Body *body, const Pass *pass) {
     return lay_out(body, &blank, &memory);
 }
 
-void polydraft_pass(const Body *body, const Pass *pass) {
+/* Returns whether all tokens had places. */
+int32_t polydraft_pass(const Body *body, const Pass *pass) {
     Memory memory;
     lay_out(body, pass, &memory);
+    if (!place_tokens(body, pass, &memory)) return 0;
     memset(memory.next, 0, (size_t)stages(body, pass) * APART * 4);
 #pragma omp parallel num_threads((int)pass->threads)
     {
@@ -396,6 +428,7 @@ void polydraft_pass(const Body *body, const Pass *pass) {
         }
         give(w, 0);
     }
+    return 1;
 }
 
 /* Outputs of one matrix: float32 inputs and outputs, one line per token. `memory`: as `polydraft_product_memory` says. */

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polydraft.native.arguments import FORMATS, Body, Layer, Pass, Weight, WorkingMemory
+from polydraft.trees import Block
 
 _MEMORY = WorkingMemory()
 Angles = Callable[[int], tuple[Tensor, Tensor]]
@@ -60,23 +61,18 @@ class BodyWeights:
         return found + (self.join.tensors() if self.join is not None else [])
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Tokens:
-    """What a block of tokens is and sees; B rows, T tokens each."""
+@dataclass(eq=False, kw_only=True)
+class Rows:
+    """Texts of a batch in memory: B rows of S slots."""
 
-    tokens_BT: Tensor
-    positions_BT: Tensor
-    slots_BT: Tensor
     lengths_B: Tensor
-    visible_BTU: Tensor
-    """Uncommitted places that each token sees."""
+    """Committed tokens per row."""
     slot_positions_BS: Tensor
-    used: int
-    """Slots that any token may see."""
+    keys_LBHSC: Tensor
+    values_LBHSC: Tensor
     window: int | None = None
     """Positions that attention reaches back."""
-    features_BTF: Tensor | None = None
-    """Of a feature head."""
+    max_positions: int | None = None
 
 
 class NativeBody:
@@ -108,39 +104,44 @@ class NativeBody:
             self._body, self._addresses = self._laid_out(), addresses
         return True
 
-    def __call__(self, block: Tokens, keys_LBHSC: Tensor, values_LBHSC: Tensor, taps: Sequence[int] = ()) -> Tensor:
-        """Store keys and values, and return the last hidden states, beside them the outputs of the layers `taps`."""
+    def __call__(
+        self, tokens_BT: Tensor, block: Block, rows: Rows, taps: Sequence[int] = (), features_BTF: Tensor | None = None
+    ) -> Tensor:
+        """Store keys, values and positions of a block of uncommitted tokens and return their last hidden states.
+
+        Parameters
+        ----------
+        taps : sequence of int
+            Layers, counted from 1, whose outputs stand beside them.
+        features_BTF : Tensor, optional
+            Of a feature head: the features that stand before the tokens.
+        """
         assert self._body is not None, "ready() comes first"
-        batch_size, size = block.tokens_BT.shape
-        capacity = keys_LBHSC.shape[3]
-        taps = sorted(set(taps))
-        output_BTF = torch.empty(batch_size, size, self.hidden_size * (1 + len(taps)), dtype=self.dtype)
+        batch_size, size = tokens_BT.shape
+        keys, values, positions_BS = rows.keys_LBHSC, rows.values_LBHSC, rows.slot_positions_BS
+        visible_BTU, depths_BT, chosen_BT, capacity = block.visible_BTU, block.depths_BT, block.places_BT, keys.shape[3]
+        assert keys.is_contiguous() and values.is_contiguous() and keys.dtype == self.dtype and keys.shape[1] == batch_size
+        assert positions_BS.stride(1) == 1 and positions_BS.shape[1] >= capacity and visible_BTU.dtype == torch.bool
         if len(self._cosines) < capacity:
             self._cosines, self._sines = (part.contiguous() for part in self._weights.angles(max(2 * capacity, 512)))
-        tokens_BT, positions_BT, slots_BT = (
-            part.contiguous() for part in (block.tokens_BT, block.positions_BT, block.slots_BT)
-        )
-        visible_BTU, slot_positions_BS, features_BTF = block.visible_BTU, block.slot_positions_BS, block.features_BTF
-        assert keys_LBHSC.is_contiguous() and values_LBHSC.is_contiguous() and keys_LBHSC.dtype == self.dtype
-        assert slot_positions_BS.stride(1) == 1 and visible_BTU.dtype == torch.bool
-        if features_BTF is not None:
-            features_BTF = features_BTF.to(self.dtype).contiguous()
+        taps = sorted(set(taps))
         listed = (ctypes.c_int64 * len(taps))(*taps)
+        output_BTF = torch.empty(batch_size, size, self.hidden_size * (1 + len(taps)), dtype=self.dtype)
+        tokens_BT = tokens_BT.contiguous()
+        chosen_BT = None if chosen_BT is None else chosen_BT.expand(batch_size, size).contiguous()
+        features_BTF = None if features_BTF is None else features_BTF.to(self.dtype).contiguous()
         one = Pass(
-            tokens=tokens_BT.data_ptr(), angles=positions_BT.data_ptr(), slots=slots_BT.data_ptr(),
-            lengths=block.lengths_B.data_ptr(), positions=positions_BT.data_ptr(),
-            slot_positions=slot_positions_BS.data_ptr(), visible=visible_BTU.data_ptr(),
-            cosines=self._cosines.data_ptr(), sines=self._sines.data_ptr(),
-            features=None if features_BTF is None else features_BTF.data_ptr(),
-            keys=keys_LBHSC.data_ptr(), values=values_LBHSC.data_ptr(), output=output_BTF.data_ptr(),
-            taps=ctypes.addressof(listed), batch=batch_size, size=size, places=visible_BTU.shape[2], capacity=capacity,
-            used=block.used, visible_batch=visible_BTU.stride(0), visible_token=visible_BTU.stride(1),
-            visible_place=visible_BTU.stride(2), slot_stride=slot_positions_BS.stride(0), feature_stride=self.hidden_size,
-            output_stride=output_BTF.shape[2], num_taps=len(taps), window=block.window or 0,
-            threads=torch.get_num_threads(),
+            tokens_BT.data_ptr(), depths_BT.data_ptr(), None if chosen_BT is None else chosen_BT.data_ptr(),
+            rows.lengths_B.data_ptr(), positions_BS.data_ptr(), visible_BTU.data_ptr(),
+            self._cosines.data_ptr(), self._sines.data_ptr(), None if features_BTF is None else features_BTF.data_ptr(),
+            keys.data_ptr(), values.data_ptr(), output_BTF.data_ptr(), ctypes.addressof(listed), None,
+            batch_size, size, block.start, visible_BTU.shape[2], capacity, min(rows.max_positions or capacity, capacity) - 1,
+            *depths_BT.stride(), *visible_BTU.stride(),
+            positions_BS.stride(0), output_BTF.shape[2], len(taps), rows.window or 0, torch.get_num_threads(),
         )  # fmt: skip
         one.memory = _MEMORY.address(self._library.polydraft_memory(self._body, one))
-        self._library.polydraft_pass(self._body, one)
+        placed = self._library.polydraft_pass(self._body, one)
+        assert placed, (rows.lengths_B.tolist(), block.stop, capacity)
         return output_BTF
 
     def _laid_out(self) -> Body:
