@@ -38,7 +38,7 @@ def native_product(weight_FX: Tensor, bias_F: Tensor | None = None, int8: bool =
     library = kernels() if fits else None
     if library is None:
         return None
-    return NativeProduct(library, quantised(weight_FX.detach(), bias_F) if int8 else Weight(weight_FX.detach(), bias_F))
+    return NativeProduct(library, quantised(weight_FX.detach(), bias_F) if int8 else Weight(weight_FX, bias_F))
 
 
 def native_linear(layer: Any) -> NativeProduct | None:
@@ -110,7 +110,7 @@ def _layer_weights(layer: LeanLayer | Int8Layer) -> LayerWeights:
 
 
 def _linear_weight(layer: Any) -> Weight:
-    return Weight(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
+    return Weight(layer.weight, layer.bias)  # the parameters themselves: their data may move
 
 
 def native_head(head: "FeatureHead", epsilon: float) -> NativeBody | None:
@@ -127,7 +127,7 @@ def native_head(head: "FeatureHead", epsilon: float) -> NativeBody | None:
         return cos_PC.repeat(1, 2), sin_PC.repeat(1, 2)
 
     def weight(layer: nn.Linear) -> Weight:
-        return quantised(layer.weight.detach()) if head.int8 else Weight(layer.weight.detach())
+        return quantised(layer.weight.detach()) if head.int8 else Weight(layer.weight)
 
     layer = LayerWeights(
         attention_norm=head.attention_norm.weight,

@@ -17,6 +17,7 @@ PADDING = 64
 class Matrix(ctypes.Structure):
     """A weight as the kernels see it."""
 
+    owner: "Weight"
     _fields_ = (
         ("data", c_void_p), ("scales", c_void_p), ("bias", c_void_p),
         ("rows", c_int64), ("columns", c_int64), ("stride", c_int64), ("format", c_int32), ("small", c_int32),
@@ -96,7 +97,9 @@ class Weight:
         bias, scales = (None if part is None else part.data_ptr() for part in (self.bias_F, self.scales_F))
         small = 0 if self.bias_F is None else FORMATS[self.bias_F.dtype]
         rows, stride = data.shape[0], data.stride(0)
-        return Matrix(data.data_ptr(), scales, bias, rows, self.num_inputs, stride, FORMATS[data.dtype], small)
+        matrix = Matrix(data.data_ptr(), scales, bias, rows, self.num_inputs, stride, FORMATS[data.dtype], small)
+        matrix.owner = self  # whoever holds the address holds what is there
+        return matrix
 
 
 def quantised(weight_FX: Tensor, bias_F: Tensor | None = None) -> Weight:
