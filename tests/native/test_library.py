@@ -48,12 +48,14 @@ def quick(monkeypatch, tmp_path):
     way, command = library._ways()[0], library._compiler()
     library._compile(command, way, real) if not PREBUILT else real.write_bytes(PREBUILT[0])
     PREBUILT[:] = [real.read_bytes()]
-    text = f'echo x >> {tmp_path}/asked\nfor last; do :; done\ncase "$*" in *" -c "*) touch "$last";; *) cp {real} "$last";; esac\n'
+    text = f'echo x >> {tmp_path}/asked\n{LAST}case "$*" in *" -c "*) touch "$last";; *) cp {real} "$last";; esac\n'
     monkeypatch.setenv("CC", script(tmp_path / "quick", text))
     return tmp_path / "asked"
 
 
 PREBUILT: list[bytes] = []
+LAST = "for last; do :; done\n"
+"""The last argument is where to write."""
 
 
 def asked(file):
@@ -118,7 +120,7 @@ def test_wrong_numbers_are_noticed(monkeypatch, caplog, tmp_path):
     source.write_text("".join(f"long polydraft_{name}(void) {{ return 0; }}\n" for name in names))
     wrong = tmp_path / "wrong.so"
     subprocess.run([*library._compiler(), "-shared", "-fPIC", "-o", wrong, source], check=True, timeout=60)
-    text = f'for last; do :; done\ncase "$*" in *" -c "*) touch "$last";; *) cp {wrong} "$last";; esac\n'
+    text = f'{LAST}case "$*" in *" -c "*) touch "$last";; *) cp {wrong} "$last";; esac\n'
     monkeypatch.setenv("CC", script(tmp_path / "quick", text))
     refused(caplog, "computes wrong numbers (float32")
     assert not built(tmp_path)

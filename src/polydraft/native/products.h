@@ -122,7 +122,7 @@ INLINE Floats paired(Floats sum, Pairs w, Pairs x) { return (Floats)_mm512_dpbf1
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define PAIRS 8
 typedef bfloat16x8_t Pairs;
-INLINE Floats paired(Floats sum, Pairs w, Pairs x) { return vbfdotq_f32(sum, w, x); }
+INLINE Floats paired(Floats sum, Pairs w, Pairs x) { return (Floats)vbfdotq_f32((float32x4_t)sum, w, x); }
 #endif
 
 #ifdef PAIRS
@@ -158,7 +158,7 @@ typedef int8x16_t Weights8;
 typedef int8x16_t Inputs8;
 INLINE Weights8 weights8(const int8_t *from) { return vld1q_s8(from); }
 INLINE Inputs8 inputs8(const Quantum *from) { return vld1q_s8(from); }
-INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return vdotq_s32(sum, w, x); }
+INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return (Ints)vdotq_s32((int32x4_t)sum, w, x); }
 #elif defined(__AVX512BW__)
 #define QUANTA 32
 typedef __m512i Weights8;
