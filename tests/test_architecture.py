@@ -22,6 +22,7 @@ ROOMS = [
     "schemes",
     "walks",
     "theory",
+    "native",
     "models",
     "ngrams",
     "decision",

@@ -128,3 +128,10 @@ def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: 
             f"{folder} was started with {key}={before.get(key)!r}, not {now.get(key)!r}; use the same settings to resume, "
             "or another --out"
         )
+
+
+def cache_root() -> Path:
+    """Return the folder for what is made once: `POLYDRAFT_CACHE`, or `polydraft` in the user's cache folder."""
+    if chosen := os.environ.get("POLYDRAFT_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polydraft"

@@ -102,7 +102,7 @@ def _numbers(option: str, text: str, kind: type[float] | type[int]) -> tuple[Any
 
 def _store(out: Path | None) -> "LawStore":
     from polydraft.analyze import LawStore
-    from polydraft.models.bundled import cache_root
+    from polydraft.output import cache_root
 
     return LawStore(cache_root() / "laws", most_bytes=_KEPT_BYTES) if out is None else LawStore(out / "cache")
 

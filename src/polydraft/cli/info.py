@@ -32,8 +32,9 @@ def _facts() -> dict[str, Any]:
     from polydraft.drafters import DRAFTERS
     from polydraft.loading import DEFAULT_PAIRS, DEFAULT_TREE, NARROW_TREE
     from polydraft.models import FAMILIES
-    from polydraft.models.bundled import BUNDLED, cache_root, weights_file
+    from polydraft.models.bundled import BUNDLED, weights_file
     from polydraft.models.placement import cpu_computes_bfloat16, resolve_device, resolve_dtype
+    from polydraft.output import cache_root
     from polydraft.schemes import SCHEMES
     from polydraft.walks import WALKS
 

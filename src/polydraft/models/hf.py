@@ -11,6 +11,7 @@ from torch.nn import functional
 from polydraft.errors import PolydraftError, UsageError
 from polydraft.models._bodies import GPT_NEO, GPTNeoBody, LeanBody, lean_body
 from polydraft.models._fused import MOST_TOKENS, TreeView, fused_body
+from polydraft.models._native import NativeProduct, native_body, native_linear, native_product
 from polydraft.models.cache import SlotCache, SpreadCache
 from polydraft.models.check import check_habits
 from polydraft.models.families import (
@@ -27,6 +28,8 @@ from polydraft.models.families import (
 )
 from polydraft.models.language_model import Context, LanguageModel, by_rows
 from polydraft.models.placement import home_device, spread_obstacle
+from polydraft.models.quantised import int8_body, is_quantised
+from polydraft.native import NativeBody, Rows
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
@@ -49,6 +52,8 @@ class HFModel(LanguageModel):
         For drafts: compute the logits of these tokens only.
     endless : bool
         Let texts outgrow the context that the configuration names, as `generate` does, where positions allow it.
+    native : bool
+        On a CPU, run Llama-shaped models by compiled code, see `polydraft.native`, where there is a compiler.
     """
 
     _checks_habits = True
@@ -60,14 +65,23 @@ class HFModel(LanguageModel):
         lean: bool = True,
         vocabulary: PartialVocabulary | None = None,
         endless: bool = False,
+        native: bool = True,
     ) -> None:
         refuse_unsupported(model)
         self._output: tuple[Tensor, Tensor | None] | None = None
         """Rows of the output head for `vocabulary`."""
+        self.uses_native = native
+        """Whether compiled code may be used."""
+        self.native: NativeBody | None = None
+        """The compiled body."""
+        self._product: NativeProduct | None = None
+        """The compiled output head."""
         self._split_head: bool
         self._goes_on: bool
         try:
             self._wrap(model, name, lean)
+            if native and self.steady_positions:
+                self.native = native_body(self._lean or int8_body(model), self.dtype)
         except (PolydraftError, torch.OutOfMemoryError):
             raise
         # A class of unknown habits may fail in any way when it is tried.
@@ -80,8 +94,16 @@ class HFModel(LanguageModel):
         if self.vocabulary is not None:
             table, tokens_D = model.get_output_embeddings(), self.vocabulary.tokens_D
             self._output = table.weight.detach()[tokens_D], None if table.bias is None else table.bias.detach()[tokens_D]
+        if self.native is not None:
+            self._product = self._native_output()
         if endless and self._goes_on:
             self.max_positions = None
+
+    def _native_output(self) -> NativeProduct | None:
+        """Return the output head by compiled code; None where it is more than a product."""
+        if self._output is not None:
+            return native_product(*self._output, int8=self.int8)
+        return native_linear(self.hf_model.get_output_embeddings())
 
     def _wrap(self, model: Any, name: str | None, lean: bool) -> None:
         self.hf_model = model.eval()
@@ -92,6 +114,8 @@ class HFModel(LanguageModel):
         """How the model is not all in one place; None if it is."""
         lean = lean and self.spread is None
         self.dtype = model.dtype
+        self.int8 = is_quantised(model)
+        """Whether the weights are in int8; `dtype` is that of all else."""
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.hidden_size = int(self.config.hidden_size)
         self.taps: tuple[int, ...] = ()
@@ -128,6 +152,8 @@ class HFModel(LanguageModel):
         if not self._split_head:
             return features_RF
         hidden_RF = features_RF[..., : self.hidden_size] if self.taps else features_RF
+        if self._product is not None and not torch.is_grad_enabled():
+            return self._product(hidden_RF)
         if self._output is not None:
             table_VF, bias_V = self._output
             return by_rows(lambda rows_RF: functional.linear(rows_RF, table_VF, bias_V), hidden_RF)
@@ -201,6 +227,24 @@ class HFContext(Context):
             model.num_layers, capacity, f"model type {model.config.model_type!r}"
         )
 
+    def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
+        """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
+        model = self._model
+        native = model.native
+        if native is None or torch.is_grad_enabled() or not native.ready():
+            return super().extend(tokens_BT, block)
+        assert max(self.lengths) + block.stop <= self.capacity, (self.lengths, block.stop, self.capacity)
+        keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, model.dtype, *native.key_shape)
+        rows = Rows(
+            lengths_B=self.lengths_B,
+            slot_positions_BS=self._positions_BS,
+            keys_LBHSC=keys_LBHSC,
+            values_LBHSC=values_LBHSC,
+            window=model.window,
+            max_positions=self.max_positions,
+        )
+        return native(tokens_BT, block, rows, model.taps)
+
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]
         aligned = self.aligned
@@ -257,7 +301,7 @@ def early_exit(target: HFModel, layers: int) -> HFModel:
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = list(text.layer_types)[:layers]
     _truncate(model, total, layers, config)
-    return HFModel(model, name=f"early-exit:{layers}")
+    return HFModel(model, name=f"early-exit:{layers}", native=target.uses_native)
 
 
 def _truncate(module: Any, total: int, layers: int, config: Any) -> bool:

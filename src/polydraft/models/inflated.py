@@ -278,13 +278,13 @@ class InflatedModel(HFModel):
         One of `SHAPES`.
     name : str, optional
         ``"inflated:SHAPE:SOURCE"`` if not given.
-    lean : bool
+    lean, native : bool
         As for `HFModel`.
     """
 
-    def __init__(self, small: HFModel, shape: str, name: str | None = None, lean: bool = True) -> None:
+    def __init__(self, small: HFModel, shape: str, name: str | None = None, lean: bool = True, native: bool = True) -> None:
         big = inflate(small.hf_model, SHAPES.get(shape))
-        super().__init__(big, name or f"{PREFIX}:{shape}:{small.name}", lean)
+        super().__init__(big, name or f"{PREFIX}:{shape}:{small.name}", lean, native=native)
         self.width = self.hidden_size
         """Hidden size of the large model."""
         self.hidden_size = small.hidden_size

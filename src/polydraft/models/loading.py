@@ -21,6 +21,7 @@ from polydraft.models.head_folder import is_head, load_head, load_vocabulary
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 from polydraft.models.placement import layout_options
+from polydraft.models.quantised import quantise
 
 
 def hub_options(name: str) -> dict[str, Any]:
@@ -58,15 +59,21 @@ class Loaded:
     eos_token_ids: tuple[int, ...]
 
 
-def load_model(name: str, device: torch.device, dtype: torch.dtype, device_map: str | None = None) -> Loaded:
+def load_model(
+    name: str, device: torch.device, dtype: torch.dtype, device_map: str | None = None, native: bool = True
+) -> Loaded:
     """Load a model by name: the bundled one, a folder, a name on the Hugging Face hub, or one of these inflated.
 
-    With a device map (`polydraft.models.placement`) the model goes over several devices instead of to `device`.
+    With a device map (`polydraft.models.placement`) the model goes over several devices instead of to `device`. With dtype int8
+    its weights are quantised (`polydraft.models.quantised`). `native` is that of `HFModel`.
     """
+    if dtype == torch.int8 and (is_inflated(name) or device_map is not None or not native):
+        what = "an inflated target" if is_inflated(name) else "a device map" if native else "native kernels off"
+        raise UsageError(f"dtype int8 does not go with {what}; use float32 or bfloat16")
     if is_inflated(name):
         if device_map is not None:
             raise UsageError(f"target {name!r} is built on one device; leave out --device-map {device_map}")
-        return _load_inflated(name, device, dtype)
+        return _load_inflated(name, device, dtype, native)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     allowed = f"{BUNDLED}, a folder, or a hub name"
@@ -78,7 +85,7 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype, device_map: 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error says the same
             hf_model, found = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, **layout, **options
+                folder, dtype=torch.float32 if dtype == torch.int8 else dtype, output_loading_info=True, **layout, **options
             )
         hf_model = hf_model if device_map is not None else hf_model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
@@ -107,7 +114,7 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype, device_map: 
     eos = hf_model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return Loaded(HFModel(hf_model, name), tokenizer, eos_ids)
+    return Loaded(HFModel(quantise(hf_model) if dtype == torch.int8 else hf_model, name, native=native), tokenizer, eos_ids)
 
 
 def _obstacle(folder: str, error: Exception) -> str:
@@ -142,11 +149,11 @@ def _first_line(error: Exception) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def _load_inflated(name: str, device: torch.device, dtype: torch.dtype) -> Loaded:
+def _load_inflated(name: str, device: torch.device, dtype: torch.dtype, native: bool) -> Loaded:
     shape, source = parse_inflated(name)
-    small = load_model(source, device, dtype)
+    small = load_model(source, device, dtype, native=native)
     try:
-        model = InflatedModel(small.model, shape)
+        model = InflatedModel(small.model, shape, native=native)
     except torch.OutOfMemoryError:
         raise FailureError(f"target {name!r} does not fit into the memory of {device}; use a smaller shape") from None
     return Loaded(model, small.tokenizer, small.eos_token_ids)
@@ -164,10 +171,11 @@ def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
     folder = SHIPPED_DRAFTS.get(name, Path(name))
     if is_head(folder):
         return load_head(folder, target.model, target.tokenizer, name)
-    draft = load_model(name, target.model.device, target.model.dtype)
+    dtype, native = torch.int8 if target.model.int8 else target.model.dtype, target.model.uses_native
+    draft = load_model(name, target.model.device, dtype, native=native)
     check_same_tokens(target, draft)
     vocabulary = load_vocabulary(folder, target.model.vocab_size, target.model.device)
-    return draft.model if vocabulary is None else HFModel(draft.model.hf_model, name, vocabulary=vocabulary)
+    return draft.model if vocabulary is None else HFModel(draft.model.hf_model, name, vocabulary=vocabulary, native=native)
 
 
 def check_same_tokens(target: Loaded, draft: Loaded) -> None:

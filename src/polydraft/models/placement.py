@@ -9,7 +9,8 @@ import torch
 
 from polydraft.errors import UsageError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+"""By name; int8 stands for weights in int8 and all else in float32, on a CPU."""
 TENSOR_PARALLEL = "tp"
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", TENSOR_PARALLEL)
 
@@ -37,6 +38,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" or cpu_computes_bfloat16() else torch.float32
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; allowed: auto, {', '.join(DTYPES)}")
+    if name == "int8" and device.type != "cpu":
+        raise UsageError(f"dtype int8 is for CPUs, not for {device}; use bfloat16, or --device cpu")
     return DTYPES[name]
 
 

@@ -1,0 +1,154 @@
+"""What the compiled functions take: matrices, bodies and passes, as C lays them out, and a check that they compute rightly."""
+
+import ctypes
+import threading
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""Number formats of weights, by the names that the kernels give them."""
+PADDING = 64
+"""Rows of int8 weights are filled up with zeros to a multiple of this."""
+
+
+class Matrix(ctypes.Structure):
+    """A weight as the kernels see it."""
+
+    owner: "Weight"
+    _fields_ = (
+        ("data", c_void_p), ("scales", c_void_p), ("bias", c_void_p),
+        ("rows", c_int64), ("columns", c_int64), ("stride", c_int64), ("format", c_int32), ("small", c_int32),
+    )  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    """Weights of one layer."""
+
+    _fields_ = (
+        ("attention_norm", c_void_p), ("mlp_norm", c_void_p),
+        ("qkv", Matrix), ("output", Matrix), ("gate_up", Matrix), ("down", Matrix),
+    )  # fmt: skip
+
+
+class Body(ctypes.Structure):
+    """Weights and sizes of a model."""
+
+    _fields_ = (
+        ("layers", POINTER(Layer)), ("final_norm", c_void_p), ("embedding", c_void_p),
+        ("feature_norm", c_void_p), ("token_norm", c_void_p), ("join", Matrix),
+        ("num_layers", c_int64), ("hidden", c_int64), ("queries", c_int64), ("keys", c_int64), ("channels", c_int64),
+        ("mlp", c_int64), ("vocabulary", c_int64), ("epsilon", c_float), ("scale", c_float), ("format", c_int32),
+        ("reserved", c_int32),
+    )  # fmt: skip
+
+
+class Pass(ctypes.Structure):
+    """What one pass reads and writes."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("tokens", "depths", "chosen", "lengths", "slot_positions", "visible")),
+        *((name, c_void_p) for name in ("cosines", "sines", "features", "keys", "values", "output", "taps", "memory")),
+        *((name, c_int64) for name in ("batch", "size", "start", "places", "capacity", "most_position")),
+        *((name, c_int64) for name in ("depth_batch", "depth_token", "visible_batch", "visible_token", "visible_place")),
+        *((name, c_int64) for name in ("slot_stride", "output_stride", "num_taps", "window", "threads")),
+    )
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Say what the functions of a library take and return."""
+    library.polydraft_pass.argtypes, library.polydraft_pass.restype = (POINTER(Body), POINTER(Pass)), c_int32
+    library.polydraft_memory.argtypes, library.polydraft_memory.restype = (POINTER(Body), POINTER(Pass)), c_int64
+    library.polydraft_product.argtypes = (POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
+    library.polydraft_product.restype = None
+    library.polydraft_product_memory.argtypes = (POINTER(Matrix), c_int64)
+    library.polydraft_product_memory.restype = c_int64
+    library.polydraft_instructions.argtypes, library.polydraft_instructions.restype = (), c_char_p
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A weight matrix, where torch has it: nothing is copied, and what its owner changes in place is followed."""
+
+    data_FX: Tensor
+    """Rows of outputs, in float32, bfloat16, or int8 (filled up with zeros to a multiple of `PADDING`)."""
+    bias_F: Tensor | None = None
+    scales_F: Tensor | None = None
+    """Of int8 rows: what one step of each is worth."""
+    columns: int = 0
+    """Inputs; as many as `data_FX` is wide if not given."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Numbers per token that it takes."""
+        return self.columns or self.data_FX.shape[1]
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that its addresses come from."""
+        return [part for part in (self.data_FX, self.bias_F, self.scales_F) if part is not None]
+
+    def matrix(self) -> Matrix:
+        """Return what the kernels take; valid while the tensors stay where they are."""
+        data = self.data_FX
+        assert data.stride(1) == 1 and data.dtype in FORMATS, (data.dtype, data.stride())
+        assert all(part.is_contiguous() for part in self.tensors()[1:])
+        bias, scales = (None if part is None else part.data_ptr() for part in (self.bias_F, self.scales_F))
+        small = 0 if self.bias_F is None else FORMATS[self.bias_F.dtype]
+        rows, stride = data.shape[0], data.stride(0)
+        matrix = Matrix(data.data_ptr(), scales, bias, rows, self.num_inputs, stride, FORMATS[data.dtype], small)
+        matrix.owner = self  # whoever holds the address holds what is there
+        return matrix
+
+
+def quantised(weight_FX: Tensor, bias_F: Tensor | None = None) -> Weight:
+    """Return a weight in int8, each row scaled by its largest number; the rest of the row is rounded to 127 steps."""
+    scales_F = weight_FX.abs().amax(dim=1).float() / 127
+    steps_FX = (weight_FX.float() / scales_F.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
+    columns = weight_FX.shape[1]
+    # What is not a number has no step; the scale carries it on.
+    data_FX = torch.nn.functional.pad(steps_FX.nan_to_num(0).to(torch.int8), (0, -columns % PADDING)).contiguous()
+    return Weight(data_FX, bias_F, scales_F.contiguous(), columns)
+
+
+class WorkingMemory(threading.local):
+    """A buffer per thread that grows as needed, for what a pass computes on its way."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def address(self, size: int) -> int:
+        """Return where so many bytes are, aligned to a cache line."""
+        if len(self._buffer) < size + 64:
+            self._buffer = torch.empty(size + size // 4 + 64, dtype=torch.uint8)
+        start = self._buffer.data_ptr()
+        return start + -start % 64
+
+
+_MEMORY = WorkingMemory()
+
+
+def multiply(library: ctypes.CDLL, matrix: Matrix, input_RX: Tensor, threads: int) -> Tensor:
+    """Return the products, in float32, of float32 inputs whose numbers stand side by side."""
+    assert input_RX.dtype == torch.float32 and input_RX.stride(1) == 1 and input_RX.shape[1] == matrix.columns
+    output_RF = torch.empty(len(input_RX), matrix.rows)
+    memory = _MEMORY.address(library.polydraft_product_memory(matrix, len(input_RX)))
+    source, stride = input_RX.data_ptr(), input_RX.stride(0)
+    library.polydraft_product(matrix, source, stride, output_RF.data_ptr(), len(input_RX), threads, memory)
+    return output_RF
+
+
+def self_check(library: ctypes.CDLL, threads: int) -> str | None:
+    """Return which format a library multiplies wrongly, or None. Costs a millisecond, once a process."""
+    with torch.no_grad():
+        weight_FX = torch.linspace(-1, 1, 37 * 83).sin().view(37, 83)
+        input_RX = torch.linspace(-2, 2, 9 * 83).cos().view(9, 83)
+        expected_RF = input_RX @ weight_FX.T
+        weights = {"float32": (Weight(weight_FX), 1e-4), "bfloat16": (Weight(weight_FX.bfloat16()), 0.2)}
+        weights["int8"] = (quantised(weight_FX), 0.5)
+        for name, (weight, tolerance) in weights.items():
+            error_RF = multiply(library, weight.matrix(), input_RX, threads) - expected_RF
+            if not bool(error_RF.abs().max() < tolerance):
+                return f"{name}, off by {error_RF.abs().max():.2g}"
+    return None

@@ -1,0 +1,270 @@
+/* Products of some tokens with a weight matrix whose rows lie in memory as torch has them.
+ *
+ * A weight is read once for up to BLOCK tokens, four rows at a time, along the rows: each output is the sum over the lanes of
+ * one vector of partial sums. Inputs are prepared once per product: as they are (float32), rounded (bfloat16, where the CPU
+ * multiplies in it), or in 15 bits per token (int8 weights): with 8 bits the few large channels of a hidden state would leave
+ * too little for the others. Where the CPU multiplies 8 bits only, an input is two planes, 128 times one plus the other.
+ */
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define BLOCK 64      /* tokens for which weights are read once */
+#define CHUNK 32      /* most rows that a thread takes at a time */
+#define PADDING 64    /* inputs, and rows of int8 weights, are filled up to a multiple of this with zeros */
+
+typedef struct {
+    const void *data;
+    const float *scales;     /* int8: one per row */
+    const void *bias;        /* in `small` format, or none */
+    int64_t rows, columns, stride;
+    int32_t format, small;
+} Matrix;
+
+typedef struct {
+    const void *data;
+    const float *scales;   /* int8: one per token */
+    int64_t stride;        /* numbers per token */
+} Input;
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define BF16_INPUT uint16_t
+#else
+#define BF16_INPUT float
+#endif
+#if defined(__ARM_FEATURE_DOTPROD)
+typedef int8_t Quantum;
+#define PLANES 2
+#else
+typedef int16_t Quantum;
+#define PLANES 1
+#endif
+#define STEPS 16256  /* of the largest input: 127 * 128 */
+
+INLINE int64_t padded(int64_t count) { return (count + PADDING - 1) / PADDING * PADDING; }
+
+/* One token's numbers in the form that products with `format` take. */
+static void prepare(int format, const float *from, int64_t count, void *to, float *scale) {
+    const int64_t stride = padded(count);
+    if (format == FLOAT32 || (format == BFLOAT16 && sizeof(BF16_INPUT) == 4)) {
+        if (from != to) memcpy(to, from, (size_t)count * 4);
+        memset((float *)to + count, 0, (size_t)(stride - count) * 4);
+    } else if (format == BFLOAT16) {
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[i] = rounded(from[i]);
+        memset((uint16_t *)to + count, 0, (size_t)(stride - count) * 2);
+    } else {
+        Floats most = {0}, faults = {0};
+        for (int64_t i = 0; i < count; i += LANES) {
+            const Floats x = load_as(FLOAT32, from, i, count - i), size = choose(x < 0, -x, x);
+            most = choose(size > most, size, most);
+            faults += x * 0.0f;  /* infinite or not a number: the scale carries it on */
+        }
+        float largest = 0;
+        for (int i = 0; i < LANES; i++) largest = MAX(largest, most[i]);
+        const float steps = (float)MIN(STEPS, INT32_MAX / 128 / (stride / LANES));  /* no sum of a lane overflows */
+        const float factor = largest > 0 ? steps / largest : 0;
+        const Floats magic = all(12582912.0f);
+        Quantum *quanta = to;
+        for (int64_t i = 0; i < stride; i += LANES) {
+            const Floats x = i < count ? load_as(FLOAT32, from, i, count - i) : all(0);
+            const Ints whole = (Ints)(x * factor + magic) - (Ints)magic, high = (whole + 64) >> 7;
+            for (int j = 0; j < LANES; j++) {
+                quanta[i + j] = (Quantum)(PLANES == 1 ? whole[j] : high[j]);
+                if (PLANES == 2) quanta[stride + i + j] = (Quantum)(whole[j] - 128 * high[j]);
+            }
+        }
+        *scale = largest / steps + one_sum(faults);
+    }
+}
+
+INLINE size_t input_bytes(int format) {
+    return format == INT8 ? PLANES * sizeof(Quantum) : format == BFLOAT16 ? sizeof(BF16_INPUT) : 4;
+}
+
+/* Sums of `tokens` inputs with four rows: `sums[token][row]`. The number of tokens is a constant wherever this is inlined. */
+#define EACH_TOKEN _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++)
+#define EACH_ROW _Pragma("GCC unroll 4") for (int r = 0; r < TILE_ROWS; r++)
+
+INLINE void tile_floats(const int tokens, const int format, const Matrix *m, const void *const rows[TILE_ROWS], const float *x,
+                        int64_t stride, int64_t ahead, float (*sums)[TILE_ROWS]) {
+    Floats sum[TILE_TOKENS][TILE_ROWS];
+    EACH_TOKEN EACH_ROW sum[t][r] = all(0);
+    const int64_t size = format == BFLOAT16 ? 2 : 4, whole = m->columns / LANES * LANES;
+    for (int64_t k = 0; k < whole; k += LANES) {
+        Floats w[TILE_ROWS];
+        EACH_ROW w[r] = load_as(format, rows[r], k, LANES);
+        if (ahead) EACH_ROW __builtin_prefetch((const char *)rows[r] + k * size + ahead, 0, 2);
+        EACH_TOKEN {
+            const Floats v = load(x + t * stride + k);
+            EACH_ROW sum[t][r] += w[r] * v;
+        }
+    }
+    if (whole < m->columns) {
+        Floats w[TILE_ROWS];
+        EACH_ROW w[r] = load_as(format, rows[r], whole, m->columns - whole);
+        EACH_TOKEN {
+            const Floats v = load(x + t * stride + whole);
+            EACH_ROW sum[t][r] += w[r] * v;
+        }
+    }
+    EACH_TOKEN {
+        const Four total = four_sums(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
+        memcpy(sums[t], &total, sizeof total);
+    }
+}
+
+#if defined(__AVX512BF16__)
+#define PAIRS 32
+typedef __m512bh Pairs;
+INLINE Floats paired(Floats sum, Pairs w, Pairs x) { return (Floats)_mm512_dpbf16_ps((__m512)sum, w, x); }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PAIRS 8
+typedef bfloat16x8_t Pairs;
+INLINE Floats paired(Floats sum, Pairs w, Pairs x) { return (Floats)vbfdotq_f32((float32x4_t)sum, w, x); }
+#endif
+
+#ifdef PAIRS
+INLINE void tile_pairs(const int tokens, const Matrix *m, const void *const rows[TILE_ROWS], const uint16_t *x, int64_t stride,
+                       int64_t ahead, float (*sums)[TILE_ROWS]) {
+    Floats sum[TILE_TOKENS][TILE_ROWS];
+    EACH_TOKEN EACH_ROW sum[t][r] = all(0);
+    for (int64_t k = 0; k < m->columns; k += PAIRS) {
+        Pairs w[TILE_ROWS], v;
+        const int64_t left = m->columns - k;
+        if (left >= PAIRS) EACH_ROW memcpy(&w[r], (const uint16_t *)rows[r] + k, sizeof v);
+        else {
+            memset(w, 0, sizeof w);
+            EACH_ROW memcpy(&w[r], (const uint16_t *)rows[r] + k, (size_t)left * 2);
+        }
+        if (ahead) EACH_ROW __builtin_prefetch((const char *)rows[r] + k * 2 + ahead, 0, 2);
+        EACH_TOKEN {
+            memcpy(&v, x + t * stride + k, sizeof v);
+            EACH_ROW sum[t][r] = paired(sum[t][r], w[r], v);
+        }
+    }
+    EACH_TOKEN {
+        const Four total = four_sums(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
+        memcpy(sums[t], &total, sizeof total);
+    }
+}
+#endif
+
+/* Whole numbers have no rounding: only the sum over the lanes has an order. */
+#if defined(__ARM_FEATURE_DOTPROD)
+#define QUANTA 16
+typedef int8x16_t Weights8;
+typedef int8x16_t Inputs8;
+INLINE Weights8 weights8(const int8_t *from) { return vld1q_s8(from); }
+INLINE Inputs8 inputs8(const Quantum *from) { return vld1q_s8(from); }
+INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return (Ints)vdotq_s32((int32x4_t)sum, w, x); }
+#elif defined(__AVX512BW__)
+#define QUANTA 32
+typedef __m512i Weights8;
+typedef __m512i Inputs8;
+INLINE Weights8 weights8(const int8_t *from) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)from)); }
+INLINE Inputs8 inputs8(const Quantum *from) { return _mm512_loadu_si512(from); }
+#if defined(__AVX512VNNI__)
+INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return (Ints)_mm512_dpwssd_epi32((__m512i)sum, w, x); }
+#else
+INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return sum + (Ints)_mm512_madd_epi16(w, x); }
+#endif
+#elif defined(__AVX2__)
+#define QUANTA 16
+typedef __m256i Weights8;
+typedef __m256i Inputs8;
+INLINE Weights8 weights8(const int8_t *from) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from)); }
+INLINE Inputs8 inputs8(const Quantum *from) { return _mm256_loadu_si256((const void *)from); }
+INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return sum + (Ints)_mm256_madd_epi16(w, x); }
+#else
+#define QUANTA LANES
+typedef Ints Weights8;
+typedef Ints Inputs8;
+INLINE Weights8 weights8(const int8_t *from) {
+    Ints value;
+    for (int i = 0; i < LANES; i++) value[i] = from[i];
+    return value;
+}
+INLINE Inputs8 inputs8(const Quantum *from) {
+    Ints value;
+    for (int i = 0; i < LANES; i++) value[i] = from[i];
+    return value;
+}
+INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return sum + w * x; }
+#endif
+
+INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const rows[TILE_ROWS], const Quantum *x, int64_t stride,
+                        int64_t ahead, float (*sums)[TILE_ROWS]) {
+    Ints sum[TILE_TOKENS][TILE_ROWS];
+    EACH_TOKEN EACH_ROW sum[t][r] = (Ints){0};
+    for (int64_t k = 0; k < m->stride; k += QUANTA) {
+        Weights8 w[TILE_ROWS];
+        EACH_ROW w[r] = weights8((const int8_t *)rows[r] + k);
+        if (ahead) EACH_ROW __builtin_prefetch((const char *)rows[r] + k + ahead, 0, 2);
+        EACH_TOKEN {
+            const Inputs8 v = inputs8(x + t * stride + k);
+            EACH_ROW sum[t][r] = multiplied(sum[t][r], w[r], v);
+        }
+    }
+    EACH_TOKEN {
+        Floats floats[TILE_ROWS];
+        EACH_ROW floats[r] = __builtin_convertvector(sum[t][r], Floats);
+        const Four total = four_sums(floats[0], floats[1], floats[2], floats[3]);
+        memcpy(sums[t], &total, sizeof total);
+    }
+}
+
+#define WITH_TOKENS(count, call)                                                                                               \
+    switch (count) {                                                                                                           \
+    case 1: { enum { N = 1 }; call; break; }                                                                                   \
+    case 2: { enum { N = 2 }; call; break; }                                                                                   \
+    case 3: { enum { N = MIN(3, TILE_TOKENS) }; call; break; }                                                                 \
+    case 4: { enum { N = MIN(4, TILE_TOKENS) }; call; break; }                                                                 \
+    case 5: { enum { N = MIN(5, TILE_TOKENS) }; call; break; }                                                                 \
+    default: { enum { N = TILE_TOKENS }; call; break; }                                                                        \
+    }
+
+/* Outputs of up to BLOCK tokens for rows `first` to `first + count`, scaled and with their bias: `to[token * pitch + row]`. */
+static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t first, int64_t count, float *to, int64_t pitch) {
+    const int64_t size = m->format == INT8 ? 1 : m->format == BFLOAT16 ? 2 : 4;
+    const int64_t planes = m->format == INT8 ? PLANES : 1, most = TILE_TOKENS / planes, parts = (tokens + most - 1) / most;
+    for (int64_t row = 0; row < count; row += TILE_ROWS) {
+        const void *rows[TILE_ROWS];
+        const int64_t here = MIN(count - row, TILE_ROWS);
+        for (int r = 0; r < TILE_ROWS; r++)  /* past the end: the last one again */
+            rows[r] = (const char *)m->data + (first + row + MIN(r, here - 1)) * m->stride * size;
+        int64_t token = 0;
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t some = (tokens - token + parts - part - 1) / (parts - part);
+            const int64_t ahead = part == 0 && first + row + 2 * TILE_ROWS <= m->rows ? TILE_ROWS * m->stride * size : 0;
+            float sums[TILE_TOKENS][TILE_ROWS];
+            if (m->format == INT8) {
+                const Quantum *x = (const Quantum *)input.data + token * PLANES * input.stride;
+                WITH_TOKENS(some * PLANES, tile_quanta(N, m, rows, x, input.stride, ahead, sums))
+                for (int64_t t = 0; t < some; t++)
+                    for (int64_t r = 0; r < here; r++) {
+                        const float whole = PLANES == 1 ? sums[t][r] : sums[2 * t][r] * 128.0f + sums[(2 * t + 1) % TILE_TOKENS][r];
+                        sums[t][r] = whole * (m->scales[first + row + r] * input.scales[token + t]);
+                    }
+            } else if (m->format == BFLOAT16) {
+                const BF16_INPUT *x = (const BF16_INPUT *)input.data + token * input.stride;
+#ifdef PAIRS
+                WITH_TOKENS(some, tile_pairs(N, m, rows, x, input.stride, ahead, sums))
+#else
+                WITH_TOKENS(some, tile_floats(N, BFLOAT16, m, rows, x, input.stride, ahead, sums))
+#endif
+            } else {
+                const float *x = (const float *)input.data + token * input.stride;
+                WITH_TOKENS(some, tile_floats(N, FLOAT32, m, rows, x, input.stride, ahead, sums))
+            }
+            for (int64_t t = 0; t < some; t++)
+                for (int64_t r = 0; r < here; r++) {
+                    float value = sums[t][r];
+                    if (m->bias) value += load_as(m->small, m->bias, first + row + r, 1)[0];
+                    to[(token + t) * pitch + row + r] = value;
+                }
+            token += some;
+        }
+    }
+}

@@ -1,0 +1,124 @@
+/* Vectors of the compiler's own kind, as wide as the CPU's: one source for NEON, AVX2, AVX-512 and anything else.
+ *
+ * Everything here computes each number by itself or sums in an order that the length alone decides. No sum may depend on how
+ * many tokens, rows or threads are at work: that is what makes a token's bits the same in a tree, in a batch and alone.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+/* Tokens whose sums with four rows of a weight fit into the registers. */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define TILE_TOKENS 6
+#else
+#define TILE_TOKENS 2
+#endif
+#define TILE_ROWS 4
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t FourInts __attribute__((vector_size(16)));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, (FourInts){__VA_ARGS__})
+#endif
+
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+
+INLINE Floats load(const float *from) {
+    Floats value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+INLINE void store(float *to, Floats value) { memcpy(to, &value, sizeof value); }
+
+INLINE Floats all(float value) { return value - (Floats){0}; }
+
+INLINE Floats choose(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
+
+INLINE Floats widened(Halves halves) { return (Floats)(__builtin_convertvector(halves, Words) << 16); }
+
+/* LANES numbers of either format; of the last of `left` numbers, what is missing is zero. */
+INLINE Floats load_as(int format, const void *from, int64_t place, int64_t left) {
+    const size_t whole = (size_t)MIN(left, LANES);
+    if (format == BFLOAT16) {
+        Halves halves = {0};
+        if (left >= LANES) memcpy(&halves, (const uint16_t *)from + place, sizeof halves);
+        else memcpy(&halves, (const uint16_t *)from + place, whole * 2);
+        return widened(halves);
+    }
+    Floats value = {0};
+    if (left >= LANES) memcpy(&value, (const float *)from + place, sizeof value);
+    else memcpy(&value, (const float *)from + place, whole * 4);
+    return value;
+}
+
+/* To the nearest bfloat16, ties to even; what is not a number stays so. */
+INLINE uint16_t rounded(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 64);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE void store_as(int format, void *to, int64_t place, const float *from, int64_t count) {
+    if (format == FLOAT32) memcpy((float *)to + place, from, (size_t)count * 4);
+    else for (int64_t i = 0; i < count; i++) ((uint16_t *)to + place)[i] = rounded(from[i]);
+}
+
+/* Sums over the lanes of four vectors, side by side; each one in the same order. */
+INLINE Four folded(Floats value) {
+    float parts[LANES];
+    Four sum, more;
+    memcpy(parts, &value, sizeof parts);
+    memcpy(&sum, parts, sizeof sum);
+    for (int i = 4; i < LANES; i += 4) {
+        memcpy(&more, parts + i, sizeof more);
+        sum += more;
+    }
+    return sum;
+}
+
+INLINE Four four_sums(Floats a, Floats b, Floats c, Floats d) {
+    const Four w = folded(a), x = folded(b), y = folded(c), z = folded(d);
+    const Four wx = SHUFFLED(w, x, 0, 4, 1, 5) + SHUFFLED(w, x, 2, 6, 3, 7);
+    const Four yz = SHUFFLED(y, z, 0, 4, 1, 5) + SHUFFLED(y, z, 2, 6, 3, 7);
+    return SHUFFLED(wx, yz, 0, 1, 4, 5) + SHUFFLED(wx, yz, 2, 3, 6, 7);
+}
+
+INLINE float one_sum(Floats value) { return four_sums(value, value, value, value)[0]; }
+
+/* e to the power of each number: 2^n times a polynomial of what is left (relative error below 2e-7). */
+INLINE Floats exponential(Floats x) {
+    const Floats most = all(88.0f), least = all(-87.0f), magic = all(12582912.0f);
+    x = choose(x > most, most, x);  /* what is not a number goes through */
+    x = choose(x < least, least, x);
+    const Floats shifted = x * 1.44269504f + magic;
+    const Floats whole = shifted - magic;
+    const Floats rest = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+    Floats sum = all(1.9875691500e-4f);
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    const Ints power = ((Ints)shifted - (Ints)magic + 127) << 23;
+    return sum * (Floats)power;
+}

@@ -1,0 +1,11 @@
+"""Tests of compiled code need the compiler; those of its absence do not."""
+
+import pytest
+
+from polydraft.native import kernels
+
+
+@pytest.fixture
+def compiled() -> None:
+    if kernels() is None:
+        pytest.skip("no C compiler here")

@@ -1,0 +1,95 @@
+"""Tiny models in every number format, and texts passed through them in different ways."""
+
+import copy
+import random
+from functools import cache
+
+import torch
+
+from polydraft.models import FAMILIES
+from polydraft.models.hf import HFModel
+from polydraft.models.quantised import quantise
+from polydraft.trees import Block, Topology, causal_block
+
+CPU = torch.device("cpu")
+ODD = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 2}
+"""No size is a multiple of a vector."""
+WIDE = {"hidden_size": 64, "intermediate_size": 112, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 1}
+SHAPES = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "mistral-sliding": ("mistral-sliding", {}),
+    "qwen2": ("qwen2", {}),
+    "odd": ("llama", ODD),
+    "wide": ("llama", WIDE),
+}
+FORMATS = ["float32", "bfloat16", "int8"]
+
+
+@cache
+def native(shape, number_format):
+    """A model that runs natively."""
+    with torch.inference_mode(False):
+        family, options = SHAPES[shape]
+        model = FAMILIES.get(family).build(seed=3, **options)
+        if number_format == "bfloat16":
+            model = model.bfloat16()
+        model = HFModel(quantise(model) if number_format == "int8" else model)
+    assert model.native is not None
+    return model
+
+
+@cache
+def plain(shape, number_format="float32"):
+    """The same weights by torch."""
+    with torch.inference_mode(False):
+        family, options = SHAPES[shape]
+        model = FAMILIES.get(family).build(seed=3, **options)
+        return HFModel(model.bfloat16() if number_format == "bfloat16" else model, native=False)
+
+
+def unquantised(shape):
+    """The weights that an int8 model stands for, in float32, by torch."""
+    twin = copy.deepcopy(plain(shape).hf_model)
+    parts = dict(native(shape, "int8").hf_model.named_modules())
+    with torch.no_grad():
+        for name, part in twin.named_modules():
+            if type(part) is torch.nn.Linear:
+                part.weight = torch.nn.Parameter(parts[name].weight)
+    return HFModel(twin, native=False)
+
+
+def random_text(length, seed=0):
+    rng = random.Random(seed)
+    return [rng.randrange(3, 96) for _ in range(length)]
+
+
+def random_tree(nodes, seed=0):
+    rng = random.Random(seed)
+    return Topology((0, *sorted(rng.randrange(node) for node in range(1, nodes))))
+
+
+def path_to(topology, node):
+    path = [node]
+    while path[-1]:
+        path.append(topology.parents[path[-1]])
+    return path[::-1]
+
+
+def block_of(topologies):
+    tables = [topology.tables(CPU) for topology in topologies]
+    return Block(0, torch.stack([table.depths_N for table in tables]), torch.stack([table.ancestors_NN for table in tables]))
+
+
+@torch.inference_mode()
+def read(model, texts, sizes):
+    """Features of texts of one length, read in parts of the given sizes."""
+    context = model.start(len(texts), len(texts[0]))
+    parts, done = [], 0
+    for size in sizes:
+        tokens_BT = torch.tensor([text[done : done + size] for text in texts])
+        parts.append(context.extend(tokens_BT, causal_block(len(texts), size, CPU)))
+        done += size
+        context.rewind([done] * len(texts))
+    assert done == len(texts[0])
+    return torch.cat(parts, dim=1)

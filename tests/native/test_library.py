@@ -1,0 +1,208 @@
+"""Compilers that are not there, fail or hang, caches that are damaged or cannot be written: one line, and the slow way."""
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from polydraft.errors import UsageError
+from polydraft.models import FAMILIES
+from polydraft.models.hf import HFModel
+from polydraft.models.quantised import quantise
+from polydraft.native import kernels, library
+
+REAL = library.kernels()
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """An empty cache, and a process that has not looked yet."""
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    library.forget()
+    yield
+    library.forget()
+    with library._STATE.lock:
+        library._STATE.tried, library._STATE.library = True, REAL
+
+
+def script(path, text):
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """A compiler that has the real library up its sleeve, and counts how often it is asked."""
+    if REAL is None:
+        pytest.skip("no C compiler here")
+    real = tmp_path / "real.so"
+    way, command = library._ways()[0], library._compiler()
+    library._compile(command, way, real) if not PREBUILT else real.write_bytes(PREBUILT[0])
+    PREBUILT[:] = [real.read_bytes()]
+    text = f'echo x >> {tmp_path}/asked\n{LAST}case "$*" in *" -c "*) touch "$last";; *) cp {real} "$last";; esac\n'
+    monkeypatch.setenv("CC", script(tmp_path / "quick", text))
+    return tmp_path / "asked"
+
+
+PREBUILT: list[bytes] = []
+LAST = "for last; do :; done\n"
+"""The last argument is where to write."""
+
+
+def asked(file):
+    return len(file.read_text().splitlines()) // 2 if file.exists() else 0
+
+
+def built(tmp_path):
+    return list((tmp_path / "cache" / "native").glob("*.so"))
+
+
+def refused(caplog, words):
+    """No kernels; one line says why, once; and a model runs all the same."""
+    with caplog.at_level(logging.INFO, "polydraft"):
+        assert kernels() is None and kernels() is None
+        model = HFModel(FAMILIES.get("llama").build())
+    assert len(caplog.records) == 1 and words in caplog.text and "\n" not in caplog.records[0].getMessage()
+    assert model.native is None
+    with pytest.raises(UsageError, match="int8 needs native kernels"):
+        quantise(FAMILIES.get("llama").build())
+
+
+def test_no_compiler(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused(caplog, "there is no C compiler; install gcc or clang")
+
+
+def test_a_compiler_that_is_not_there(monkeypatch, caplog):
+    monkeypatch.setenv("CC", "no-such-compiler -pipe")
+    refused(caplog, "'no-such-compiler -pipe', is not there")
+
+
+def test_a_compiler_that_fails(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("CC", script(tmp_path / "bad", "echo 'x.c:1: error: no such thing' >&2; exit 1\n"))
+    refused(caplog, "error: no such thing")
+    assert not built(tmp_path)
+
+
+def test_a_compiler_that_hangs(monkeypatch, caplog, tmp_path):
+    """It ends, and so does what it has started."""
+    monkeypatch.setattr(library, "_SECONDS", 0.3)
+    monkeypatch.setenv("CC", script(tmp_path / "slow", f"sleep 60 & echo $! > {tmp_path}/child; wait\n"))
+    start = time.monotonic()
+    refused(caplog, "was not ready after")
+    assert time.monotonic() - start < 20
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/status")
+    deadline = time.monotonic() + 5
+    while child.exists() and "Z" not in child.read_text().split("State:")[1][:3] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not child.exists() or "Z" in child.read_text().split("State:")[1][:3]
+
+
+def test_a_compiler_that_makes_nothing_of_use(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("CC", script(tmp_path / "odd", 'for last; do :; done; echo nonsense > "$last"\n'))
+    refused(caplog, "cannot be loaded")
+    assert not built(tmp_path)
+
+
+@pytest.mark.skipif(REAL is None, reason="no C compiler here")
+def test_wrong_numbers_are_noticed(monkeypatch, caplog, tmp_path):
+    source = tmp_path / "wrong.c"
+    names = ("pass", "memory", "product", "product_memory", "instructions")
+    source.write_text("".join(f"long polydraft_{name}(void) {{ return 0; }}\n" for name in names))
+    wrong = tmp_path / "wrong.so"
+    subprocess.run([*library._compiler(), "-shared", "-fPIC", "-o", wrong, source], check=True, timeout=60)
+    text = f'{LAST}case "$*" in *" -c "*) touch "$last";; *) cp {wrong} "$last";; esac\n'
+    monkeypatch.setenv("CC", script(tmp_path / "quick", text))
+    refused(caplog, "computes wrong numbers (float32")
+    assert not built(tmp_path)
+
+
+def test_built_once_and_kept(quick, tmp_path):
+    assert kernels() is not None and asked(quick) == 1 and len(built(tmp_path)) == 1
+    library.forget()
+    assert kernels() is not None and asked(quick) == 1
+    assert [file.name for file in (tmp_path / "cache" / "native").iterdir()] == [built(tmp_path)[0].name], "nothing beside it"
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "folder"])
+def test_a_damaged_cache_is_built_anew(quick, tmp_path, damage, caplog):
+    kernels()
+    file = built(tmp_path)[0]
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "folder":
+        file.mkdir()
+    else:
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        file.write_bytes({"cut": content[:middle], "empty": b"", "flipped": flipped}[damage])
+    library.forget()
+    assert kernels() is not None and asked(quick) == 2
+    if damage != "folder":
+        library.forget()
+        assert kernels() is not None and asked(quick) == 2, "whole again"
+
+
+def test_what_cannot_be_loaded_is_built_anew(quick, tmp_path):
+    """Whole, but made for something else."""
+    kernels()
+    file = built(tmp_path)[0]
+    file.write_bytes(b"not a library" + library.hashlib.sha256(b"not a library").digest())
+    library.forget()
+    assert kernels() is not None and asked(quick) == 2 and file.stat().st_size > 1000
+
+
+def test_another_cpu_has_another_file(quick, tmp_path, monkeypatch):
+    kernels()
+    monkeypatch.setattr(library, "_cpu", lambda: "another one")
+    library.forget()
+    assert kernels() is not None and asked(quick) == 2 and len(built(tmp_path)) == 2
+
+
+def test_a_cache_that_cannot_be_written(quick, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "file"))
+    with caplog.at_level(logging.INFO, "polydraft"):
+        assert kernels() is not None
+    assert len(caplog.records) == 1 and "set POLYDRAFT_CACHE" in caplog.text
+
+
+def test_what_a_kill_leaves_is_not_used(quick, tmp_path):
+    folder = tmp_path / "cache" / "native"
+    folder.mkdir(parents=True)
+    (folder / ".half.so.0123456789abcdef").write_bytes(b"half")
+    assert kernels() is not None and asked(quick) == 1
+
+
+def test_two_processes_at_once(quick, tmp_path):
+    code = "from polydraft.native import kernels; assert kernels() is not None"
+    both = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(2)]
+    for process in both:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()
+    assert len(built(tmp_path)) == 1 and library._whole(built(tmp_path)[0])
+
+
+def test_the_switch(quick, monkeypatch):
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert kernels() is None and asked(quick) == 0
+    monkeypatch.setenv(library.SWITCH, "1")
+    assert kernels() is not None
+
+
+def test_threads_are_those_of_torch(quick):
+    """Two sets of threads would spin against each other."""
+    kernels()
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libgomp" in line}
+    if not mapped:
+        pytest.skip("torch has other threads here")
+    assert library._ways()[0].shared is not None and len(mapped) == 1 and os.path.exists(mapped.pop())
