@@ -107,9 +107,12 @@ class PlaceOptions:
 
     ``"auto"`` picks a GPU if there is one."""
     dtype: str = AUTO
-    """auto, float32, bfloat16, float16.
+    """auto, float32, bfloat16, float16, or int8 (weights only, on a CPU).
 
-    ``"auto"`` is bfloat16 where the hardware computes in it."""
+    ``"auto"`` is bfloat16 where the hardware computes in it. The text is that of the target as loaded: in int8 that is another,
+    slightly different model (docs/cpus.md says by how much)."""
+    native: bool = True
+    """On a CPU, run models by kernels that are compiled on first use; without a C compiler, or with --no-native, by torch."""
     device_map: str | None = field(default=None, metadata={"heading": "GPUs"})
     """For targets larger than one device: auto, balanced, sequential, or tp under torchrun."""
 

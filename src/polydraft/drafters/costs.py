@@ -4,10 +4,12 @@ Kept on disk, because trees that are chosen by costs decide which random number 
 machine the same seed gives the same text there.
 """
 
+import hashlib
 import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from polydraft.drafters.candidates import best_children, drawn_children, gains
 from polydraft.models import FeatureHead, LanguageModel
+from polydraft.native.library import cpu_features
 from polydraft.output import cache_root, written_whole
 from polydraft.sampling import draw_one
 from polydraft.schemes import SCHEMES
@@ -193,8 +196,18 @@ def _timed(work: Callable[[], Any], device: torch.device) -> float:
 def _key(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int) -> str:
     """Name what the costs depend on."""
     place = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else f"cpu{torch.get_num_threads()}"
-    words = (target.name, draft.name, getattr(target, "dtype", "table"), place, nodes)
+    kind = "int8" if getattr(target, "int8", False) else getattr(target, "dtype", "table")
+    native = "native" if getattr(target, "native", None) is not None else "torch"
+    version = hashlib.sha256(f"{_version()} {torch.__version__} {cpu_features()}".encode()).hexdigest()[:8]
+    words = (target.name, draft.name, kind, native, place, nodes, version)
     return "_".join("".join(letter if letter.isalnum() else "-" for letter in str(word))[-40:] for word in words)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("polydraft")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "0"
 
 
 def _read(file: Path) -> dict[str, Any] | None:

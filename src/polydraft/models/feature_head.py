@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from polydraft.models.language_model import Context, by_rows, steady_attention
 from polydraft.models.tree_attention import obstacle
-from polydraft.native import Rows
+from polydraft.native import NativeBody, Rows
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
@@ -82,8 +82,9 @@ class FeatureHead(nn.Module):
         self.native = True
         """Whether to run by compiled code where that is possible."""
         self.int8 = False
-        """Whether compiled code reads the weights in int8, as the target's."""
+        """Whether compiled code reads the weights in int8."""
         self._products: dict[int, tuple[Tensor, NativeProduct | None]] = {}
+        self._body: tuple[NativeBody | None] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -173,8 +174,16 @@ class FeatureHead(nn.Module):
             self._products[id(weight_GH)] = weight_GH, product
         return product
 
+    def native_body(self) -> "NativeBody | None":
+        """Return the head by compiled code, made once; None where there is none."""
+        if self._body is None:
+            from polydraft.models._native import native_head
+
+            self._body = (native_head(self, _NORM_EPSILON) if self.native else None,)
+        return self._body[0]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_products": {}}  # addresses are this process's and this copy's own
+        return {**self.__dict__, "_products": {}, "_body": None}  # addresses are this process's and this copy's own
 
     def start(self, batch_size: int, capacity: int) -> "HeadContext":
         """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
@@ -183,7 +192,7 @@ class FeatureHead(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The target's tables move along, so that .to() leaves nothing behind.
         self.tables = (fn(self.tables[0]), fn(self.tables[1]))
-        self._products = {}
+        self._products, self._body = {}, None
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
@@ -192,7 +201,6 @@ class HeadContext(Context):
 
     def __init__(self, head: FeatureHead, batch_size: int, capacity: int) -> None:
         from polydraft.models._fused import FusedHead
-        from polydraft.models._native import native_head
         from polydraft.models.cache import SlotCache  # late: they load transformers
 
         super().__init__(batch_size, capacity, head.device, max_positions=None)
@@ -203,7 +211,7 @@ class HeadContext(Context):
         """Of every position, as long as the memory."""
         runs = head.device.type == "cuda" and obstacle(head.device, head.dtype) is None
         self._fused = FusedHead(head, _NORM_EPSILON) if runs else None
-        self._native = native_head(head, _NORM_EPSILON) if head.native else None
+        self._native = head.native_body()
 
     def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
         """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""

@@ -76,7 +76,8 @@ def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | 
         raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")
     embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].to(target.device).contiguous() for table in tables)
     head = FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
-    head.native, head.int8 = target.native is not None, target.int8
+    # Of a draft, fewer bits change speed and never the text's law: on a CPU it is read in int8, whatever the target is.
+    head.native = head.int8 = target.native is not None
     return head
 
 

@@ -120,7 +120,7 @@ def _ways() -> list[_Threading]:
 
 def _key(compiler: list[str], way: _Threading) -> str:
     """Return a mark of all that decides what the compiled code is and whether this CPU can run it."""
-    words = [platform.system(), platform.machine(), _cpu(), *_FLAGS, *way.compiling, *way.linking, *compiler]
+    words = [platform.system(), platform.machine(), cpu_features(), *_FLAGS, *way.compiling, *way.linking, *compiler]
     executable = shutil.which(compiler[0])
     with suppress(OSError):
         status = os.stat(executable or compiler[0])
@@ -131,7 +131,7 @@ def _key(compiler: list[str], way: _Threading) -> str:
     return digest.hexdigest()[:24]
 
 
-def _cpu() -> str:
+def cpu_features() -> str:
     """Return model and instruction sets of the CPU, as far as the system tells."""
     names = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
     try:
