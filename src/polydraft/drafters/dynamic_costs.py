@@ -195,7 +195,9 @@ def _timed(work: Callable[[], Any], device: torch.device) -> float:
 def _key(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int) -> str:
     """Name what the costs depend on."""
     place = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else f"cpu{torch.get_num_threads()}"
-    words = (target.name, draft.name, getattr(target, "dtype", "table"), place, nodes)
+    weights = "int8" if getattr(target, "int8", False) else getattr(target, "dtype", "table")
+    way = "native" if getattr(target, "native", None) is not None else "torch"
+    words = (target.name, draft.name, weights, way, place, nodes)
     return "_".join("".join(letter if letter.isalnum() else "-" for letter in str(word))[-40:] for word in words)
 
 
