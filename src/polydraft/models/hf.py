@@ -28,7 +28,7 @@ from polydraft.models.families import (
 )
 from polydraft.models.language_model import Context, LanguageModel, by_rows
 from polydraft.models.placement import home_device, spread_obstacle
-from polydraft.models.quantised import int8_body, is_quantised
+from polydraft.models.quantised import Int8Linear, int8_body, is_quantised
 from polydraft.native import NativeBody, Rows
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
@@ -116,7 +116,8 @@ class HFModel(LanguageModel):
         self.dtype = model.dtype
         self.int8 = is_quantised(model)
         """Whether the weights are in int8; `dtype` is that of all else."""
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        table = model.get_output_embeddings()  # of one in int8, the weight would be made to be counted
+        self.vocab_size = int(table.out_features if isinstance(table, Int8Linear) else table.weight.shape[0])
         self.hidden_size = int(self.config.hidden_size)
         self.taps: tuple[int, ...] = ()
         """Layers, counted from 1, whose outputs stand beside the last hidden states in the features."""
@@ -231,7 +232,7 @@ class HFContext(Context):
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
         model = self._model
         native = model.native
-        if native is None or torch.is_grad_enabled() or not native.ready():
+        if native is None or torch.is_grad_enabled() or not native.ready(block.size):
             return super().extend(tokens_BT, block)
         assert max(self.lengths) + block.stop <= self.capacity, (self.lengths, block.stop, self.capacity)
         keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, model.dtype, *native.key_shape)

@@ -104,11 +104,14 @@ class Weight:
 
 def quantised(weight_FX: Tensor, bias_F: Tensor | None = None) -> Weight:
     """Return a weight in int8, each row scaled by its largest number; the rest of the row is rounded to 127 steps."""
-    scales_F = weight_FX.abs().amax(dim=1).float() / 127
-    steps_FX = (weight_FX.float() / scales_F.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
-    columns = weight_FX.shape[1]
-    # What is not a number has no step; the scale carries it on.
-    data_FX = torch.nn.functional.pad(steps_FX.nan_to_num(0).to(torch.int8), (0, -columns % PADDING)).contiguous()
+    rows, columns = weight_FX.shape
+    least_F, most_F = weight_FX.aminmax(dim=1)
+    scales_F = torch.maximum(-least_F, most_F).float() / 127
+    steps_FX = (weight_FX.float() / scales_F.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
+    if not bool(scales_F.isfinite().all()):  # what is not a number has no step; the scale carries it on
+        steps_FX.nan_to_num_(0, 0, 0)
+    data_FX = torch.zeros(rows, columns + -columns % PADDING, dtype=torch.int8)
+    data_FX[:, :columns] = steps_FX
     return Weight(data_FX, bias_F, scales_F.contiguous(), columns)
 
 

@@ -229,14 +229,14 @@ INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const row
 static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t first, int64_t count, float *to, int64_t pitch) {
     const int64_t size = m->format == INT8 ? 1 : m->format == BFLOAT16 ? 2 : 4;
     const int64_t planes = m->format == INT8 ? PLANES : 1, most = TILE_TOKENS / planes, parts = (tokens + most - 1) / most;
-    for (int64_t row = 0; row < count; row += TILE_ROWS) {
-        const void *rows[TILE_ROWS];
-        const int64_t here = MIN(count - row, TILE_ROWS);
-        for (int r = 0; r < TILE_ROWS; r++)  /* past the end: the last one again */
-            rows[r] = (const char *)m->data + (first + row + MIN(r, here - 1)) * m->stride * size;
-        int64_t token = 0;
-        for (int64_t part = 0; part < parts; part++) {
-            const int64_t some = (tokens - token + parts - part - 1) / (parts - part);
+    int64_t token = 0;
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t some = (tokens - token + parts - part - 1) / (parts - part);
+        for (int64_t row = 0; row < count; row += TILE_ROWS) {
+            const void *rows[TILE_ROWS];
+            const int64_t here = MIN(count - row, TILE_ROWS);
+            for (int r = 0; r < TILE_ROWS; r++)  /* past the end: the last one again */
+                rows[r] = (const char *)m->data + (first + row + MIN(r, here - 1)) * m->stride * size;
             const int64_t ahead = part == 0 && first + row + 2 * TILE_ROWS <= m->rows ? TILE_ROWS * m->stride * size : 0;
             float sums[TILE_TOKENS][TILE_ROWS];
             if (m->format == INT8) {
@@ -264,7 +264,7 @@ static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t 
                     if (m->bias) value += load_as(m->small, m->bias, first + row + r, 1)[0];
                     to[(token + t) * pitch + row + r] = value;
                 }
-            token += some;
         }
+        token += some;
     }
 }

@@ -30,12 +30,19 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef float Four __attribute__((vector_size(16)));
-typedef int32_t FourInts __attribute__((vector_size(16)));
 
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+/* The same choice out of four lanes of `a` (0 to 3) and of `b` (LANES to LANES + 3), in every group of four lanes. */
+#if LANES == 16
+#define GROUPS(i, j, k, l) i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, k + 8, l + 8, i + 12, j + 12, k + 12, l + 12
+#elif LANES == 8
+#define GROUPS(i, j, k, l) i, j, k, l, i + 4, j + 4, k + 4, l + 4
 #else
-#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, (FourInts){__VA_ARGS__})
+#define GROUPS(i, j, k, l) i, j, k, l
+#endif
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLED(a, b, i, j, k, l) __builtin_shufflevector(a, b, GROUPS(i, j, k, l))
+#else
+#define SHUFFLED(a, b, i, j, k, l) __builtin_shuffle(a, b, (Ints){GROUPS(i, j, k, l)})
 #endif
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
@@ -83,23 +90,20 @@ INLINE void store_as(int format, void *to, int64_t place, const float *from, int
 }
 
 /* Sums over the lanes of four vectors, side by side; each one in the same order. */
-INLINE Four folded(Floats value) {
+INLINE Four four_sums(Floats a, Floats b, Floats c, Floats d) {
+    enum { B = LANES };
+    const Floats ab = SHUFFLED(a, b, 0, B, 1, B + 1) + SHUFFLED(a, b, 2, B + 2, 3, B + 3);
+    const Floats cd = SHUFFLED(c, d, 0, B, 1, B + 1) + SHUFFLED(c, d, 2, B + 2, 3, B + 3);
+    const Floats groups = SHUFFLED(ab, cd, 0, 1, B, B + 1) + SHUFFLED(ab, cd, 2, 3, B + 2, B + 3);
     float parts[LANES];
     Four sum, more;
-    memcpy(parts, &value, sizeof parts);
+    memcpy(parts, &groups, sizeof parts);
     memcpy(&sum, parts, sizeof sum);
     for (int i = 4; i < LANES; i += 4) {
         memcpy(&more, parts + i, sizeof more);
         sum += more;
     }
     return sum;
-}
-
-INLINE Four four_sums(Floats a, Floats b, Floats c, Floats d) {
-    const Four w = folded(a), x = folded(b), y = folded(c), z = folded(d);
-    const Four wx = SHUFFLED(w, x, 0, 4, 1, 5) + SHUFFLED(w, x, 2, 6, 3, 7);
-    const Four yz = SHUFFLED(y, z, 0, 4, 1, 5) + SHUFFLED(y, z, 2, 6, 3, 7);
-    return SHUFFLED(wx, yz, 0, 1, 4, 5) + SHUFFLED(wx, yz, 2, 3, 6, 7);
 }
 
 INLINE float one_sum(Floats value) { return four_sums(value, value, value, value)[0]; }
