@@ -111,10 +111,16 @@ class PlaceOptions:
 
     ``"auto"`` is bfloat16 where the hardware computes in it. The text is that of the target as loaded: in int8 that is another,
     slightly different model (docs/cpus.md says by how much)."""
-    native: bool = True
-    """On a CPU, run models by kernels that are compiled on first use; without a C compiler, or with --no-native, by torch."""
     device_map: str | None = field(default=None, metadata={"heading": "GPUs"})
     """For targets larger than one device: auto, balanced, sequential, or tp under torchrun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuOptions:
+    """Machine."""
+
+    native: bool = True
+    """On a CPU, run models by kernels that are compiled on first use; without a C compiler, or with --no-native, by torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +134,7 @@ class GpuOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(PairOptions, TreeOptions, DrafterOptions, PlaceOptions, GpuOptions):
+class LoadOptions(PairOptions, TreeOptions, DrafterOptions, PlaceOptions, CpuOptions, GpuOptions):
     """Everything that `polydraft.load` can be told: a decoder as a value, to be kept, compared or changed.
 
     Values are checked here as far as that takes no model and no machine; `polydraft.loading.load_with` checks the rest.

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.cli.terminal import break_even_line
+from polydraft.cli.comparison import break_even_line
 from polydraft.engine import Decoder, Stats
+from polydraft.native import kernels
 
 SAME = ("target", "tokenizer", "eos_token_ids", "walk", "graphs", "compiled", "ahead")
 SETTINGS = ("--compiled", "--no-graphs", "--max-new-tokens", "6", "--compare")
@@ -33,11 +34,11 @@ def arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Decoder]:
 
 
 def test_arms_differ_in_their_drafts_alone(invoke, tiny: str, arms: list[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.cli.terminal.rested", lambda stats: True)
+    monkeypatch.setattr("polydraft.cli.comparison.rested", lambda stats: True)
     options = ("--draft", "early-exit:1", "--tree", "dynamic:8", "--walk", "node", "--draft-temperature", "0.5")
     code, _, err = invoke("generate", "hello", "--target", tiny, *options, *SETTINGS)
     assert code == 0, err
-    plain, dynamic, restless = arms
+    plain, dynamic, restless = arms = list(dict.fromkeys(arms))  # each is warmed up first
     assert [arm.drafter.name for arm in arms] == ["none", "dynamic", "model"]
     assert (dynamic.compiled, dynamic.graphs, dynamic.walk) == (True, False, "node")
     for arm in (plain, restless):
@@ -48,7 +49,7 @@ def test_arms_differ_in_their_drafts_alone(invoke, tiny: str, arms: list[Decoder
 
 def test_a_drafting_arm_keeps_its_decision_model(arms: list[Decoder], tiny: str) -> None:
     from polydraft import load
-    from polydraft.cli.generate import _restless
+    from polydraft.cli.comparison import drafting_always
     from polydraft.decision import Decision
 
     class Endless(Decision):
@@ -57,7 +58,7 @@ def test_a_drafting_arm_keeps_its_decision_model(arms: list[Decoder], tiny: str)
 
     decoder = load(tiny, "early-exit:1", tree="dynamic:8")
     decoder.drafter.decision = Endless()
-    restless = _restless(decoder)
+    restless = drafting_always(decoder)
     assert restless is not None and restless.drafter.decision is decoder.drafter.decision
 
 
@@ -69,6 +70,17 @@ def test_beams_are_compared_with_beams_of_the_same_decoder(invoke, tiny: str, ar
     assert [getattr(plain, name) for name in SAME] == [getattr(drafted, name) for name in SAME]
 
 
+def test_hugging_face_is_an_arm_wherever_it_can_be_asked_for_the_same_text(invoke, tiny: str) -> None:
+    base = ("generate", "hello", "--target", tiny, "--draft", "none", "--max-new-tokens", "6", "--compare")
+    code, out, err = invoke(*base, "--temperature", "0")
+    assert code == 0 and "Hugging Face generate gives the same text" in out, (out, err)
+    assert out.index("Hugging Face generate") < out.index("plain")
+    code, out, _ = invoke(*base, "--temperature", "0.8", "--top-p", "0.9")
+    assert code == 0 and "Hugging Face" in out and "identical" not in out
+    code, out, _ = invoke(*base, "--dtype", "int8")  # weights that `generate` cannot multiply by itself
+    assert ("Hugging Face" not in out) and code == (0 if kernels() is not None else 2)
+
+
 def stats(rounds: int, seconds: float, offered: int) -> Stats:
     found = Stats()
     found.rounds, found.total_seconds, found.offers_by_depth = rounds, seconds, [offered] if offered else []
@@ -78,7 +90,12 @@ def stats(rounds: int, seconds: float, offered: int) -> Stats:
 
 def test_what_a_round_must_yield_is_said_where_rounds_had_drafts() -> None:
     line = break_even_line(stats(64, 6.4, 0), stats(32, 6.4, 30))
-    assert "takes 2.0 plain passes" in line and "drafting 0.5" in line and "pays above 2.0 tokens/pass" in line
+    assert (
+        "takes 2.0 plain passes" in line
+        and "drafting 0.5" in line
+        and "pays above 2.0 tokens/pass" in line
+        and "does not pay" in line
+    )
 
 
 def test_a_drafter_that_rests_is_no_measure_of_a_round_with_drafts() -> None:

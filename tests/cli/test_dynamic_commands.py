@@ -40,7 +40,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(invoke, tiny: str, case: str) -
 def test_a_comparison_shows_what_drafting_would_cost_where_a_tree_rests(
     invoke, tiny: str, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polydraft.cli.terminal.rested", lambda stats: rests)
+    monkeypatch.setattr("polydraft.cli.comparison.rested", lambda stats: rests)
     options = ("--target", tiny, "--draft", "early-exit:1", "--max-new-tokens", "8", "--tree", "dynamic:8", "--compare")
     code, out, err = invoke("generate", "hello", *options)
     assert code == 0 and "tree dynamic:8" in out

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from polydraft.cli.options import Choices, GroupedCommand, options_of, shared_options, taken
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
     from polydraft.beam import BeamDecoder, BeamGeneration, BeamOptions, ScoredText
@@ -67,7 +67,7 @@ class BeamChoices:
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     """What is to be generated, and how it is shown."""
 
     text: str
@@ -77,11 +77,12 @@ class _Task:
     compare: bool
     as_json: bool
 
-    def run(self, decoder: "Decoder", printer: Any = None) -> "Generation":
-        """Decode one text."""
+    def run(self, decoder: "Decoder", printer: Any = None, **changes: Any) -> "Generation":
+        """Decode one text, with some options of the request changed."""
         from polydraft.cli.terminal import play
 
-        stream = decoder.stream(self.text, chat=not self.raw, **self.choices.request(self.params))
+        request = {**self.choices.request(self.params), **changes}
+        stream = decoder.stream(self.text, chat=not self.raw, **request)
         play(stream, printer)
         return stream.results()[0]
 
@@ -100,7 +101,7 @@ class _Task:
 @shared_options
 @options_of(BeamChoices, **{name: {"flag": flag} for name, flag in _FLAGS.items()})
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
-@click.option("--compare", is_flag=True, help="Also decode plainly, in the same run, and print a table.")
+@click.option("--compare", is_flag=True, help="Also decode plainly and with Hugging Face, in the same run, and print a table.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any) -> None:
     """Generate text that continues or answers PROMPT ('-' reads it from standard input).
@@ -118,7 +119,7 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     text = read_all() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("empty prompt: it has no tokens; give at least one character")
-    task = _Task(text, choices, params, raw, compare, as_json)
+    task = Task(text, choices, params, raw, compare, as_json)
     if beams.beams is not None:
         _generate_beams(task, beams)
     elif beams.given():
@@ -127,81 +128,26 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
         _generate_one(task)
 
 
-def _generate_one(task: _Task) -> None:
+def _generate_one(task: Task) -> None:
     decoder = task.choices.decoder()
     if task.as_json:
         result = task.run(decoder)
         click.echo(json.dumps(_as_object(result, decoder, task.choices), ensure_ascii=False))
         return
-    import torch
-
-    from polydraft.cli.terminal import TokenPrinter, break_even_line, comparison_table, output_console, rested, summary_line
+    from polydraft.cli.terminal import TokenPrinter, output_console, summary_line
 
     console = output_console()
-    baseline = None
     if task.compare:
-        click.echo("decoding plainly first, for comparison ...", err=True)
-        baseline = task.run(decoder.replace(drafter=None))
-    result = task.run(decoder, TokenPrinter(console))
-    if baseline is None:
-        click.echo(summary_line(result.stats), err=True)
-        return
-    rows = [("plain", baseline.stats), (_arm_name(decoder), result.stats)]
-    console.print()
-    restless = _restless(decoder) if rested(result.stats) else None
-    if restless is not None:
-        click.echo("it mostly rested: decoding with drafts in every round, to show what that would cost ...", err=True)
-        other = task.run(restless)
-        rows.append((_arm_name(restless), other.stats))
-    console.print(comparison_table(rows))
-    for _, stats in rows[1:]:
-        console.print(break_even_line(baseline.stats, stats))
-    if not decoder.lossless:
-        console.print(f"{decoder.drafter.name} is lossy: its text does not follow the target's law")
-    elif task.params.temperature == 0:
-        _check_identity(baseline, result, console, exact=getattr(decoder.target, "dtype", None) is torch.float32)
+        from polydraft.cli.comparison import compare
 
-
-def _restless(decoder: "Decoder") -> "Decoder | None":
-    """Return a decoder whose draft works in every round, where a dynamic tree may rest; all else is the same."""
-    from polydraft.drafters import TreeDrafter
-    from polydraft.loading import NARROW_STATIC_TREE
-    from polydraft.trees import parse_tree
-
-    drafter = decoder.drafter
-    if not isinstance(drafter, TreeDrafter) or not drafter.dynamic:
-        return None
-    tree = parse_tree(NARROW_STATIC_TREE)
-    static = TreeDrafter(drafter.model, tree, draft_temperature=drafter.draft_temperature, decision=drafter.decision)
-    return decoder.replace(drafter=static)
-
-
-def _draft_name(decoder: "Decoder") -> str:
-    model = decoder.drafter.model
-    return model.name if model is not None else decoder.drafter.name
-
-
-def _tree_name(decoder: "Decoder") -> str:
-    return "none" if decoder.drafter.topology is None else str(decoder.drafter.topology)
-
-
-def _arm_name(decoder: "Decoder") -> str:
-    return f"{_draft_name(decoder)}, tree {_tree_name(decoder)}"
-
-
-def _check_identity(baseline: "Generation", result: "Generation", console: Any, exact: bool) -> None:
-    """Say whether both texts are the same; a difference is an error, or in half precision a near-tie of two logits."""
-    if baseline.token_ids == result.token_ids:
-        console.print("both texts are identical, token by token")
-        return
-    pairs = list(zip(baseline.token_ids, result.token_ids, strict=False))
-    where = next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
-    if exact:
-        raise FailureError(f"the texts differ from token {where} on; please report this with the command and the model")
-    console.print(f"the texts part at token {where}; in half precision two logits can tie: check with --dtype float32")
+        compare(task, decoder, console)
+    else:
+        click.echo(summary_line(task.run(decoder, TokenPrinter(console)).stats), err=True)
 
 
 def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> dict[str, Any]:
+    from polydraft.cli.comparison import draft_name, tree_name
+
     return {
         "text": result.text,
         "token_ids": result.token_ids,
@@ -211,8 +157,8 @@ def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> di
         "settings": {
             "target": choices.target,
             "drafter": decoder.drafter.name,
-            "draft": _draft_name(decoder),
-            "tree": _tree_name(decoder),
+            "draft": draft_name(decoder),
+            "tree": tree_name(decoder),
             "scheme": result.settings["scheme"],
             "walk": result.settings["walk"],
             "draft_temperature": choices.draft_temperature,
@@ -227,7 +173,7 @@ def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> di
     }
 
 
-def _generate_samples(task: _Task, beams: BeamChoices) -> None:
+def _generate_samples(task: Task, beams: BeamChoices) -> None:
     """Draw samples of one prompt, as one batch."""
     count = beams.num_return_sequences
     for name in beams.given():
@@ -257,7 +203,7 @@ def _generate_samples(task: _Task, beams: BeamChoices) -> None:
     click.echo(summary_line(stats), err=True)
 
 
-def _generate_beams(task: _Task, beams: BeamChoices) -> None:
+def _generate_beams(task: Task, beams: BeamChoices) -> None:
     from polydraft.beam import BeamDecoder
     from polydraft.beam.decoder import check_law
 
@@ -275,7 +221,8 @@ def _generate_beams(task: _Task, beams: BeamChoices) -> None:
         result = task.run_beams(beam_decoder, options)
         _echo_json(result.texts, result.stats.as_dict(), result.settings, decoder)
         return
-    from polydraft.cli.terminal import TokenPrinter, break_even_line, comparison_table, output_console, summary_line
+    from polydraft.cli.comparison import break_even_line, comparison_table
+    from polydraft.cli.terminal import TokenPrinter, output_console, summary_line
 
     console = output_console()
     baseline = None

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from polydraft.engine import Stats, Stream, TokenEvent
 
 DRAFTED_STYLE = "green"
-_FEW = 0.5
-"""Share of rounds with drafts below which the mean round says little about them."""
 _SILENCE_SECONDS = 5.0
 """Between two lines of progress where there is no terminal."""
 
@@ -138,7 +136,7 @@ def summary_line(stats: "Stats") -> str:
     """Return the figures of one run in a line."""
     return (
         f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s, "
-        f"{stats.tokens_per_pass:.2f} tokens a target pass"
+        f"{stats.tokens_per_pass:.2f} tokens per target pass"
         + (f", acceptance {stats.acceptance_rate:.2f}" if stats.offers_by_depth else "")
         + (f"; from {sources}" if (sources := sources_text(stats.tokens_by_source)) else "")
     )
@@ -151,53 +149,6 @@ def sources_text(tokens_by_source: Mapping[str, int], unit: str = "") -> str:
         return ""
     ordered = sorted(counts.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{source} {count}{unit}" for source, count in ordered)
-
-
-def comparison_table(rows: Sequence[tuple[str, "Stats"]]) -> Table:
-    """Compare runs; the first row is the baseline."""
-    title = "same prompt, same run; a pass is one forward of the target"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("decoding", overflow="fold")
-    for heading in ("tokens", "tokens/s", "speed-up", "tokens/pass", "accepted"):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
-    baseline = rows[0][1].tokens_per_second
-    for name, stats in rows:
-        speed_up = stats.tokens_per_second / baseline if baseline else 0.0
-        acceptance = f"{stats.acceptance_rate:.2f}" if stats.offers_by_depth else "-"
-        table.add_row(
-            name,
-            str(stats.new_tokens),
-            f"{stats.tokens_per_second:.1f}",
-            f"{speed_up:.2f}x",
-            f"{stats.tokens_per_pass:.2f}",
-            acceptance,
-        )
-    return table
-
-
-def rested(stats: "Stats") -> bool:
-    """Whether most rounds had no drafts."""
-    return _offered(stats) < _FEW * stats.rounds
-
-
-def _offered(stats: "Stats") -> int:
-    return stats.offers_by_depth[0] if stats.offers_by_depth else 0
-
-
-def break_even_line(plain: "Stats", drafted: "Stats") -> str:
-    """Say what a round with drafts costs on this machine, and so what it must yield to pay; or that few rounds had any."""
-    if rested(drafted):
-        return (
-            f"{_offered(drafted)} of {drafted.rounds} rounds had drafts; for the others there was nothing to propose, or it "
-            "was not expected to pay on this machine"
-        )
-    plain_round = plain.decode_seconds / plain.rounds
-    drafted_round = drafted.decode_seconds / drafted.rounds
-    drafting, target = (drafted.seconds[phase] / drafted.rounds / plain_round for phase in ("draft", "target"))
-    return (
-        f"a round with drafts takes {drafted_round / plain_round:.1f} plain passes on this machine (drafting {drafting:.1f}, "
-        f"target {target:.1f}), so it pays above {drafted_round / plain_round:.1f} tokens/pass"
-    )
 
 
 def results_table(results: dict[str, Any]) -> Table:

@@ -1,0 +1,208 @@
+"""`--compare`: Hugging Face `generate`, plain decoding and the drafted text in one run, and why drafting pays here or not."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+import torch
+from rich import box
+from rich.table import Table
+
+from polydraft.drafters import TreeDrafter
+from polydraft.engine import Decoder, Generation, Stats
+from polydraft.errors import FailureError
+from polydraft.loading import NARROW_STATIC_TREE
+from polydraft.models.hf import HFModel
+from polydraft.sampling import SamplingParams
+from polydraft.trees import parse_tree
+
+if TYPE_CHECKING:
+    from polydraft.cli.generate import Task
+
+HUGGING_FACE = "Hugging Face generate"
+_WARM_UP = 8
+"""Tokens on a CPU; a GPU is warmed up by the whole text, whose rounds are recorded meanwhile."""
+_FEW = 0.5
+"""Share of rounds with drafts below which the mean round says little about them."""
+_SPOKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling parameters that `generate` knows under the same names."""
+
+
+def compare(task: "Task", decoder: Decoder, console: Any) -> None:
+    """Decode the same text in all ways, print the text, then a table and what it means."""
+    from polydraft.cli.terminal import TokenPrinter
+
+    plain = decoder.replace(drafter=None)
+    click.echo("warming up ...", err=True)
+    for one in (plain, decoder):
+        task.run(one, **_short(task, decoder))
+    theirs = hugging_face(task, decoder)
+    click.echo("decoding plainly, for comparison ...", err=True)
+    baseline = task.run(plain)
+    result = task.run(decoder, TokenPrinter(console))
+    console.print()
+    rows = [(HUGGING_FACE, theirs[0])] if theirs is not None else []
+    rows += [("plain", baseline.stats), (arm_name(decoder), result.stats)]
+    drafted = [result.stats]
+    restless = drafting_always(decoder) if rested(result.stats) else None
+    if restless is not None:
+        click.echo("it mostly rested: decoding with drafts in every round, to show what that would cost ...", err=True)
+        task.run(restless, **_short(task, decoder))
+        other = task.run(restless)
+        rows.append((arm_name(restless), other.stats))
+        drafted.append(other.stats)
+    console.print(comparison_table(rows))
+    for stats in drafted:
+        console.print(break_even_line(baseline.stats, stats))
+    if not decoder.lossless:
+        console.print(f"{decoder.drafter.name} is lossy: its text does not follow the target's law")
+    elif task.params.temperature == 0:
+        _state_identity(baseline, result, console, exact=getattr(decoder.target, "dtype", None) is torch.float32)
+        if theirs is not None:
+            _state_likeness(theirs[1], baseline.token_ids, console)
+
+
+def _short(task: "Task", decoder: Decoder) -> dict[str, Any]:
+    return {} if decoder.target.device.type == "cuda" else {"max_new_tokens": min(_WARM_UP, task.choices.max_new_tokens)}
+
+
+def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | None:
+    """Time `generate` of the target's own model; None where it cannot be asked for the same text."""
+    target, params = decoder.target, task.params
+    others = dataclasses.replace(SamplingParams(), **{name: getattr(params, name) for name in _SPOKEN})
+    if not isinstance(target, HFModel) or target.int8 or target.spread is not None or others != params:
+        return None
+    click.echo(f"decoding with {HUGGING_FACE}, for comparison ...", err=True)
+    prompt = decoder.encode(task.text, chat=not task.raw)
+    ids_1T = torch.tensor([prompt], device=target.device)
+    ends = list(decoder.eos_token_ids)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if params.temperature > 0:
+        # top_k=0: by default `generate` keeps 50 tokens and samples from another law than we do.
+        sampling = {"do_sample": True, **{name: getattr(params, name) for name in _SPOKEN}}
+        sampling["min_p"] = sampling["min_p"] or None
+
+    def run(tokens: int) -> tuple[list[int], float]:
+        start = time.perf_counter()
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(task.choices.seed or 0)
+            output = target.hf_model.generate(
+                ids_1T,
+                attention_mask=torch.ones_like(ids_1T),
+                max_new_tokens=tokens,
+                eos_token_id=ends or None,
+                pad_token_id=ends[0] if ends else 0,
+                **sampling,
+            )
+        tokens_L: list[int] = output[0, len(prompt) :].tolist()
+        return tokens_L, time.perf_counter() - start
+
+    run(_WARM_UP)
+    _, first = run(1)
+    found, seconds = run(task.choices.max_new_tokens)
+    stats = Stats(new_tokens=len(found), block_tokens=len(found), passes=len(found), rounds=len(found), total_seconds=seconds)
+    stats.seconds["prefill"] = first
+    return stats, found
+
+
+def drafting_always(decoder: Decoder) -> Decoder | None:
+    """Return a decoder whose draft works in every round, where a dynamic tree may rest; all else is the same."""
+    drafter = decoder.drafter
+    if not isinstance(drafter, TreeDrafter) or not drafter.dynamic:
+        return None
+    tree = parse_tree(NARROW_STATIC_TREE)
+    static = TreeDrafter(drafter.model, tree, draft_temperature=drafter.draft_temperature, decision=drafter.decision)
+    return decoder.replace(drafter=static)
+
+
+def draft_name(decoder: Decoder) -> str:
+    """Name the draft, or whoever else proposes."""
+    model = decoder.drafter.model
+    return model.name if model is not None else decoder.drafter.name
+
+
+def tree_name(decoder: Decoder) -> str:
+    """Name the tree."""
+    return "none" if decoder.drafter.topology is None else str(decoder.drafter.topology)
+
+
+def arm_name(decoder: Decoder) -> str:
+    """Name a row of the table."""
+    return f"{draft_name(decoder)}, tree {tree_name(decoder)}"
+
+
+def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
+    """Compare runs; the first row is the baseline."""
+    title = "same prompt, same run; a pass is one forward of the target"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("decoding", overflow="fold")
+    for heading in ("tokens", "tokens/s", "speed-up", "tokens/pass", "accepted"):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
+    baseline = rows[0][1].tokens_per_second
+    for name, stats in rows:
+        speed_up = stats.tokens_per_second / baseline if baseline else 0.0
+        acceptance = f"{stats.acceptance_rate:.2f}" if stats.offers_by_depth else "-"
+        table.add_row(
+            name,
+            str(stats.new_tokens),
+            f"{stats.tokens_per_second:.1f}",
+            f"{speed_up:.2f}x",
+            f"{stats.tokens_per_pass:.2f}",
+            acceptance,
+        )
+    return table
+
+
+def rested(stats: Stats) -> bool:
+    """Whether most rounds had no drafts."""
+    return _offered(stats) < _FEW * stats.rounds
+
+
+def _offered(stats: Stats) -> int:
+    return stats.offers_by_depth[0] if stats.offers_by_depth else 0
+
+
+def break_even_line(plain: Stats, drafted: Stats) -> str:
+    """Say what a round with drafts costs on this machine, and so what it must yield to pay; or that few rounds had any."""
+    if rested(drafted):
+        return (
+            f"{_offered(drafted)} of {drafted.rounds} rounds had drafts; for the others there was nothing to propose, or it "
+            "was not expected to pay on this machine"
+        )
+    plain_round = plain.decode_seconds / plain.rounds
+    drafted_round = drafted.decode_seconds / drafted.rounds
+    drafting, target = (drafted.seconds[phase] / drafted.rounds / plain_round for phase in ("draft", "target"))
+    pays = drafted.tokens_per_pass * plain_round > drafted_round
+    return (
+        f"a round with drafts takes {drafted_round / plain_round:.1f} plain passes on this machine (drafting {drafting:.1f}, "
+        f"target {target:.1f}), so it pays above {drafted_round / plain_round:.1f} tokens/pass; here it yielded "
+        f"{drafted.tokens_per_pass:.1f}: drafting {'pays' if pays else 'does not pay'}"
+    )
+
+
+def _state_identity(baseline: Generation, result: Generation, console: Any, exact: bool) -> None:
+    """Say whether both texts are the same; a difference is an error, or in half precision a near-tie of two logits."""
+    if baseline.token_ids == result.token_ids:
+        console.print("plain and drafted texts are identical, token by token")
+        return
+    where = _parting(baseline.token_ids, result.token_ids)
+    if exact:
+        raise FailureError(f"the texts differ from token {where} on; please report this with the command and the model")
+    console.print(f"the texts part at token {where}; in half precision two logits can tie: check with --dtype float32")
+
+
+def _state_likeness(theirs: list[int], ours: list[int], console: Any) -> None:
+    """Say whether Hugging Face gave the same text; its kernels round differently, so that near-ties may part."""
+    if theirs == ours:
+        console.print(f"{HUGGING_FACE} gives the same text")
+    else:
+        where = _parting(theirs, ours)
+        console.print(f"{HUGGING_FACE} parts from it at token {where}, as kernels that round differently do at a near-tie")
+
+
+def _parting(one: list[int], other: list[int]) -> int:
+    """Return the first place at which two texts differ."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (first, second) in pairs if first != second), min(len(one), len(other)))
