@@ -86,7 +86,8 @@ def load(
     lossy : str, optional
         A rule that changes the law of the text, by name: ``"target-init"`` or ``"flat-blocks"``. Never chosen otherwise.
     device, dtype : str
-        ``"auto"`` picks a GPU if there is one, and bfloat16 where the hardware computes in it.
+        ``"auto"`` picks a GPU if there is one, and bfloat16 where the hardware computes in it. ``"int8"``, on a CPU, quantises
+        the target's weights; texts are then exact with respect to the quantised target.
     device_map : str, optional
         For a target larger than one device: ``"auto"`` and other maps of accelerate, or ``"tp"`` (tensor parallelism) in
         processes started by torchrun.
