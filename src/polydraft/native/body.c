@@ -5,7 +5,6 @@
  * not change its bits.
  */
 #include <math.h>
-#include <sched.h>
 
 #include "vectors.h"
 #include "products.h"
@@ -57,11 +56,6 @@ typedef struct {
 
 #define STAGES_PER_LAYER 10
 #define APART 16  /* counters stand in lines of their own */
-#if defined(__x86_64__)
-#define PATIENCE 64  /* a pause takes up to 140 cycles */
-#else
-#define PATIENCE 2000
-#endif
 
 static int64_t align(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -88,8 +82,7 @@ static int64_t lay_out(const Body *b, const Pass *p, Memory *m) {
     TAKE(starts, tokens * 4);
     TAKE(positions, tokens * 8);
     TAKE(slots, tokens * 8);
-    TAKE(next, (2 + stages(b, p)) * APART * 4);
-    m->next += 2 * APART;
+    TAKE(next, stages(b, p) * APART * 4);
     return at - p->memory;
 }
 
@@ -97,38 +90,14 @@ typedef struct {
     const Body *b;
     const Pass *p;
     const Memory *m;
-    int64_t tokens, thread, stage, team;
+    int64_t tokens, thread, stage;
 } Worker;
-
-#ifdef _OPENMP
-extern int omp_get_thread_num(void);
-extern int omp_get_num_threads(void);
-#else
-static int omp_get_thread_num(void) { return 0; }
-static int omp_get_num_threads(void) { return 1; }
-#endif
 
 static int64_t taken(Worker *w) { return __atomic_fetch_add(&w->m->next[w->stage * APART], 1, __ATOMIC_RELAXED); }
 
-/* Wait for the other threads. OpenMP's own barrier spins for milliseconds before it lets go of its core: on a machine with other
- * work that keeps away the very thread that is waited for, hundreds of times a pass. The two counters stand before the items'. */
 static void finish(Worker *w) {
-    int32_t *arrived = w->m->next - 2 * APART, *round = w->m->next - APART;
-    const int32_t before = __atomic_load_n(round, __ATOMIC_ACQUIRE);
     w->stage++;
-    if (__atomic_add_fetch(arrived, 1, __ATOMIC_ACQ_REL) == w->team) {
-        __atomic_store_n(arrived, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(round, before + 1, __ATOMIC_RELEASE);
-        return;
-    }
-    for (int spins = 0; __atomic_load_n(round, __ATOMIC_ACQUIRE) == before; spins++) {
-        if (spins >= PATIENCE) sched_yield();
-#if defined(__x86_64__)
-        else __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        else __asm__ volatile("yield");
-#endif
-    }
+#pragma omp barrier
 }
 
 #define EACH_ITEM(count) for (int64_t item; (item = taken(w)) < (count);)
@@ -441,11 +410,15 @@ int32_t polydraft_pass(const Body *body, const Pass *pass) {
     Memory memory;
     lay_out(body, pass, &memory);
     if (!place_tokens(body, pass, &memory)) return 0;
-    memset(memory.next - 2 * APART, 0, (size_t)(2 + stages(body, pass)) * APART * 4);
+    memset(memory.next, 0, (size_t)stages(body, pass) * APART * 4);
 #pragma omp parallel num_threads((int)pass->threads)
     {
-        const int64_t tokens = pass->batch * pass->size;
-        Worker worker = {body, pass, &memory, tokens, omp_get_thread_num(), 0, omp_get_num_threads()}, *w = &worker;
+        int64_t thread = 0;
+#ifdef _OPENMP
+        extern int omp_get_thread_num(void);
+        thread = omp_get_thread_num();
+#endif
+        Worker worker = {body, pass, &memory, pass->batch * pass->size, thread, 0}, *w = &worker;
         find_places(w);
         embed(w);
         for (int64_t number = 0; number < body->num_layers; number++) {
@@ -460,7 +433,7 @@ int32_t polydraft_pass(const Body *body, const Pass *pass) {
 
 /* Outputs of one matrix: float32 inputs and outputs, one line per token. `memory`: as `polydraft_product_memory` says. */
 int64_t polydraft_product_memory(const Matrix *matrix, int64_t tokens) {
-    return align(tokens * padded(matrix->columns) * (int64_t)input_bytes(matrix->format)) + align(tokens * 4) + 4 * APART * 4;
+    return align(tokens * padded(matrix->columns) * (int64_t)input_bytes(matrix->format)) + align(tokens * 4) + 2 * APART * 4;
 }
 
 void polydraft_product(const Matrix *matrix, const float *from, int64_t stride, float *to, int64_t tokens, int64_t threads,
@@ -468,11 +441,10 @@ void polydraft_product(const Matrix *matrix, const float *from, int64_t stride, 
     const int64_t bytes = align(tokens * padded(matrix->columns) * (int64_t)input_bytes(matrix->format));
     Memory m = {.input = memory, .scales = (void *)(memory + bytes), .next = (void *)(memory + bytes + align(tokens * 4))};
     const Pass pass = {.threads = threads};
-    memset(m.next, 0, 4 * APART * 4);
-    m.next += 2 * APART;
+    memset(m.next, 0, 2 * APART * 4);
 #pragma omp parallel num_threads((int)threads)
     {
-        Worker worker = {NULL, &pass, &m, tokens, 0, 0, omp_get_num_threads()}, *w = &worker;
+        Worker worker = {NULL, &pass, &m, tokens, 0, 0}, *w = &worker;
         prepare_all(w, matrix, from, stride);
         product(w, matrix, STORE, to, matrix->rows);
     }
