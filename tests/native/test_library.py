@@ -163,7 +163,7 @@ def test_what_cannot_be_loaded_is_built_anew(quick, tmp_path):
 
 def test_another_cpu_has_another_file(quick, tmp_path, monkeypatch):
     kernels()
-    monkeypatch.setattr(library, "_cpu", lambda: "another one")
+    monkeypatch.setattr(library, "cpu_features", lambda: "another one")
     library.forget()
     assert kernels() is not None and asked(quick) == 2 and len(built(tmp_path)) == 2
 
@@ -205,4 +205,36 @@ def test_threads_are_those_of_torch(quick):
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libgomp" in line}
     if not mapped:
         pytest.skip("torch has other threads here")
-    assert library._ways()[0].shared is not None and len(mapped) == 1 and os.path.exists(mapped.pop())
+    chosen = library._ways()[0].shared
+    assert chosen is not None and chosen.exists()
+    own = {path for path in mapped if path.startswith(str(Path(torch.__file__).parent))}
+    assert not own or str(chosen) in own, "other packages' threads are not torch's"
+
+
+_TILES = """
+import torch
+from polydraft.native import kernels, multiply, Weight
+library = kernels()
+library.polydraft_instructions.restype = __import__("ctypes").c_char_p
+assert b"AMX" in library.polydraft_instructions()
+generator = torch.Generator().manual_seed(0)
+for rows, columns in ((50, 64), (7, 96), (33, 40), (128, 576)):
+    weight = (torch.randn(rows, columns, generator=generator) / 8).bfloat16()
+    inputs = torch.randn(64, columns, generator=generator)
+    matrix = Weight(weight).matrix()
+    whole = multiply(library, matrix, inputs, 2)
+    torch.testing.assert_close(whole, inputs.bfloat16().float() @ weight.float().T, rtol=1e-4, atol=1e-4)
+    for count in (1, 2, 15, 16, 17, 40):
+        assert multiply(library, matrix, inputs[:count].contiguous(), 1).equal(whole[:count]), (rows, columns, count)
+"""
+
+
+@pytest.mark.slow
+def test_matrix_units_multiply_as_everything_else_does(tmp_path):
+    """The code for AMX, with its instructions written out in C: bits do not depend on the number of tokens."""
+    if "avx512f" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("it is for CPUs with AVX-512")
+    header = Path(__file__).parent / "emulated_tiles.h"
+    environment = {**os.environ, "CC": f"gcc -include {header}", "POLYDRAFT_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", _TILES], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from polydraft.models._bodies import LeanBody, LeanLayer
-from polydraft.models.placement import cpu_has
 from polydraft.models.quantised import Int8Body, Int8Layer, Int8Linear
 from polydraft.native import BodyWeights, LayerWeights, NativeBody, Weight, kernels, multiply, quantised
 
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from polydraft.models.feature_head import FeatureHead
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_PROMPT = 128
-"""Tokens per row from which a block is a prompt: with matrix units (AMX), which these kernels lack, torch reads it faster."""
 
 
 class NativeProduct:
@@ -96,7 +93,6 @@ def native_body(body: LeanBody | Int8Body | None, dtype: torch.dtype) -> NativeB
             epsilon=body.norm.variance_epsilon,
             angles=angles,
         ),
-        most_tokens=_PROMPT if dtype == torch.bfloat16 and cpu_has("amx_bf16") else None,
     )
 
 

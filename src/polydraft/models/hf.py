@@ -232,7 +232,7 @@ class HFContext(Context):
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
         model = self._model
         native = model.native
-        if native is None or torch.is_grad_enabled() or not native.ready(block.size):
+        if native is None or torch.is_grad_enabled() or not native.ready():
             return super().extend(tokens_BT, block)
         assert max(self.lengths) + block.stop <= self.capacity, (self.lengths, block.stop, self.capacity)
         keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, model.dtype, *native.key_shape)

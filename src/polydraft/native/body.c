@@ -74,7 +74,7 @@ static int64_t lay_out(const Body *b, const Pass *p, Memory *m) {
     TAKE(hidden, tokens * b->hidden * 4);
     TAKE(wide, tokens * m->wide_stride * 4);
     TAKE(mixed, tokens * m->mixed_stride * 4);
-    TAKE(input, tokens * m->input_stride);
+    TAKE(input, grouped(tokens) * m->input_stride);
     TAKE(scales, tokens * 4);
     TAKE(scores, p->threads * b->queries * m->scores_stride * 4);
     TAKE(places, tokens * p->places * 4);
@@ -141,7 +141,7 @@ static void product(Worker *w, const Matrix *matrix, int kind, float *to, int64_
 }
 
 static void *input_of(Worker *w, int64_t token, int format, int64_t columns) {
-    return w->m->input + token * padded(columns) * (int64_t)input_bytes(format);
+    return input_at(w->m->input, token, format, columns);
 }
 
 static void prepare_all(Worker *w, const Matrix *matrix, const float *from, int64_t pitch) {
@@ -433,12 +433,12 @@ int32_t polydraft_pass(const Body *body, const Pass *pass) {
 
 /* Outputs of one matrix: float32 inputs and outputs, one line per token. `memory`: as `polydraft_product_memory` says. */
 int64_t polydraft_product_memory(const Matrix *matrix, int64_t tokens) {
-    return align(tokens * padded(matrix->columns) * (int64_t)input_bytes(matrix->format)) + align(tokens * 4) + 2 * APART * 4;
+    return align(grouped(tokens) * padded(matrix->columns) * (int64_t)input_bytes(matrix->format)) + align(tokens * 4) + 2 * APART * 4;
 }
 
 void polydraft_product(const Matrix *matrix, const float *from, int64_t stride, float *to, int64_t tokens, int64_t threads,
                        char *memory) {
-    const int64_t bytes = align(tokens * padded(matrix->columns) * (int64_t)input_bytes(matrix->format));
+    const int64_t bytes = align(grouped(tokens) * padded(matrix->columns) * (int64_t)input_bytes(matrix->format));
     Memory m = {.input = memory, .scales = (void *)(memory + bytes), .next = (void *)(memory + bytes + align(tokens * 4))};
     const Pass pass = {.threads = threads};
     memset(m.next, 0, 2 * APART * 4);
@@ -452,6 +452,9 @@ void polydraft_product(const Matrix *matrix, const float *from, int64_t stride, 
 
 /* Which of the widest instructions this was compiled for, for people to read. */
 const char *polydraft_instructions(void) {
+#ifdef TILES
+    if (tiles_granted) return "AVX-512 with VNNI and bfloat16, and AMX";
+#endif
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
     return "AVX-512 with VNNI and bfloat16";
 #elif defined(__AVX512VNNI__)

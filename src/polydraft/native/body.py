@@ -80,15 +80,10 @@ class NativeBody:
 
     Weights are read where they are. Sums have an order of their own, which depends neither on the number of tokens nor on the
     batch, the tree or the threads: a token's features have the same bits wherever it stands.
-
-    Parameters
-    ----------
-    most_tokens : int, optional
-        Tokens per row up to which this is the best way; any number if not given.
     """
 
-    def __init__(self, library: ctypes.CDLL, weights: BodyWeights, most_tokens: int | None = None) -> None:
-        self._library, self._weights, self._most_tokens = library, weights, most_tokens
+    def __init__(self, library: ctypes.CDLL, weights: BodyWeights) -> None:
+        self._library, self._weights = library, weights
         self._tensors = weights.tensors()
         self._like = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in self._tensors]
         self._addresses: list[int] = []
@@ -100,10 +95,8 @@ class NativeBody:
         self.key_shape = (weights.keys, weights.channels)
         """Heads of keys and their channels."""
 
-    def ready(self, size: int = 1) -> bool:
-        """Whether to pass so many tokens per row here, and the weights are such as they were; addresses may have changed."""
-        if self._most_tokens is not None and size > self._most_tokens:
-            return False
+    def ready(self) -> bool:
+        """Whether the weights are still such as they were; their addresses may have changed."""
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
             if [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in self._tensors] != self._like:

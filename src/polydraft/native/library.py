@@ -115,7 +115,10 @@ def _ways() -> list[_Threading]:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libgomp" in line}
     except OSError:
         mapped = set()
-    return [_Threading(("-fopenmp",), (), Path(path)) for path in sorted(mapped)[:1]] + ways
+    # Other packages may bring one as well; the one beside torch is torch's.
+    home = str(Path(torch.__file__).parent)
+    found = sorted(mapped, key=lambda path: (not path.startswith(home), path))
+    return [_Threading(("-fopenmp",), (), Path(path)) for path in found[:1]] + ways
 
 
 def _key(compiler: list[str], way: _Threading) -> str:

@@ -43,6 +43,25 @@ typedef int16_t Quantum;
 #endif
 #define STEPS 16256  /* of the largest input: 127 * 128 */
 
+/* Matrix units (AMX): 16 rows of a bfloat16 weight, as they lie in memory, times 16 tokens at once. Inputs then stand in groups of
+ * 16 tokens, pairs of numbers side by side: what a group's token t has at 2k and 2k + 1 is word 16 k + t of the group.
+ */
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+static int tiles_granted;
+__attribute__((constructor)) static void ask_for_tiles(void) {
+    tiles_granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+}
+INLINE int uses_tiles(int format, int64_t columns) { return tiles_granted && format == BFLOAT16 && columns % 32 == 0; }
+#else
+INLINE int uses_tiles(int format, int64_t columns) { return 0; }
+#endif
+#define GROUP 16  /* tokens */
+
+INLINE int64_t grouped(int64_t tokens) { return (tokens + GROUP - 1) / GROUP * GROUP; }
+
 INLINE int64_t padded(int64_t count) { return (count + PADDING - 1) / PADDING * PADDING; }
 
 /* One token's numbers in the form that products with `format` take. */
@@ -51,6 +70,8 @@ static void prepare(int format, const float *from, int64_t count, void *to, floa
     if (format == FLOAT32 || (format == BFLOAT16 && sizeof(BF16_INPUT) == 4)) {
         if (from != to) memcpy(to, from, (size_t)count * 4);
         memset((float *)to + count, 0, (size_t)(stride - count) * 4);
+    } else if (uses_tiles(format, count)) {
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[i / 2 * 2 * GROUP + i % 2] = rounded(from[i]);
     } else if (format == BFLOAT16) {
         for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[i] = rounded(from[i]);
         memset((uint16_t *)to + count, 0, (size_t)(stride - count) * 2);
@@ -81,6 +102,12 @@ static void prepare(int format, const float *from, int64_t count, void *to, floa
 
 INLINE size_t input_bytes(int format) {
     return format == INT8 ? PLANES * sizeof(Quantum) : format == BFLOAT16 ? sizeof(BF16_INPUT) : 4;
+}
+
+/* Where the numbers of one token begin. */
+INLINE char *input_at(char *inputs, int64_t token, int format, int64_t columns) {
+    const int64_t bytes = padded(columns) * (int64_t)input_bytes(format);
+    return uses_tiles(format, columns) ? inputs + token / GROUP * GROUP * bytes + token % GROUP * 4 : inputs + token * bytes;
 }
 
 /* Sums of `tokens` inputs with four rows: `sums[token][row]`. The number of tokens is a constant wherever this is inlined. */
@@ -225,8 +252,76 @@ INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const row
     default: { enum { N = TILE_TOKENS }; call; break; }                                                                        \
     }
 
+#ifdef TILES
+typedef struct {
+    uint8_t palette, start, none[14];
+    uint16_t width[16];
+    uint8_t height[16];
+} TileShape;
+
+/* Four groups of tokens, at most, times 16 rows at a time: tiles 0 to 3 are sums, 4 the weight, 5 the inputs. */
+static void multiply_tiles(const Matrix *m, Input input, int64_t tokens, int64_t first, int64_t count, float *to, int64_t pitch) {
+    TileShape shape = {.palette = 1};
+    for (int i = 0; i < 6; i++) shape.width[i] = 64, shape.height[i] = GROUP;
+    _tile_loadconfig(&shape);
+    const int64_t groups = grouped(tokens) / GROUP, size = GROUP * input.stride;
+    float sums[BLOCK / GROUP][GROUP][GROUP];  /* row, token */
+    uint16_t few[GROUP * 32] = {0};
+    for (int64_t row = 0; row < count; row += GROUP) {
+        const int64_t top = MAX(0, MIN(first + row, m->rows - GROUP)), here = MIN(GROUP, count - row);
+        const uint16_t *weights = (const uint16_t *)m->data + top * m->stride;
+        const int ahead = top + 2 * GROUP <= m->rows;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < m->columns; k += 32) {
+            const uint16_t *x = (const uint16_t *)input.data + k * GROUP;
+            if (m->rows >= GROUP) _tile_loadd(4, weights + k, m->stride * 2);
+            else {
+                for (int64_t r = 0; r < m->rows; r++) memcpy(few + 32 * r, weights + r * m->stride + k, 64);
+                _tile_loadd(4, few, 64);
+            }
+            if (ahead)
+                for (int64_t r = GROUP; r < 2 * GROUP; r++) __builtin_prefetch(weights + r * m->stride + k, 0, 2);
+            _tile_loadd(5, x, 64);
+            _tile_dpbf16ps(0, 4, 5);
+            if (groups > 1) {
+                _tile_loadd(5, x + size, 64);
+                _tile_dpbf16ps(1, 4, 5);
+            }
+            if (groups > 2) {
+                _tile_loadd(5, x + 2 * size, 64);
+                _tile_dpbf16ps(2, 4, 5);
+            }
+            if (groups > 3) {
+                _tile_loadd(5, x + 3 * size, 64);
+                _tile_dpbf16ps(3, 4, 5);
+            }
+        }
+        _tile_stored(0, sums[0], 64);
+        if (groups > 1) _tile_stored(1, sums[1], 64);
+        if (groups > 2) _tile_stored(2, sums[2], 64);
+        if (groups > 3) _tile_stored(3, sums[3], 64);
+        for (int64_t t = 0; t < tokens; t++)
+            for (int64_t r = 0; r < here; r++) {
+                float value = sums[t / GROUP][first + row + r - top][t % GROUP];
+                if (m->bias) value += load_as(m->small, m->bias, first + row + r, 1)[0];
+                to[t * pitch + row + r] = value;
+            }
+    }
+    _tile_release();
+}
+#endif
+
 /* Outputs of up to BLOCK tokens for rows `first` to `first + count`, scaled and with their bias: `to[token * pitch + row]`. */
 static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t first, int64_t count, float *to, int64_t pitch) {
+#ifdef TILES
+    if (uses_tiles(m->format, m->columns)) {
+        multiply_tiles(m, input, tokens, first, count, to, pitch);
+        return;
+    }
+#endif
     const int64_t size = m->format == INT8 ? 1 : m->format == BFLOAT16 ? 2 : 4;
     const int64_t planes = m->format == INT8 ? PLANES : 1, most = TILE_TOKENS / planes, parts = (tokens + most - 1) / most;
     int64_t token = 0;
