@@ -1,5 +1,6 @@
 """Costs that dynamic trees are chosen by: what noise may do to them, and what a table means."""
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def test_costs_are_in_plain_rounds() -> None:
     }
     chosen, drawn = costs_of(table, "top"), costs_of(table, "hybrid")
     assert (chosen.draft_level, drawn.draft_level) == (0.1, 0.2)
+    assert (chosen.overhead, drawn.overhead) == (pytest.approx(0.07), pytest.approx(0.0875))
     assert drawn.tree_pass(1) == 1 and drawn.tree_pass(8) == 50 / 40
 
 
@@ -39,6 +41,7 @@ def test_a_table_is_measured_kept_and_measured_again_if_it_is_an_old_one(
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path))
     monkeypatch.setattr(measured, "_tables", {})
     monkeypatch.setattr(measured, "_SECONDS", 0.0)
+    monkeypatch.setattr(measured, "_DISTURBED", math.inf)
     pair = echo_pair()
     for nodes, sizes in ((2, {"1", "4"}), (4, {"1", "4"}), (8, {"1", "4", "8"})):
         table = measure(pair.target, pair.draft, nodes)
@@ -50,3 +53,14 @@ def test_a_table_is_measured_kept_and_measured_again_if_it_is_an_old_one(
     monkeypatch.setattr(measured, "_tables", {})
     measured_costs(pair.target, pair.draft, 8, "hybrid")
     assert '"plain"' in file.read_text()
+
+
+def test_what_a_busy_machine_says_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured, "_tables", {})
+    monkeypatch.setattr(measured, "_SECONDS", 0.0)
+    monkeypatch.setattr(measured, "_DISTURBED", 0.0)
+    pair = echo_pair()
+    costs = [measured_costs(pair.target, pair.draft, 8, "hybrid").draft_level for _ in range(2)]
+    assert costs[0] == costs[1], "within a process they stay what they are"
+    assert not (tmp_path / "costs").exists()

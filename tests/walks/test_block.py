@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
 from polydraft.schemes import SCHEMES, Scheme, Speculative
-from polydraft.walks import BlockWalk, NodeWalk
+from polydraft.trees import DraftTree
+from polydraft.walks import BlockWalk, NodeWalk, TargetLaws
 from polydraft.walks.walk import LEAST_WEIGHT
 
 from .cases import TREES, batch_of, theory_batch
@@ -82,3 +84,34 @@ def test_impatience_costs_little(tree: str) -> None:
         enumerate_walk(WALK, HighestPicked(), batch).accepted() - enumerate_walk(BlockWalk(), HighestPicked(), batch).accepted()
     )
     assert lost_C.min() > -TOLERANCE and lost_C.max() < LEAST_WEIGHT * batch.topology.depth
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["all tokens", "part of the tokens"])
+def test_a_root_alone_gets_the_token_that_it_gets_where_others_have_drafts(known: bool) -> None:
+    """Rows that rest together are verified by a shorter way; a text must not tell in which company it rested."""
+    size, rows, depth = 40, 64, 3
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = PartialVocabulary(torch.arange(0, size, 3), size) if known else None
+    logits_B1V = 2 * torch.randn(rows, 1, size, generator=generator)
+    warper = Warper(SamplingParams(temperature=0.8, top_p=0.9), size, [[1]] * rows, torch.device("cpu"))
+    law_1 = torch.full((1,), 0.1).expand(rows, 1, len(vocabulary.tokens_D) if vocabulary else size)
+    scheme = SCHEMES.get("hybrid")()
+    uniforms_BU = torch.rand(rows, WALK.uniforms(scheme, depth), generator=generator, dtype=torch.float64)
+    verdicts = []
+    for nodes in (1, 2):  # the second node is nobody's
+        draft = DraftTree(
+            torch.tensor([[5, NO_TOKEN][:nodes]] * rows),
+            torch.tensor([[0, 1][:nodes]] * rows),
+            torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, -1, -1),
+            torch.tensor([[[1], [0]][:nodes]] * rows) * (nodes - 1),
+            depth,
+            (law_1,) * depth,
+            torch.zeros(rows, nodes, dtype=torch.long),
+            vocabulary,
+        )
+        laws = TargetLaws(logits_B1V.expand(-1, nodes, -1), lambda logits: logits, warper, whole=True)
+        verdicts.append(WALK.run(scheme, draft, laws, uniforms_BU))
+    short, long = verdicts
+    assert short.tokens_BD[:, 0].tolist() == long.tokens_BD[:, 0].tolist() and len(set(short.tokens_BD[:, 0].tolist())) > 5
+    for name in ("path_BD", "accepted_B", "offered_B", "fault_B"):
+        assert getattr(short, name).tolist() == getattr(long, name).tolist(), name

@@ -297,6 +297,8 @@ class BlockWalk(Walk):
     @quietly
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
         """Pick the paths of all rows, then draw once where each stops and once what follows."""
+        if draft.tokens_BN.shape[1] == 1:
+            return _root_alone(draft, target_law, uniforms_BU[:, -1])
         path = PathFinder(scheme, draft, target_law, uniforms_BU, self.least_weight).path()
         weight_BD, going_BL = _weights(path, self.least_weight)
         excess_BLX = _excess(path, weight_BD, going_BL)
@@ -320,6 +322,16 @@ class BlockWalk(Walk):
             offered_B=as_tensor(accepted_B1 + take(path.has_children_BD, accepted_B1))[:, 0],
             fault_B=as_tensor(where(unknown_B1, Fault.TARGET.value, fault_B1))[:, 0],
         )
+
+
+def _root_alone(draft: DraftTree, target_law: TargetLaw, uniform_B: Tensor) -> Verdict:
+    """Draw from the target's law, where nobody drafted, by the very number that the whole walk would use."""
+    root_B = torch.zeros_like(draft.tokens_BN[:, 0])
+    law_BV = target_law(root_B, draft.tokens_BN[:, :0])
+    token_B1 = draw_one(law_BV, uniform_B)[:, None]
+    tokens_BD = torch.nn.functional.pad(token_B1, (0, draft.depth), value=NO_TOKEN)
+    fault_B = torch.where(token_B1[:, 0] == NO_TOKEN, Fault.TARGET, Fault.NONE)
+    return Verdict(torch.zeros_like(tokens_BD), root_B, tokens_BD, root_B, fault_B)
 
 
 def _weights(path: Path, least_weight: float) -> tuple[Array, Array]:
