@@ -23,7 +23,18 @@ def main(folder: Path) -> int:
         names = set(archive.namelist())
         (metadata_file,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(metadata_file).decode())
-    missing = names_missing(names, ["polydraft/py.typed", "licenses/LICENSE", "licenses/NOTICE", "entry_points.txt", *weights])
+    missing = names_missing(
+        names,
+        [
+            "polydraft/py.typed",
+            "polydraft/native/body.c",
+            "polydraft/native/products.h",
+            "licenses/LICENSE",
+            "licenses/NOTICE",
+            "entry_points.txt",
+            *weights,
+        ],
+    )
     missing += [f"{name} (stray)" for name in names if not name.startswith(("polydraft/", "polydraft-"))]
     with tarfile.open(sdist) as archive:
         wanted = ["LICENSE", "NOTICE", "README.md", "Makefile", "constraints.txt", "docs/tree.svg", "tests/test_readme.py"]

@@ -84,7 +84,7 @@ def test_a_decoder_serves_the_next_request_after_an_interruption(
     options = {"max_new_tokens": 24, "seed": 3, "sampling": SamplingParams(temperature=0.8)}
     expected = [decoder.generate(text, **options) for text in ("hello there", "hello there, again", "other")]
     with monkeypatch.context() as patch:
-        Interruption(patch, "_round", 4)
+        Interruption(patch, "launch", 4)
         stream, seen = decoder.stream("hello there", keep=keep, **options), []
         with pytest.raises(KeyboardInterrupt):
             for event in stream:

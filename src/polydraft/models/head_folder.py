@@ -76,8 +76,7 @@ def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | 
         raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")
     embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].to(target.device).contiguous() for table in tables)
     head = FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
-    # Of a draft, fewer bits change speed and never the text's law: on a CPU it is read in int8, whatever the target is.
-    head.native = head.int8 = target.native is not None
+    head.native = target.native is not None
     return head
 
 
@@ -153,6 +152,8 @@ def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> Featu
             f"cannot read the weights of draft {name!r} ({reason}); train it again or get another copy"
         ) from None
     target.tap(shape.taps)
+    # Of a draft, fewer bits change speed and never the text's law: on a CPU it is read in int8, whatever the target is.
+    head.int8 = head.native
     return head.to(target.device, target.dtype).requires_grad_(False).eval()
 
 
