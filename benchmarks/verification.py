@@ -20,7 +20,7 @@ from polydraft.drafters import DistributionSource
 from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams, Warper
 from polydraft.schemes import Scheme
-from polydraft.trees import Block, DraftTree, Topology, parse_tree
+from polydraft.trees import DraftTree, Topology, parse_tree
 from polydraft.walks import WALKS, TargetLaws, Verdict, Walk
 
 PAIRS = (
@@ -57,22 +57,6 @@ def main() -> None:
             milliseconds, in_graph, accepted = measure(prepare(scheme, walk, temperature, options))
             graph = "" if in_graph is None else f"{in_graph:.2f}"
             print(f"| {scheme} + {walk}, T={temperature:g} | {milliseconds:.2f} | {graph} | {accepted:.2f} |", flush=True)
-
-
-class _Blank(DistributionSource):
-    """Stands for a draft whose logits are made up here."""
-
-    def __init__(self, vocabulary: PartialVocabulary, device: torch.device) -> None:
-        self.vocabulary, self.device = vocabulary, device
-
-    def root(self, tail_B2: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
-        raise NotImplementedError
-
-    def logits(self, features_BWF: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +100,7 @@ def prepare(scheme: str, walk: str, temperature: float, options: argparse.Namesp
     device, size, topology = torch.device(options.device), options.vocabulary, parse_tree(options.tree)
     known = PartialVocabulary(torch.arange(0, size, 4, device=device), size)
     params = SamplingParams(temperature=temperature)
-    growth = StaticBuilder(_Blank(known, device), topology, RowParams((params,)), size, scheme=scheme)
+    growth = StaticBuilder(DistributionSource(device, known), topology, RowParams((params,)), size, scheme=scheme)
     growth.begin([[0]], [0], RowParams((params,)))
     warper = Warper(params, size, [[0]], device)
     return Verification(topology, known, growth, WALKS.get(walk)(), warper, torch.Generator().manual_seed(0), device)

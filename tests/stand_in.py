@@ -1,17 +1,14 @@
-"""Stand-ins for tests: a recorder without a GPU, a draft without a model."""
+"""A recorder without a GPU, for tests of what recordings rely on; and shapes of small heads."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from polydraft.drafters import DistributionSource
 from polydraft.engine.graphs import Recorder
 from polydraft.engine.workspace import Workspace
-from polydraft.models import Context
-from polydraft.sampling import PartialVocabulary
-from polydraft.trees import Block
+from polydraft.models import Context, HeadShape
+from polydraft.models.hf import HFModel
 
 _WITHIN_A_ROUND = ("_fused_BTH", "_outputs_BWH")
 
@@ -73,20 +70,17 @@ def round_recorder(workspace: Workspace, before: int = 1) -> StandIn:
     return StandIn(owners, before)
 
 
-class BlankSource(DistributionSource):
-    """Stands for a draft whose logits a test makes up itself."""
-
-    def __init__(self, vocabulary: PartialVocabulary | None = None, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
-        self.vocabulary, self.device = vocabulary, device
-
-    def root(self, tail_B2: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
-        raise NotImplementedError
-
-    def logits(self, features_BWF: Tensor) -> Tensor:
-        raise NotImplementedError
+def head_shape(target: HFModel, taps: tuple[int, ...] = (), **sizes: int) -> HeadShape:
+    """Shape of a head with the target's own attention."""
+    config = target.config
+    return HeadShape(
+        hidden_size=target.hidden_size,
+        taps=taps,
+        num_heads=config.num_attention_heads,
+        num_key_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        **sizes,
+    )
 
 
 class _Recording:

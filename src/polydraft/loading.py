@@ -23,7 +23,7 @@ DEFAULT_TREE = "4x2x2x1x1"
 DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "dynamic:64")}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
 NARROW_TREE = "dynamic:16"
-"""The tree of such a pair on a CPU in float32, where every node costs: drafting hardly pays there, so it mostly rests."""
+"""The tree of such a pair on a CPU in float32, where a pass costs by its tokens once it has more than a few."""
 STATIC_TREE, NARROW_STATIC_TREE = "4x2x1", "chain:3"
 """Trees of such a pair on a CPU where a scheme, a walk, a drafter or a lossy rule is asked for; the second in float32, and for
 schemes of few children."""

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from polydraft.drafters import DistributionSource
 from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.trees import parse_tree
-from stand_in import BlankSource
 
 SIZE = 30
 
@@ -17,7 +17,7 @@ def test_greedy_children_are_the_likeliest_in_order(tree: str, known: bool) -> N
     topology, rows = parse_tree(tree), 3
     vocabulary = PartialVocabulary(torch.arange(0, SIZE, 3), SIZE) if known else None
     greedy = RowParams.of(SamplingParams(temperature=0), rows)
-    growth = StaticBuilder(BlankSource(vocabulary), topology, greedy, SIZE)
+    growth = StaticBuilder(DistributionSource(torch.device("cpu"), vocabulary), topology, greedy, SIZE)
     growth.begin([[1]] * rows, range(rows), greedy)
     logits_BNV = torch.randn(rows, topology.num_nodes, SIZE // 3 if known else SIZE, generator=torch.Generator().manual_seed(0))
     tokens_BN = growth.plant(torch.zeros(rows, dtype=torch.long))

@@ -7,13 +7,14 @@ from torch import Tensor
 from polydraft.drafters import TreeDrafter
 from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES, HeadShape
+from polydraft.models import FAMILIES
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.train.corpus import Texts
 from polydraft.train.pupils import HeadPupil, Teacher
 from polydraft.trees import parse_tree
+from stand_in import head_shape
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 4, 22, 11, 6], [12, 40]]
 DEPTH = 3
@@ -22,16 +23,7 @@ DEPTH = 3
 def target_and_head(lean: bool, taps: tuple[int, ...]):
     model = FAMILIES.get("llama").build(seed=1).double().float()
     target = HFModel(model, lean=lean)
-    config = target.config
-    shape = HeadShape(
-        hidden_size=target.hidden_size,
-        taps=taps,
-        num_heads=config.num_attention_heads,
-        num_key_heads=config.num_key_value_heads,
-        head_size=config.head_dim,
-        mlp_size=48,
-        window=12,
-    )
+    shape = head_shape(target, taps, mlp_size=48, window=12)
     torch.manual_seed(2)
     vocabulary = PartialVocabulary(torch.arange(0, target.vocab_size, 2), target.vocab_size)
     head = new_head(shape, target, vocabulary, "test").requires_grad_(False)

@@ -6,10 +6,11 @@ from functools import cache
 
 import torch
 
+from models.test_families import block_of, path_to
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.quantised import quantise
-from polydraft.trees import Block, Topology, causal_block
+from polydraft.trees import Topology, causal_block
 
 CPU = torch.device("cpu")
 ODD = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -69,16 +70,7 @@ def random_tree(nodes, seed=0):
     return Topology((0, *sorted(rng.randrange(node) for node in range(1, nodes))))
 
 
-def path_to(topology, node):
-    path = [node]
-    while path[-1]:
-        path.append(topology.parents[path[-1]])
-    return path[::-1]
-
-
-def block_of(topologies):
-    tables = [topology.tables(CPU) for topology in topologies]
-    return Block(0, torch.stack([table.depths_N for table in tables]), torch.stack([table.ancestors_NN for table in tables]))
+__all__ = ["FORMATS", "SHAPES", "block_of", "native", "path_to", "random_text", "random_tree", "read"]
 
 
 @torch.inference_mode()

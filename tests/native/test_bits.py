@@ -6,11 +6,11 @@ from native_models import FORMATS, SHAPES, block_of, native, path_to, random_tex
 
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.models import HeadShape
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import early_exit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import causal_block, parse_tree
+from stand_in import head_shape
 
 pytestmark = pytest.mark.usefixtures("compiled")
 every_model = pytest.mark.parametrize("number_format", FORMATS)
@@ -99,16 +99,7 @@ def test_threads(number_format):
 
 
 def head_for(target, taps=()):
-    config = target.config
-    shape = HeadShape(
-        hidden_size=target.hidden_size,
-        taps=taps,
-        num_heads=config.num_attention_heads,
-        num_key_heads=config.num_key_value_heads,
-        head_size=config.head_dim,
-        mlp_size=50,
-        window=9,
-    )
+    shape = head_shape(target, taps, mlp_size=50, window=9)
     torch.manual_seed(7)
     target.tap(taps)
     return new_head(shape, target, None, "test").to(target.dtype).requires_grad_(False)

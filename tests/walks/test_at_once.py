@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from exactness.checks import largest_count
+from polydraft.drafters import DistributionSource
 from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams, Warper
 from polydraft.schemes import SCHEMES
 from polydraft.trees import DraftTree, parse_tree
 from polydraft.walks import WALKS, TargetLaws, Verdict
-from stand_in import BlankSource
 
 PAIRS = [(scheme, walk) for scheme in SCHEMES for walk in WALKS if WALKS.get(walk).fits(SCHEMES.get(scheme))]
 SIZE, ROWS = 700, 40
@@ -29,7 +29,13 @@ def round_of(
     vocabulary = PartialVocabulary(torch.arange(1, SIZE, 3), SIZE) if known else None
     generator = torch.Generator().manual_seed(5)
     texts = [[1, 2, 3]] * rows
-    growth = StaticBuilder(BlankSource(vocabulary), topology, RowParams.of(params, len(texts)), SIZE, scheme=scheme.name)
+    growth = StaticBuilder(
+        DistributionSource(torch.device("cpu"), vocabulary),
+        topology,
+        RowParams.of(params, len(texts)),
+        SIZE,
+        scheme=scheme.name,
+    )
     growth.begin(texts, range(len(texts)), RowParams.of(params, len(texts)))
     logits_BNV = 2 * torch.randn(rows, topology.num_nodes, SIZE, generator=generator)
     if known:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from polydraft.described import Option, options_in
 from polydraft.errors import UsageError
-from polydraft.options import LoadOptions, NgramOptions, PairOptions, PlaceOptions
+from polydraft.options import CpuOptions, LoadOptions, NgramOptions, PairOptions, PlaceOptions
 
 OF_DRAFTS = ("scheme", "walk", "draft_temperature", "decision", "stop_below")
 """Options of drafts and their trees, which n-grams alone have no use for."""
-_SETTLED = ("target", "draft", "device", "dtype", "device_map", "corpus", "tree", "drafter")
+_SETTLED = ("target", "draft", "device", "dtype", "device_map", "native", "corpus", "tree", "drafter")
 """Options that the whole benchmark or a method's name and argument settle."""
 
 
@@ -20,7 +20,7 @@ def method_options(*, grams: bool, skip: Collection[str] = ()) -> list[Option]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(PairOptions, PlaceOptions):
+class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
     """What to measure."""
 
     source: str = "builtin"

@@ -45,7 +45,9 @@ class BenchSession:
             torch.set_num_threads(options.threads)
         check_device_map(options.device_map, options.device)
         device = resolve_device(options.device)
-        self.loaded = load_model(options.target, device, resolve_dtype(options.dtype, device), options.device_map)
+        self.loaded = load_model(
+            options.target, device, resolve_dtype(options.dtype, device), options.device_map, options.native
+        )
         usual, _ = usual_pair(options.target)
         draft_name = usual if options.draft == "auto" else options.draft
         encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)

@@ -18,7 +18,7 @@ import torch
 
 from polydraft.drafters.candidates import best_children, drawn_children, gains
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.native.library import cpu_features
+from polydraft.native.build import cpu_features
 from polydraft.output import cache_root, written_whole
 from polydraft.sampling import draw_one
 from polydraft.schemes import SCHEMES

@@ -26,7 +26,8 @@ class HeadSource(DistributionSource):
     follows_any_path = True
 
     def __init__(self, head: FeatureHead, batch_size: int) -> None:
-        self._head, self.device, self.vocabulary = head, head.device, head.vocabulary
+        super().__init__(head.device, head.vocabulary)
+        self._head = head
         self._context = head.start(batch_size, 1)
         self.contexts = (self._context,)
         self._places, self._recorded = 1, False

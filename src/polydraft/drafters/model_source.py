@@ -24,7 +24,8 @@ class ModelSource(DistributionSource):
     lead = 1
 
     def __init__(self, model: LanguageModel, batch_size: int) -> None:
-        self._model, self.device, self.vocabulary = model, model.device, model.vocabulary
+        super().__init__(model.device, model.vocabulary)
+        self._model = model
         self._memory = Memory(model, batch_size, behind=2, places=2)
         self.contexts = (self._memory.context,)
         self._lone_B1: Tensor | None = None

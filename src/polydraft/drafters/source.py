@@ -1,6 +1,5 @@
 """Where a draft's candidates come from, and what is remembered of a batch: the interface of sources."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -93,7 +92,7 @@ class Source:
         """Drop what was committed beyond `texts`, after some were cut off at their end."""
 
 
-class DistributionSource(Source, ABC):
+class DistributionSource(Source):
     """A source that gives every node of a growing tree a distribution over the next token.
 
     Builders call `root` once per round, then `expand` for each further level; places of both count as uncommitted.
@@ -101,18 +100,18 @@ class DistributionSource(Source, ABC):
 
     lead: int = 0
     """Places before the root in the source's passes."""
-    vocabulary: PartialVocabulary | None = None
-    """What the columns of `logits` mean, where they are not all tokens."""
-    device: torch.device
 
-    @abstractmethod
+    def __init__(self, device: torch.device, vocabulary: PartialVocabulary | None = None) -> None:
+        self.device, self.vocabulary = device, vocabulary
+        """What the columns of `logits` mean, where they are not all tokens."""
+
     def root(self, tail_B2: Tensor) -> Tensor:
         """Return features `[B, 1, F]` of the pending token, the second of each row's last two tokens.
 
         The first of them is 0 where a text has only one token.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
         """Return features `[B, W, F]` of a level's nodes.
 
@@ -124,7 +123,8 @@ class DistributionSource(Source, ABC):
         block : Block
             Positions of the nodes and what they see, `lead` places before the root included.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def logits(self, features_BWF: Tensor) -> Tensor:
         """Return the logits of the token after each node."""
+        raise NotImplementedError

@@ -2,6 +2,6 @@
 
 from polydraft.native.arguments import Weight, multiply, quantised
 from polydraft.native.body import BodyWeights, LayerWeights, NativeBody, Rows
-from polydraft.native.library import kernels
+from polydraft.native.build import kernels
 
 __all__ = ["BodyWeights", "LayerWeights", "NativeBody", "Rows", "Weight", "kernels", "multiply", "quantised"]

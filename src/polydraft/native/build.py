@@ -55,7 +55,7 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.tried = False
-        self.library: ctypes.CDLL | None = None
+        self.found: ctypes.CDLL | None = None
 
 
 _STATE = _State()
@@ -68,17 +68,17 @@ def kernels() -> ctypes.CDLL | None:
     with _STATE.lock:
         if not _STATE.tried:
             try:
-                _STATE.library = _loaded()
+                _STATE.found = _loaded()
             except _ObstacleError as obstacle:
                 _LOGGER.info("models run without native kernels, several times slower on a CPU: %s", obstacle)
             _STATE.tried = True
-        return _STATE.library
+        return _STATE.found
 
 
 def forget() -> None:
     """Let the next call of `kernels` look again, for tests and for who has installed a compiler meanwhile."""
     with _STATE.lock:
-        _STATE.tried, _STATE.library = False, None
+        _STATE.tried, _STATE.found = False, None
 
 
 def _loaded() -> ctypes.CDLL:

@@ -15,9 +15,9 @@ from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.quantised import quantise
-from polydraft.native import kernels, library
+from polydraft.native import build, kernels
 
-REAL = library.kernels()
+REAL = build.kernels()
 CPU = torch.device("cpu")
 
 
@@ -26,11 +26,11 @@ def fresh(monkeypatch, tmp_path):
     """An empty cache, and a process that has not looked yet."""
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    library.forget()
+    build.forget()
     yield
-    library.forget()
-    with library._STATE.lock:
-        library._STATE.tried, library._STATE.library = True, REAL
+    build.forget()
+    with build._STATE.lock:
+        build._STATE.tried, build._STATE.found = True, REAL
 
 
 def script(path, text):
@@ -45,8 +45,8 @@ def quick(monkeypatch, tmp_path):
     if REAL is None:
         pytest.skip("no C compiler here")
     real = tmp_path / "real.so"
-    way, command = library._ways()[0], library._compiler()
-    library._compile(command, way, real) if not PREBUILT else real.write_bytes(PREBUILT[0])
+    way, command = build._ways()[0], build._compiler()
+    build._compile(command, way, real) if not PREBUILT else real.write_bytes(PREBUILT[0])
     PREBUILT[:] = [real.read_bytes()]
     text = f'echo x >> {tmp_path}/asked\n{LAST}case "$*" in *" -c "*) touch "$last";; *) cp {real} "$last";; esac\n'
     monkeypatch.setenv("CC", script(tmp_path / "quick", text))
@@ -95,7 +95,7 @@ def test_a_compiler_that_fails(monkeypatch, caplog, tmp_path):
 
 def test_a_compiler_that_hangs(monkeypatch, caplog, tmp_path):
     """It ends, and so does what it has started."""
-    monkeypatch.setattr(library, "_SECONDS", 0.3)
+    monkeypatch.setattr(build, "_SECONDS", 0.3)
     monkeypatch.setenv("CC", script(tmp_path / "slow", f"sleep 60 & echo $! > {tmp_path}/child; wait\n"))
     start = time.monotonic()
     refused(caplog, "was not ready after")
@@ -119,7 +119,7 @@ def test_wrong_numbers_are_noticed(monkeypatch, caplog, tmp_path):
     names = ("pass", "memory", "product", "product_memory", "instructions")
     source.write_text("".join(f"long polydraft_{name}(void) {{ return 0; }}\n" for name in names))
     wrong = tmp_path / "wrong.so"
-    subprocess.run([*library._compiler(), "-shared", "-fPIC", "-o", wrong, source], check=True, timeout=60)
+    subprocess.run([*build._compiler(), "-shared", "-fPIC", "-o", wrong, source], check=True, timeout=60)
     text = f'{LAST}case "$*" in *" -c "*) touch "$last";; *) cp {wrong} "$last";; esac\n'
     monkeypatch.setenv("CC", script(tmp_path / "quick", text))
     refused(caplog, "computes wrong numbers (float32")
@@ -128,7 +128,7 @@ def test_wrong_numbers_are_noticed(monkeypatch, caplog, tmp_path):
 
 def test_built_once_and_kept(quick, tmp_path):
     assert kernels() is not None and asked(quick) == 1 and len(built(tmp_path)) == 1
-    library.forget()
+    build.forget()
     assert kernels() is not None and asked(quick) == 1
     assert [file.name for file in (tmp_path / "cache" / "native").iterdir()] == [built(tmp_path)[0].name], "nothing beside it"
 
@@ -145,10 +145,10 @@ def test_a_damaged_cache_is_built_anew(quick, tmp_path, damage, caplog):
         middle = len(content) // 2
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         file.write_bytes({"cut": content[:middle], "empty": b"", "flipped": flipped}[damage])
-    library.forget()
+    build.forget()
     assert kernels() is not None and asked(quick) == 2
     if damage != "folder":
-        library.forget()
+        build.forget()
         assert kernels() is not None and asked(quick) == 2, "whole again"
 
 
@@ -156,15 +156,15 @@ def test_what_cannot_be_loaded_is_built_anew(quick, tmp_path):
     """Whole, but made for something else."""
     kernels()
     file = built(tmp_path)[0]
-    file.write_bytes(b"not a library" + library.hashlib.sha256(b"not a library").digest())
-    library.forget()
+    file.write_bytes(b"not a library" + build.hashlib.sha256(b"not a library").digest())
+    build.forget()
     assert kernels() is not None and asked(quick) == 2 and file.stat().st_size > 1000
 
 
 def test_another_cpu_has_another_file(quick, tmp_path, monkeypatch):
     kernels()
-    monkeypatch.setattr(library, "cpu_features", lambda: "another one")
-    library.forget()
+    monkeypatch.setattr(build, "cpu_features", lambda: "another one")
+    build.forget()
     assert kernels() is not None and asked(quick) == 2 and len(built(tmp_path)) == 2
 
 
@@ -189,13 +189,13 @@ def test_two_processes_at_once(quick, tmp_path):
     for process in both:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors.decode()
-    assert len(built(tmp_path)) == 1 and library._whole(built(tmp_path)[0])
+    assert len(built(tmp_path)) == 1 and build._whole(built(tmp_path)[0])
 
 
 def test_the_switch(quick, monkeypatch):
-    monkeypatch.setenv(library.SWITCH, "0")
+    monkeypatch.setenv(build.SWITCH, "0")
     assert kernels() is None and asked(quick) == 0
-    monkeypatch.setenv(library.SWITCH, "1")
+    monkeypatch.setenv(build.SWITCH, "1")
     assert kernels() is not None
 
 
@@ -205,7 +205,7 @@ def test_threads_are_those_of_torch(quick):
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libgomp" in line}
     if not mapped:
         pytest.skip("torch has other threads here")
-    chosen = library._ways()[0].shared
+    chosen = build._ways()[0].shared
     assert chosen is not None and chosen.exists()
     own = {path for path in mapped if path.startswith(str(Path(torch.__file__).parent))}
     assert not own or str(chosen) in own, "other packages' threads are not torch's"
