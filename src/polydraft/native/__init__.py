@@ -3,5 +3,6 @@
 from polydraft.native.arguments import Weight, multiply, quantised
 from polydraft.native.body import BodyWeights, LayerWeights, NativeBody, Rows
 from polydraft.native.build import kernels
+from polydraft.native.product import NativeProduct
 
-__all__ = ["BodyWeights", "LayerWeights", "NativeBody", "Rows", "Weight", "kernels", "multiply", "quantised"]
+__all__ = ["BodyWeights", "LayerWeights", "NativeBody", "NativeProduct", "Rows", "Weight", "kernels", "multiply", "quantised"]
