@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional
 from polydraft.errors import PolydraftError, UsageError
 from polydraft.models._bodies import GPT_NEO, GPTNeoBody, LeanBody, lean_body
 from polydraft.models._fused import MOST_TOKENS, TreeView, fused_body
-from polydraft.models._native import NativeProduct, native_body, native_linear, native_product
+from polydraft.models._native import native_body, native_linear, native_product
 from polydraft.models.cache import SlotCache, SpreadCache
 from polydraft.models.check import check_habits
 from polydraft.models.families import (
@@ -27,9 +28,10 @@ from polydraft.models.families import (
     window_size,
 )
 from polydraft.models.language_model import Context, LanguageModel, by_rows
+from polydraft.models.native_linear import NativeLinears, native_linears
 from polydraft.models.placement import home_device, spread_obstacle
 from polydraft.models.quantised import Int8Linear, int8_body, is_quantised
-from polydraft.native import NativeBody, Rows
+from polydraft.native import NativeBody, NativeProduct, Rows
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
@@ -53,7 +55,8 @@ class HFModel(LanguageModel):
     endless : bool
         Let texts outgrow the context that the configuration names, as `generate` does, where positions allow it.
     native : bool
-        On a CPU, run Llama-shaped models by compiled code, see `polydraft.native`, where there is a compiler.
+        On a CPU, run Llama-shaped models by compiled code, see `polydraft.native`, where there is a compiler, and the linear
+        layers of all others (`polydraft.models.native_linear`).
     """
 
     _checks_habits = True
@@ -76,12 +79,16 @@ class HFModel(LanguageModel):
         """The compiled body."""
         self._product: NativeProduct | None = None
         """The compiled output head."""
+        self._linears: NativeLinears | None = None
+        """Compiled products of a body that is not compiled as a whole."""
         self._split_head: bool
         self._goes_on: bool
         try:
             self._wrap(model, name, lean)
             if native and self.steady_positions:
                 self.native = native_body(self._lean or int8_body(model), self.dtype)
+            if native and self.native is None and self.spread is None:
+                self._linears = native_linears(model)
         except (PolydraftError, torch.OutOfMemoryError):
             raise
         # A class of unknown habits may fail in any way when it is tried.
@@ -94,7 +101,7 @@ class HFModel(LanguageModel):
         if self.vocabulary is not None:
             table, tokens_D = model.get_output_embeddings(), self.vocabulary.tokens_D
             self._output = table.weight.detach()[tokens_D], None if table.bias is None else table.bias.detach()[tokens_D]
-        if self.native is not None:
+        if self.native is not None or (self._linears is not None and self._output is not None):
             self._product = self._native_output()
         if endless and self._goes_on:
             self.max_positions = None
@@ -158,10 +165,15 @@ class HFModel(LanguageModel):
         if self._output is not None:
             table_VF, bias_V = self._output
             return by_rows(lambda rows_RF: functional.linear(rows_RF, table_VF, bias_V), hidden_RF)
-        return by_rows(self.hf_model.get_output_embeddings(), hidden_RF).to(self.device)
+        with self._linears or nullcontext():
+            return by_rows(self.hf_model.get_output_embeddings(), hidden_RF).to(self.device)
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache) -> Tensor:
         """Run the model and return features: the last hidden states, or logits where the head cannot be split off."""
+        with self._linears or nullcontext():
+            return self._by_torch(tokens_BT, positions_BT, mask, cache)
+
+    def _by_torch(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache) -> Tensor:
         if self._body is not None:
             return self._body(tokens_BT, positions_BT, mask, cache, self.taps)
         inputs = {
