@@ -84,7 +84,10 @@ class TreeCase:
             stop = self.length + depth + 1
             room = [*slots, -1, -1]  # what is behind the text must not matter
             here = min(size, stop)
-            lengths, positions = torch.tensor([stop - here], device=device), torch.arange(stop - here, stop, device=device)[None]
+            lengths, positions = (
+                torch.tensor([stop - here], device=device),
+                torch.arange(stop - here, stop, device=device)[None],
+            )
             queries = query[:, :, node : node + 1].expand(-1, -1, here, -1)
             sight = Sight(lengths, stop - here, self.starts(positions))
             found.append(invariant_attention(queries, key[:, :, room], value[:, :, room], sight, self.scale)[0, :, -1])
@@ -92,7 +95,7 @@ class TreeCase:
 
     def expected(self, device: str) -> Tensor:
         """Return masked attention in float64 over the same numbers, `[N, H, C]`."""
-        depths, ancestors, query, key, value = self.build(device)
+        _, ancestors, query, key, value = self.build(device)
         assert self.window is None
         exact = [tensor.double().nan_to_num(0.0) for tensor in (query, key, value)]
         lengths = torch.tensor([self.length], device=device)

@@ -23,7 +23,9 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @needs_triton
-@pytest.mark.parametrize(("rows", "outputs", "channels"), [(1, 48, 64), (5, 33, 77), (3, 40, 1100), (130, 40, 1100), (70, 100, 64)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "channels"), [(1, 48, 64), (5, 33, 77), (3, 40, 1100), (130, 40, 1100), (70, 100, 64)]
+)
 @pytest.mark.parametrize("biased", [False, True])
 def test_products(rows, outputs, channels, biased):
     found, expected = products("cpu", torch.float32, rows, outputs, channels, biased)
@@ -74,7 +76,7 @@ def test_where_channels_are_cut_depends_on_the_weight_alone():
     for outputs, channels in ((4096, 11008), (12288, 4096), (576, 1536), (49152, 576)):
         tiles = {plan_product(rows, outputs, channels, torch.bfloat16) for rows in (1, 5, 16, 64, 100, 512)}
         assert len(tiles) > 1, "tiles follow the rows"
-        assert splits_of(outputs, channels) == (4 if outputs <= 4096 else 1)
+        assert splits_of(outputs, channels) == {4096: 2, 576: 4}.get(outputs, 1)
         assert all(128 % tile.channels == 0 for tile in tiles), "a split is a number of tiles"
 
 

@@ -24,8 +24,10 @@ from torch import Tensor
 from polydraft.models.tree_attention import power_of_two
 
 FORMATS = (torch.bfloat16, torch.float32)
-_SPLIT_CHANNELS, _SPLITS = 128, 4
-"""What the channels of a split are a multiple of, and how many splits a weight of few outputs has."""
+_SPLIT_CHANNELS, _MOST_SPLITS = 128, 4
+"""What the channels of a split are a multiple of, and how many splits a weight of few outputs has at most."""
+_ENOUGH_OUTPUTS = 2**13
+"""Outputs, times splits, that make programs enough."""
 _MULTIPROCESSORS = 132
 """Of an H100 or H200; on others tiles are a little off, nothing else."""
 _LARGE_WEIGHT = 2**23
@@ -33,6 +35,7 @@ _LARGE_WEIGHT = 2**23
 _SPLIT_KEYS, _TAIL = 256, 16
 """Positions of a split, and of a group: the channels that matrix units add at a time."""
 _USUAL_CHANNELS = 128
+_JOIN_WARPS = 2
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Tile:
 
 def splits_of(outputs: int, channels: int) -> int:
     """Return into how many sums the channels of a weight are cut: a function of its shape, or bits would not last."""
-    few = outputs <= 64 * _MULTIPROCESSORS
-    return _SPLITS if few and channels >= 2 * _SPLITS * _SPLIT_CHANNELS else 1
+    most = _MOST_SPLITS if channels >= 2 * _MOST_SPLITS * _SPLIT_CHANNELS else 1
+    return min(most, math.ceil(_ENOUGH_OUTPUTS / outputs))
 
 
 def plan_product(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> Tile:
@@ -65,7 +68,7 @@ def plan_product(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> 
         return Tile(64, 128, 64, 4, 4) if splits > 1 or not crowded else Tile(128, 128, 64, 4, 8)
     width = max(power_of_two(rows), 8)
     if splits > 1:
-        return Tile(64, width, 128, 4 if width == 32 else 3, 4)
+        return Tile(64, width, 128, 6 if width < 32 and outputs >= _ENOUGH_OUTPUTS // 2 else 4, 4)
     if outputs * channels * dtype.itemsize < _LARGE_WEIGHT or not even:
         return Tile(32, width, 128, 4, 2) if width == 8 and not crowded else Tile(64, width, 64, 6, 4)
     if width == 64:
@@ -185,6 +188,6 @@ def invariant_attention(query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor
         kernels.invariant_join[size, key_heads, batch_size](
             query_BHTC, key_BHSC, value_BHSC, sight.lengths_B, starts, positions, paths, output_BTHC, mixed_XC, bases_X, sums_X,
             scale, size, paths.shape[-1], parts, *strides, **sizes,
-            BLOCK_LINES=power_of_two(group) if causal else max(power_of_two(group), 16), num_warps=2,
+            LINES=power_of_two(group), REPEAT=max(16 // power_of_two(group), 1), num_warps=_JOIN_WARPS,
         )  # fmt: skip
     return output_BTHC.transpose(1, 2)

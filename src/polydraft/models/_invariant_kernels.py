@@ -190,23 +190,39 @@ def invariant_attend(
         tl.store(mixed + part_M[:, None] * CHANNELS + channel_C[None, :], mixed_MC, mask=real_MC)
 
 
+@triton.jit
+def _repeated_M(values_L, REPEAT: tl.constexpr):
+    lines: tl.constexpr = values_L.shape[0]
+    return tl.reshape(tl.broadcast_to(values_L[:, None], (lines, REPEAT)), (lines * REPEAT,))
+
+
+@triton.jit
+def _repeated_MC(values_LC, REPEAT: tl.constexpr):
+    lines: tl.constexpr = values_LC.shape[0]
+    channels: tl.constexpr = values_LC.shape[1]
+    return tl.reshape(tl.broadcast_to(values_LC[:, None, :], (lines, REPEAT, channels)), (lines * REPEAT, channels))
+
+
 @triton.jit(do_not_specialize=["bases", "sums", "paths", "size", "places", "parts"])
 def invariant_join(
     query, key, value, lengths, starts, positions, paths, output, mixed, bases, sums, scale, size, places, parts,
     query_row, query_head, query_token, key_row, key_head, key_slot, value_row, value_head, value_slot,
     output_row, output_token, output_head,
     GROUP: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, AT_ONCE: tl.constexpr, CUT: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+    PRECISION: tl.constexpr, LINES: tl.constexpr, REPEAT: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
     SPLIT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of one token and, in a tree, attend to the rest of its path, by position; grid [T, key heads, B]."""
+    """Add up the parts of one token and, in a tree, attend to the rest of its path, by position; grid [T, key heads, B].
+
+    Matrix units take sixteen lines: each line of a token, of which there are `LINES`, stands there `REPEAT` times.
+    """
     token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
-    member_M, channel_C = tl.arange(0, BLOCK_LINES), tl.arange(0, BLOCK_CHANNELS)
-    real_M, real_C = member_M < GROUP, channel_C < CHANNELS
-    real_MC = real_M[:, None] & real_C[None, :]
+    member_L, channel_C = tl.arange(0, LINES), tl.arange(0, BLOCK_CHANNELS)
+    real_L, real_C = member_L < GROUP, channel_C < CHANNELS
+    real_LC = real_L[:, None] & real_C[None, :]
     lines = size * GROUP
-    first_part_M = (row * tl.num_programs(1) + head) * parts * lines + token * GROUP + member_M
+    first_part_L = (row * tl.num_programs(1) + head) * parts * lines + token * GROUP + member_L
     # Parts that are complete, and where the tail begins.
     done, limit = tl.cdiv(length + token + 1, SPLIT), 0
     if not CAUSAL:
@@ -214,37 +230,47 @@ def invariant_join(
         done = limit // SPLIT
     if AT_ONCE:
         done = 1
-    total_base_M = tl.full([BLOCK_LINES], _UNSEEN, tl.float32)
-    total_sum_M = tl.zeros([BLOCK_LINES], tl.float32)
-    total_MC = tl.zeros([BLOCK_LINES, BLOCK_CHANNELS], tl.float32)
+    base_L = tl.full([LINES], _UNSEEN, tl.float32)
+    sum_L = tl.zeros([LINES], tl.float32)
+    total_LC = tl.zeros([LINES, BLOCK_CHANNELS], tl.float32)
     for part in range(done):
-        part_M = first_part_M + part * lines
-        part_base_M = tl.load(bases + part_M, mask=real_M, other=_UNSEEN)
-        part_sum_M = tl.load(sums + part_M, mask=real_M, other=0.0)
-        part_MC = tl.load(mixed + part_M[:, None] * CHANNELS + channel_C[None, :], mask=real_MC, other=0.0)
-        total_base_M, total_sum_M, total_MC = _fold(total_base_M, total_sum_M, total_MC, part_base_M, part_sum_M, part_MC)
-
-    if not CAUSAL:
-        begun_M = real_M & (limit % SPLIT > 0)
-        part_M = first_part_M + done * lines
-        base_M = tl.load(bases + part_M, mask=begun_M, other=_UNSEEN)
-        sum_MX = tl.load(sums + part_M, mask=begun_M, other=0.0)[:, None] + tl.zeros([BLOCK_LINES, 16], tl.float32)
-        part_MC = part_M[:, None] * CHANNELS + channel_C[None, :]
-        mixed_MC = tl.load(mixed + part_MC, mask=begun_M[:, None] & real_C[None, :], other=0.0)
+        part_L = first_part_L + part * lines
+        part_base_L = tl.load(bases + part_L, mask=real_L, other=_UNSEEN)
+        part_sum_L = tl.load(sums + part_L, mask=real_L, other=0.0)
+        part_LC = tl.load(mixed + part_L[:, None] * CHANNELS + channel_C[None, :], mask=real_LC, other=0.0)
+        base_L, sum_L, total_LC = _fold(base_L, sum_L, total_LC, part_base_L, part_sum_L, part_LC)
+    output_C = output + row * output_row + token * output_token + channel_C[None, :]
+    if CAUSAL:
+        result_LC = total_LC / tl.where(sum_L == 0.0, 1.0, sum_L)[:, None]
+        output_LC = output_C + (head * GROUP + member_L)[:, None] * output_head
+        tl.store(output_LC, result_LC.to(output.dtype.element_ty), mask=real_LC)
+    else:
+        total_base_M, total_sum_M = _repeated_M(base_L, REPEAT), _repeated_M(sum_L, REPEAT)
+        total_MC = _repeated_MC(total_LC, REPEAT)
+        # The split that is not complete goes on where `invariant_attend` left it.
+        begun_L = real_L & (limit % SPLIT > 0)
+        part_L = first_part_L + done * lines
+        base_M = _repeated_M(tl.load(bases + part_L, mask=begun_L, other=_UNSEEN), REPEAT)
+        sum_M = _repeated_M(tl.load(sums + part_L, mask=begun_L, other=0.0), REPEAT)
+        sum_MX = sum_M[:, None] + tl.zeros([LINES * REPEAT, 16], tl.float32)
+        part_LC = mixed + part_L[:, None] * CHANNELS + channel_C[None, :]
+        mixed_MC = _repeated_MC(tl.load(part_LC, mask=begun_L[:, None] & real_C[None, :], other=0.0), REPEAT)
+        line_M = tl.arange(0, LINES * REPEAT)
+        member_M = line_M // REPEAT
+        real_M = member_M < GROUP
         query_MC = (head * GROUP + member_M)[:, None] * query_head + token * query_token + channel_C[None, :]
-        queries_MC = tl.load(query + row * query_row + query_MC, mask=real_MC, other=0.0)
+        queries_MC = tl.load(query + row * query_row + query_MC, mask=real_M[:, None] & real_C[None, :], other=0.0)
         key += row * key_row + head.to(tl.int64) * key_head
         value += row * value_row + head.to(tl.int64) * value_head
         last = tl.load(positions + row * size + token).to(tl.int32)
         start = 0
         if CUT:
             start = tl.load(starts + row * size + token).to(tl.int32)
+        paths += (row * size + token) * places
         for first in range(limit, last + 1, TAIL):
             position_N = first + tl.arange(0, TAIL)
             real_N = position_N <= last
-            own_N = tl.load(
-                paths + (row * size + token) * places + position_N - length, mask=real_N & (position_N >= length), other=0
-            )
+            own_N = tl.load(paths + position_N - length, mask=real_N & (position_N >= length), other=0)
             slot_N = tl.where(position_N < length, position_N, length + own_N)
             real_NC = real_N[:, None] & real_C[None, :]
             keys_NC = tl.load(key + slot_N[:, None] * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
@@ -257,12 +283,13 @@ def invariant_join(
                 total_base_M, total_sum_M, total_MC = _fold(
                     total_base_M, total_sum_M, total_MC, base_M, tl.max(sum_MX, 1), mixed_MC
                 )
-                base_M = tl.full([BLOCK_LINES], _UNSEEN, tl.float32)
+                base_M = tl.full([LINES * REPEAT], _UNSEEN, tl.float32)
                 sum_MX, mixed_MC = tl.zeros_like(sum_MX), tl.zeros_like(mixed_MC)
         total_base_M, total_sum_M, total_MC = _fold(total_base_M, total_sum_M, total_MC, base_M, tl.max(sum_MX, 1), mixed_MC)
-    result_MC = total_MC / tl.where(total_sum_M == 0.0, 1.0, total_sum_M)[:, None]
-    output_MC = token * output_token + (head * GROUP + member_M)[:, None] * output_head + channel_C[None, :]
-    tl.store(output + row * output_row + output_MC, result_MC.to(output.dtype.element_ty), mask=real_MC)
+        result_MC = total_MC / tl.where(total_sum_M == 0.0, 1.0, total_sum_M)[:, None]
+        output_MC = output_C + (head * GROUP + member_M)[:, None] * output_head
+        once_M = real_M & (line_M % REPEAT == 0)
+        tl.store(output_MC, result_MC.to(output.dtype.element_ty), mask=once_M[:, None] & real_C[None, :])
 
 
 @triton.jit(do_not_specialize=["visible", "size", "places", "visible_row", "visible_token"])
