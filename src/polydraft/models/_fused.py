@@ -183,7 +183,7 @@ def add_norm(
     kernels.add_norm[(rows,)](
         hidden_BTF, added_BTF, weight_F, total_BTF, normed_BTF, epsilon, rows, channels, normed_BTF.stride(-2),
         PARTS=0 if delta_BTF is None else delta_BTF.numel() // hidden_BTF.numel(), BLOCK=power_of_two(channels),
-        num_warps=8 if channels > 1024 else 4,
+        num_warps=16 if channels > 2048 else 8 if channels > 1024 else 4,
     )  # fmt: skip
     return total_BTF, normed_BTF
 

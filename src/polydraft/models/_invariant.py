@@ -14,8 +14,10 @@ A sum's bits depend on its order, and fast libraries choose the order by the num
 Norms, rotation and gates work on one row at a time as they are. float16 has too few exponents for whole bases.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +37,8 @@ _LARGE_WEIGHT = 2**23
 _SPLIT_KEYS, _TAIL = 256, 16
 """Positions of a split, and of a group: the channels that matrix units add at a time."""
 _USUAL_CHANNELS = 128
-_JOIN_WARPS = 2
+_LEAST_ROOM = 99 * 2**10
+"""Bytes of shared memory that a program may have with compute capability 8.6 and 8.9."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +58,42 @@ def splits_of(outputs: int, channels: int) -> int:
     return min(most, math.ceil(_ENOUGH_OUTPUTS / outputs))
 
 
-def plan_product(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> Tile:
-    """Choose a tile: the fastest on an H200, or near it, of those tried for the shapes of models of 135M and 7B weights."""
+def plan_product(rows: int, outputs: int, channels: int, dtype: torch.dtype, room: int = _LEAST_ROOM) -> Tile:
+    """Choose a tile: the fastest on an H200, or near it, of those tried for the shapes of models of 135M and 7B weights.
+
+    `room` bounds its bytes of shared memory.
+    """
+    tile = _usual_tile(rows, outputs, channels, dtype)
+    bytes_per_stage = (tile.outputs + tile.rows) * tile.channels * dtype.itemsize
+    return dataclasses.replace(tile, stages=max(min(tile.stages, room // bytes_per_stage), 1))
+
+
+def _usual_tile(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:  # multiplied outside the matrix units, and twice the memory
         return Tile(32, 16, 32, 2, 4) if rows <= 64 else Tile(64, 64, 32, 2, 8)
-    splits, even = splits_of(outputs, channels), channels % 128 == 0
+    splits = splits_of(outputs, channels)
+    # Where multiprocessors have several programs each, these hide each other's waiting.
     crowded = outputs > 2 * 64 * _MULTIPROCESSORS
-    """Whether multiprocessors have several programs each, which hide each other's waiting."""
     if rows > 128:
-        return Tile(128, 128, 64, 3, 8) if splits > 1 or not crowded else Tile(128, 256, 64, 3, 8)
+        return Tile(128, 128, 64, 4, 8) if splits > 1 else Tile(128, 256, 64, 3, 8) if crowded else Tile(128, 128, 64, 4, 4)
     if rows > 64:
-        return Tile(64, 128, 64, 4, 4) if splits > 1 or not crowded else Tile(128, 128, 64, 4, 8)
+        return Tile(64, 64, 128, 3, 4) if splits > 1 else Tile(64, 128, 64, 3 if crowded else 4, 4)
     width = max(power_of_two(rows), 8)
     if splits > 1:
         return Tile(64, width, 128, 6 if width < 32 and outputs >= _ENOUGH_OUTPUTS // 2 else 4, 4)
-    if outputs * channels * dtype.itemsize < _LARGE_WEIGHT or not even:
+    if outputs * channels * dtype.itemsize < _LARGE_WEIGHT or channels % 128:
         return Tile(32, width, 128, 4, 2) if width == 8 and not crowded else Tile(64, width, 64, 6, 4)
     if width == 64:
         return Tile(128, width, 64, 4, 4) if crowded else Tile(64, width, 128, 3, 4)
     return Tile(64, width, 128, 3 if crowded and width < 32 else 4, 4)
+
+
+@cache
+def shared_room(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return 227 * 2**10
+    return _LEAST_ROOM
 
 
 def invariant_linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -94,7 +114,7 @@ def invariant_parts(
     (outputs, channels), rows = weight_FX.shape, input_BTX.numel() // input_BTX.shape[-1]
     input_BTX = input_BTX.contiguous()
     assert input_BTX.shape[-1] == channels and weight_FX.is_contiguous() and input_BTX.dtype == weight_FX.dtype
-    tile = tile or plan_product(rows, outputs, channels, input_BTX.dtype)
+    tile = tile or plan_product(rows, outputs, channels, input_BTX.dtype, shared_room(input_BTX.device))
     splits = splits_of(outputs, channels)
     width = math.ceil(math.ceil(channels / splits) / _SPLIT_CHANNELS) * _SPLIT_CHANNELS
     splits = math.ceil(channels / width)
@@ -188,6 +208,6 @@ def invariant_attention(query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor
         kernels.invariant_join[size, key_heads, batch_size](
             query_BHTC, key_BHSC, value_BHSC, sight.lengths_B, starts, positions, paths, output_BTHC, mixed_XC, bases_X, sums_X,
             scale, size, paths.shape[-1], parts, *strides, **sizes,
-            LINES=power_of_two(group), REPEAT=max(16 // power_of_two(group), 1), num_warps=_JOIN_WARPS,
+            LINES=power_of_two(group), REPEAT=max(16 // power_of_two(group), 1), num_warps=1,
         )  # fmt: skip
     return output_BTHC.transpose(1, 2)

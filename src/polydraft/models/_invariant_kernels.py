@@ -24,9 +24,11 @@ def invariant_product(
     """
     output_M = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     row_N = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    # What is past the end reads the last one again, which costs less than a mask, and is not stored.
+    # Outputs past the end read the last one again, which costs less than a mask, and are not stored. Rows past the end are
+    # masked: with a single one, all programs would read the same few lines again and again, for 6 % of the time.
     weight_M1 = weight + tl.minimum(output_M, outputs - 1).to(tl.int64)[:, None] * channels
-    inputs_N1 = inputs + tl.minimum(row_N, rows - 1).to(tl.int64)[:, None] * channels
+    inputs_N1 = inputs + row_N.to(tl.int64)[:, None] * channels
+    real_N1 = (row_N < rows)[:, None]
     steps, steps_per_split = tl.cdiv(channels, BLOCK_CHANNELS), width // BLOCK_CHANNELS
     first, stop = 0, steps
     if APART:
@@ -44,11 +46,11 @@ def invariant_product(
         # Weights come by once, inputs again and again: these must not be driven out of the caches.
         if EVEN:
             weight_MK = tl.load(weight_M1 + channel_K[None, :], eviction_policy="evict_first")
-            inputs_NK = tl.load(inputs_N1 + channel_K[None, :])
+            inputs_NK = tl.load(inputs_N1 + channel_K[None, :], mask=real_N1, other=0.0)
         else:
             real_1K = (channel_K < channels)[None, :]
             weight_MK = tl.load(weight_M1 + channel_K[None, :], mask=real_1K, other=0.0, eviction_policy="evict_first")
-            inputs_NK = tl.load(inputs_N1 + channel_K[None, :], mask=real_1K, other=0.0)
+            inputs_NK = tl.load(inputs_N1 + channel_K[None, :], mask=real_N1 & real_1K, other=0.0)
         part_MN = tl.dot(weight_MK, tl.trans(inputs_NK), part_MN, input_precision=PRECISION)
         if SPLITS > 1 and not APART:  # noqa: SIM102 - known when this is compiled, unlike what follows
             if (step + 1) % steps_per_split == 0 or step + 1 == steps:
@@ -203,6 +205,21 @@ def _repeated_MC(values_LC, REPEAT: tl.constexpr):
     return tl.reshape(tl.broadcast_to(values_LC[:, None, :], (lines, REPEAT, channels)), (lines * REPEAT, channels))
 
 
+@triton.jit
+def _along_path(
+    first, key, value, path, length, last, start, channel_C, key_slot, value_slot, CHANNELS: tl.constexpr, TAIL: tl.constexpr
+):
+    """Read keys and values of one group of positions along a token's path, and say which of them it sees."""
+    position_N = first + tl.arange(0, TAIL)
+    real_N = position_N <= last
+    own_N = tl.load(path + position_N - length, mask=real_N & (position_N >= length), other=0)
+    slot_N = tl.where(position_N < length, position_N, length + own_N)
+    real_NC = real_N[:, None] & (channel_C < CHANNELS)[None, :]
+    keys_NC = tl.load(key + slot_N[:, None] * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
+    values_NC = tl.load(value + slot_N[:, None] * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
+    return keys_NC, values_NC, real_N & (position_N >= start)
+
+
 @triton.jit(do_not_specialize=["bases", "sums", "paths", "size", "places", "parts"])
 def invariant_join(
     query, key, value, lengths, starts, positions, paths, output, mixed, bases, sums, scale, size, places, parts,
@@ -230,6 +247,30 @@ def invariant_join(
         done = limit // SPLIT
     if AT_ONCE:
         done = 1
+    if not CAUSAL:
+        # All that the first group needs is on its way while the parts are added up.
+        line_M = tl.arange(0, LINES * REPEAT)
+        member_M = line_M // REPEAT
+        real_M = member_M < GROUP
+        last = tl.load(positions + row * size + token).to(tl.int32)
+        start = 0
+        if CUT:
+            start = tl.load(starts + row * size + token).to(tl.int32)
+        key += row * key_row + head.to(tl.int64) * key_head
+        value += row * value_row + head.to(tl.int64) * value_head
+        paths += (row * size + token) * places
+        keys_NC, values_NC, seen_N = _along_path(
+            limit, key, value, paths, length, last, start, channel_C, key_slot, value_slot, CHANNELS, TAIL
+        )
+        query_MC = (head * GROUP + member_M)[:, None] * query_head + token * query_token + channel_C[None, :]
+        queries_MC = tl.load(query + row * query_row + query_MC, mask=real_M[:, None] & real_C[None, :], other=0.0)
+        # The split that is not complete goes on where `invariant_attend` left it.
+        begun_L = real_L & (limit % SPLIT > 0)
+        begun_part_L = first_part_L + done * lines
+        begun_base_L = tl.load(bases + begun_part_L, mask=begun_L, other=_UNSEEN)
+        begun_sum_L = tl.load(sums + begun_part_L, mask=begun_L, other=0.0)
+        place_LC = begun_part_L[:, None] * CHANNELS + channel_C[None, :]
+        begun_LC = tl.load(mixed + place_LC, mask=begun_L[:, None] & real_C[None, :], other=0.0)
     base_L = tl.full([LINES], _UNSEEN, tl.float32)
     sum_L = tl.zeros([LINES], tl.float32)
     total_LC = tl.zeros([LINES, BLOCK_CHANNELS], tl.float32)
@@ -247,37 +288,16 @@ def invariant_join(
     else:
         total_base_M, total_sum_M = _repeated_M(base_L, REPEAT), _repeated_M(sum_L, REPEAT)
         total_MC = _repeated_MC(total_LC, REPEAT)
-        # The split that is not complete goes on where `invariant_attend` left it.
-        begun_L = real_L & (limit % SPLIT > 0)
-        part_L = first_part_L + done * lines
-        base_M = _repeated_M(tl.load(bases + part_L, mask=begun_L, other=_UNSEEN), REPEAT)
-        sum_M = _repeated_M(tl.load(sums + part_L, mask=begun_L, other=0.0), REPEAT)
-        sum_MX = sum_M[:, None] + tl.zeros([LINES * REPEAT, 16], tl.float32)
-        part_LC = mixed + part_L[:, None] * CHANNELS + channel_C[None, :]
-        mixed_MC = _repeated_MC(tl.load(part_LC, mask=begun_L[:, None] & real_C[None, :], other=0.0), REPEAT)
-        line_M = tl.arange(0, LINES * REPEAT)
-        member_M = line_M // REPEAT
-        real_M = member_M < GROUP
-        query_MC = (head * GROUP + member_M)[:, None] * query_head + token * query_token + channel_C[None, :]
-        queries_MC = tl.load(query + row * query_row + query_MC, mask=real_M[:, None] & real_C[None, :], other=0.0)
-        key += row * key_row + head.to(tl.int64) * key_head
-        value += row * value_row + head.to(tl.int64) * value_head
-        last = tl.load(positions + row * size + token).to(tl.int32)
-        start = 0
-        if CUT:
-            start = tl.load(starts + row * size + token).to(tl.int32)
-        paths += (row * size + token) * places
+        base_M = _repeated_M(begun_base_L, REPEAT)
+        sum_MX = _repeated_M(begun_sum_L, REPEAT)[:, None] + tl.zeros([LINES * REPEAT, 16], tl.float32)
+        mixed_MC = _repeated_MC(begun_LC, REPEAT)
         for first in range(limit, last + 1, TAIL):
-            position_N = first + tl.arange(0, TAIL)
-            real_N = position_N <= last
-            own_N = tl.load(paths + position_N - length, mask=real_N & (position_N >= length), other=0)
-            slot_N = tl.where(position_N < length, position_N, length + own_N)
-            real_NC = real_N[:, None] & real_C[None, :]
-            keys_NC = tl.load(key + slot_N[:, None] * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
-            values_NC = tl.load(value + slot_N[:, None] * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
-            seen_MN = real_M[:, None] & (real_N & (position_N >= start))[None, :]
+            if first > limit:
+                keys_NC, values_NC, seen_N = _along_path(
+                    first, key, value, paths, length, last, start, channel_C, key_slot, value_slot, CHANNELS, TAIL
+                )
             base_M, sum_MX, mixed_MC = _absorb_steadily(
-                queries_MC, seen_MN, keys_NC, values_NC, base_M, sum_MX, mixed_MC, scale, PRECISION
+                queries_MC, real_M[:, None] & seen_N[None, :], keys_NC, values_NC, base_M, sum_MX, mixed_MC, scale, PRECISION
             )
             if (first + TAIL) % SPLIT == 0:
                 total_base_M, total_sum_M, total_MC = _fold(
