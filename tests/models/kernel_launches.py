@@ -16,9 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from polydraft.models import FAMILIES, FeatureHead
+from polydraft.models import FAMILIES, FeatureHead, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody, FusedHead, TreeView, add_norm, gate, rotate_store, vector_product
+from polydraft.models._invariant import Sight, invariant_attention, invariant_parts, sight_of
 from polydraft.models.cache import SlotCache
 from polydraft.models.feature_head import HeadShape
 from polydraft.models.tree_attention import AttentionPlan, tree_attention
@@ -101,6 +102,28 @@ def odd_models(dtype: torch.dtype) -> None:
     turn(empty, queries=5, keys=1, channels=26)
 
 
+def invariant(dtype: torch.dtype) -> None:
+    """Launch what has one order of summation, with the sizes of small, large and odd models."""
+    empty = partial(torch.empty, dtype=dtype)
+    for outputs, channels in ((960, 576), (576, 1536), (4096, 11008), (12288, 4096), (22016, 4096), (33, 77)):
+        for rows in (1, 64, 128, 512):
+            invariant_parts(empty(1, rows, channels), empty(outputs, channels), empty(outputs) if outputs == 33 else None)
+    for size, batch, channels in ((1, 1, 128), (64, 1, 128), (64, 64, 64), (512, 1, 256), (3, 1, 26)):
+        attend_invariantly(empty, batch, size, channels)
+    add_norm(empty(1, 64, 4096), torch.empty(2, 1, 64, 4096), empty(4096), 1e-5)
+
+
+def attend_invariantly(empty: Callable[..., torch.Tensor], batch_size: int, size: int, channels: int) -> None:
+    query, key = empty(batch_size, size, 32, channels).transpose(1, 2), empty(batch_size, 8, 4096, channels)
+    lengths = torch.zeros(batch_size, dtype=torch.long)
+    sight = Sight(lengths, 3000)
+    if 1 < size < 512:
+        positions, slots = torch.zeros(batch_size, size, dtype=torch.long), torch.zeros(batch_size, 4096, dtype=torch.long)
+        visible = torch.ones(batch_size, size, size, dtype=torch.bool)
+        sight = sight_of(lengths, 3000, positions if size == 3 else None, positions, visible, slots)
+    invariant_attention(query, key, key, sight, 0.1)
+
+
 def attend(case: Case) -> None:
     query, key, value, lengths, visible = case.build("cpu")
     tree_attention(query, key, value, lengths, visible, 0.1, max(case.lengths))
@@ -136,7 +159,9 @@ def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None
 def main(what: str, capability: str, dtype: str) -> None:
     driver.set_active(AbsentGPU(int(capability)))
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
-    for launches in [trees] if what == "trees" else [whole_models, large_models, odd_models]:
+    if int(capability) >= 90:
+        _invariant.shared_room = lambda device: 227 * 2**10
+    for launches in [trees] if what == "trees" else [whole_models, large_models, odd_models, invariant]:
         launches(getattr(torch, dtype))
 
 
