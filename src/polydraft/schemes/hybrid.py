@@ -29,6 +29,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
+from polydraft.schemes import fused
 from polydraft.schemes.arrays import Array, Ranked, arange, as_array, as_tensor, can_sync, largest, normalised, quietly, ratio
 from polydraft.schemes.contest import BUCKETS, Contest, bucketed_cells
 from polydraft.schemes.scheme import SCHEMES, IndependentChildren, Scheme, Selection
@@ -149,6 +150,8 @@ class Hybrid(Race):
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Take the top tokens, draw the others from the rest."""
+        if fused.draw_fits(self, draft_probs_RV):
+            return fused.draw(self, draft_probs_RV, uniforms_RK)
         return self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1]))
 
     def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:

@@ -28,6 +28,7 @@ from polydraft.schemes.arrays import (
     xp,
 )
 from polydraft.trees import DraftTree
+from polydraft.walks.fused_block import block_fits, verify_block
 from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, TargetLaw, Verdict, Walk, fault_of, followed, laws_everywhere
 
 
@@ -299,6 +300,10 @@ class BlockWalk(Walk):
         """Pick the paths of all rows, then draw once where each stops and once what follows."""
         if draft.tokens_BN.shape[1] == 1:
             return _root_alone(draft, target_law, uniforms_BU[:, -1])
+        if block_fits(scheme, draft):
+            target_BNV = laws_everywhere(draft, target_law, draft.laws[0].shape[-1])
+            if target_BNV is not None:
+                return verify_block(scheme, draft, target_BNV, uniforms_BU, self.least_weight)
         path = PathFinder(scheme, draft, target_law, uniforms_BU, self.least_weight).path()
         weight_BD, going_BL = _weights(path, self.least_weight)
         excess_BLX = _excess(path, weight_BD, going_BL)
