@@ -93,18 +93,18 @@ def verify_block(
     )  # fmt: skip
     kernels.fill_cells[(places, blocks)](
         target_BNV, laws_BGD, columns_X, cells_R2C, outside_R, known_RK, facts_RX, scales_R, count, size, width,
-        PARTIAL=partial, CELLS=cells, BLOCK=_BLOCK, num_warps=4,
+        PARTIAL=partial, CELLS=cells, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     kernels.race[(places,)](
         target_BNV, laws_BGD, columns_X, cells_R2C, outside_R, known_RK, facts_RX, scales_R, table_BNK, tokens_BN, depths_BN,
         uniforms_BU, quotients_RC, picks_R, ratios_R, masses_R,
         nodes, count, depth, numbers, size, width, *of_trees, uniforms_BU.stride(0),
-        CELLS=cells, BLOCK_K=block_k, num_warps=8,
+        CELLS=cells, BLOCK_K=block_k, num_warps=16,
     )  # fmt: skip
     found = (target_BNV, laws_BGD, columns_X, known_RK, facts_RX, scales_R, quotients_RC, masses_R, picks_R, ratios_R, sums_BDM)
     kernels.measure[(batch * (depth + 1), blocks)](
         *found, nodes, count, depth, size, width,
-        LEAST_WEIGHT=least_weight, PARTIAL=partial, CELLS=cells, BLOCK=_BLOCK, num_warps=4,
+        LEAST_WEIGHT=least_weight, PARTIAL=partial, CELLS=cells, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     kernels.finish[(batch,)](
         *found, tokens_BN, uniforms_BU, path_BD, accepted_B, tokens_BD, offered_B, fault_B,
