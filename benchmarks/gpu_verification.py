@@ -42,8 +42,9 @@ def main() -> None:
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Let torch's operations do what kernels do otherwise."""
-    with mock.patch("polydraft.walks.block.block_fits", return_value=False), mock.patch(
-        "polydraft.schemes.fused.draw_fits", return_value=False
+    with (
+        mock.patch("polydraft.walks.block.block_fits", return_value=False),
+        mock.patch("polydraft.schemes.Hybrid.draws_by_kernels", return_value=False),
     ):
         yield
 
@@ -52,7 +53,9 @@ def laws() -> None:
     """Draw and verify small trees many times: texts, completed by the target, must follow the target's law."""
     size, generator = 6, torch.Generator(DEVICE).manual_seed(0)
     topology = parse_tree("3x2")
-    target = [torch.softmax(1.5 * torch.randn(*[size] * places, device=DEVICE, generator=generator), -1) for places in (1, 2, 3)]
+    target = [
+        torch.softmax(1.5 * torch.randn(*[size] * places, device=DEVICE, generator=generator), -1) for places in (1, 2, 3)
+    ]
     noise = [torch.randn(*[size] * places, device=DEVICE, generator=generator) for places in (1, 2)]
     draft = [torch.softmax(law.log() + 0.8 * shift, -1) for law, shift in zip(target, noise, strict=False)]
     texts = itertools.product(range(size), repeat=3)

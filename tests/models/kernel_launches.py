@@ -110,7 +110,7 @@ def verification(dtype: torch.dtype) -> None:
     """Draw and verify trees of the default shape, with part of a vocabulary and with all of it, and smaller ones."""
     for tree, size, known in (("4x2x2x1x1", 49152, 16384), ("8x1", 128256, 128256), ("2x1", 50, 50)):
         topology, hybrid = parse_tree(tree), SCHEMES.get("hybrid")()
-        draw(hybrid, torch.zeros(3, known), torch.zeros(3, topology.max_children, dtype=torch.float64))
+        draw(torch.zeros(3, known), torch.zeros(3, topology.max_children, dtype=torch.float64), 0.5)
         drawing = [sum(bool(topology.children[node]) for node in level) for level in topology.levels[:-1]]
         vocabulary = PartialVocabulary(torch.arange(known), size) if known < size else None
         laws, tokens = tuple(torch.zeros(1, count, known) for count in drawing), torch.zeros(1, topology.num_nodes).long()

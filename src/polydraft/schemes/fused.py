@@ -1,38 +1,30 @@
 """Drawing `hybrid`'s children on a GPU in two kernels, and where kernels run at all."""
 
 import importlib.util
-import os
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from polydraft.schemes.arrays import can_sync
-
-if TYPE_CHECKING:
-    from polydraft.schemes.hybrid import Hybrid
-
 _BLOCK, _TILES = 256, 8
-_LEAST_CHILDREN = 4
+LEAST_CHILDREN = 4
 """Nodes of fewer children share the kernel of these."""
 
 
+_INTERPRETED = False
+"""Whether Triton interprets kernels on the CPU; tests say so."""
+
+
 def kernels_run(tensor: Tensor) -> bool:
-    """Whether kernels of our own can work on a tensor: on a GPU, and in Triton's interpreter where the host may not look."""
-    if tensor.device.type == "cuda":
-        return _compiles(tensor.device) and not torch.compiler.is_compiling()
-    return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton() and not can_sync(tensor)
+    """Whether kernels of our own work on a tensor: not where torch compiles what it is asked to do."""
+    if torch.compiler.is_compiling() or tensor.device.type != "cuda":
+        return _INTERPRETED
+    return _compiles(tensor.device)
 
 
 @cache
 def _compiles(device: torch.device) -> bool:
-    return _has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def power_of_two(number: int, least: int = 1) -> int:
@@ -40,19 +32,15 @@ def power_of_two(number: int, least: int = 1) -> int:
     return max(1 << (number - 1).bit_length(), least)
 
 
-def draw_fits(scheme: "Hybrid", draft_probs_RV: Tensor) -> bool:
-    """Whether `draw` can draw the scheme's children from these laws."""
-    known = not isinstance(scheme.threshold, Tensor)  # a compiled kernel has it as a constant
-    return known and draft_probs_RV.dtype == torch.float32 and kernels_run(draft_probs_RV)
-
-
-def draw(scheme: "Hybrid", draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+def draw(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
     """Take the top tokens and draw the others from the rest, as `Hybrid.draw` does."""
     from polydraft.schemes import _kernels as kernels
 
     rows, columns = draft_probs_RV.shape
     count = uniforms_RK.shape[1]
-    draft_probs_RV, uniforms_RK = (table if table.stride(1) == 1 else table.contiguous() for table in (draft_probs_RV, uniforms_RK))
+    uniforms_RK = uniforms_RK.double().contiguous()
+    if draft_probs_RV.stride(1) != 1:
+        draft_probs_RV = draft_probs_RV.contiguous()
     blocks = -(-columns // _BLOCK)
     parts = -(-blocks // _TILES)
     sums_RM = draft_probs_RV.new_empty(rows, blocks, dtype=torch.int64)
@@ -62,9 +50,9 @@ def draw(scheme: "Hybrid", draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tenso
         draft_probs_RV, sums_RM, keys_RX, columns, blocks, count, draft_probs_RV.stride(0), TILES=_TILES, BLOCK=_BLOCK
     )
     kernels.draw_children[(rows,)](
-        draft_probs_RV, sums_RM, keys_RX, uniforms_RK.double(), children_RK, columns, blocks, count, parts,
+        draft_probs_RV, sums_RM, keys_RX, uniforms_RK, children_RK, columns, blocks, count, parts,
         draft_probs_RV.stride(0), uniforms_RK.stride(0),
-        THRESHOLD=scheme.threshold, BLOCK=_BLOCK, BLOCK_K=power_of_two(count, _LEAST_CHILDREN),
+        THRESHOLD=threshold, BLOCK=_BLOCK, BLOCK_K=power_of_two(count, LEAST_CHILDREN),
         BLOCK_M=power_of_two(blocks), BLOCK_X=power_of_two(parts * count),
     )  # fmt: skip
     return children_RK

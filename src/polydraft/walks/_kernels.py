@@ -1,8 +1,8 @@
 """Triton kernels of the block walk with `hybrid`; see `polydraft.walks.fused_block`. Imported only where Triton is there.
 
-They do what `polydraft.schemes.contest` and `polydraft.walks.block` describe, at all nodes at once: `prepare`, `fill_cells` and
-`race` pick a child of every node, `measure` adds up what the target has in excess along each row's path, `finish` draws where it
-stops and what is emitted there. Probabilities are whole numbers, as in `polydraft.schemes._kernels`.
+They do what `polydraft.schemes.contest` and `polydraft.walks.block` describe, at all nodes at once: `prepare`, `fill_cells`
+and `race` pick a child of every node, `measure` adds up what the target has in excess along each row's path, `finish` draws
+where it stops and what is emitted there. Probabilities are whole numbers, as in `polydraft.schemes._kernels`.
 
 A *place* is a node of a row, B · N of them. Of each place the kernels hand on `facts`: the number of children, how many of them
 are certain, which of the row's laws they were drawn from, the fault, and whether it has children.
@@ -132,7 +132,7 @@ def _slopes(above_K, below_K, racing):
 
 @triton.jit(do_not_specialize=["nodes", "count", "numbers", "depth", "uniform_row"])
 def race(
-    target, laws, columns, cells, outside, known, facts, scales, table, tokens, depths, uniforms, quotients, picks, ratios, masses,
+    target, laws, cells, outside, known, facts, scales, table, tokens, depths, uniforms, quotients, picks, ratios, masses,
     nodes, count, depth, numbers, size, width, depths_row, tokens_row, table_row, table_node, uniform_row,
     CELLS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip

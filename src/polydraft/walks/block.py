@@ -295,12 +295,16 @@ class BlockWalk(Walk):
         assert scheme.select_uniforms is not None
         return scheme.select_uniforms * depth + 2
 
+    def has_kernels(self, scheme: Scheme, draft: DraftTree) -> bool:
+        """For `hybrid` on a GPU, unless the tree is only a root."""
+        return draft.tokens_BN.shape[1] > 1 and block_fits(scheme, draft)
+
     @quietly
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
         """Pick the paths of all rows, then draw once where each stops and once what follows."""
         if draft.tokens_BN.shape[1] == 1:
             return _root_alone(draft, target_law, uniforms_BU[:, -1])
-        if block_fits(scheme, draft):
+        if self.has_kernels(scheme, draft):
             target_BNV = laws_everywhere(draft, target_law, draft.laws[0].shape[-1])
             if target_BNV is not None:
                 return verify_block(scheme, draft, target_BNV, uniforms_BU, self.least_weight)
