@@ -1,15 +1,12 @@
 """The kernels between a layer's matrix products, in Triton's interpreter; on a GPU they run in tests/gpu."""
 
-import importlib.util
-import os
-import sys
-
 import pytest
 import torch
 from fused_cases import check_add_norm, check_gate, check_rotate_store, check_vector_product
 
-if importlib.util.find_spec("triton") is not None and "triton" not in sys.modules and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+import interpreted
+
+interpreted.turn_on()  # before anything imports Triton
 
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody

@@ -1,15 +1,12 @@
 """Tree attention by Triton's interpreter is masked attention; the kernels themselves run in tests/gpu."""
 
-import importlib.util
-import os
-import sys
-
 import pytest
 import torch
 from attention_cases import Case, largest_error
 
-if importlib.util.find_spec("triton") is not None and "triton" not in sys.modules and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+import interpreted as interpreter
+
+interpreter.turn_on()  # before anything imports Triton
 
 from polydraft.models import tree_attention as module
 from polydraft.models.tree_attention import AttentionPlan, obstacle, plan_attention, reference_attention, tree_attention
