@@ -13,9 +13,9 @@ from functools import partial
 from unittest import mock
 
 import torch
-from gpu import SHAPE_135M, graph_seconds, random_head, random_model, round_seconds
 from torch import Tensor
 
+from gpu import SHAPE_135M, graph_seconds, random_head, random_model, round_seconds
 from polydraft.certify.chi_square import tuple_p_value
 from polydraft.drafters import TreeDrafter
 from polydraft.drafters.static_builder import plan_passes
@@ -150,26 +150,30 @@ def verdicts() -> None:
 def times() -> None:
     """Time drawing and verification alone, recorded."""
     for rows, partial_vocabulary in ((1, True), (1, False), (8, True)):
-        scheme, tree, logits_BNV, uniforms_BU, law_RV = case(rows, partial_vocabulary, 0, 4.0)
-        warper = Warper(SamplingParams(), SIZE, [[1]] * rows, DEVICE)
-        half_BNV = logits_BNV.bfloat16()
-
-        def verify() -> Verdict:
-            return BlockWalk().run(scheme, tree, TargetLaws(half_BNV, lambda logits: logits, warper, whole=True), uniforms_BU)
-
-        numbers_RK = uniforms_BU[:, :4].repeat_interleave(len(law_RV) // rows, 0)
-        pieces: dict[str, Callable[[], object]] = {
-            "laws": lambda: warper.probs(half_BNV, half_BNV[..., :0].long()),
-            "laws and walk": verify,
-            **{f"draw {width} of {len(law_RV)}": partial(scheme.draw, law_RV, numbers_RK[:, :width]) for width in (4, 2, 1)},
-        }
+        pieces = pieces_of(rows, partial_vocabulary)
         ours = {name: 1e6 * graph_seconds(piece) for name, piece in pieces.items()}
         with without_kernels():
             theirs = {name: 1e6 * graph_seconds(piece) for name, piece in pieces.items()}
         print(f"batch {rows}, {'part of' if partial_vocabulary else 'all'} tokens; µs by kernels (by torch):")
         print("  " + ", ".join(f"{name} {ours[name]:.0f} ({theirs[name]:.0f})" for name in pieces), flush=True)
         if rows == 1:
-            spread(verify)
+            spread(pieces["laws and walk"])
+
+
+def pieces_of(rows: int, partial_vocabulary: bool) -> dict[str, Callable[[], object]]:
+    scheme, tree, logits_BNV, uniforms_BU, law_RV = case(rows, partial_vocabulary, 0, 4.0)
+    warper = Warper(SamplingParams(), SIZE, [[1]] * rows, DEVICE)
+    half_BNV = logits_BNV.bfloat16()
+
+    def verify() -> Verdict:
+        return BlockWalk().run(scheme, tree, TargetLaws(half_BNV, lambda logits: logits, warper, whole=True), uniforms_BU)
+
+    numbers_RK = uniforms_BU[:, :4].repeat_interleave(len(law_RV) // rows, 0)
+    return {
+        "laws": lambda: warper.probs(half_BNV, half_BNV[..., :0].long()),
+        "laws and walk": verify,
+        **{f"draw {width} of {len(law_RV)}": partial(scheme.draw, law_RV, numbers_RK[:, :width]) for width in (4, 2, 1)},
+    }
 
 
 def spread(function: Callable[[], object]) -> None:
@@ -184,19 +188,21 @@ def spread(function: Callable[[], object]) -> None:
 
 
 def rounds() -> None:
-    """Time whole recorded rounds of a model of the bundled one's sizes, with random weights."""
+    """Time whole recorded rounds of a model of the bundled one's sizes, with random weights, in turns."""
     target = random_model(SHAPE_135M)
     drafter = TreeDrafter(random_head(target), parse_tree(TREE))
-    for temperature in (0.0, 0.7, 1.0):
-        row = {}
-        for label, kernels in (("kernels", True), ("torch", False)):
-            if temperature == 0 and not kernels:
-                continue
-            with nullcontext() if kernels else without_kernels():
-                with torch.inference_mode(False):
-                    whole, device, _ = round_seconds(Decoder(target, drafter), SamplingParams(temperature=temperature), 512)
-            row[label] = f"{1e3 * whole:.3f} ms, {1e3 * device:.3f} on the device"
-        print(f"T={temperature:g} {TREE}: {row}", flush=True)
+    arms = [(0.0, "kernels"), (0.7, "kernels"), (1.0, "kernels"), (0.7, "torch"), (1.0, "torch"), (1.0, "compiled")]
+    found: dict[tuple[float, str], list[float]] = {}
+    for _ in range(2):
+        for temperature, form in arms:
+            decoder = Decoder(target, drafter, compiled=form == "compiled")
+            start = time.perf_counter()
+            with nullcontext() if form == "kernels" else without_kernels(), torch.inference_mode(False):
+                whole, _, _ = round_seconds(decoder, SamplingParams(temperature=temperature), 512)
+            found.setdefault((temperature, form), []).append(1e3 * whole)
+            print(f"T={temperature:g} {form}: {1e3 * whole:.3f} ms, all of it {time.perf_counter() - start:.1f} s", flush=True)
+    for (temperature, form), times_ms in found.items():
+        print(f"T={temperature:g} {TREE} {form}: {min(times_ms):.3f} ms per round")
 
 
 SECTIONS: dict[str, Callable[[], None]] = {"laws": laws, "verdicts": verdicts, "times": times, "rounds": rounds}

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 
-def turn_on() -> None:
-    """Let kernels be interpreted in this process; does nothing where there is a GPU, or no Triton."""
+def turn_on() -> bool:
+    """Let kernels be interpreted in this process; return whether they are: not where there is a GPU, or no Triton."""
     if importlib.util.find_spec("triton") is None or torch.cuda.is_available():
-        return
+        return False
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
     from triton.runtime import interpreter
 
     if getattr(interpreter, "mended", False):
-        return
+        return os.environ.get("TRITON_INTERPRET") == "1"
     found: set[str] = set()
     patch_tensor, scan = interpreter._patch_lang_tensor, interpreter.ScanOps.generic_scan
 
@@ -45,3 +45,4 @@ def turn_on() -> None:
     interpreter.InterpretedFunction.__call__ = called
     interpreter.ScanOps.generic_scan = quick_scan
     interpreter.mended = True
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -3,22 +3,18 @@
 On a GPU they run in tests/gpu. Needs Triton (`pip install triton`) and no GPU.
 """
 
-import importlib.util
-
 import pytest
 import torch
 
 import interpreted
-
-interpreted.turn_on()  # before anything imports Triton
-
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import Hybrid, fused
 
+INTERPRETED = interpreted.turn_on()
+
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
-        reason="Triton's interpreter; pip install triton, and no GPU, for this test",
+        not INTERPRETED, reason="Triton is not there to interpret; pip install triton, and no GPU, for this test"
     ),
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
 ]

@@ -5,13 +5,12 @@ import torch
 from fused_cases import check_add_norm, check_gate, check_rotate_store, check_vector_product
 
 import interpreted
-
-interpreted.turn_on()  # before anything imports Triton
-
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody
 from polydraft.models.tree_attention import obstacle
 from polydraft.trees import SlicedMask, parse_tree
+
+interpreted.turn_on()
 
 WHY_NOT = obstacle(torch.device("cpu"), torch.float32)
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"{WHY_NOT}; pip install triton, and no GPU, for this test")

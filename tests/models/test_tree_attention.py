@@ -5,11 +5,10 @@ import torch
 from attention_cases import Case, largest_error
 
 import interpreted as interpreter
-
-interpreter.turn_on()  # before anything imports Triton
-
 from polydraft.models import tree_attention as module
 from polydraft.models.tree_attention import AttentionPlan, obstacle, plan_attention, reference_attention, tree_attention
+
+interpreter.turn_on()
 
 CPU = torch.device("cpu")
 WHY_NOT = obstacle(CPU, torch.float32)
