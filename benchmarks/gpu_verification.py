@@ -34,8 +34,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     for name in parser.parse_args().only:
         start = time.perf_counter()
-        with torch.inference_mode():
-            SECTIONS[name]()
+        SECTIONS[name]()
         print(f"-- {name}: {time.perf_counter() - start:.0f} s\n", flush=True)
 
 
@@ -197,7 +196,7 @@ def rounds() -> None:
         for temperature, form in arms:
             decoder = Decoder(target, drafter, compiled=form == "compiled")
             start = time.perf_counter()
-            with nullcontext() if form == "kernels" else without_kernels(), torch.inference_mode(False):
+            with nullcontext() if form == "kernels" else without_kernels():
                 whole, _, _ = round_seconds(decoder, SamplingParams(temperature=temperature), 512)
             found.setdefault((temperature, form), []).append(1e3 * whole)
             print(f"T={temperature:g} {form}: {1e3 * whole:.3f} ms, all of it {time.perf_counter() - start:.1f} s", flush=True)

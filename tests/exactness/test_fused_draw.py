@@ -13,9 +13,7 @@ from polydraft.schemes import Hybrid, fused
 INTERPRETED = interpreted.turn_on()
 
 pytestmark = [
-    pytest.mark.skipif(
-        not INTERPRETED, reason="Triton is not there to interpret; pip install triton, and no GPU, for this test"
-    ),
+    pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU"),
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
 ]
 

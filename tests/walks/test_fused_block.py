@@ -28,9 +28,7 @@ if INTERPRETED:
     import triton.language as tl
 
 pytestmark = [
-    pytest.mark.skipif(
-        not INTERPRETED, reason="Triton is not there to interpret; pip install triton, and no GPU, for this test"
-    ),
+    pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU"),
     pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow):RuntimeWarning"),
 ]
 STEP = 1e-9
