@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 _BLOCK, _TILES = 256, 8
-LEAST_CHILDREN = 4
-"""Nodes of fewer children share the kernel of these."""
-
-
+LEAST_CHILDREN, MOST_CHILDREN = 4, 16
+"""Nodes of fewer children share the kernel of these; of more, the tables of a program would become too large."""
 _INTERPRETED = False
 """Whether Triton interprets kernels on the CPU; tests say so."""
 

@@ -150,7 +150,8 @@ class Hybrid(Race):
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Take the top tokens, draw the others from the rest."""
-        if not isinstance(self.threshold, Tensor) and self.draws_by_kernels(draft_probs_RV):
+        few = uniforms_RK.shape[1] <= fused.MOST_CHILDREN
+        if few and not isinstance(self.threshold, Tensor) and self.draws_by_kernels(draft_probs_RV):
             return fused.draw(draft_probs_RV, uniforms_RK, self.threshold)
         return self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1]))
 
