@@ -11,7 +11,7 @@ are certain, which of the row's laws they were drawn from, the fault, and whethe
 import triton
 import triton.language as tl
 
-from polydraft.schemes._kernels import BELOW_ONE, ONE, count_certain, fixed
+from polydraft.schemes._kernels import BELOW_ONE, ONE, _count_certain, _fixed
 
 FACTS = tl.constexpr(5)
 
@@ -61,14 +61,14 @@ def prepare(
         for start in range(0, width, BLOCK):
             column_C = start + tl.arange(0, BLOCK)
             probs_C = tl.load(laws + law * width + column_C, mask=column_C < width, other=0.0)
-            total_C += fixed(probs_C)
+            total_C += _fixed(probs_C)
             broken_C |= (probs_C != probs_C).to(tl.int32)
         total = tl.sum(total_C, 0)
         fault = tl.where((fault == 0) & (tl.max(broken_C, 0) > 0), 2, fault)
-        weight_K = fixed(tl.load(laws + law * width + column_K, mask=column_K >= 0, other=0.0))
+        weight_K = _fixed(tl.load(laws + law * width + column_K, mask=column_K >= 0, other=0.0))
         next_K = tl.load(table + row * table_row + node * table_node + rank_K + 1, mask=rank_K + 1 < count, other=0)
         next_K = tl.load(tokens + row * tokens_row + next_K, mask=next_K > 0, other=-1)
-        certain = count_certain(weight_K, next_K != token_K, total, children, THRESHOLD, BLOCK_K)
+        certain = _count_certain(weight_K, next_K != token_K, total, children, THRESHOLD, BLOCK_K)
         rest = total - tl.sum(tl.where(rank_K < certain, weight_K, 0), 0)
         scale = total.to(tl.float64) / tl.maximum(rest, 1).to(tl.float64)
         for start in range(0, 2 * CELLS, BLOCK):
@@ -95,12 +95,12 @@ def fill_cells(
     certain, law = tl.load(facts + place * FACTS + 1), tl.load(facts + place * FACTS + 2).to(tl.int64)
     token_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_C = token_C < size
-    target_C = fixed(tl.load(target + place * size + token_C, mask=real_C, other=0.0))
+    target_C = _fixed(tl.load(target + place * size + token_C, mask=real_C, other=0.0))
     column_C = _columns_of(columns, token_C, real_C, PARTIAL)
     racing_C = column_C >= 0
     if PARTIAL:
         tl.atomic_add(outside + place, tl.sum(tl.where(racing_C, 0, target_C), 0), sem="relaxed")
-    law_C = fixed(tl.load(laws + law * width + column_C, mask=racing_C, other=0.0))
+    law_C = _fixed(tl.load(laws + law * width + column_C, mask=racing_C, other=0.0))
     for rank in range(certain):
         racing_C &= column_C != tl.load(known + place * count + rank)
     cell_C = _cells_of(target_C, law_C, tl.load(scales + place), CELLS)
@@ -153,8 +153,8 @@ def race(
     column_K = tl.load(known + place * count + rank_K, mask=rank_K < count, other=-1)
     child_K = tl.load(table + row * table_row + node * table_node + rank_K, mask=rank_K < count, other=0)
     token_K = tl.load(tokens + row * tokens_row + child_K, mask=column_K >= 0, other=0)
-    target_K = fixed(tl.load(target + place * size + token_K, mask=column_K >= 0, other=0.0))
-    law_K = fixed(tl.load(laws + law * width + column_K, mask=column_K >= 0, other=0.0))
+    target_K = _fixed(tl.load(target + place * size + token_K, mask=column_K >= 0, other=0.0))
+    law_K = _fixed(tl.load(laws + law * width + column_K, mask=column_K >= 0, other=0.0))
     cell_K = _cells_of(target_K, law_K, tl.load(scales + place), CELLS)
     apart_K, racing_K = rank_K < certain, (rank_K >= certain) & (column_K >= 0)
 
@@ -252,15 +252,15 @@ def _left_over(
 ):  # fmt: skip
     """Return (a p − r)₊ of some tokens at a place, where a path goes on there; at its end p itself."""
     real_C = token_C < size
-    left_C = fixed(tl.load(target + place * size + token_C, mask=real_C, other=0.0))
+    left_C = _fixed(tl.load(target + place * size + token_C, mask=real_C, other=0.0))
     if going:
         certain, law = tl.load(facts + place * FACTS + 1), tl.load(facts + place * FACTS + 2).to(tl.int64)
         column_C = _columns_of(columns, token_C, real_C, PARTIAL)
-        law_C = fixed(tl.load(laws + law * width + column_C, mask=column_C >= 0, other=0.0))
+        law_C = _fixed(tl.load(laws + law * width + column_C, mask=column_C >= 0, other=0.0))
         cell_C = _cells_of(left_C, law_C, tl.load(scales + place), CELLS)
         quotient_C = tl.load(quotients + place * CELLS + cell_C, mask=column_C >= 0, other=0.0)
         believed_C = left_C.to(tl.float64) * (weight / tl.load(masses + place))
-        left_C = fixed(tl.maximum(believed_C - quotient_C * law_C.to(tl.float64), 0.0))
+        left_C = _fixed(tl.maximum(believed_C - quotient_C * law_C.to(tl.float64), 0.0))
         for rank in range(certain):  # selected with chance p: nothing is left
             left_C = tl.where(column_C == tl.load(known + place * count + rank), 0, left_C)
     return left_C
