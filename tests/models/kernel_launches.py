@@ -23,7 +23,12 @@ from polydraft.models._invariant import Sight, invariant_attention, invariant_pa
 from polydraft.models.cache import SlotCache
 from polydraft.models.feature_head import HeadShape
 from polydraft.models.tree_attention import AttentionPlan, tree_attention
-from polydraft.trees import SlicedMask, parse_tree
+from polydraft.sampling import PartialVocabulary
+from polydraft.schemes import SCHEMES
+from polydraft.schemes.fused import draw
+from polydraft.trees import DraftTree, SlicedMask, parse_tree
+from polydraft.walks import BlockWalk
+from polydraft.walks.fused_block import verify_block
 
 
 class AbsentGPU:
@@ -124,6 +129,19 @@ def attend_invariantly(empty: Callable[..., torch.Tensor], batch_size: int, size
     invariant_attention(query, key, key, sight, 0.1)
 
 
+def verification(dtype: torch.dtype) -> None:
+    """Draw and verify trees of the default shape, with part of a vocabulary and with all of it, and smaller ones."""
+    for tree, size, known in (("4x2x2x1x1", 49152, 16384), ("8x1", 128256, 128256), ("2x1", 50, 50)):
+        topology, hybrid = parse_tree(tree), SCHEMES.get("hybrid")()
+        draw(torch.zeros(3, known), torch.zeros(3, topology.max_children, dtype=torch.float64), 0.5)
+        drawing = [sum(bool(topology.children[node]) for node in level) for level in topology.levels[:-1]]
+        vocabulary = PartialVocabulary(torch.arange(known), size) if known < size else None
+        laws, tokens = tuple(torch.zeros(1, count, known) for count in drawing), torch.zeros(1, topology.num_nodes).long()
+        tree = DraftTree.from_topology(topology, tokens, laws, torch.zeros(topology.num_nodes).long(), vocabulary)
+        numbers = torch.zeros(1, BlockWalk().uniforms(hybrid, topology.depth), dtype=torch.float64)
+        verify_block(hybrid, tree, torch.zeros(1, topology.num_nodes, size), numbers, 2**-6)
+
+
 def attend(case: Case) -> None:
     query, key, value, lengths, visible = case.build("cpu")
     tree_attention(query, key, value, lengths, visible, 0.1, max(case.lengths))
@@ -161,7 +179,8 @@ def main(what: str, capability: str, dtype: str) -> None:
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
     if int(capability) >= 90:
         _invariant.shared_room = lambda device: 227 * 2**10
-    for launches in [trees] if what == "trees" else [whole_models, large_models, odd_models, invariant]:
+    models = [whole_models, large_models, odd_models, invariant, verification]
+    for launches in [trees] if what == "trees" else models:
         launches(getattr(torch, dtype))
 
 
