@@ -57,7 +57,7 @@ class PartialVocabulary:
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
         """Where a CPU has the tokens of the columns, the column of every token, and 1 for every token not known."""
-        return self.tokens_D.data_ptr(), self._column_X.data_ptr(), self._others_V.data_ptr()
+        return self.tokens_D.data_ptr(), self.column_X.data_ptr(), self._others_V.data_ptr()
 
     @cached_property
     def _token_X(self) -> Tensor:
