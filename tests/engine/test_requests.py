@@ -144,3 +144,17 @@ def test_penalties_on_length_are_bounded() -> None:
     for penalty in (10**400, 1e5, -51, math.nan):
         assert "is out of range; allowed: -50 to 50" in refusal("beam search", [1, 2], length_penalty=penalty)
     assert BEAMS.search([1, 2], beams=2, max_new_tokens=3, length_penalty=50).best is not None
+
+
+def test_warming_up_leaves_later_texts_as_they_are():
+    decoder = DECODERS["drafted"]
+    sampling, prompt = SamplingParams(temperature=1.0), [1, 2, 3]
+    before = decoder.generate(prompt, sampling=sampling, max_new_tokens=8, seed=3)
+    seen = []
+    seconds = decoder.warm_up(sampling=sampling, batch_size=2, longest=40, progress=seen.append)
+    assert seconds > 0 and seen == [39]
+    after = decoder.generate(prompt, sampling=sampling, max_new_tokens=8, seed=3)
+    assert after.token_ids == before.token_ids
+    assert 0 < after.stats.first_token_seconds <= after.stats.total_seconds
+    with pytest.raises(UsageError, match="batch_size=0"):
+        decoder.warm_up(batch_size=0)

@@ -137,6 +137,7 @@ def summary_line(stats: "Stats") -> str:
     return (
         f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_pass:.2f} tokens per target pass"
+        + (f", first token after {stats.first_token_seconds:.2f} s" if stats.first_token_seconds is not None else "")
         + (f", acceptance {stats.acceptance_rate:.2f}" if stats.offers_by_depth else "")
         + (f"; from {sources}" if (sources := sources_text(stats.tokens_by_source)) else "")
     )

@@ -2,8 +2,9 @@
 
 import inspect
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Unpack, overload
 
@@ -16,11 +17,16 @@ from polydraft.engine.text import TextAssembler
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
-from polydraft.sampling import RowParams
+from polydraft.sampling import RowParams, SamplingParams
 from polydraft.walks import AUTO, WALKS
 
 Prompt = str | Sequence[int]
 _MOST_SPARE = 2
+_PLAIN_SAMPLING = SamplingParams()
+_USUAL_LENGTH = 512
+_SHORTEST_POWER = 5
+_WARM_ROUNDS, _WARM_TOKENS = 4, 24
+"""A round is recorded when it comes for the second time; four of them, and room for their tokens."""
 
 
 class Decoder:
@@ -196,6 +202,54 @@ class Decoder:
             "walk": engine.walk_name if workspace.session.depth else None,
         }
         return Stream(engine, sequences, settings, request.cancel)
+
+    def warm_up(
+        self,
+        *,
+        sampling: SamplingParams = _PLAIN_SAMPLING,
+        batch_size: int = 1,
+        longest: int = _USUAL_LENGTH,
+        progress: Callable[[int], None] | None = None,
+    ) -> float:
+        """Do beforehand what first requests would wait for, and return the seconds that it took.
+
+        Kernels are compiled, costs measured where the tree asks for them, and on a GPU rounds are recorded for texts of all
+        lengths up to `longest`. Later requests with the same sampling parameters and batch size find it done.
+
+        Parameters
+        ----------
+        sampling : SamplingParams
+            As of the requests to come; temperature 1 without truncation if not given.
+        batch_size : int
+        longest : int
+            Of prompt and new text together.
+        progress : function, optional
+            Called with every length that is about to be tried.
+
+        Examples
+        --------
+        >>> decoder.warm_up(sampling=SamplingParams(temperature=0.7))  # doctest: +SKIP
+        4.1
+        """
+        if batch_size < 1 or longest < 2:
+            raise UsageError(f"batch_size={batch_size}, longest={longest} is out of range; allowed: from 1, and from 2 up")
+        start = time.perf_counter()
+        longest = min(longest, self.target.max_positions or longest)
+        lengths = [longest - 1]
+        if self.target.device.type == "cuda":
+            # A recording serves up to the next power of two. Long ones first: memory that grows would make others worthless.
+            lengths = [min(2**power, longest - 1) for power in range((longest - 1).bit_length(), _SHORTEST_POWER, -1)]
+        for length in lengths or [longest - 1]:
+            if progress is not None:
+                progress(length)
+            new_tokens = min(_WARM_TOKENS, longest - 1)
+            prompt = [token % self.target.vocab_size for token in range(max(length + 1 - new_tokens, 1))]
+            stream = self.stream([prompt] * batch_size, sampling=sampling, max_new_tokens=new_tokens, seed=0)
+            for _ in stream:
+                if stream.stats.rounds >= _WARM_ROUNDS:
+                    stream.close()
+                    break
+        return time.perf_counter() - start
 
     def assembler(self, stop: Sequence[str]) -> TextAssembler:
         """Return what turns new tokens into text, which ends before the first of these strings."""

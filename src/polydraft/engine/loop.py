@@ -188,6 +188,8 @@ class Engine:
         if self._retiring or any(one.stop_reason for one in emitted):
             self._release()
         self.stats.total_seconds = time.perf_counter() - self._started
+        if self.stats.first_token_seconds is None and any(one.token_ids for one in emitted):
+            self.stats.first_token_seconds = self.stats.total_seconds
         return emitted
 
     def end(self, sequence: TokenSequence, reason: StopReason, new_tokens: int) -> None:

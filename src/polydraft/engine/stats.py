@@ -46,6 +46,8 @@ class Stats:
     """Accepted tokens of those paths."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     total_seconds: float = 0.0
+    first_token_seconds: float | None = None
+    """From the call to the first new token of any row; on a GPU the first request of a kind also compiles and records."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -145,5 +147,6 @@ class Stats:
             "seconds": {
                 **{phase: round(value, 5) for phase, value in self.seconds.items()},
                 "total": round(self.total_seconds, 5),
+                "first_token": None if self.first_token_seconds is None else round(self.first_token_seconds, 5),
             },
         }
