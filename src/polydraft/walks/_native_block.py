@@ -15,8 +15,9 @@ from polydraft.native.verification import MOST_CHILDREN, End, Pick, addresses, d
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import Scheme
 from polydraft.schemes.arrays import can_sync
-from polydraft.schemes.hybrid import Hybrid, Race
+from polydraft.schemes.hybrid import Race
 from polydraft.trees import DraftTree
+from polydraft.walks.fused_block import threshold_of
 from polydraft.walks.walk import Fault, TargetLaw, Verdict
 
 
@@ -34,17 +35,10 @@ def _fits(scheme: Scheme, draft: DraftTree, uniforms_BU: Tensor) -> bool:
     """Whether a tree is one of a race whose law the compiled code knows; depends on nothing that rows may differ in."""
     if not can_sync(uniforms_BU) or torch.compiler.is_compiling() or not draft.laws or draft.law_rows_BN is None:
         return False
-    kind = type(scheme)
-    if not issubclass(kind, Race) or kind.select is not Race.select:
-        return False
-    if issubclass(kind, Hybrid):
-        known = kind.contest is Hybrid.contest and kind._certain_children is Hybrid._certain_children
-    else:
-        known = kind.contest is Race.contest
     buckets = getattr(scheme, "buckets", None)
     # Fewer columns than buckets are sorted instead.
     return (
-        known
+        threshold_of(scheme) is not None
         and buckets is not None
         and draft.laws[0].shape[-1] >= buckets
         and draft.child_table_BNK.shape[-1] <= MOST_CHILDREN
@@ -69,9 +63,7 @@ class _Walk:
     ) -> None:
         assert isinstance(scheme, Race) and scheme.select_uniforms is not None and draft.law_rows_BN is not None
         self.library, self.draft, self.target_law, self.uniforms_BU = library, draft, target_law, uniforms_BU
-        self.buckets, self.least_weight = scheme.buckets or 0, least_weight
-        # Without certain children the race is that of an endless threshold.
-        self.threshold = float(scheme.threshold) if isinstance(scheme, Hybrid) else float("inf")
+        self.buckets, self.least_weight, self.threshold = scheme.buckets or 0, least_weight, threshold_of(scheme)
         self.numbers_per_level = scheme.select_uniforms
         self.tokens_BN, self.table_BNK = draft.tokens_BN.numpy(), draft.child_table_BNK.numpy()
         self.law_rows_BN, self.rows_B = draft.law_rows_BN.numpy(), np.arange(len(draft.tokens_BN))
