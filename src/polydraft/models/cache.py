@@ -1,5 +1,6 @@
 """Keys and values of a batch, in slots of our own choosing."""
 
+import copy
 from typing import Any
 
 import torch
@@ -56,6 +57,19 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             like_BHTC = torch.empty(batch_size, heads, 0, channels, dtype=dtype)
             self.keys_LBHSC, self.values_LBHSC = self._allocate(like_BHTC), self._allocate(like_BHTC)
         return self.keys_LBHSC, self.values_LBHSC
+
+    def part(self, rows: slice) -> "SlotCache":
+        """Return a cache of some adjacent rows, which shares their storage; there must be some."""
+        part = copy.copy(self)
+        assert self.keys_LBHSC is not None and self.values_LBHSC is not None, "storage comes first"
+        part.keys_LBHSC, part.values_LBHSC = self.keys_LBHSC[:, rows], self.values_LBHSC[:, rows]
+        return part
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds: numbers that are none would reach whoever has the row next, even from masked slots."""
+        for stored in (self.keys_LBHSC, self.values_LBHSC):
+            if stored is not None:
+                stored[:, row].zero_()
 
     def _allocate(self, states_BHTC: Tensor) -> Tensor:
         batch_size, heads, _, channels = states_BHTC.shape
@@ -148,6 +162,11 @@ class SpreadCache(SlotCache):
         for mine, theirs in zip(self._parts, other._parts, strict=True):
             if mine.keys_LBHSC is not None:
                 mine.take(theirs, *(index.to(mine.keys_LBHSC.device) for index in (rows, source_BD, own_rows, target_BD)))
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds."""
+        for one in self._parts:
+            one.clear(row)
 
     def fill(self, other: SlotCache, copies: int, used: int) -> None:
         """Take over the first slots of another such cache, each of its rows `copies` times."""

@@ -278,6 +278,14 @@ class HFContext(Context):
     def _grow(self, capacity: int) -> None:
         self.cache.grow(capacity)
 
+    def _share(self, whole: Context, rows: slice) -> None:
+        assert isinstance(whole, HFContext)
+        self.cache = whole.cache.part(rows)
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds."""
+        self.cache.clear(row)
+
     def copy_rows(self, other: "HFContext", copies: int) -> None:
         """Become `copies` copies of each of another context's rows."""
         self.rewind([length for length in other.lengths for _ in range(copies)])

@@ -1,10 +1,12 @@
 """What the engine asks of a model, and what models share."""
 
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -178,24 +180,53 @@ class Context(ABC):
         self.settle(lengths)
         assign(self.lengths_B, self.lengths)
 
-    def prefill(
-        self, texts: Sequence[Sequence[int]], observer: Callable[[Sequence[int], Sequence[int], Tensor], None] | None = None
-    ) -> None:
-        """Append tokens known beforehand to each row's committed text, showing their features to the observer."""
+    def prefill(self, texts: Sequence[Sequence[int]], observer: "Observer | None" = None) -> None:
+        """Append tokens known beforehand to each row's committed text, showing their features to the observer.
+
+        Where some rows have texts already, those that have nothing to read take no part.
+        """
         self.span = None  # one that serves for rounds may be too narrow, and the next round fixes its own
+        for rows in _runs(texts) if self.divisible and any(self.lengths) else [slice(0, self.batch_size)]:
+            self._prefill(texts[rows], rows, observer)
+
+    def _prefill(self, texts: Sequence[Sequence[int]], rows: slice, observer: "Observer | None") -> None:
+        """Read the texts of some adjacent rows."""
         done = 0
         while (longest := max(len(text) for text in texts) - done) > 0:
             size = min(longest, _PREFILL_CHUNK)
             parts = [list(text[done : done + size]) for text in texts]
             tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
-            block = causal_block(self.batch_size, size, self.device)
+            block = causal_block(len(parts), size, self.device)
             # Rows that have nothing more to read are padded along, which may take them past what they need themselves.
-            self.reserve(max(self.lengths) + size)
-            features_BTF = self.extend(tokens_BT, block)
+            self.reserve(max(self.lengths[rows]) + size)
+            features_BTF = self.part(rows).extend(tokens_BT, block)
+            starts = self.lengths[rows]
             if observer is not None:
-                observer(self.lengths, [len(part) for part in parts], features_BTF)
-            self.rewind([length + len(part) for length, part in zip(self.lengths, parts, strict=True)])
+                observer(rows, starts, [len(part) for part in parts], features_BTF)
+            self.rewind([*self.lengths[: rows.start], *(map(_sum, starts, parts)), *self.lengths[rows.stop :]])
             done += size
+
+    @property
+    def divisible(self) -> bool:
+        """Whether there is storage, so that `part` can share it."""
+        return self.address != 0
+
+    def part(self, rows: slice) -> Self:
+        """Return a context of some adjacent rows, which shares their storage; what the host knows of them is a copy."""
+        if rows == slice(0, self.batch_size):
+            return self
+        part = copy.copy(self)
+        part.lengths, part.lengths_B = self.lengths[rows], self.lengths_B[rows]
+        part.batch_size, part._positions_BS = len(part.lengths), self._positions_BS[rows]
+        part._rows_B1 = self._rows_B1[: part.batch_size]
+        part._share(self, rows)
+        return part
+
+    def _share(self, whole: "Context", rows: slice) -> None:  # noqa: B027 (storage of one's own has whoever has some)
+        """Take the storage of some rows of another context."""
+
+    def clear(self, row: int) -> None:  # noqa: B027
+        """Forget what a row holds, down to its numbers: they may be none."""
 
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` slots per row, keeping what is committed."""
@@ -266,8 +297,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_positions: int | None, v
             raise UsageError(f"prompt holds a token id outside the vocabulary; allowed: 0 to {vocab_size - 1}")
 
 
-Observer = Callable[[Sequence[int], Sequence[int], Tensor], None]
-"""`(starts, counts, features_BTF)`: who wants to see the features of a text while it is read, part by part."""
+Observer = Callable[[slice, Sequence[int], Sequence[int], Tensor], None]
+"""`(rows, starts, counts, features_BTF)`, of those rows alone: who wants to see features of texts while they are read."""
 
 
 class Memory:
@@ -320,6 +351,20 @@ class Memory:
 
     def _lengths(self, texts: Sequence[Sequence[int]]) -> list[int]:
         return [max(len(text) - self.behind, 0) for text in texts]
+
+
+def _runs(texts: Sequence[Sequence[int]]) -> list[slice]:
+    """Return the longest runs of adjacent rows that have something to read."""
+    runs: list[slice] = []
+    for row, text in enumerate(texts):
+        if text:
+            follows = bool(runs) and runs[-1].stop == row
+            runs.append(slice(runs.pop().start if follows else row, row + 1))
+    return runs
+
+
+def _sum(length: int, added: Sequence[int]) -> int:
+    return length + len(added)
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

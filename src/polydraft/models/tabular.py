@@ -87,5 +87,9 @@ class TabularContext(Context):
     def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         self._tokens_BS[self._rows_B1, target_BD] = self._tokens_BS[self._rows_B1, source_BD]
 
+    def _share(self, whole: Context, rows: slice) -> None:
+        assert isinstance(whole, TabularContext)
+        self._tokens_BS = whole._tokens_BS[rows]
+
     def _grow(self, capacity: int) -> None:
         self._tokens_BS = torch.nn.functional.pad(self._tokens_BS, (0, capacity - self.capacity))
