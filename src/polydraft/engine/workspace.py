@@ -118,24 +118,35 @@ class Workspace:
         """Whether rounds are recorded, in whole or behind a draft of the host's, and worth keeping for other texts."""
         return self.launcher.recorder is not None and self.session.recordable.never is None
 
-    def begin(self, texts: Sequence[Sequence[int]], longest: int, keep: bool, rows: Sequence[int], params: RowParams) -> None:
+    def begin(
+        self,
+        texts: Sequence[Sequence[int]],
+        longest: int,
+        *,
+        rows: Sequence[int],
+        unread: Sequence[int],
+        keep: bool,
+        params: RowParams,
+    ) -> None:
         """Read new texts, which may grow to `longest` tokens.
 
         Parameters
         ----------
         texts : sequence of token-id lists, one per row
         longest : int
-        keep : bool
-            Read only what is not in the memories already.
         rows : sequence of int
-            Rows whose texts are new; the others go on.
+            Rows whose texts are new, or have become longer; the others go on.
+        unread : sequence of int
+            Those of them that the target reads from their beginnings; of the others it reads what is not in its memory already.
+        keep : bool
+            Let drafters use what they have learnt of earlier texts.
         params : RowParams
             Of all rows, from now on.
         """
         self.params = params
         for context in self.contexts:
             context.span = None
-        reading = self.session.prepare(texts, longest, rows, keep)
+        reading = self.session.prepare(texts, longest, rows, unread, keep)
         self.memory.align(texts, longest, reading.limits, reading.observer)
         self.session.begin(texts, longest, rows, params)
         state = self.state
@@ -179,6 +190,28 @@ class Workspace:
         self._begun.warper.advance(emitted)
         self.memory.settle(texts)
         self.session.settle(texts, emitted)
+
+    def reserve(self, longest: int) -> None:
+        """Make room for texts of that length once and for all."""
+        for context in self.contexts:
+            context.reserve(longest + context.places)
+
+    def clear(self, row: int) -> None:
+        """Wipe what the memories hold in a row."""
+        for context in self.contexts:
+            context.clear(row)
+
+    def path_logits(self, row: int, count: int) -> Tensor:
+        """Return the target's own logits, `[count, V]`, of the first tokens that the last round brought a row."""
+        path_BDF = self._begun.path_features_BDF
+        assert path_BDF is not None, "rounds keep them where they are asked to"
+        return self.target.head(path_BDF[row, :count]).float()
+
+    def watch(self, *, paths: bool, isolate: bool) -> None:
+        """Say whether rounds keep what `path_logits` needs, unrecorded, and whether a processor's error is its row's alone."""
+        self._begun.watched = paths
+        if isolate and self._begun.warper.errors is None:
+            self._begun.warper.errors = {}
 
     def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
         """Let ended rows idle: memories drop what was cut off at the end and grow no more."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,8 @@ class Warper:
         self._history: list[list[int]] = [[] for _ in params]
         self.emptied_by: str | None = None
         """Which processor has left a text of this round without any token to go on with, if one has."""
+        self.errors: dict[int, Exception] | None = None
+        """By row, what processors have raised in this round: such rows have no distribution. None lets it be raised."""
         self._set(params)
         self.restart(prompts)
 
@@ -118,6 +121,8 @@ class Warper:
         if not self.params.needs_history:
             return
         self.emptied_by = None
+        if self.errors:
+            self.errors.clear()
         for row, tokens in enumerate(emitted):
             if not tokens:
                 continue
@@ -216,13 +221,25 @@ class Warper:
                 scores_1V = scores_BGV[row, node][None].clone()
                 if self._vocabulary is not None:  # processors speak of all tokens
                     scores_1V = self._vocabulary.spread(scores_1V, fill=-torch.inf)
-                for processor in params.processors:
-                    was_law = _is_law(scores_1V)
-                    scores_1V = processor(input_ids, scores_1V)
-                    if was_law and not _is_law(scores_1V):
-                        self.emptied_by = getattr(processor, "__name__", type(processor).__name__)
-                result_BGV[row, node] = self._known(scores_1V)[0]
+                result_BGV[row, node] = self._known(self._through(row, params.processors, input_ids, scores_1V))[0]
         return result_BGV
+
+    def _through(self, row: int, processors: Sequence[Any], input_ids: Tensor, scores_1V: Tensor) -> Tensor:
+        """Let the processors of a row change its scores."""
+        for processor in processors:
+            was_law = _is_law(scores_1V)
+            try:
+                scores_1V = processor(input_ids, scores_1V)
+            except Exception as error:
+                if self._of_draft:  # any proposal is as good: where the processor fails the target, that is said there
+                    return scores_1V
+                if self.errors is None:
+                    raise
+                self.errors[row] = error
+                return torch.full_like(scores_1V, torch.nan)
+            if was_law and not _is_law(scores_1V):
+                self.emptied_by = getattr(processor, "__name__", type(processor).__name__)
+        return scores_1V
 
     def _truncated(self, scores_BGV: Tensor) -> Tensor:
         if "top_k" in self._used:
