@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -253,7 +254,7 @@ class Engine:
             if row.fault:
                 emitted.append(self._failed(slot, sequence, Fault(row.fault)))
                 continue
-            one = sequence.take(row.tokens, [*sources[slot], TARGET])
+            one = replace(sequence.take(row.tokens, [*sources[slot], TARGET]), accepted=row.accepted, drafted=row.drafted)
             if sequence.top_logprobs is not None:
                 one.logprobs.extend(self._logprobs(slot, one.token_ids, sequence.top_logprobs))
             sequence.speculation.count(row.accepted, row.drafted)

@@ -80,6 +80,10 @@ class Emitted:
     stop_reason: StopReason | None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of each token, where they were asked for."""
+    accepted: int = 0
+    """Drafted tokens that the round accepted, before anything was cut off at an end."""
+    drafted: int = 0
+    """Candidates that it had."""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -335,6 +335,14 @@ def _reaching(sorted_BGC: Tensor, top_p_B11: Tensor) -> Tensor:
     return keep_BGC
 
 
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse parameters that do not fit a target's vocabulary."""
+    if params.top_k > vocab_size:
+        allowed = f"0 (keep all) to {vocab_size}"
+        raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
+    _bias(params, vocab_size)
+
+
 def _bias(params: SamplingParams, vocab_size: int) -> Tensor:
     bias_V = torch.zeros(vocab_size)
     for token, value in params.logit_bias.items():

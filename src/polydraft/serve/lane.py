@@ -1,5 +1,6 @@
 """Slots of one way of drafting: an engine, and which requests' texts are in it."""
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -51,6 +52,7 @@ class Lane:
             sequence = ticket.sequences[index]
             sequence.row, self._rows = self._rows, self._rows + 1
             self.running[sequence.row] = ticket, index
+            ticket.admitted[index] = time.perf_counter()
             engine.add(sequence)
         return [self._progress(emitted) for emitted in engine.step()] if self.running else []
 

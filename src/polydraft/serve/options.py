@@ -36,8 +36,8 @@ class ServeOptions:
     """Tokens of prompts that are read between two rounds of those that write already."""
     request_seconds: float = 600.0
     """Longest time from a request's arrival to the end of its answer."""
-    write_seconds: float = 30.0
-    """Longest time that a client may leave the answer unread."""
+    client_seconds: float = 30.0
+    """Longest time that a client may take to send its request, or leave the answer unread."""
     drain_seconds: float = 60.0
     """On SIGTERM, time for running answers to end."""
     cors: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class ServeOptions:
                     f"--cors {shown(origin)} is no web page's origin; allowed: http(s)://HOST[:PORT] without a path"
                 )
 
-    def keys(self) -> list[str]:
+    def read_keys(self) -> list[str]:
         """Read the API keys, an empty list if none are wanted."""
         if self.api_keys is None:
             return []
@@ -88,6 +88,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_body_bytes", 1024, 2**30),
     ("chunk_tokens", 8, 2**20),
     ("request_seconds", 0.01, 10**6),
-    ("write_seconds", 0.01, 10**6),
+    ("client_seconds", 0.01, 10**6),
     ("drain_seconds", 0, 10**6),
 )

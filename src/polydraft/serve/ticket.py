@@ -44,6 +44,8 @@ class Ticket:
     loop: asyncio.AbstractEventLoop | None = None
     """Whose handler waits; None for tickets that nobody listens to."""
     arrived: float = field(default_factory=time.perf_counter)
+    admitted: dict[int, float] = field(default_factory=dict)
+    """When each text got its slot."""
     cancelled: bool = False
     _events: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
 
