@@ -71,7 +71,9 @@ def driven(engine: Engine, sequences: list[TokenSequence], seed: int) -> None:
     raise AssertionError("the loop does not end")
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk": 4, "reuse": True}], ids=["whole prompts", "in chunks, with reuse"])
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk": 4, "reuse": True}, {"elastic": True, "chunk": 9}], ids=["whole prompts", "in chunks", "elastic"]
+)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_sequence_gets_its_own_text_whoever_comes_and_goes(name: str, options: dict[str, Any]) -> None:
     decoder, asked = DECODERS[name](), requests(12)

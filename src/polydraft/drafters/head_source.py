@@ -8,7 +8,7 @@ from torch import Tensor
 from polydraft.drafters.policy import LONGEST_REST
 from polydraft.drafters.source import DistributionSource
 from polydraft.models import FeatureHead
-from polydraft.models.language_model import Observer, assign, common_prefix
+from polydraft.models.language_model import Observer, assign, common_prefix, resized
 from polydraft.schemes.arrays import can_sync
 from polydraft.trees import Block, causal_block
 from polydraft.walks import Verdict
@@ -65,6 +65,14 @@ class HeadSource(DistributionSource):
         if recorded:
             self._tokens_BW = self._tokens_BW.new_zeros(len(self._tokens_BW), width)
             self._fresh_block = causal_block(len(self._tokens_BW), width, self.device)
+
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows."""
+        self._context.resize(rows, most)
+        self._texts = [*self._texts, *([()] * rows)][:rows]
+        self._tokens_BW, self._fresh_B = resized(self._tokens_BW, rows), resized(self._fresh_B, rows)
+        self._lone_B = None if self._lone_B is None else resized(self._lone_B, rows)
+        self._features_BWF = None if self._features_BWF is None else resized(self._features_BWF, rows)
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""

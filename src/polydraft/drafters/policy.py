@@ -115,6 +115,14 @@ class RowPolicy:
         for name, value_B in first.items():
             setattr(self, name, value_B if new_B is None else xp(new_B).where(new_B, value_B, getattr(self, name)))
 
+    def resize(self, rows: int) -> None:
+        """Have so many rows: what was learnt of the first ones stays, further ones are to `begin`."""
+        concatenate = xp(self._ones_B).concatenate
+        for name in (*(one for one in vars(self) if one.endswith("_B")),):
+            value_B = getattr(self, name)
+            more = [value_B[:1]] * (rows - len(value_B))
+            setattr(self, name, concatenate([value_B, *more], 0)[:rows])
+
     @property
     def worth_B(self) -> Array:
         """Accepted tokens for each that the draft promised, lately."""

@@ -103,6 +103,17 @@ class DraftSession:
         builder = self._certain or self._drawn
         return resolve_walk(wish, _NAIVE, insist=False) if builder is None else builder.resolve_walk(wish)
 
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of rows may change, see `resize`."""
+        return all(builder.elastic for builder in self._builders)
+
+    def resize(self, params: RowParams, most: int) -> None:
+        """Have as many rows as there are parameters: the first ones stay as they are, further ones are to `begin`."""
+        for builder in self._builders:
+            builder.source.resize(len(params), most)
+            builder.resize(params)
+
     def prepare(
         self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], unread: Sequence[int], keep: bool
     ) -> Reading:

@@ -56,6 +56,9 @@ class Engine:
         Drafters that learn from texts do so from its own alone, whatever stood there before.
     chunk : int, optional
         Tokens of prompts that a step reads at most, so that long ones keep nobody waiting; all if not given.
+    elastic : bool
+        Have as many slots as are in use, up to the workspace's rows, where rounds are not recorded. What an unused slot held
+        is forgotten then.
     isolate : bool
         Let a sequence whose model or logits processor fails end alone (`StopReason.FAILED`); raised otherwise.
     """
@@ -71,6 +74,7 @@ class Engine:
         keep: bool = False,
         reuse: bool = False,
         chunk: int | None = None,
+        elastic: bool = False,
         isolate: bool = False,
     ) -> None:
         self.target, self.drafter = target, drafter
@@ -78,6 +82,7 @@ class Engine:
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
         self._reuse, self._chunk, self._isolate = reuse, chunk, isolate
+        self._elastic, self._most = elastic and workspace.elastic, len(self.slots)
         self._known: dict[int, int] = {}
         """Slots whose prompts are not read to their ends yet, and how many tokens of them the memories may know."""
         self._spoilt: list[int] = []
@@ -109,7 +114,7 @@ class Engine:
     @property
     def free_slots(self) -> int:
         """How many more sequences could be at work."""
-        return max(len(self._free()) - len(self.waiting), 0)
+        return max(self._most - sum(1 for _ in self._running()) - len(self.waiting), 0)
 
     def add(self, sequence: TokenSequence) -> None:
         """Let a sequence wait for a free slot."""
@@ -169,6 +174,7 @@ class Engine:
 
     def _admit(self, keep: bool = False) -> None:
         """Let waiting sequences into free slots, and read on in prompts, first come, first served."""
+        fresh = self._fit()
         free, room = self._free(), self._chunk or _ENDLESS
         reading = [slot for slot in self._known if slot not in free]
         rows, new = list[int](), list[int]()
@@ -188,6 +194,7 @@ class Engine:
             rows.append(slot)
         if not rows:
             return
+        rows += [slot for slot in fresh if slot not in rows]
         first = self._walk is None
         active = self._active()
         for slot, sequence in enumerate(self.slots):
@@ -212,6 +219,24 @@ class Engine:
                 paths=any(one is not None and one.top_logprobs is not None for one in self.slots), isolate=self._isolate
             )
         self._walk = self._chosen_walk()
+
+    def _fit(self) -> range:
+        """Have as many slots as there are texts, but none less than are in use: rounds cost what their rows cost.
+
+        Returns the slots that are new.
+        """
+        before = len(self.slots)
+        if not self._elastic:
+            return range(0)
+        used = max((slot + 1 for slot, one in enumerate(self.slots) if one is not None and not one.done), default=0)
+        idle = used - sum(1 for one in self.slots if one is not None and not one.done)
+        rows = min(max(used, used - idle + len(self.waiting), 1), self._most)
+        if rows != len(self.slots):
+            self.slots = [*self.slots, *([None] * rows)][:rows]
+            self._known = {slot: known for slot, known in self._known.items() if slot < rows}
+            self._noise.generators = [*self._noise.generators, *(torch.Generator() for _ in range(rows))][:rows]
+            self._workspace.resize(rows)
+        return range(before, rows)
 
     def _take_slot(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:
         """Let a sequence into a free slot; return it, and how many tokens of the prompt the memories know there already."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from polydraft.drafters import DraftSession
 from polydraft.engine.stats import Stats
 from polydraft.models import LanguageModel, Memory
-from polydraft.sampling import NO_TOKEN, Warper
+from polydraft.models.language_model import resized
+from polydraft.sampling import NO_TOKEN, RowParams, Warper
 from polydraft.trees import DraftTree
 from polydraft.walks import TargetLaws, Walk
 from polydraft.walks.node import greedy_verdict
@@ -43,6 +44,12 @@ class State:
     """Whether the host wants to see the features below."""
     path_features_BDF: Tensor | None = None
     """The target's, of the nodes that the last round's path goes through."""
+
+    def resize(self, params: RowParams) -> None:
+        """Have as many rows as there are parameters; what else has rows does so by itself."""
+        for name in ("tail_B2", "active_B", "greedy_B"):
+            setattr(self, name, resized(getattr(self, name), len(params)))
+        self.warper.resize(params)
 
 
 class RowOutcome(NamedTuple):

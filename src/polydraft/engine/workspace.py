@@ -16,7 +16,7 @@ from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.models.language_model import assign
-from polydraft.sampling import RowParams, Warper
+from polydraft.sampling import IDLE, RowParams, Warper
 from polydraft.walks import Walk
 
 
@@ -97,7 +97,7 @@ class Workspace:
         ahead: bool = True,
     ) -> None:
         records = graphs and target.device.type == "cuda"
-        self.target, self.params = target, params
+        self.target, self.params, self._most = target, params, len(params)
         self._compiled = compiled and records
         self.session = drafter.start(params, target, self._compiled)
         self.memory = Memory(target, len(params), behind=1, places=self.session.num_nodes)
@@ -117,6 +117,19 @@ class Workspace:
     def records(self) -> bool:
         """Whether rounds are recorded, in whole or behind a draft of the host's, and worth keeping for other texts."""
         return self.launcher.recorder is not None and self.session.recordable.never is None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of rows may change from round to round: where nothing is recorded, and the drafter can."""
+        return self.launcher.recorder is None and self.session.elastic and all(one.elastic for one in self.contexts)
+
+    def resize(self, rows: int) -> None:
+        """Have so many rows: the first ones stay as they are, further ones are to `begin`; never more than at first."""
+        self.params = RowParams((*self.params.rows, *([IDLE] * rows))[:rows])
+        self.memory.resize(rows, self._most)
+        self.session.resize(self.params, self._most)
+        if self.state is not None:
+            self.state.resize(self.params)
 
     def begin(
         self,

@@ -24,6 +24,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.num_layers, self.capacity = num_layers, capacity
         self.keys_LBHSC: Tensor | None = None
         self.values_LBHSC: Tensor | None = None
+        self._all: tuple[Tensor, Tensor] | None = None
+        """Storage of more rows than are in use, if there is some."""
         self._slots_BT = torch.empty(0, 0, dtype=torch.long)
         self._first_slot: int | None = None
         self._used = 0
@@ -64,6 +66,16 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         assert self.keys_LBHSC is not None and self.values_LBHSC is not None, "storage comes first"
         part.keys_LBHSC, part.values_LBHSC = self.keys_LBHSC[:, rows], self.values_LBHSC[:, rows]
         return part
+
+    def resize(self, rows: int, most: int) -> None:
+        """Use so many rows; where there is no storage for them yet, make some for `most`, so that it stays where it is."""
+        if self.keys_LBHSC is None or self.values_LBHSC is None:
+            return
+        if self._all is None or self._all[0].shape[1] < rows:
+            more = (0, 0, 0, 0, 0, 0, 0, max(most - self.keys_LBHSC.shape[1], 0))
+            pad = torch.nn.functional.pad
+            self._all = pad(self.keys_LBHSC, more), pad(self.values_LBHSC, more)
+        self.keys_LBHSC, self.values_LBHSC = (stored[:, :rows] for stored in self._all)
 
     def clear(self, row: int) -> None:
         """Forget what a row holds: numbers that are none would reach whoever has the row next, even from masked slots."""
@@ -109,7 +121,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def grow(self, capacity: int) -> None:
         """Enlarge the storage, keeping its content."""
         more = capacity - self.capacity
-        self.capacity = capacity
+        self.capacity, self._all = capacity, None
         if self.keys_LBHSC is not None and self.values_LBHSC is not None:
             self.keys_LBHSC = torch.nn.functional.pad(self.keys_LBHSC, (0, 0, 0, more))
             self.values_LBHSC = torch.nn.functional.pad(self.values_LBHSC, (0, 0, 0, more))

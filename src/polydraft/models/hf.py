@@ -227,6 +227,7 @@ class HFContext(Context):
         self.cache = (SlotCache if model.spread is None else SpreadCache)(
             model.num_layers, capacity, f"model type {model.config.model_type!r}"
         )
+        self.elastic = model.spread is None
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
@@ -281,6 +282,9 @@ class HFContext(Context):
     def _share(self, whole: Context, rows: slice) -> None:
         assert isinstance(whole, HFContext)
         self.cache = whole.cache.part(rows)
+
+    def _resize(self, rows: int, most: int) -> None:
+        self.cache.resize(rows, most)
 
     def clear(self, row: int) -> None:
         """Forget what a row holds."""

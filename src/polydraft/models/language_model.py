@@ -72,6 +72,14 @@ def brought(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
+def resized(values_BX: Tensor, rows: int) -> Tensor:
+    """Return the first rows of a tensor, with zeros behind them if there are fewer."""
+    missing = rows - len(values_BX)
+    if missing <= 0:
+        return values_BX[:rows]
+    return torch.cat([values_BX, values_BX.new_zeros(missing, *values_BX.shape[1:])])
+
+
 def assign(tensor: Tensor, values: Sequence[int]) -> None:
     """Overwrite a tensor with numbers of the host, behind all that its device still has to do and without waiting for it."""
     pinned = tensor.device.type == "cuda"
@@ -85,6 +93,9 @@ class Context(ABC):
     Slots past that hold leftovers that nobody attends to. Subclasses store whatever a token leaves behind (keys and
     values; the tokens themselves) and compute the pass.
     """
+
+    elastic: bool = False
+    """Whether the number of rows may change, see `resize`."""
 
     def __init__(self, batch_size: int, capacity: int, device: torch.device, max_positions: int | None) -> None:
         self.batch_size, self.capacity, self.device = batch_size, capacity, device
@@ -225,6 +236,20 @@ class Context(ABC):
     def _share(self, whole: "Context", rows: slice) -> None:  # noqa: B027 (storage of one's own has whoever has some)
         """Take the storage of some rows of another context."""
 
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows from now on: the first ones stay as they are, further ones are empty; never more than `most`."""
+        fresh_BS = torch.arange(self.capacity, device=self.device).repeat(max(rows - self.batch_size, 0), 1)
+        self._positions_BS = torch.cat([self._positions_BS[:rows], fresh_BS])
+        self.lengths = [*self.lengths, *([0] * rows)][:rows]
+        self.lengths_B = resized(self.lengths_B, rows)
+        self._rows_B1 = torch.arange(rows, device=self.device)[:, None]
+        self._resize(rows, most)
+        self.batch_size = rows
+
+    def _resize(self, rows: int, most: int) -> None:
+        """Let the storage have so many rows."""
+        raise NotImplementedError
+
     def clear(self, row: int) -> None:  # noqa: B027
         """Forget what a row holds, down to its numbers: they may be none."""
 
@@ -338,6 +363,11 @@ class Memory:
         self.context.rewind(kept)
         self._texts = list(texts)  # before reading: an interrupted prefill then leaves a beginning of these texts
         self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)], observer)
+
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows from now on, the first ones as they are; never more than `most`."""
+        self.context.resize(rows, most)
+        self._texts = [*self._texts, *([()] * rows)][:rows]
 
     def settle(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of what a round has committed, as known to the host."""

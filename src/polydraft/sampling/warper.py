@@ -67,6 +67,16 @@ class Warper:
         self._set(params)
         self.restart(prompts, rows)
 
+    def resize(self, params: RowParams) -> None:
+        """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `admit`."""
+        rows = len(params)
+        self._numbers = {name: _resized(value, rows) for name, value in self._numbers.items()}
+        for name in ("_bias_B1V", "_seen_BV", "_counts_BV"):
+            if getattr(self, name) is not None:
+                setattr(self, name, _resized(getattr(self, name), rows))
+        self._history = [*self._history, *([] for _ in range(rows))][:rows]
+        self._set(params)
+
     def _set(self, params: RowParams) -> None:
         """Write the parameters of all rows."""
         self.params = params
@@ -275,6 +285,11 @@ _NUMBERS: dict[str, float | None] = {
     "frequency_penalty": None,
 }
 """Parameters that are one number per row, and what stands for "off" in their tensors where that is not the default itself."""
+
+
+def _resized(values_BX: Tensor, rows: int) -> Tensor:
+    """Return the first rows of a tensor, with zeros behind them if there are fewer."""
+    return torch.cat([values_BX[:rows], values_BX.new_zeros(max(rows - len(values_BX), 0), *values_BX.shape[1:])])
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -102,6 +102,7 @@ class Lane:
                 workspace=workspace,
                 walk=decoder.walk,
                 reuse=True,
+                elastic=True,
                 chunk=options.chunk_tokens,
                 isolate=True,
             )
