@@ -13,6 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ROOMS = [
     "errors",
     "output",
+    "native",
     "registry",
     "described",
     "svg",
@@ -22,7 +23,6 @@ ROOMS = [
     "schemes",
     "walks",
     "theory",
-    "native",
     "models",
     "ngrams",
     "decision",

@@ -101,6 +101,8 @@ class DynamicBuilder(Builder):
         self._resting = False
         self._plan: Plan | None = None
         self._laws: list[Tensor] = []
+        self._bare_laws: tuple[Tensor, ...] | None = None
+        """Of rounds in which all rows rest."""
         self._grown: tuple[Assembled, list[Front]] | None = None
 
     def _ranking_params(self, params: RowParams) -> RowParams:
@@ -141,6 +143,7 @@ class DynamicBuilder(Builder):
         """Have as many rows as there are parameters."""
         self._distributions.resize(self._ranking_params(params))
         self.policy.resize(len(params))
+        self._bare_laws = None
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""
@@ -157,9 +160,12 @@ class DynamicBuilder(Builder):
         """Return a tree of the root alone, for a round in which all rows rest; it verifies as deep trees do."""
         self._plan = None
         # No child was drawn, so any law will do.
-        law_1 = torch.full((1,), 1 / self._vocab_size, device=root_B.device)
-        laws = (law_1.expand(len(root_B), 1, self._vocab_size),) * self.shape.depth if self._drawn else ()
-        tree = DraftTree.from_topology(Topology(), root_B[:, None], laws, torch.zeros_like(root_B[:1]))
+        if self._bare_laws is None:
+            law_1 = torch.full((1,), 1 / self._vocab_size, device=root_B.device)
+            self._bare_laws = (law_1.expand(len(root_B), 1, self._vocab_size),) * self.shape.depth
+        tree = DraftTree.from_topology(
+            Topology(), root_B[:, None], self._bare_laws if self._drawn else (), torch.zeros_like(root_B[:1])
+        )
         return dataclasses.replace(tree, depth=self.shape.depth)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
@@ -257,11 +263,11 @@ class DynamicBuilder(Builder):
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
         """Let the policy compare the round with its plan; report which rows want drafts next."""
-        accepted_B, active_B = as_array(verdict.accepted_B), as_array(keep_B > 0)
+        active_B = as_array(keep_B) > 0
         if self._plan is None:
-            zero_B = 0 * accepted_B
-            self._plan = Plan(zero_B, zero_B, zero_B)
-        self.policy.learn(self._plan, accepted_B, active_B)
+            self.policy.rested(active_B)
+        else:
+            self.policy.learn(self._plan, as_array(verdict.accepted_B), active_B)
         return as_tensor((self.policy.drafting_B & active_B)[:, None] * 1)
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:

@@ -46,6 +46,8 @@ class HeadSource(DistributionSource):
         self._unseen: set[int] = set()
         """Rows of new texts that the target has not begun to read."""
         self._skipped = False
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Entries of rounds without drafts since the last one with some: tokens, features and how many of them count."""
 
     @property
     def obstacle(self) -> str | None:
@@ -68,6 +70,7 @@ class HeadSource(DistributionSource):
 
     def resize(self, rows: int, most: int) -> None:
         """Have so many rows."""
+        self._take_waiting()
         self._context.resize(rows, most)
         self._texts = [*self._texts, *([()] * rows)][:rows]
         self._tokens_BW, self._fresh_B = resized(self._tokens_BW, rows), resized(self._fresh_B, rows)
@@ -76,6 +79,7 @@ class HeadSource(DistributionSource):
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""
+        self._take_waiting()
         self._context.reserve(longest + self._places)
         kept, limits = list(self._context.lengths), [len(text) for text in texts]
         for row in rows:
@@ -125,6 +129,7 @@ class HeadSource(DistributionSource):
 
     def root(self, tail_B2: Tensor) -> Tensor:
         """Make the fresh entries certain; the last of them is the root's."""
+        self._take_waiting()
         batch_size = len(tail_B2)
         block = self._fresh_block or causal_block(batch_size, self._tokens_BW.shape[1], self.device)
         outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), block)
@@ -182,20 +187,27 @@ class HeadSource(DistributionSource):
         return tokens_BW, features_BNF.gather(1, path_BW[..., None].expand(-1, -1, features_BNF.shape[-1]))
 
     def skip(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Put a round's entries, `keep_B` of them, behind those that wait already: several where n-grams were accepted."""
-        tokens_BX, features_BXF = self._accepted(verdict, keep_B, features_BNF)
-        self._skipped = True
+        """Let a round's entries, `keep_B` of them, wait behind those that wait already: several where n-grams were accepted."""
         assert self._features_BWF is not None and self._lone_B is None, "a first round asks for the root, if for nothing else"
-        added, pad = tokens_BX.shape[1], torch.nn.functional.pad
-        place_BX = self._fresh_B[:, None] + torch.arange(added, device=keep_B.device)
-        # Entries beyond `keep_B` are written too, where the next ones will be.
-        self._tokens_BW = pad(self._tokens_BW, (0, added)).scatter_(1, place_BX, tokens_BX)
-        place_BXF = place_BX[..., None].expand_as(features_BXF)
-        self._features_BWF = pad(self._features_BWF, (0, 0, 0, added)).scatter_(1, place_BXF, features_BXF)
-        self._fresh_B = self._fresh_B + keep_B
-        if can_sync(keep_B):
-            most = max(int(self._fresh_B.max()), 1)
-            self._tokens_BW, self._features_BWF = self._tokens_BW[:, :most], self._features_BWF[:, :most]
+        self._skipped = True
+        self._waiting.append((*self._accepted(verdict, keep_B, features_BNF), keep_B))
+
+    def _take_waiting(self) -> None:
+        """Put the entries of rounds without drafts behind the fresh ones."""
+        if not self._waiting or self._features_BWF is None:
+            return
+        pad, waiting, device = torch.nn.functional.pad, self._waiting, self.device
+        room = sum(tokens_BX.shape[1] for tokens_BX, _, _ in waiting)
+        tokens_BW, features_BWF = pad(self._tokens_BW, (0, room)), pad(self._features_BWF, (0, 0, 0, room))
+        for tokens_BX, features_BXF, keep_B in waiting:
+            place_BX = self._fresh_B[:, None] + torch.arange(tokens_BX.shape[1], device=device)
+            # Entries beyond `keep_B` are written too, where the next ones will be.
+            tokens_BW.scatter_(1, place_BX, tokens_BX)
+            features_BWF.scatter_(1, place_BX[..., None].expand_as(features_BXF), features_BXF)
+            self._fresh_B = self._fresh_B + keep_B
+        most = max(int(self._fresh_B.max()), 1) if can_sync(self._fresh_B) else tokens_BW.shape[1]
+        self._tokens_BW, self._features_BWF = tokens_BW[:, :most], features_BWF[:, :most]
+        self._waiting = []
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Take note of the new texts."""
@@ -211,6 +223,7 @@ class HeadSource(DistributionSource):
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
         """Drop what lies beyond the texts; of a text cut off inside the last round, so many fresh entries are left."""
+        self._take_waiting()
         held = [min(length, max(len(text) - 2, 0)) for length, text in zip(self._context.lengths, texts, strict=True)]
         fresh = [max(len(text) - 1 - length, 0) for text, length in zip(texts, held, strict=True)]
         self._context.rewind(held)

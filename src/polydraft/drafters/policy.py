@@ -199,6 +199,10 @@ class RowPolicy:
         net_B = take(value_BX - cost_BX, last_B1)[:, 0] * picked_BX.any(-1)
         return Allotment(picked_BX.reshape(batch_size, width, most).sum(-1), net_B)
 
+    def rested(self, active_B: Array) -> None:
+        """Count a round in which no row drafted."""
+        self._rest_B = xp(active_B).where(active_B, at_least(self._rest_B - 1, 0), self._rest_B)
+
     def learn(self, plan: Plan, accepted_B: Array, active_B: Array) -> None:
         """Compare a round with its plan; rows that rest count down."""
         where = xp(active_B).where

@@ -6,6 +6,7 @@ References
 .. [2] Li et al. 2025, EAGLE-3, arXiv:2503.01840 (several layers as input, training on the head's own outputs).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -214,12 +215,20 @@ class HeadContext(Context):
         runs = head.device.type == "cuda" and obstacle(head.device, head.dtype) is None
         self._fused = FusedHead(head, _NORM_EPSILON) if runs else None
         self._native = head.native_body()
+        self._checked = False
+        """Whether the native body was found in order since the last text began."""
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Cut rows to the given numbers of committed entries."""
+        super().rewind(lengths)
+        self._checked = False
 
     def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
         """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""
         self._fused_BTH = fused_BTH
         native, head = self._native, self._head
-        if native is not None and not torch.is_grad_enabled() and native.ready():
+        if native is not None and not torch.is_grad_enabled() and native.ready(sure=self._checked):
+            self._checked = True
             keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, head.dtype, *native.key_shape)
             rows = Rows(
                 lengths_B=self.lengths_B,

@@ -228,13 +228,21 @@ class HFContext(Context):
             model.num_layers, capacity, f"model type {model.config.model_type!r}"
         )
         self.elastic = model.spread is None
+        self._checked = False
+        """Whether the native body was found in order since the last text began."""
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Cut rows to the given numbers of committed tokens."""
+        super().rewind(lengths)
+        self._checked = False
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
         model = self._model
         native = model.native
-        if native is None or torch.is_grad_enabled() or not native.ready():
+        if native is None or torch.is_grad_enabled() or not native.ready(sure=self._checked):
             return super().extend(tokens_BT, block)
+        self._checked = True
         assert max(self.lengths) + block.stop <= self.capacity, (self.lengths, block.stop, self.capacity)
         keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, model.dtype, *native.key_shape)
         rows = Rows(

@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.sampling import PartialVocabulary
+from polydraft.schemes.arrays import can_sync
 from polydraft.trees import Block, causal_block
 
 _PREFILL_CHUNK = 512
@@ -96,6 +97,8 @@ class Context(ABC):
 
     elastic: bool = False
     """Whether the number of rows may change, see `resize`."""
+    always_moves: ClassVar[bool] = False
+    """Whether even tokens in the right places must be moved to be kept."""
 
     def __init__(self, batch_size: int, capacity: int, device: torch.device, max_positions: int | None) -> None:
         self.batch_size, self.capacity, self.device = batch_size, capacity, device
@@ -165,6 +168,11 @@ class Context(ABC):
 
     def commit(self, places_BD: Tensor, counts_B: Tensor) -> None:
         """Keep the tokens in the first `counts_B` of `places_BD` as committed text, in that order; drop the rest."""
+        if can_sync(counts_B) and not self.always_moves:
+            places_BD = places_BD[:, : int(counts_B.max())]
+            if bool((places_BD == torch.arange(places_BD.shape[1])).all()):  # they are where they belong
+                self.lengths_B += counts_B
+                return
         source_BD = self.lengths_B[:, None] + places_BD
         target_BD = self.lengths_B[:, None] + torch.arange(places_BD.shape[1], device=self.device)
         self._move(source_BD, target_BD)

@@ -2,6 +2,6 @@
 
 from polydraft.native.arguments import Weight, multiply, quantised
 from polydraft.native.body import BodyWeights, LayerWeights, NativeBody, Rows
-from polydraft.native.build import kernels
+from polydraft.native.build import kernels, loaded
 
-__all__ = ["BodyWeights", "LayerWeights", "NativeBody", "Rows", "Weight", "kernels", "multiply", "quantised"]
+__all__ = ["BodyWeights", "LayerWeights", "NativeBody", "Rows", "Weight", "kernels", "loaded", "multiply", "quantised"]

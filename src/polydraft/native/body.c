@@ -8,6 +8,7 @@
 
 #include "vectors.h"
 #include "products.h"
+#include "meeting.h"
 
 typedef struct {
     const void *attention_norm, *mlp_norm;
@@ -52,6 +53,7 @@ typedef struct {
     int32_t *counts, *starts;
     int64_t *positions, *slots;              /* of each token */
     int32_t *next;                           /* items taken, per stage */
+    Meeting *meeting;
     int64_t wide_stride, mixed_stride, input_stride, scores_stride;
 } Memory;
 
@@ -84,6 +86,7 @@ static int64_t lay_out(const Body *b, const Pass *p, Memory *m) {
     TAKE(positions, tokens * 8);
     TAKE(slots, tokens * 8);
     TAKE(next, stages(b, p) * APART * 4);
+    TAKE(meeting, (int64_t)sizeof(Meeting));
     return at - p->memory;
 }
 
@@ -98,7 +101,21 @@ static int64_t taken(Worker *w) { return __atomic_fetch_add(&w->m->next[w->stage
 
 static void finish(Worker *w) {
     w->stage++;
-#pragma omp barrier
+    meet(w->m->meeting);
+}
+
+#ifdef _OPENMP
+extern int omp_get_thread_num(void), omp_get_num_threads(void);
+#else
+static int omp_get_thread_num(void) { return 0; }
+static int omp_get_num_threads(void) { return 1; }
+#endif
+
+/* Threads that came may be fewer than were asked for, so they are counted before the first meeting. */
+static int64_t arrive(Meeting *m) {
+#pragma omp single
+    *m = (Meeting){.threads = omp_get_num_threads()};
+    return omp_get_thread_num();
 }
 
 #define EACH_ITEM(count) for (int64_t item; (item = taken(w)) < (count);)
@@ -414,11 +431,7 @@ int32_t polydraft_pass(const Body *body, const Pass *pass) {
     memset(memory.next, 0, (size_t)stages(body, pass) * APART * 4);
 #pragma omp parallel num_threads((int)pass->threads)
     {
-        int64_t thread = 0;
-#ifdef _OPENMP
-        extern int omp_get_thread_num(void);
-        thread = omp_get_thread_num();
-#endif
+        const int64_t thread = arrive(memory.meeting);
         Worker worker = {body, pass, &memory, pass->batch * pass->size, thread, 0}, *w = &worker;
         find_places(w);
         embed(w);
@@ -434,18 +447,20 @@ int32_t polydraft_pass(const Body *body, const Pass *pass) {
 
 /* Outputs of one matrix: float32 inputs and outputs, one line per token. `memory`: as `polydraft_product_memory` says. */
 int64_t polydraft_product_memory(const Matrix *matrix, int64_t tokens) {
-    return align(grouped(tokens) * padded(matrix->columns) * (int64_t)input_bytes(matrix->format)) + align(tokens * 4) + 2 * APART * 4;
+    const int64_t inputs = align(grouped(tokens) * padded(matrix->columns) * (int64_t)input_bytes(matrix->format));
+    return inputs + align(tokens * 4) + 2 * APART * 4 + (int64_t)sizeof(Meeting);
 }
 
 void polydraft_product(const Matrix *matrix, const float *from, int64_t stride, float *to, int64_t tokens, int64_t threads,
                        char *memory) {
     const int64_t bytes = align(grouped(tokens) * padded(matrix->columns) * (int64_t)input_bytes(matrix->format));
     Memory m = {.input = memory, .scales = (void *)(memory + bytes), .next = (void *)(memory + bytes + align(tokens * 4))};
+    m.meeting = (void *)(m.next + 2 * APART);
     const Pass pass = {.threads = threads};
     memset(m.next, 0, 2 * APART * 4);
 #pragma omp parallel num_threads((int)threads)
     {
-        Worker worker = {NULL, &pass, &m, tokens, 0, 0}, *w = &worker;
+        Worker worker = {NULL, &pass, &m, tokens, arrive(m.meeting), 0}, *w = &worker;
         prepare_all(w, matrix, from, stride);
         product(w, matrix, STORE, to, matrix->rows);
     }

@@ -3,12 +3,12 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from polydraft.native.arguments import FORMATS, Body, Layer, Pass, Weight, WorkingMemory
-from polydraft.trees import Block
 
 _MEMORY = WorkingMemory()
 Angles = Callable[[int], tuple[Tensor, Tensor]]
@@ -61,6 +61,21 @@ class BodyWeights:
         return found + (self.join.tensors() if self.join is not None else [])
 
 
+class Places(Protocol):
+    """Where the tokens of a pass stand, and what they see: a `polydraft.trees.Block`."""
+
+    @property
+    def start(self) -> int: ...  # noqa: D102
+    @property
+    def stop(self) -> int: ...  # noqa: D102
+    @property
+    def depths_BT(self) -> Tensor: ...  # noqa: D102
+    @property
+    def visible_BTU(self) -> Tensor: ...  # noqa: D102
+    @property
+    def places_BT(self) -> Tensor | None: ...  # noqa: D102
+
+
 @dataclass(eq=False, kw_only=True)
 class Rows:
     """Texts of a batch in memory: B rows of S slots."""
@@ -87,6 +102,8 @@ class NativeBody:
         self._tensors = weights.tensors()
         self._like = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in self._tensors]
         self._addresses: list[int] = []
+        self._held: list[Tensor] = []
+        """What is at these addresses stays there, even if the weights' owner puts others in their place meanwhile."""
         self._cosines, self._sines = (torch.empty(0),) * 2
         self._body: Body | None = None
         self._layers: ctypes.Array[Layer] | None = None
@@ -95,17 +112,24 @@ class NativeBody:
         self.key_shape = (weights.keys, weights.channels)
         """Heads of keys and their channels."""
 
-    def ready(self) -> bool:
-        """Whether the weights are still such as they were; their addresses may have changed."""
+    def ready(self, sure: bool = False) -> bool:
+        """Whether the weights are still such as they were; their addresses may have changed.
+
+        Looking at all of them takes longer than a small pass: not to be repeated for passes of the same text, for which the
+        caller is `sure` once it was asked.
+        """
+        if sure and self._body is not None:
+            return True
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
             if [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in self._tensors] != self._like:
                 return False
             self._body, self._addresses = self._laid_out(), addresses
+            self._held = [tensor.detach() for tensor in self._tensors]
         return True
 
     def __call__(
-        self, tokens_BT: Tensor, block: Block, rows: Rows, taps: Sequence[int] = (), features_BTF: Tensor | None = None
+        self, tokens_BT: Tensor, block: Places, rows: Rows, taps: Sequence[int] = (), features_BTF: Tensor | None = None
     ) -> Tensor:
         """Store keys, values and positions of a block of uncommitted tokens and return their last hidden states.
 

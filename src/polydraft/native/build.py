@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 
 from polydraft.native.arguments import declare, self_check
+from polydraft.native.verification import declare_verification
 from polydraft.output import cache_root, written_whole
 
 _LOGGER = logging.getLogger("polydraft")
 _FOLDER = Path(__file__).parent
-_MAIN, _PARTS = "body.c", ("vectors.h", "products.h", "body.c")
+_SOURCES, _HEADERS = ("body.c", "verification.c"), ("vectors.h", "products.h", "meeting.h")
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
 _SECONDS = 180.0
 """After which a compiler is taken to hang; it needs 5 on a slow core."""
@@ -73,6 +74,11 @@ def kernels() -> ctypes.CDLL | None:
                 _LOGGER.info("models run without native kernels, several times slower on a CPU: %s", obstacle)
             _STATE.tried = True
         return _STATE.found
+
+
+def loaded() -> ctypes.CDLL | None:
+    """Return the compiled kernels if somebody has asked for them already: for small things that are not worth a compiler."""
+    return None if os.environ.get(SWITCH, "1") == "0" else _STATE.found
 
 
 def forget() -> None:
@@ -129,7 +135,7 @@ def _key(compiler: list[str], way: _Threading) -> str:
         status = os.stat(executable or compiler[0])
         words.append(f"{status.st_size} {status.st_mtime_ns}")  # asking for its version would cost a start of it
     digest = hashlib.sha256("\0".join(words).encode())
-    for part in _PARTS:
+    for part in (*_SOURCES, *_HEADERS):
         digest.update((_FOLDER / part).read_bytes())
     return digest.hexdigest()[:24]
 
@@ -175,9 +181,10 @@ def _built(compiler: list[str], way: _Threading, file: Path) -> ctypes.CDLL:
 
 
 def _compile(compiler: list[str], way: _Threading, built: Path) -> None:
-    compiled = built.with_suffix(".o")
-    _run([*compiler, *_FLAGS, *way.compiling, "-c", str(_FOLDER / _MAIN), "-o", str(compiled)])
-    _run([*compiler, "-shared", str(compiled), *way.linking, "-lm", "-o", str(built)])
+    objects = [str(built.with_name(f"{built.name}.{source}.o")) for source in _SOURCES]
+    for source, compiled in zip(_SOURCES, objects, strict=True):
+        _run([*compiler, *_FLAGS, *way.compiling, "-c", str(_FOLDER / source), "-o", compiled])
+    _run([*compiler, "-shared", *objects, *way.linking, "-lm", "-o", str(built)])
 
 
 def _run(command: list[str]) -> None:
@@ -210,6 +217,7 @@ def _opened(file: Path, way: _Threading) -> ctypes.CDLL:
             ctypes.CDLL(str(way.shared), mode=ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(file))
         declare(library)
+        declare_verification(library)
     except (OSError, AttributeError) as error:
         raise _ObstacleError(f"what the C compiler made cannot be loaded ({str(error)[:160]})") from None
     if wrong := self_check(library, torch.get_num_threads()):

@@ -42,6 +42,8 @@ class FlatModel(LanguageModel):
 class FlatContext(Context):
     """One cache for the committed text, copied for every candidate sequence in each round."""
 
+    always_moves = True
+
     def __init__(self, model: FlatModel, batch_size: int, capacity: int) -> None:
         super().__init__(batch_size, capacity, model.device, model.max_positions)
         self._model = model

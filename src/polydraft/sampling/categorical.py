@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polydraft.native import loaded
+from polydraft.native.verification import draw
+
 NO_TOKEN = -1
 """Marks a child that does not exist, because the tree has none there or the draft law's support is exhausted."""
 
@@ -69,7 +72,16 @@ def draw_independent(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
     """Draw K tokens per row with replacement."""
     if weights_RV.shape[1] <= _FEW and weights_RV.device.type == "cpu" and not torch.compiler.is_compiling():
         return _draw_of_few(weights_RV, uniforms_RK)
+    library = loaded() if _plain(weights_RV) and _plain(uniforms_RK, torch.float64) else None
+    if library is not None:
+        return draw(library, weights_RV, uniforms_RK)
     return _BlockedWeights(weights_RV).draw(uniforms_RK)
+
+
+def _plain(table_RX: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether compiled code can read it."""
+    here = table_RX.device.type == "cpu" and not torch.compiler.is_compiling()
+    return here and table_RX.dtype == dtype and (table_RX.stride(1) == 1 or table_RX.shape[1] == 1)
 
 
 def _draw_of_few(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:

@@ -55,6 +55,11 @@ class PartialVocabulary:
         return lumped_RX
 
     @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Where a CPU has the tokens of the columns, the column of every token, and 1 for every token not known."""
+        return self.tokens_D.data_ptr(), self._column_X.data_ptr(), self._others_V.data_ptr()
+
+    @cached_property
     def _token_X(self) -> Tensor:
         """Token of every column, any for the last one, which stands for many."""
         return torch.nn.functional.pad(self.tokens_D, (0, 1))

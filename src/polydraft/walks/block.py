@@ -28,7 +28,19 @@ from polydraft.schemes.arrays import (
     xp,
 )
 from polydraft.trees import DraftTree
-from polydraft.walks.walk import LEAST_WEIGHT, WALKS, Fault, TargetLaw, Verdict, Walk, fault_of, followed, laws_everywhere
+from polydraft.walks._native_block import compiled_verdict
+from polydraft.walks.walk import (
+    LEAST_WEIGHT,
+    WALKS,
+    Fault,
+    TargetLaw,
+    Verdict,
+    Walk,
+    fault_of,
+    followed,
+    laws_everywhere,
+    lone_root,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,6 +311,9 @@ class BlockWalk(Walk):
         """Pick the paths of all rows, then draw once where each stops and once what follows."""
         if draft.tokens_BN.shape[1] == 1:
             return _root_alone(draft, target_law, uniforms_BU[:, -1])
+        verdict = compiled_verdict(scheme, draft, target_law, uniforms_BU, self.least_weight)
+        if verdict is not None:
+            return verdict
         path = PathFinder(scheme, draft, target_law, uniforms_BU, self.least_weight).path()
         weight_BD, going_BL = _weights(path, self.least_weight)
         excess_BLX = _excess(path, weight_BD, going_BL)
@@ -328,10 +343,7 @@ def _root_alone(draft: DraftTree, target_law: TargetLaw, uniform_B: Tensor) -> V
     """Draw from the target's law, where nobody drafted, by the very number that the whole walk would use."""
     root_B = torch.zeros_like(draft.tokens_BN[:, 0])
     law_BV = target_law(root_B, draft.tokens_BN[:, :0])
-    token_B1 = draw_one(law_BV, uniform_B)[:, None]
-    tokens_BD = torch.nn.functional.pad(token_B1, (0, draft.depth), value=NO_TOKEN)
-    fault_B = torch.where(token_B1[:, 0] == NO_TOKEN, Fault.TARGET, Fault.NONE)
-    return Verdict(torch.zeros_like(tokens_BD), root_B, tokens_BD, root_B, fault_B)
+    return lone_root(draft, draw_one(law_BV, uniform_B))
 
 
 def _weights(path: Path, least_weight: float) -> tuple[Array, Array]:

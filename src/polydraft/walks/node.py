@@ -9,7 +9,18 @@ from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
 from polydraft.schemes.arrays import can_sync
 from polydraft.trees import DraftTree
-from polydraft.walks.walk import WALKS, Fault, TargetLaw, TreeLaws, Verdict, Walk, fault_of, followed, laws_everywhere
+from polydraft.walks.walk import (
+    WALKS,
+    Fault,
+    TargetLaw,
+    TreeLaws,
+    Verdict,
+    Walk,
+    fault_of,
+    followed,
+    laws_everywhere,
+    lone_root,
+)
 
 
 @WALKS.register("node")
@@ -38,6 +49,8 @@ class NodeWalk(Walk):
         verdict = verify_everywhere(scheme, draft, target_law, uniforms_BU)
         if verdict is not None:
             return verdict
+        if draft.depth == 0:
+            return lone_root(draft, draw_one(target_law(draft.tokens_BN[:, 0] * 0, draft.tokens_BN[:, :0]), uniforms_BU[:, 0]))
         batch_size, device = len(draft.tokens_BN), draft.tokens_BN.device
         node_B = torch.zeros(batch_size, dtype=torch.long, device=device)
         accepted_B, offered_B = torch.zeros_like(node_B), torch.zeros_like(node_B)
@@ -118,6 +131,8 @@ def greedy_verdict(draft: DraftTree, laws: TreeLaws) -> Verdict:
 
     Every exact scheme emits the one token that has mass, whatever it drew, so this is what each of them comes to.
     """
+    if draft.tokens_BN.shape[1] == 1 and draft.extra_table_BNK is None:
+        return lone_root(draft, laws.likeliest(torch.zeros_like(draft.tokens_BN[:, 0]), draft.tokens_BN[:, :0]))
     tokens_BN = None if can_sync(draft.tokens_BN) else laws.likeliest_everywhere(draft)
     return _step_by_step(draft, laws) if tokens_BN is None else follow_tokens(draft, tokens_BN)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError, unknown_name
 from polydraft.registry import Registry
-from polydraft.sampling import Warper
+from polydraft.sampling import NO_TOKEN, Warper
 from polydraft.schemes import SCHEMES, Scheme
 from polydraft.schemes.arrays import as_array, as_tensor, can_sync, xp
 from polydraft.trees import DraftTree
@@ -174,6 +174,14 @@ class Verdict:
             self.offered_B.where(rows_B, other.offered_B),
             self.fault_B.where(rows_B, other.fault_B),
         )
+
+
+def lone_root(draft: DraftTree, token_B: Tensor) -> Verdict:
+    """Return the verdict on trees of which only the root is there, when the target adds a token to it."""
+    root_B = torch.zeros_like(token_B)
+    tokens_BD = torch.nn.functional.pad(token_B[:, None], (0, draft.depth), value=NO_TOKEN)
+    fault_B = torch.where(token_B == NO_TOKEN, Fault.TARGET, Fault.NONE)
+    return Verdict(torch.zeros_like(tokens_BD), root_B, tokens_BD, root_B, fault_B)
 
 
 def followed(next_BN: Tensor, depth: int) -> Tensor:

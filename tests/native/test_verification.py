@@ -1,0 +1,165 @@
+"""Drawing and verification in C against the arrays that it stands for, whose laws are enumerated elsewhere."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from polydraft.native import build
+from polydraft.native.verification import draw, largest_weights
+from polydraft.sampling import NO_TOKEN, PartialVocabulary
+from polydraft.sampling.categorical import _BlockedWeights
+from polydraft.schemes.hybrid import Hybrid, RaceBucketed
+from polydraft.trees import DraftTree, parse_tree
+from polydraft.walks import Fault
+from polydraft.walks import block as block_walk
+from polydraft.walks._native_block import compiled_verdict
+from polydraft.walks.block import BlockWalk
+
+VOCABULARY, BUCKETS = 60, 12
+KNOWN = PartialVocabulary(torch.arange(3, VOCABULARY, 2), VOCABULARY)
+
+
+@pytest.fixture(autouse=True)
+def library():
+    found = build.kernels()
+    if found is None:
+        pytest.skip("no C compiler here")
+    return found
+
+
+def laws(generator, *shape, alike=None):
+    """Laws of all kinds: flat, peaked, with zeros, of one token."""
+    logits = torch.randn(*shape, generator=generator) * 3
+    if alike is not None:
+        logits = 0.5 * logits + alike
+    kind = int(torch.randint(4, (1,), generator=generator))
+    if kind == 1:
+        logits = torch.where(torch.rand(*shape, generator=generator) < 0.6, -torch.inf, logits)
+        logits[..., 0] = 0.0
+    elif kind == 2:
+        logits = logits * 8
+    return logits.softmax(-1), logits.clamp(min=-50)
+
+
+def trees(seed, scheme, tree, vocabulary, batch):
+    """A tree drawn from random laws, the target's laws at its nodes, and random numbers."""
+    generator, topology = torch.Generator().manual_seed(seed), parse_tree(tree)
+    size = VOCABULARY if vocabulary is None else len(vocabulary.tokens_D)
+    target_BNV, logits_BNV = laws(generator, batch, topology.num_nodes, VOCABULARY)
+    tokens_BN = torch.randint(VOCABULARY, (batch, topology.num_nodes), generator=generator)
+    levels, law_rows_N = [], torch.zeros(topology.num_nodes, dtype=torch.long)
+    for draws in topology.draws:
+        drawing = sorted(node for group in draws for node in group.nodes)
+        if not drawing:
+            continue
+        alike = logits_BNV[:, drawing] if vocabulary is None else logits_BNV[:, drawing][..., vocabulary.tokens_D]
+        law_BGD = laws(generator, batch, len(drawing), size, alike=alike if seed % 2 else None)[0]
+        levels.append(law_BGD)
+        law_rows_N[drawing] = torch.arange(len(drawing))
+        for group in draws:
+            for node, children in zip(group.nodes, group.children, strict=True):
+                uniforms = torch.rand(batch, len(children), generator=generator, dtype=torch.float64)
+                drawn = scheme.draw(law_BGD[:, drawing.index(node)], uniforms)
+                tokens_BN[:, list(children)] = drawn if vocabulary is None else vocabulary.tokens(drawn)
+    draft = DraftTree.from_topology(topology, tokens_BN, tuple(levels), law_rows_N, vocabulary)
+    if seed % 3 == 0:  # a node without children where others have some
+        draft = dataclasses.replace(draft, child_table_BNK=draft.child_table_BNK.clone())
+        draft.child_table_BNK[0, 1] = 0
+    uniforms_BU = torch.rand(batch, BlockWalk().uniforms(scheme, draft.depth), generator=generator, dtype=torch.float64)
+    return draft, target_BNV, uniforms_BU
+
+
+def law_of(target_BNV):
+    return lambda node_B, path_BP: target_BNV[torch.arange(len(node_B)), node_B]
+
+
+@pytest.mark.parametrize("vocabulary", [None, KNOWN], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+    "scheme", [Hybrid(buckets=BUCKETS), Hybrid(0.0, BUCKETS), RaceBucketed(BUCKETS)], ids=["hybrid", "hybrid:0", "race"]
+)
+def test_verdicts_are_those_of_the_arrays(scheme, vocabulary, monkeypatch):
+    walk, seen = BlockWalk(), set()
+    for seed in range(120):
+        tree, batch = [("4", 1), ("2x2x1", 1), ("3x2", 3), ("1x1x1x1", 2), ("4x2x2x1x1", 1)][seed % 5]
+        draft, target_BNV, uniforms_BU = trees(seed, scheme, tree, vocabulary, batch)
+        found = compiled_verdict(scheme, draft, law_of(target_BNV), uniforms_BU, walk.least_weight)
+        with monkeypatch.context() as patch:
+            patch.setattr(block_walk, "compiled_verdict", lambda *_: None)
+            # In float64, as the compiled code computes: cells of float32 ratios may be other cells.
+            wide = dataclasses.replace(draft, laws=tuple(law.double() for law in draft.laws))
+            expected = walk.run(scheme, wide, law_of(target_BNV), uniforms_BU)
+        assert found is not None
+        for name in ("accepted_B", "path_BD", "offered_B", "fault_B"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), (seed, name)
+        for row, accepted in enumerate(found.accepted_B.tolist()):
+            assert found.tokens_BD[row, : accepted + 1].tolist() == expected.tokens_BD[row, : accepted + 1].tolist(), seed
+            seen.add(accepted)
+    assert {0, 1, 2} <= seen
+
+
+def test_a_row_gets_what_it_gets_alone():
+    scheme, walk = Hybrid(buckets=BUCKETS), BlockWalk()
+    draft, target_BNV, uniforms_BU = trees(7, scheme, "3x2x1", KNOWN, 6)
+    together = compiled_verdict(scheme, draft, law_of(target_BNV), uniforms_BU, walk.least_weight)
+    for row in range(6):
+        one = slice(row, row + 1)
+        alone = dataclasses.replace(
+            draft,
+            tokens_BN=draft.tokens_BN[one],
+            depths_BN=draft.depths_BN[one],
+            ancestors_BNN=draft.ancestors_BNN[one],
+            child_table_BNK=draft.child_table_BNK[one],
+            laws=tuple(law[one] for law in draft.laws),
+            law_rows_BN=draft.law_rows_BN[one],
+        )
+        found = compiled_verdict(scheme, alone, law_of(target_BNV[one]), uniforms_BU[one], walk.least_weight)
+        assert torch.equal(found.path_BD[0], together.path_BD[row])
+        assert (
+            found.tokens_BD[0, : found.accepted_B[0] + 1].tolist()
+            == together.tokens_BD[row, : found.accepted_B[0] + 1].tolist()
+        )
+
+
+@pytest.mark.parametrize(("who", "fault"), [("target", Fault.TARGET), ("draft", Fault.DRAFT)])
+def test_laws_that_are_not_numbers_are_reported(who, fault):
+    scheme, walk = Hybrid(buckets=BUCKETS), BlockWalk()
+    draft, target_BNV, uniforms_BU = trees(8, scheme, "2x1", None, 2)
+    (target_BNV[1, 0] if who == "target" else draft.laws[0][1]).fill_(torch.nan)
+    found = compiled_verdict(scheme, draft, law_of(target_BNV), uniforms_BU, walk.least_weight)
+    assert found.fault_B.tolist() == [Fault.NONE, fault]
+
+
+def test_what_it_does_not_know_is_left_to_the_arrays():
+    class Own(Hybrid):
+        def select(self, *args):
+            return super().select(*args)
+
+    draft, target_BNV, uniforms_BU = trees(8, Hybrid(buckets=BUCKETS), "2x1", None, 1)
+    for scheme in (Own(buckets=BUCKETS), Hybrid(buckets=None), Hybrid(buckets=VOCABULARY + 1)):
+        assert compiled_verdict(scheme, draft, law_of(target_BNV), uniforms_BU, 0.0) is None
+
+
+@pytest.mark.parametrize("size", [1, 17, 255, 256, 257, 1000])
+def test_draws_are_those_of_the_arrays(library, size):
+    generator = torch.Generator().manual_seed(size)
+    weights_RV = torch.rand(5, size, generator=generator) ** 4 * (torch.rand(5, size, generator=generator) < 0.5)
+    weights_RV[3] = 0.0
+    uniforms_RK = torch.rand(5, 40, generator=generator, dtype=torch.float64)
+    uniforms_RK[:, 0], uniforms_RK[:, 1] = 0.0, 1 - 2**-53
+    found_RK, expected_RK = draw(library, weights_RV, uniforms_RK), _BlockedWeights(weights_RV.double()).draw(uniforms_RK)
+    assert torch.equal(found_RK, expected_RK)
+    assert (found_RK[3] == NO_TOKEN).all()
+
+
+def test_largest_weights_in_order(library):
+    generator = torch.Generator().manual_seed(1)
+    for size, count in ((1, 1), (5, 5), (64, 3), (65, 64), (1000, 16), (16384, 33)):
+        weights_RV = torch.randint(50 if size < 100 else 10**6, (4, size), generator=generator).float()
+        value_RK, token_RK = largest_weights(library, weights_RV, count)
+        order_RV = (-weights_RV.numpy()).argsort(1, kind="stable")[:, :count]
+        assert np.array_equal(token_RK, order_RV)
+        assert np.array_equal(value_RK, np.take_along_axis(weights_RV.numpy(), order_RV, 1))
+    weights_RV[2, 7] = torch.nan
+    assert largest_weights(library, weights_RV, 3) is None
