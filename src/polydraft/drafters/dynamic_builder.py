@@ -139,6 +139,10 @@ class DynamicBuilder(Builder):
         width = max([self.shape.beam, *(level.nodes for level in self._room)])
         return self.source.lead + 1 + width * (self.shape.depth - 1)
 
+    def share(self, loads: Sequence[int]) -> None:
+        """Let the policy reckon with it."""
+        self.policy.share(loads)
+
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters."""
         self._distributions.resize(self._ranking_params(params))

@@ -108,6 +108,11 @@ class DraftSession:
         """Whether the number of rows may change, see `resize`."""
         return all(builder.elastic for builder in self._builders)
 
+    def share(self, loads: Sequence[int]) -> None:
+        """Say how many rows share the rounds of each row, as far as that may matter to its drafts."""
+        for builder in self._builders:
+            builder.share(loads)
+
     def resize(self, params: RowParams, most: int) -> None:
         """Have as many rows as there are parameters: the first ones stay as they are, further ones are to `begin`."""
         for builder in self._builders:

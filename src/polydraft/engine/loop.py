@@ -205,6 +205,7 @@ class Engine:
             slot: sequence.params if sequence is not None and active[slot] else IDLE for slot, sequence in enumerate(self.slots)
         }
         longest = max(sequence.end for sequence in self._running())
+        self._share()
         with self.stats.clock("prefill"):
             self._workspace.begin(
                 self._texts(),
@@ -255,9 +256,15 @@ class Engine:
 
     def _launch(self) -> Launched:
         assert self._walk is not None, "somebody was admitted"
+        self._share()
         with self.stats.clock("draft"):
             uniforms_BU = self._noise.uniforms(self._workspace.num_uniforms(self._walk))
         return self._workspace.launch(self._walk, uniforms_BU, self.stats)
+
+    def _share(self) -> None:
+        """Tell the drafter how many texts are at work."""
+        load = sum(self._active())
+        self._session.share([1 if one is None or one.steady else load for one in self.slots])
 
     def _runs_ahead(self, now: Launched) -> bool:
         """Whether to launch one more round: some sequence goes on after this one unless it meets an end that is no limit."""

@@ -102,6 +102,8 @@ class TokenSequence:
     """Turns tokens into text, and finds stop strings."""
     max_positions: int | None = None
     """Where the model's context ends."""
+    steady: bool = True
+    """Whether its trees, and so what a seed gives, may not depend on how many others there are."""
     top_logprobs: int | None = None
     """How many of the likeliest tokens to tell beside each one's log-probability; None for no log-probabilities."""
     tokens: list[int] = field(init=False)

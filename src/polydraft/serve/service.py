@@ -129,7 +129,9 @@ class Service:
         return room if asked.max_new_tokens is None else asked.max_new_tokens
 
     def _sequence(self, prompt: list[int], limit: int, seed: int, asked: Asked) -> TokenSequence:
-        options: dict[str, Any] = {"max_positions": self.slot_tokens, "top_logprobs": asked.top_logprobs}
+        # The likeliest token is the likeliest whatever was drafted; what a seed gives depends on the trees.
+        steady = asked.seed is not None and asked.params.temperature > 0
+        options: dict[str, Any] = {"steady": steady, "max_positions": self.slot_tokens, "top_logprobs": asked.top_logprobs}
         return TokenSequence(
             prompt=prompt,
             params=asked.params,
