@@ -7,6 +7,7 @@ from typing import Any
 
 from polydraft.errors import UsageError, shown, unknown_name
 from polydraft.sampling import SamplingParams
+from polydraft.sampling.grammar import JSON_OBJECT, JSON_SCHEMA, LARK, REGEX
 from polydraft.serve.problems import RequestError
 from polydraft.serve.ticket import AUTO, OFF
 
@@ -46,6 +47,8 @@ class Asked:
     top_logprobs: int | None = None
     speculative: str = AUTO
     """``"auto"``, ``"off"``, or a tree."""
+    grammar: tuple[str, Any] | None = None
+    """Kind and content of a grammar that the texts follow, see `polydraft.sampling.grammar`."""
     trace: bool = False
     """Whether to say of every token where it came from."""
 
@@ -72,6 +75,7 @@ def read_request(body: Any, *, chat: bool) -> Asked:
     wants["include_usage"] = _stream_options(left.pop("stream_options", None), wants["stream"])
     wants["speculative"], wants["trace"] = _speculative(left.pop("speculative", AUTO))
     wants["params"] = _sampling(left)
+    wants["grammar"] = _grammar(left)
     _text(left, "user")  # says who asks, and so changes nothing
     _refuse_rest(left, wants["n"], chat)
     return Asked(**wants)
@@ -204,6 +208,28 @@ def _speculative(value: Any) -> tuple[str, bool]:
     return (OFF if tree == "none" else tree), trace
 
 
+def _grammar(left: dict[str, Any]) -> tuple[str, Any] | None:
+    """Read what the texts are to follow: one of three parameters says so."""
+    found: dict[str, tuple[str, Any]] = {}
+    for name in (REGEX, LARK):
+        if text := _text(left, name):
+            found[name] = name, text
+    response = left.pop("response_format", None)
+    match response:
+        case None | {"type": "text"}:
+            pass
+        case {"type": "json_object", **rest} if not rest:
+            found["response_format"] = JSON_OBJECT, None
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            found["response_format"] = JSON_SCHEMA, schema
+        case _:
+            allowed = '{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+            raise _wrong("response_format", response, allowed)
+    if len(found) > 1:
+        raise RequestError(f"{' and '.join(found)} at the same time; allowed: one of them", param=list(found)[-1])
+    return next(iter(found.values()), None)
+
+
 def _sampling(left: dict[str, Any]) -> SamplingParams:
     given: dict[str, Any] = {}
     for name in _NUMBERS:
@@ -242,6 +268,9 @@ _SHARED_NAMES = {
     "stream",
     "stream_options",
     "speculative",
+    "response_format",
+    "grammar",
+    "regex",
     "user",
     "top_k",
     "logit_bias",
@@ -251,7 +280,7 @@ CHAT_NAMES = {"messages", "max_tokens", "max_completion_tokens", "logprobs", "to
 COMPLETION_NAMES = {"prompt", "max_tokens", "logprobs", *_SHARED_NAMES}
 KNOWN_ELSEWHERE = {
     *_NEUTRAL, "suffix", "functions", "function_call", "tool_choice", "modalities", "audio", "prediction", "metadata",
-    "reasoning_effort", "service_tier", "verbosity", "web_search_options", "response_format", "prompt_cache_key",
+    "reasoning_effort", "service_tier", "verbosity", "web_search_options", "prompt_cache_key",
     "safety_identifier", "top_a", "typical_p", "mirostat", "ignore_eos", "min_tokens", "length_penalty", "use_beam_search",
 }  # fmt: skip
 """Parameters of the API, and of other servers, that are not supported."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import secrets
 import threading
 from typing import Any
@@ -12,6 +13,7 @@ from polydraft.errors import UsageError
 from polydraft.models import check_prompts
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator, row_seed
+from polydraft.sampling.grammar import Grammars
 from polydraft.serve.answers import Answer
 from polydraft.serve.asked import Asked
 from polydraft.serve.lane import LaneOptions
@@ -46,6 +48,8 @@ class Service:
         # theirs.
         self._encoder = Decoder(decoder.target, tokenizer=copy.deepcopy(decoder.tokenizer))
         self._encoding = threading.Lock()
+        self._grammars: Grammars | None = None
+        """Made when first asked for: that takes a second."""
         self._token_texts = TokenTexts(copy.deepcopy(decoder.tokenizer))
 
     @property
@@ -107,11 +111,12 @@ class Service:
             check_params(asked.params, target.vocab_size)
         except UsageError as error:
             raise RequestError(str(error), param=_sampling_name(str(error)) or _prompt(asked)) from None
+        grammar = None if asked.grammar is None else self._compiled(*asked.grammar)
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         texts = [prompt for prompt in prompts for _ in range(asked.n)]
         limits = {id(prompt): self._limit(len(prompt), asked) for prompt in prompts}
         return Ticket(
-            [self._sequence(text, limits[id(text)], row_seed(seed, row), asked) for row, text in enumerate(texts)],
+            [self._sequence(text, limits[id(text)], row_seed(seed, row), asked, grammar) for row, text in enumerate(texts)],
             asked.speculative,
             loop,
         )
@@ -128,13 +133,28 @@ class Service:
             )
         return room if asked.max_new_tokens is None else asked.max_new_tokens
 
-    def _sequence(self, prompt: list[int], limit: int, seed: int, asked: Asked) -> TokenSequence:
+    def _compiled(self, kind: str, given: Any) -> str:
+        """Check a grammar."""
+        try:
+            with self._encoding:
+                if self._grammars is None:
+                    decoder = self.decoder
+                    self._grammars = Grammars(self._encoder.tokenizer, decoder.target.vocab_size, decoder.eos_token_ids)
+            return self._grammars.compiled(kind, given)
+        except UsageError as error:
+            raise RequestError(str(error), param="response_format" if kind.startswith("json") else kind) from None
+
+    def _sequence(self, prompt: list[int], limit: int, seed: int, asked: Asked, grammar: str | None) -> TokenSequence:
+        params = asked.params
+        if grammar is not None:
+            assert self._grammars is not None
+            params = dataclasses.replace(params, processors=(self._grammars.processor(grammar, len(prompt)),))
         # The likeliest token is the likeliest whatever was drafted; what a seed gives depends on the trees.
         steady = asked.seed is not None and asked.params.temperature > 0
         options: dict[str, Any] = {"steady": steady, "max_positions": self.slot_tokens, "top_logprobs": asked.top_logprobs}
         return TokenSequence(
             prompt=prompt,
-            params=asked.params,
+            params=params,
             generator=row_generator(seed),
             max_new_tokens=limit,
             eos_token_ids=frozenset(self.decoder.eos_token_ids),
