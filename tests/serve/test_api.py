@@ -163,6 +163,9 @@ def test_a_trace_names_every_tokens_source(shared):
     text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
     assert "".join(token["text"] for token in tokens) == text
     assert {token["source"] for token in tokens} <= {"target", "model"} and all(trace["drafted"] == 15 for trace in traces)
+    for trace in traces:
+        parents = [parent for parent, _ in trace["tree"]]
+        assert parents == [-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9]
     assert lines[-2] == "data: [DONE]"
 
 

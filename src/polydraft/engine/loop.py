@@ -217,7 +217,8 @@ class Engine:
             )
             self._workspace.activate(active)
             self._workspace.watch(
-                paths=any(one is not None and one.top_logprobs is not None for one in self.slots), isolate=self._isolate
+                paths=any(one is not None and (one.traced or one.top_logprobs is not None) for one in self.slots),
+                isolate=self._isolate,
             )
         self._walk = self._chosen_walk()
 
@@ -289,6 +290,8 @@ class Engine:
             one = replace(sequence.take(row.tokens, [*sources[slot], TARGET]), accepted=row.accepted, drafted=row.drafted)
             if sequence.top_logprobs is not None:
                 one.logprobs.extend(self._logprobs(slot, one.token_ids, sequence.top_logprobs))
+            if sequence.traced:
+                one.tree.extend(self._workspace.last_tree(slot))
             sequence.speculation.count(row.accepted, row.drafted)
             self.stats.count(row.accepted, row.offered, row.longest, row.branch)
             self.stats.keep(one.sources)

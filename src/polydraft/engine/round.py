@@ -41,9 +41,11 @@ class State:
     compiled: bool = False
     """Whether verification is compiled."""
     watched: bool = False
-    """Whether the host wants to see the features below."""
+    """Whether the host wants to see what follows."""
     path_features_BDF: Tensor | None = None
     """The target's, of the nodes that the last round's path goes through."""
+    tree: DraftTree | None = None
+    """The last round's."""
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters; what else has rows does so by itself."""
@@ -135,7 +137,7 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
         numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B, draft.longest(), branch_B, drafted_B)
         if state.watched:
             path_BDF = verdict.path_BD[..., None].expand(-1, -1, features_BNF.shape[-1])
-            state.path_features_BDF = features_BNF.gather(1, path_BDF)
+            state.path_features_BDF, state.tree = features_BNF.gather(1, path_BDF), candidates
         return Outcome.of(verdict.tokens_BD, numbers, report_BX)
 
 

@@ -84,6 +84,8 @@ class Emitted:
     """Drafted tokens that the round accepted, before anything was cut off at an end."""
     drafted: int = 0
     """Candidates that it had."""
+    tree: list[tuple[int, int]] = field(default_factory=list)
+    """Its candidates, where they were asked for: parent and token of each, the root first."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -104,6 +106,8 @@ class TokenSequence:
     """Where the model's context ends."""
     steady: bool = True
     """Whether its trees, and so what a seed gives, may not depend on how many others there are."""
+    traced: bool = False
+    """Whether to show its trees."""
     top_logprobs: int | None = None
     """How many of the likeliest tokens to tell beside each one's log-probability; None for no log-probabilities."""
     tokens: list[int] = field(init=False)

@@ -220,6 +220,18 @@ class Workspace:
         assert path_BDF is not None, "rounds keep them where they are asked to"
         return self.target.head(path_BDF[row, :count]).float()
 
+    def last_tree(self, row: int) -> list[tuple[int, int]]:
+        """Return the candidates of the last round's tree in a row, the root first: parents and tokens.
+
+        The root has parent -1, and a node without a token was not drawn.
+        """
+        tree = self._begun.tree
+        assert tree is not None, "rounds keep it where they are asked to"
+        # A node's nearest ancestor is the last before it: parents come before their children.
+        above_NN = tree.ancestors_BNN[row].tril(-1)
+        parents = [max((node for node, is_above in enumerate(line) if is_above), default=-1) for line in above_NN.tolist()]
+        return list(zip(parents, tree.tokens_BN[row].tolist(), strict=True))
+
     def watch(self, *, paths: bool, isolate: bool) -> None:
         """Say whether rounds keep what `path_logits` needs, unrecorded, and whether a processor's error is its row's alone."""
         self._begun.watched = paths

@@ -79,6 +79,7 @@ class Answer:
                 "tokens": [{"text": piece, "source": source} for piece, source in pairs],
                 "drafted": emitted.drafted,
                 "accepted": emitted.accepted,
+                "tree": [[parent, None if token < 0 else self._token_texts(token)[0]] for parent, token in emitted.tree],
             }
         return self._chunk(choice | (self._end(sequence) if emitted.stop_reason is not None else {"finish_reason": None}))
 

@@ -151,7 +151,12 @@ class Service:
             params = dataclasses.replace(params, processors=(self._grammars.processor(grammar, len(prompt)),))
         # The likeliest token is the likeliest whatever was drafted; what a seed gives depends on the trees.
         steady = asked.seed is not None and asked.params.temperature > 0
-        options: dict[str, Any] = {"steady": steady, "max_positions": self.slot_tokens, "top_logprobs": asked.top_logprobs}
+        options: dict[str, Any] = {
+            "steady": steady,
+            "traced": asked.trace,
+            "max_positions": self.slot_tokens,
+            "top_logprobs": asked.top_logprobs,
+        }
         return TokenSequence(
             prompt=prompt,
             params=params,
