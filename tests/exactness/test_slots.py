@@ -203,3 +203,18 @@ def test_rounds_of_a_text_are_counted() -> None:
     assert counted.rounds == engine.stats.rounds == sum(counted.accepted.values())
     assert counted.drafted_tokens == counted.rounds * (engine._session.num_nodes - 1) and counted.resting_rounds == 0
     assert counted.mean_acceptance_length == pytest.approx(engine.stats.tokens_per_pass)
+
+
+@pytest.mark.parametrize("name", ["model", "head", "adaptive model", "lookup+model"])
+def test_a_batch_may_shrink_to_greedy_texts_alone(name: str) -> None:
+    decoder = DECODERS[name]().replace(eos_token_ids=())
+    engine = open_engine(decoder, slots=4, elastic=True)
+    texts = [sequence(decoder, n, [3, 1, 4 + n], GREEDY if n == 0 else DRAWN, limit=40 - 9 * n, seed=n) for n in range(4)]
+    for one in texts:
+        engine.add(one)
+    widths = []
+    while not engine.done:
+        engine.step()
+        widths.append(len(engine.slots))
+    assert widths[0] == 4 and widths[-1] == 1 and widths == sorted(widths, reverse=True)
+    assert [one.new_tokens for one in texts] == [alone(decoder, one, n) for n, one in enumerate(texts)]

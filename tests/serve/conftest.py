@@ -1,5 +1,6 @@
 """Servers of a tiny model, on a port of their own."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -40,6 +41,9 @@ class Live:
 @contextmanager
 def live(decoder: Decoder, **options: object) -> Iterator[Live]:
     """Serve in a thread of its own until the test is over."""
+    logger = logging.getLogger("polydraft")
+    for handler in list(logger.handlers):  # of commands that other tests ran, whose standard error is gone
+        logger.removeHandler(handler)
     settings = ServeOptions(port=0, **{"slots": 3, "slot_tokens": 512, "chunk_tokens": 64, "drain_seconds": 5, **options})
     listening = listen(settings)
     service, started = Service(decoder, settings), threading.Event()

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import httpx
 import openai
@@ -283,3 +285,15 @@ def test_metrics_count_what_happened(serving):
     assert float(values["polydraft:time_to_first_token_seconds_count"]) == 1
     assert float(values["polydraft:inter_token_latency_seconds_count"]) > 0
     assert float(values["polydraft:num_requests_running"]) == 0 == float(values["polydraft:num_requests_waiting"])
+
+
+def test_the_dashboard_asks_for_figures_that_exist(shared):
+    shared.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 20, "temperature": 0})
+    shared.post("/v1/chat/completions", {})
+    known = httpx.get(f"{shared.url}/metrics").text
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = {
+        name for panel in dashboard["panels"] for one in panel["targets"] for name in re.findall(r"polydraft:\w+", one["expr"])
+    }
+    assert len(asked) > 10
+    assert not [name for name in asked if f"# TYPE {name.removesuffix('_bucket')} " not in known]

@@ -8,7 +8,8 @@ from torch import Tensor
 from polydraft.drafters.policy import LONGEST_REST
 from polydraft.drafters.source import DistributionSource
 from polydraft.models import FeatureHead
-from polydraft.models.language_model import Observer, assign, common_prefix, resized
+from polydraft.models.language_model import Observer, assign, resized
+from polydraft.models.memory import common_prefix
 from polydraft.schemes.arrays import can_sync
 from polydraft.trees import Block, causal_block
 from polydraft.walks import Verdict

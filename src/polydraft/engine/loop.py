@@ -16,7 +16,7 @@ from polydraft.engine.stats import TARGET, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError
 from polydraft.models import LanguageModel
-from polydraft.models.language_model import common_prefix
+from polydraft.models.memory import common_prefix
 from polydraft.sampling import IDLE, Noise
 from polydraft.walks import AUTO, Fault, Walk
 
@@ -238,6 +238,8 @@ class Engine:
             self._known = {slot: known for slot, known in self._known.items() if slot < rows}
             self._noise.generators = [*self._noise.generators, *(torch.Generator() for _ in range(rows))][:rows]
             self._workspace.resize(rows)
+            if self._walk is not None:
+                self._walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
         return range(before, rows)
 
     def _take_slot(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:

@@ -40,8 +40,6 @@ class Metrics:
         self.between_tokens = self._histogram("inter_token_latency_seconds", "Per token after the first round.", _BETWEEN)
         self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
         self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to a slot.", _FIRST)
-        self._last: dict[tuple[Ticket, int], float] = {}
-        """When texts that are under way got their last tokens."""
 
     def watch(self, scheduler: "Scheduler") -> None:
         """Show how many texts are at work."""
@@ -52,26 +50,24 @@ class Metrics:
 
     def saw(self, ticket: Ticket, progress: Progress) -> None:
         """Count what a round brought one text."""
-        now, emitted, key = time.perf_counter(), progress.emitted, (ticket, progress.index)
+        now, emitted = time.perf_counter(), progress.emitted
         if emitted.token_ids:
             self._saw_tokens(ticket, progress, now)
-        if emitted.stop_reason is not None:
-            self._last.pop(key, None)
-            if emitted.stop_reason is not StopReason.FAILED:
-                self.successes.labels(finished_reason=emitted.stop_reason.value).inc()
-                self.whole.observe(now - ticket.arrived)
+        if emitted.stop_reason not in (None, StopReason.FAILED):
+            self.successes.labels(finished_reason=emitted.stop_reason.value).inc()
+            self.whole.observe(now - ticket.arrived)
 
     def _saw_tokens(self, ticket: Ticket, progress: Progress, now: float) -> None:
-        emitted, key = progress.emitted, (ticket, progress.index)
-        if key not in self._last:
+        emitted, index = progress.emitted, progress.index
+        if index not in ticket.heard:
             self.first_token.observe(now - ticket.arrived)
-            self.queue_time.observe(ticket.admitted[progress.index] - ticket.arrived)
-            self.prompt_tokens.inc(len(ticket.sequences[progress.index].prompt))
+            self.queue_time.observe(ticket.admitted[index] - ticket.arrived)
+            self.prompt_tokens.inc(len(ticket.sequences[index].prompt))
         else:
-            each = (now - self._last[key]) / len(emitted.token_ids)
+            each = (now - ticket.heard[index]) / len(emitted.token_ids)
             for _ in emitted.token_ids:
                 self.between_tokens.observe(each)
-        self._last[key] = now
+        ticket.heard[index] = now
         self.new_tokens.inc(len(emitted.token_ids))
         if emitted.drafted:
             self.drafts.inc()
@@ -79,11 +75,6 @@ class Metrics:
             self.accepted_tokens.inc(emitted.accepted)
             for position in range(emitted.accepted):
                 self.accepted_by_position.labels(position=position).inc()
-
-    def forget(self, ticket: Ticket) -> None:
-        """Drop what was kept of a request whose client left."""
-        for index in range(len(ticket.sequences)):
-            self._last.pop((ticket, index), None)
 
     def text(self) -> bytes:
         """Return all figures as Prometheus reads them."""

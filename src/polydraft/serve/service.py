@@ -79,7 +79,6 @@ class Service:
     def leave(self, ticket: Ticket) -> None:
         """Let a request go whose client has left, or whose time is up."""
         self.scheduler.cancel(ticket)
-        self.metrics.forget(ticket)
 
     def tokens_of(self, asked: Asked) -> list[list[int]]:
         """Return the prompts as token ids."""

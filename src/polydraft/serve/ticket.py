@@ -46,6 +46,8 @@ class Ticket:
     arrived: float = field(default_factory=time.perf_counter)
     admitted: dict[int, float] = field(default_factory=dict)
     """When each text got its slot."""
+    heard: dict[int, float] = field(default_factory=dict)
+    """When each text got its last tokens."""
     cancelled: bool = False
     _events: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
 
