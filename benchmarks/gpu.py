@@ -24,9 +24,11 @@ from polydraft.drafters import Plain, TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.engine.round import distributions
 from polydraft.engine.workspace import Workspace
+from polydraft.errors import PolydraftError
 from polydraft.models import HeadShape
+from polydraft.models._fused import FusedBody
 from polydraft.models.head_folder import new_head
-from polydraft.models.hf import HFModel
+from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.prompts import load_prompts
@@ -80,9 +82,10 @@ def limits() -> dict[str, float]:
     for nodes in (1, 8, 16, 32, 64, 128):
         rows[f"pass of {nodes}"] = 1e3 * pass_seconds(target, nodes, context=512)
     assert target.fused is not None, "the kernels run on this GPU"
-    own, target.fused.product = target.fused.product, torch.nn.functional.linear
+    own, target.fused = target.fused, FusedBody(target._lean)
+    target.fused.product = torch.nn.functional.linear
     rows["pass of 1, library"] = 1e3 * pass_seconds(target, 1, context=512)
-    target.fused.product = own
+    target.fused = own
     whole, device, _ = round_seconds(Decoder(target), SamplingParams(temperature=0), 512)
     rows |= {"token": 1e3 * whole, "token on the device": 1e3 * device}
     ratios = whole / seconds, device / seconds
@@ -94,6 +97,73 @@ def limits() -> dict[str, float]:
     ratio, other = (rows["pass of 64"] / rows[key] for key in ("pass of 1", "pass of 1, library"))
     print(f"pass of 64 nodes ÷ plain pass: {ratio:.3f} (aim 1.15); ÷ plain pass with the library's products: {other:.3f}")
     return rows
+
+
+def invariant() -> dict[str, float]:
+    """What it costs that a token has the bits it has alone, and what it brings: passes, prompts, and greedy texts of trees."""
+    rows: dict[str, float] = {}
+    for name, shape in {"7B": SHAPE_7B, "135M": SHAPE_135M}.items():
+        target = random_model(shape)
+        bodies = {kind: FusedBody(target._lean, kind == "invariant") for kind in ("usual", "invariant")}
+        for _ in range(3):  # in turn, and the least of each
+            for kind, body in bodies.items():
+                target.fused = body
+                times = {f"{nodes} nodes": pass_seconds(target, nodes, context=512) for nodes in (1, 8, 16, 32, 64, 128)}
+                times |= {f"{nodes} nodes at 4096": pass_seconds(target, nodes, context=4096) for nodes in (1, 64)}
+                times |= {f"prompt of {length}": prompt_seconds(target, length) for length in (100, 512, 2048)}
+                for key, seconds in times.items():
+                    rows[f"{name} {kind} {key}"] = min(rows.get(f"{name} {kind} {key}", 1e9), 1e3 * seconds)
+        for key in times:
+            usual, own = (rows[f"{name} {kind} {key}"] for kind in bodies)
+            print(f"{name:5} {key:20} usual {usual:8.3f} ms, invariant {own:8.3f} ms ({own / usual:.3f})", flush=True)
+    # A random model with its own first layers as a draft; its first tokens of random prompts are as near to ties as any.
+    target = random_model({**SHAPE_7B, "num_hidden_layers": 8, "initializer_range": 0.03})
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(0, 49152, (length,), generator=generator).tolist() for length in (5, 20, 77, 130, 250, 256, 300, 600)
+    ]
+    rows |= same_texts("random", Decoder(target), early_exit(target, 7), prompts)
+    try:
+        plain = polydraft.load("smollm2", "none", device="cuda")
+    except PolydraftError as error:
+        print(f"without the bundled model: {error}")
+        return rows
+    head = load_draft("smollm2-head", Loaded(plain.target, plain.tokenizer, plain.eos_token_ids))
+    prompts = [plain.encode(text, chat=True) for text in sample_prompts(OPTIONS.prompts, 8)]
+    return rows | same_texts("smollm2", plain, head, prompts)
+
+
+def same_texts(name: str, plain: Decoder, draft: object, prompts: list[list[int]]) -> dict[str, int]:
+    """Count greedy texts that are those of plain decoding of one text at a time."""
+    rows = {}
+    for kind in ("invariant", "usual"):
+        plain.target.fused = FusedBody(plain.target._lean, kind == "invariant")
+        expected = [greedy(plain.replace(), [prompt])[0] for prompt in prompts]
+        for tree in ("none", "chain:3", "4x2x2x1x1", "64"):
+            topology = NAMED_TREES.get(tree) or parse_tree(tree)
+            decoder = plain.replace(drafter=TreeDrafter(draft, topology) if tree != "none" else None)
+            ways = {"alone": [greedy(decoder, [prompt])[0] for prompt in prompts], "in a batch": greedy(decoder, prompts)}
+            same = {way: sum(one == two for one, two in zip(texts, expected, strict=True)) for way, texts in ways.items()}
+            rows |= {f"{name} {kind} {tree} {way}": count for way, count in same.items()}
+            print(f"{name} {kind:9} tree {tree:10} texts as plain, of {len(prompts)}: {same}", flush=True)
+    return rows
+
+
+def greedy(decoder: Decoder, prompts: list[list[int]]) -> list[list[int]]:
+    results = decoder.generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=96, seed=0)
+    return [result.token_ids for result in results]
+
+
+def prompt_seconds(target: HFModel, length: int) -> float:
+    """Return the time in which a prompt is read."""
+    context, ids = target.start(1, length), torch.randint(0, 1000, (length,)).tolist()
+
+    def read() -> None:
+        with torch.inference_mode():
+            context.rewind([0])
+            context.prefill([ids])
+
+    return event_seconds(read, repeat=3, together=1)
 
 
 def context() -> dict[str, float]:
@@ -379,6 +449,7 @@ SECTIONS: dict[str, Callable[[], object]] = {
     "tests": gpu_tests,
     "limits": limits,
     "parts": parts,
+    "invariant": invariant,
     "context": context,
     "identity": identity,
     "end": end_to_end,

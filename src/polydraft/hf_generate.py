@@ -105,7 +105,9 @@ class Speculate:
         self._walk = options.walk
         draft, topology = options.draft, options.topology
         if draft is not None and topology.depth:
-            self._draft = draft if isinstance(draft, LanguageModel | FeatureHead) else HFModel(draft, endless=True)
+            self._draft = (
+                draft if isinstance(draft, LanguageModel | FeatureHead) else HFModel(draft, endless=True, invariant=False)
+            )
             self._drafter = TreeDrafter(self._draft, topology, options.scheme, draft_temperature=options.draft_temperature)
         if options.ngrams is not None:
             self._drafter = _with_ngrams(self._drafter, options.ngrams, options.grams or GramTreeOptions())

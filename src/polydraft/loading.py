@@ -57,7 +57,7 @@ def load_with(options: LoadOptions) -> Decoder:
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
     options = _resolved(options, place, number_format)
-    loaded = load_model(options.target, place, number_format, options.device_map, options.native)
+    loaded = load_model(options.target, place, number_format, options.device_map, options.native, options.invariant)
     return make_decoder(options, loaded, load_draft(options.draft, loaded))
 
 

@@ -131,6 +131,11 @@ class GpuOptions:
     """On a GPU, replay whole rounds as CUDA graphs."""
     compiled: bool = False
     """On a GPU, compile drawing and verification: 20 seconds once, then faster above T=0."""
+    invariant: bool | None = None
+    """On a GPU, compute the same bits for a token whatever is computed beside it, so that greedy text is plain decoding's own
+    [default: in bfloat16, where the model can].
+
+    Llama-shaped models in bfloat16 or float32 can."""
 
 
 @dataclass(frozen=True, kw_only=True)

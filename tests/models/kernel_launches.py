@@ -16,13 +16,19 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from polydraft.models import FAMILIES, FeatureHead
+from polydraft.models import FAMILIES, FeatureHead, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody, FusedHead, TreeView, add_norm, gate, rotate_store, vector_product
+from polydraft.models._invariant import Sight, invariant_attention, invariant_parts, sight_of
 from polydraft.models.cache import SlotCache
 from polydraft.models.feature_head import HeadShape
 from polydraft.models.tree_attention import AttentionPlan, tree_attention
-from polydraft.trees import SlicedMask, parse_tree
+from polydraft.sampling import PartialVocabulary
+from polydraft.schemes import SCHEMES
+from polydraft.schemes.fused import draw
+from polydraft.trees import DraftTree, SlicedMask, parse_tree
+from polydraft.walks import BlockWalk
+from polydraft.walks.fused_block import verify_block
 
 
 class AbsentGPU:
@@ -101,6 +107,41 @@ def odd_models(dtype: torch.dtype) -> None:
     turn(empty, queries=5, keys=1, channels=26)
 
 
+def invariant(dtype: torch.dtype) -> None:
+    """Launch what has one order of summation, with the sizes of small, large and odd models."""
+    empty = partial(torch.empty, dtype=dtype)
+    for outputs, channels in ((960, 576), (576, 1536), (4096, 11008), (12288, 4096), (22016, 4096), (33, 77)):
+        for rows in (1, 64, 128, 512):
+            invariant_parts(empty(1, rows, channels), empty(outputs, channels), empty(outputs) if outputs == 33 else None)
+    for size, batch, channels in ((1, 1, 128), (64, 1, 128), (64, 64, 64), (512, 1, 256), (3, 1, 26)):
+        attend_invariantly(empty, batch, size, channels)
+    add_norm(empty(1, 64, 4096), torch.empty(2, 1, 64, 4096), empty(4096), 1e-5)
+
+
+def attend_invariantly(empty: Callable[..., torch.Tensor], batch_size: int, size: int, channels: int) -> None:
+    query, key = empty(batch_size, size, 32, channels).transpose(1, 2), empty(batch_size, 8, 4096, channels)
+    lengths = torch.zeros(batch_size, dtype=torch.long)
+    sight = Sight(lengths, 3000)
+    if 1 < size < 512:
+        positions, slots = torch.zeros(batch_size, size, dtype=torch.long), torch.zeros(batch_size, 4096, dtype=torch.long)
+        visible = torch.ones(batch_size, size, size, dtype=torch.bool)
+        sight = sight_of(lengths, 3000, positions if size == 3 else None, positions, visible, slots)
+    invariant_attention(query, key, key, sight, 0.1)
+
+
+def verification(dtype: torch.dtype) -> None:
+    """Draw and verify trees of the default shape, with part of a vocabulary and with all of it, and smaller ones."""
+    for tree, size, known in (("4x2x2x1x1", 49152, 16384), ("8x1", 128256, 128256), ("2x1", 50, 50)):
+        topology, hybrid = parse_tree(tree), SCHEMES.get("hybrid")()
+        draw(torch.zeros(3, known), torch.zeros(3, topology.max_children, dtype=torch.float64), 0.5)
+        drawing = [sum(bool(topology.children[node]) for node in level) for level in topology.levels[:-1]]
+        vocabulary = PartialVocabulary(torch.arange(known), size) if known < size else None
+        laws, tokens = tuple(torch.zeros(1, count, known) for count in drawing), torch.zeros(1, topology.num_nodes).long()
+        tree = DraftTree.from_topology(topology, tokens, laws, torch.zeros(topology.num_nodes).long(), vocabulary)
+        numbers = torch.zeros(1, BlockWalk().uniforms(hybrid, topology.depth), dtype=torch.float64)
+        verify_block(hybrid, tree, torch.zeros(1, topology.num_nodes, size), numbers, 2**-6)
+
+
 def attend(case: Case) -> None:
     query, key, value, lengths, visible = case.build("cpu")
     tree_attention(query, key, value, lengths, visible, 0.1, max(case.lengths))
@@ -136,7 +177,10 @@ def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None
 def main(what: str, capability: str, dtype: str) -> None:
     driver.set_active(AbsentGPU(int(capability)))
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
-    for launches in [trees] if what == "trees" else [whole_models, large_models, odd_models]:
+    if int(capability) >= 90:
+        _invariant.shared_room = lambda device: 227 * 2**10
+    models = [whole_models, large_models, odd_models, invariant, verification]
+    for launches in [trees] if what == "trees" else models:
         launches(getattr(torch, dtype))
 
 

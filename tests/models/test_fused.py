@@ -1,20 +1,16 @@
 """The kernels between a layer's matrix products, in Triton's interpreter; on a GPU they run in tests/gpu."""
 
-import importlib.util
-import os
-import sys
-
 import pytest
 import torch
 from fused_cases import check_add_norm, check_gate, check_rotate_store, check_vector_product
 
-if importlib.util.find_spec("triton") is not None and "triton" not in sys.modules and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-
+import interpreted
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody
 from polydraft.models.tree_attention import obstacle
 from polydraft.trees import SlicedMask, parse_tree
+
+interpreted.turn_on()
 
 WHY_NOT = obstacle(torch.device("cpu"), torch.float32)
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"{WHY_NOT}; pip install triton, and no GPU, for this test")

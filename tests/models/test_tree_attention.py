@@ -1,18 +1,14 @@
 """Tree attention by Triton's interpreter is masked attention; the kernels themselves run in tests/gpu."""
 
-import importlib.util
-import os
-import sys
-
 import pytest
 import torch
 from attention_cases import Case, largest_error
 
-if importlib.util.find_spec("triton") is not None and "triton" not in sys.modules and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-
+import interpreted as interpreter
 from polydraft.models import tree_attention as module
 from polydraft.models.tree_attention import AttentionPlan, obstacle, plan_attention, reference_attention, tree_attention
+
+interpreter.turn_on()
 
 CPU = torch.device("cpu")
 WHY_NOT = obstacle(CPU, torch.float32)

@@ -1,10 +1,13 @@
-"""Others' methods, for comparison: Hugging Face `generate` in its ways, compiled too, and llama.cpp."""
+"""Others' methods, for comparison: Hugging Face `generate` in its ways, compiled too, and llama.cpp in its."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from polydraft.bench.libllama import VARIABLE, LlamaCpp, find_build, find_wheel
 from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token, Tokens
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED, weights_file
@@ -183,11 +186,17 @@ def _compile(prompt: list[int], bench: Bench) -> None:
 
 @METHODS.register("llama.cpp")
 def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
-    """llama.cpp through `llama-cpp-python`, on the bundled model's own 4-bit weights: another distribution, so texts differ."""
-    spec.take_nothing()
-    weights = weights_file()
-    if bench.target.model.name != BUNDLED or weights is None:
-        raise UsageError(f"method 'llama.cpp' reads GGUF weights; it works with --target {BUNDLED} only")
+    """llama.cpp on the bundled model's own 4-bit weights: another distribution, so texts differ.
+
+    ``llama.cpp,lib=PATH`` or the environment variable `POLYDRAFT_LLAMA_CPP` names a build; without, it is `llama-cpp-python`'s.
+    """
+    place = spec.take("lib").get("lib") or os.environ.get(VARIABLE, "")
+    if spec.argument:
+        raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name} or {spec.name},lib=PATH")
+    weights = _gguf(spec, bench)
+    if place:
+        with spec.named_in_errors():
+            return _library(spec, bench, find_build(place), weights)
     threads = torch.get_num_threads()
     engine = _llama_cpp_library().Llama(
         str(weights),
@@ -196,13 +205,43 @@ def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
         n_threads_batch=threads,  # prompts too: by itself it takes every core
         verbose=False,
     )
+
+    def tokens(prompt: list[int], seed: int) -> Iterator[int]:
+        engine.reset()  # or it would keep what a prompt shares with the one before it
+        engine.set_seed(seed % _SEEDS)
+        yield from engine.generate(prompt, temp=bench.params.temperature, **_PLAIN_LAW)  # temp=0 is its greedy sampler
+
+    return _one_by_one(spec, bench, tokens)
+
+
+@METHODS.register("xllamacpp")
+def xllamacpp(spec: MethodSpec, bench: Bench) -> Method:
+    """llama.cpp as the wheel `xllamacpp` brings it, compiled for any CPU; on the same weights as the method llama.cpp."""
+    spec.take_nothing()
+    weights = _gguf(spec, bench)
+    with spec.named_in_errors():
+        return _library(spec, bench, find_wheel(), weights)
+
+
+def _gguf(spec: MethodSpec, bench: Bench) -> Path:
+    weights = weights_file()
+    if bench.target.model.name != BUNDLED or weights is None:
+        raise UsageError(f"method {spec.name!r} reads GGUF weights; it works with --target {BUNDLED} only")
+    return weights
+
+
+def _library(spec: MethodSpec, bench: Bench, file: Path, weights: Path) -> Method:
+    capacity = bench.longest_prompt + bench.max_new_tokens
+    engine = LlamaCpp(file, weights, capacity=capacity, threads=torch.get_num_threads())
+    return _one_by_one(spec, bench, lambda prompt, seed: engine.generate(prompt, bench.params, seed))
+
+
+def _one_by_one(spec: MethodSpec, bench: Bench, endless: Callable[[list[int], int], Iterator[int]]) -> Method:
+    """Make a method of an engine that yields tokens without end, one per pass, by weights of its own."""
     eos = set(bench.target.eos_token_ids)
 
     def generate(prompt: list[int], seed: int) -> Tokens:
-        engine.reset()  # or it would keep what a prompt shares with the one before it
-        engine.set_seed(seed % _SEEDS)
-        stream = engine.generate(prompt, temp=bench.params.temperature, **_PLAIN_LAW)  # temp=0 is its greedy sampler
-        for index, token in enumerate(stream):
+        for index, token in enumerate(endless(prompt, seed)):
             yield Token(token, "target", index)
             if token in eos or index + 1 == bench.max_new_tokens:
                 break
@@ -218,6 +257,6 @@ def _llama_cpp_library() -> Any:
         reason = str(problem).splitlines()[0][:200]
         raise UsageError(
             f"method 'llama.cpp' needs the package llama-cpp-python, which cannot be loaded ({reason}); "
-            "get it with: pip install llama-cpp-python"
+            f"get it with: pip install llama-cpp-python, or name a build of llama.cpp by lib=PATH or {VARIABLE}"
         ) from None
     return llama_cpp

@@ -40,8 +40,8 @@ def command(context: click.Context, /, **options: Any) -> None:
     Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, dynamic:NODES[:DEPTH]; without a draft: self-draft:NUMBERxLENGTH,
     ngram, lookup, suffix, corpus; combinations such as lookup+mcsd:4x2x1; target-init:WIDTHxDEPTH, which is lossy; beams:
     beam:W, beam-search:W, dsbd:W,width=..,depth=..,threshold=.. (see docs/beams.md); peers: hf, hf-assisted, hf-lookup,
-    hf-compiled, hf-beam:W, llama.cpp. At temperature 0 all texts but those of lossy methods and of beams are checked
-    against ar's while measuring.
+    hf-compiled, hf-beam:W, llama.cpp, llama.cpp,lib=PATH (a build of your own), xllamacpp. At temperature 0 all texts but
+    those of lossy methods, beams and llama.cpp are checked against ar's while measuring.
 
     A long run can be shared: N processes, each with --shard I/N, its own --out and its own cores (taskset), all other options
     alike; then `polydraft bench merge OUT DIR...`.

@@ -79,7 +79,8 @@ def options_of(
         if option.has_text and option.name not in skip and (only is None or option.name in only):
             arguments = {**_arguments(option), "help": option.help, **changes.get(option.name, {})}
             dashed = option.name.replace("_", "-")
-            flag = arguments.pop("flag", f"--{dashed}/--no-{dashed}" if option.default is True else f"--{dashed}")
+            switch = option.kind is bool and option.default is not False  # there is something to turn off
+            flag = arguments.pop("flag", f"--{dashed}/--no-{dashed}" if switch else f"--{dashed}")
             made.append(click.option(flag, option.name, cls=GroupedOption, heading=option.heading, **arguments))
     return with_options(made)
 

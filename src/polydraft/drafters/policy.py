@@ -28,9 +28,9 @@ _LEAST_PRICE = 0.005
 _LOSING, _WINNING = 0.97, 1.03
 """Tokens in the time of a plain pass: below the first a row rests from drafting; above the second its next rest is short."""
 SHORTEST_REST, LONGEST_REST = 8, 64
-_FIRST_REST = 32
+_FIRST_REST = 64
 """Where a fair draft cannot pay, plain rounds before the first trial."""
-_TRIAL, _SHORT_TRIAL = 4, 2
+_TRIAL, _SHORT_TRIAL = 4, 1
 """Rounds that a row drafts at least before it may rest again; the second where a fair draft cannot pay."""
 
 
@@ -136,7 +136,7 @@ class RowPolicy:
         hopeless_B = self._first_rate_B < _LOSING
         if self.adaptive and hopeless_B.any():
             # A machine on which drafting can hardly pay: plain first, then now and then a trial, for a draft better than most.
-            plain = {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + 2 * _FIRST_REST, "_tokens_B": first["_spent_B"]}
+            plain = {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + LONGEST_REST, "_tokens_B": first["_spent_B"]}
             first |= {name: xp(prior_B).where(hopeless_B, value_B, first[name]) for name, value_B in plain.items()}
         for name, value_B in first.items():
             setattr(self, name, value_B if new_B is None else xp(new_B).where(new_B, value_B, getattr(self, name)))

@@ -185,7 +185,7 @@ class StaticBuilder(Builder):
 
     def _draw(self, law_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         scheme = self.scheme
-        if not self._compiled or scheme.needs_order_only:
+        if not self._compiled or scheme.needs_order_only or scheme.draws_by_kernels(law_RV):
             children_RK = scheme.draw(law_RV, uniforms_RK)
         else:
             children_RK = compiled(type(scheme).draw)(scheme, law_RV, uniforms_RK)

@@ -120,8 +120,9 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
         features_BNF = target_context.extend(draft.tokens_BN, draft.block())
     with stats.clock("verify"):
         target_laws = distributions(state, features_BNF[:, : features_BNF.shape[1] - draft.riders])
-        run = partial(compiled_form(type(walk).run), walk) if state.compiled else walk.run
         candidates = draft.without_riders()
+        compiled = state.compiled and not walk.has_kernels(session.scheme, candidates)
+        run = partial(compiled_form(type(walk).run), walk) if compiled else walk.run
         verdict = run(session.scheme, candidates, target_laws, walk_BU)
         if state.warper.params.mixed:
             verdict = greedy_verdict(candidates, target_laws).where(state.greedy_B, verdict)

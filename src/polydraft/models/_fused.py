@@ -7,13 +7,14 @@ costs what the text of the moment costs, whatever the size of the buffers, so th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter, functional
 
 from polydraft.models._bodies import LeanBody, LeanLayer
+from polydraft.models._invariant import FORMATS, Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
 from polydraft.models.cache import SlotCache
 from polydraft.models.tree_attention import obstacle, power_of_two, tree_attention
 
@@ -39,14 +40,24 @@ class TreeView:
     """Most committed tokens of any row in any replay."""
     starts_BT: Tensor | None = None
     """First committed slot that each token sees; all where there are none."""
+    slot_positions_BS: Tensor | None = None
+    """Position of what is in each slot; needed where bits are to be invariant."""
+    causal: bool = False
+    """Whether each token of the block sees all before it."""
 
 
 class FusedBody:
-    """Compute the last hidden states of a Llama-shaped model on a GPU; build one with `fused_body`."""
+    """Compute the last hidden states of a Llama-shaped model on a GPU; build one with `fused_body`.
 
-    def __init__(self, body: LeanBody) -> None:
-        self._body = body
-        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+    Parameters
+    ----------
+    invariant : bool
+        Give each token the bits that it has alone, see `polydraft.models._invariant`.
+    """
+
+    def __init__(self, body: LeanBody, invariant: bool = False) -> None:
+        self._body, self.invariant = body, invariant
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = invariant_linear if invariant else linear
         """Multiplies inputs by weights; `torch.nn.functional.linear` in its place does so without kernels of our own."""
 
     def __call__(
@@ -56,11 +67,12 @@ class FusedBody:
         hidden_BTF: Tensor = self._body.embedding(tokens_BT)
         cos_BTC, sin_BTC = (part.contiguous() for part in self._body.rotary(hidden_BTF, position_ids=positions_BT))
         delta_BTF, tapped = None, []
+        sight = self._sight(view, positions_BT) if self.invariant else None
         for number, layer in enumerate(self._body.layers):
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, layer.input_norm.weight, layer.input_norm.variance_epsilon)
             if number in taps:
                 tapped.append(hidden_BTF)
-            attended_BTF = self._attended(layer, normed_BTF, cos_BTC, sin_BTC, view, cache)
+            attended_BTF = self._attended(layer, normed_BTF, cos_BTC, sin_BTC, view, sight, cache)
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, attended_BTF, layer.mlp_norm.weight, layer.mlp_norm.variance_epsilon)
             delta_BTF = self._through(layer.down, gate(self.product(normed_BTF, layer.gate_up, layer.gate_up_bias)))
         norm = self._body.norm
@@ -70,23 +82,48 @@ class FusedBody:
         return torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
 
     def _attended(
-        self, layer: LeanLayer, normed_BTF: Tensor, cos_BTC: Tensor, sin_BTC: Tensor, view: TreeView, cache: SlotCache
+        self,
+        layer: LeanLayer,
+        normed_BTF: Tensor,
+        cos_BTC: Tensor,
+        sin_BTC: Tensor,
+        view: TreeView,
+        sight: Sight | None,
+        cache: SlotCache,
     ) -> Tensor:
         projected_BTX = self.product(normed_BTF, layer.qkv, layer.qkv_bias)
         key_BHSC, value_BHSC = cache.storage(layer.index, projected_BTX, layer.keys, layer.channels)
         query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC)
-        mixed_BHTC = tree_attention(
-            query_BHTC, key_BHSC, value_BHSC, view.lengths_B, view.visible_BTU, layer.scale, view.max_length, view.starts_BT
-        )
+        if sight is not None:
+            mixed_BHTC = invariant_attention(query_BHTC, key_BHSC, value_BHSC, sight, layer.scale)
+        else:
+            mixed_BHTC = tree_attention(
+                query_BHTC, key_BHSC, value_BHSC, view.lengths_B, view.visible_BTU, layer.scale, view.max_length, view.starts_BT
+            )
         return self._through(layer.output, mixed_BHTC.transpose(1, 2).flatten(2))
 
     def _through(self, layer: Module, input_BTX: Tensor) -> Tensor:
-        """Apply a layer, by our own product if it is a plain one."""
-        changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-        if type(layer) is Linear and type(layer.weight) is Parameter and not changed:
+        """Apply a layer, by our own product if it is a plain one; `add_norm` takes parts."""
+        if is_plain(layer):
+            if self.invariant:
+                return invariant_parts(input_BTX, layer.weight, layer.bias)
             return self.product(input_BTX, layer.weight, layer.bias)
         output_BTF: Tensor = layer(input_BTX)
         return output_BTF
+
+    def _sight(self, view: TreeView, positions_BT: Tensor) -> Sight:
+        if view.causal:
+            return Sight(view.lengths_B, view.max_length, view.starts_BT)
+        assert view.slot_positions_BS is not None
+        return sight_of(
+            view.lengths_B, view.max_length, view.starts_BT, positions_BT.contiguous(), view.visible_BTU, view.slot_positions_BS
+        )
+
+
+def is_plain(layer: Module) -> TypeGuard[Linear]:
+    """Whether a layer is a product and nothing more."""
+    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return type(layer) is Linear and type(layer.weight) is Parameter and not changed
 
 
 def linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -111,15 +148,28 @@ def vector_product(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) 
     return output_BTF
 
 
-def fused_body(body: LeanBody | None, device: torch.device, dtype: torch.dtype) -> FusedBody | None:
+def fused_body(body: LeanBody | None, device: torch.device, dtype: torch.dtype, invariant: bool = False) -> FusedBody | None:
     """Return the fused form of a lean body, or None where it cannot run."""
-    return FusedBody(body) if body is not None and device.type == "cuda" and obstacle(device, dtype) is None else None
+    can = body is not None and device.type == "cuda" and obstacle(device, dtype) is None
+    return FusedBody(body, invariant and invariant_obstacle(body, dtype) is None) if can and body is not None else None
+
+
+def invariant_obstacle(body: LeanBody, dtype: torch.dtype) -> str | None:
+    """Return why a body that runs fused cannot be invariant, or None."""
+    if dtype not in FORMATS:
+        return f"it computes in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"
+    if not all(is_plain(part) for layer in body.layers for part in (layer.output, layer.down)):
+        return "its layers are not plain products"
+    return None
 
 
 def add_norm(
     hidden_BTF: Tensor, delta_BTF: Tensor | None, weight_F: Tensor, epsilon: float, normed_BTF: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `hidden + delta`, and its root-mean-square norm times `weight`, in `normed_BTF` if that is given."""
+    """Return `hidden + delta`, and its root-mean-square norm times `weight`, in `normed_BTF` if that is given.
+
+    `delta` may be the parts `[S, B, T, F]` of a product, which are added in order.
+    """
     from polydraft.models import _kernels as kernels
 
     hidden_BTF = hidden_BTF.contiguous()
@@ -129,9 +179,11 @@ def add_norm(
         normed_BTF = torch.empty_like(hidden_BTF)
     added_BTF = hidden_BTF if delta_BTF is None else delta_BTF
     assert added_BTF.is_contiguous() and weight_F.is_contiguous()
-    kernels.add_norm[(hidden_BTF.numel() // channels,)](
-        hidden_BTF, added_BTF, weight_F, total_BTF, normed_BTF, epsilon, channels, normed_BTF.stride(-2),
-        ADD=delta_BTF is not None, BLOCK=power_of_two(channels), num_warps=8 if channels > 1024 else 4,
+    rows = hidden_BTF.numel() // channels
+    kernels.add_norm[(rows,)](
+        hidden_BTF, added_BTF, weight_F, total_BTF, normed_BTF, epsilon, rows, channels, normed_BTF.stride(-2),
+        PARTS=0 if delta_BTF is None else delta_BTF.numel() // hidden_BTF.numel(), BLOCK=power_of_two(channels),
+        num_warps=16 if channels > 2048 else 8 if channels > 1024 else 4,
     )  # fmt: skip
     return total_BTF, normed_BTF
 

@@ -12,18 +12,23 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_norm(
-    hidden, delta, weight, total, normed, epsilon, channels, normed_row,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, delta, weight, total, normed, epsilon, rows, channels, normed_row,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add to the residual stream and take the root-mean-square norm of the sum; grid [rows]."""
+    """Add to the residual stream, parts of a product if there are several, and take the root-mean-square norm; grid [rows]."""
     row = tl.program_id(0).to(tl.int64)
     channel_C = tl.arange(0, BLOCK)
     real_C = channel_C < channels
     value_C = tl.load(hidden + row * channels + channel_C, mask=real_C, other=0.0).to(tl.float32)
-    if ADD:
-        value_C += tl.load(delta + row * channels + channel_C, mask=real_C, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        delta_C = tl.load(delta + row * channels + channel_C, mask=real_C, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            place = (row + part * rows) * channels
+            delta_C += tl.load(delta + place + channel_C, mask=real_C, other=0.0).to(tl.float32)
+        # Rounded in between, as a product of its own is.
+        value_C += delta_C.to(hidden.dtype.element_ty).to(tl.float32)
         # The norm is that of the sum as it is stored, rounded.
         stored_C = value_C.to(total.dtype.element_ty)
         tl.store(total + row * channels + channel_C, stored_C, mask=real_C)

@@ -7,29 +7,12 @@ from torch import Tensor, nn
 
 from polydraft.models._bodies import LeanBody, LeanLayer
 from polydraft.models.quantised import Int8Body, Int8Layer, Int8Linear
-from polydraft.native import BodyWeights, LayerWeights, NativeBody, Weight, kernels, multiply, quantised
+from polydraft.native import BodyWeights, LayerWeights, NativeBody, NativeProduct, Weight, kernels, quantised
 
 if TYPE_CHECKING:
     from polydraft.models.feature_head import FeatureHead
 
 _DTYPES = (torch.float32, torch.bfloat16)
-
-
-class NativeProduct:
-    """Multiply by one weight, such as an output head's, in float32; as `torch.nn.functional.linear` otherwise."""
-
-    def __init__(self, library: Any, weight: Weight) -> None:
-        self._library, self._weight = library, weight
-        self._address, self._matrix = 0, weight.matrix()
-
-    def __call__(self, input_XF: Tensor) -> Tensor:
-        """Return the products of all rows of an input of any shape."""
-        if self._weight.data_FX.data_ptr() != self._address:
-            self._address, self._matrix = self._weight.data_FX.data_ptr(), self._weight.matrix()
-        rows_RF = input_XF.reshape(-1, input_XF.shape[-1]).float()
-        rows_RF = rows_RF if rows_RF.stride(1) == 1 else rows_RF.contiguous()
-        output_RG = multiply(self._library, self._matrix, rows_RF, torch.get_num_threads())
-        return output_RG.view(*input_XF.shape[:-1], -1)
 
 
 def native_product(weight_FX: Tensor, bias_F: Tensor | None = None, int8: bool = False) -> NativeProduct | None:

@@ -8,7 +8,7 @@ References
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,9 @@ from torch.nn import functional
 
 from polydraft.models.language_model import Context, by_rows, steady_attention
 from polydraft.models.tree_attention import obstacle
-from polydraft.native import NativeBody, Rows
+from polydraft.native import NativeBody, NativeProduct, Rows
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
-
-if TYPE_CHECKING:
-    from polydraft.models._native import NativeProduct
 
 _NORM_EPSILON = 1e-5
 
@@ -163,7 +160,7 @@ class FeatureHead(nn.Module):
         table_VH = self.tables[1].to(outputs_RH.dtype)
         return by_rows(lambda rows_RH: functional.linear(rows_RH, table_VH), outputs_RH)
 
-    def _product(self, weight_GH: Tensor) -> "NativeProduct | None":
+    def _product(self, weight_GH: Tensor) -> NativeProduct | None:
         """Return products with a weight by compiled code, made once; None where there is none, and in training."""
         if not self.native or torch.is_grad_enabled() or weight_GH.device.type != "cpu":
             return None

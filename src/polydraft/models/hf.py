@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch.nn import functional
 
 from polydraft.errors import PolydraftError, UsageError
 from polydraft.models._bodies import GPT_NEO, GPTNeoBody, LeanBody, lean_body
-from polydraft.models._fused import MOST_TOKENS, TreeView, fused_body
-from polydraft.models._native import NativeProduct, native_body, native_linear, native_product
+from polydraft.models._fused import MOST_TOKENS, TreeView, fused_body, invariant_obstacle, is_plain
+from polydraft.models._invariant import invariant_linear
+from polydraft.models._native import native_body, native_linear, native_product
 from polydraft.models.cache import SlotCache, SpreadCache
 from polydraft.models.check import check_habits
 from polydraft.models.families import (
@@ -27,9 +29,11 @@ from polydraft.models.families import (
     window_size,
 )
 from polydraft.models.language_model import Context, LanguageModel, by_rows
+from polydraft.models.native_linear import NativeLinears, native_linears
 from polydraft.models.placement import home_device, spread_obstacle
 from polydraft.models.quantised import Int8Linear, int8_body, is_quantised
-from polydraft.native import NativeBody, Rows
+from polydraft.models.tree_attention import obstacle
+from polydraft.native import NativeBody, NativeProduct, Rows
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
@@ -53,7 +57,11 @@ class HFModel(LanguageModel):
     endless : bool
         Let texts outgrow the context that the configuration names, as `generate` does, where positions allow it.
     native : bool
-        On a CPU, run Llama-shaped models by compiled code, see `polydraft.native`, where there is a compiler.
+        On a CPU, run Llama-shaped models by compiled code, see `polydraft.native`, where there is a compiler, and the linear
+        layers of all others (`polydraft.models.native_linear`).
+    invariant : bool, optional
+        On a GPU, give each token the bits that it has alone, see `polydraft.models._invariant`; if not given, in bfloat16
+        where the model can.
     """
 
     _checks_habits = True
@@ -66,8 +74,11 @@ class HFModel(LanguageModel):
         vocabulary: PartialVocabulary | None = None,
         endless: bool = False,
         native: bool = True,
+        invariant: bool | None = None,
     ) -> None:
         refuse_unsupported(model)
+        # In float32 products run outside the matrix units: that must be asked for.
+        self._asks_invariant = model.dtype == torch.bfloat16 if invariant is None else invariant
         self._output: tuple[Tensor, Tensor | None] | None = None
         """Rows of the output head for `vocabulary`."""
         self.uses_native = native
@@ -76,12 +87,16 @@ class HFModel(LanguageModel):
         """The compiled body."""
         self._product: NativeProduct | None = None
         """The compiled output head."""
+        self._linears: NativeLinears | None = None
+        """Compiled products of a body that is not compiled as a whole."""
         self._split_head: bool
         self._goes_on: bool
         try:
             self._wrap(model, name, lean)
             if native and self.steady_positions:
                 self.native = native_body(self._lean or int8_body(model), self.dtype)
+            if native and self.native is None and self.spread is None:
+                self._linears = native_linears(model)
         except (PolydraftError, torch.OutOfMemoryError):
             raise
         # A class of unknown habits may fail in any way when it is tried.
@@ -90,11 +105,13 @@ class HFModel(LanguageModel):
                 f"model type {text_config(model).model_type!r} does not work as a causal language model ({first_line(error)}); "
                 f"supported and tested: {', '.join(FAMILIES)}"
             ) from error
+        if invariant and not self.invariant:
+            raise UsageError(f"model {self.name!r} cannot be invariant: {self._invariant_obstacle()}; leave out --invariant")
         self.vocabulary = vocabulary if self._split_head else None
         if self.vocabulary is not None:
             table, tokens_D = model.get_output_embeddings(), self.vocabulary.tokens_D
             self._output = table.weight.detach()[tokens_D], None if table.bias is None else table.bias.detach()[tokens_D]
-        if self.native is not None:
+        if self.native is not None or (self._linears is not None and self._output is not None):
             self._product = self._native_output()
         if endless and self._goes_on:
             self.max_positions = None
@@ -131,12 +148,25 @@ class HFModel(LanguageModel):
         with torch.no_grad():
             self._split_head = self._head_can_be_split()
             self._lean = lean_body(model) if lean and self._split_head and not self.mixed_layers else None
-            self.fused = fused_body(self._lean, self.device, self.dtype)
+            self.fused = fused_body(self._lean, self.device, self.dtype, self._asks_invariant)
             self._body: LeanBody | GPTNeoBody | None = self._lean
             if self.config.model_type == GPT_NEO:
                 self._body = GPTNeoBody(model, self.spread if self._split_head else "its output head does not stand alone")
             if self._checks_habits and self.config.model_type not in FAMILIES:
                 self._goes_on = check_habits(self, _Unchecked)
+
+    @property
+    def invariant(self) -> bool:
+        """Whether a token's bits are the same in every tree, batch and alone."""
+        return self.fused is not None and self.fused.invariant and is_plain(self.hf_model.get_output_embeddings())
+
+    def _invariant_obstacle(self) -> str | None:
+        if self.device.type != "cuda":
+            return f"the kernels for that run on GPUs, not on {self.device}"
+        if self.spread is not None or self._lean is None:
+            return self.spread or f"its model type {self.config.model_type!r} runs by code that is not ours"
+        kernels = obstacle(self.device, self.dtype) or invariant_obstacle(self._lean, self.dtype)
+        return kernels or "its output head is not a plain product"
 
     def tap(self, layers: Sequence[int]) -> None:
         """Let features carry the outputs of some layers too, for a feature head."""
@@ -158,10 +188,21 @@ class HFModel(LanguageModel):
         if self._output is not None:
             table_VF, bias_V = self._output
             return by_rows(lambda rows_RF: functional.linear(rows_RF, table_VF, bias_V), hidden_RF)
-        return by_rows(self.hf_model.get_output_embeddings(), hidden_RF).to(self.device)
+        return self._through_head(hidden_RF).to(self.device)
+
+    def _through_head(self, hidden_RF: Tensor) -> Tensor:
+        table = self.hf_model.get_output_embeddings()
+        if self.invariant and not torch.is_grad_enabled():
+            return invariant_linear(hidden_RF, table.weight, table.bias)
+        with self._linears or nullcontext():
+            return by_rows(table, hidden_RF)
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache) -> Tensor:
         """Run the model and return features: the last hidden states, or logits where the head cannot be split off."""
+        with self._linears or nullcontext():
+            return self._by_torch(tokens_BT, positions_BT, mask, cache)
+
+    def _by_torch(self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache) -> Tensor:
         if self._body is not None:
             return self._body(tokens_BT, positions_BT, mask, cache, self.taps)
         inputs = {
@@ -268,11 +309,13 @@ class HFContext(Context):
 
     def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
         fused, window = self._model.fused, self._model.window
-        # The kernels cut off committed text only, so a window must reach over all that is not committed.
-        if fused is None or block.size > MOST_TOKENS or (window is not None and window < block.stop):
+        # Most kernels cut off committed text only, so a window must reach over all that is not committed.
+        unfit = block.size > MOST_TOKENS or (window is not None and window < block.stop)
+        if fused is None or (unfit and not fused.invariant) or (fused.invariant and torch.is_grad_enabled()):
             return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)
         starts_BT = None if window is None else (positions_BT - window + 1).clamp(min=0)
-        view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT)
+        causal = block.plain or (block.stop == 1 and block.places_BT is None)
+        view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT, self._positions_BS, causal)
         known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)
         return fused(known_BT, positions_BT, view, self.cache, self._model.taps)
 
@@ -322,7 +365,7 @@ def early_exit(target: HFModel, layers: int) -> HFModel:
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = list(text.layer_types)[:layers]
     _truncate(model, total, layers, config)
-    return HFModel(model, name=f"early-exit:{layers}", native=target.uses_native)
+    return HFModel(model, name=f"early-exit:{layers}", native=target.uses_native, invariant=False)
 
 
 def _truncate(module: Any, total: int, layers: int, config: Any) -> bool:

@@ -278,13 +278,21 @@ class InflatedModel(HFModel):
         One of `SHAPES`.
     name : str, optional
         ``"inflated:SHAPE:SOURCE"`` if not given.
-    lean, native : bool
+    lean, native, invariant : bool
         As for `HFModel`.
     """
 
-    def __init__(self, small: HFModel, shape: str, name: str | None = None, lean: bool = True, native: bool = True) -> None:
+    def __init__(
+        self,
+        small: HFModel,
+        shape: str,
+        name: str | None = None,
+        lean: bool = True,
+        native: bool = True,
+        invariant: bool | None = None,
+    ) -> None:
         big = inflate(small.hf_model, SHAPES.get(shape))
-        super().__init__(big, name or f"{PREFIX}:{shape}:{small.name}", lean, native=native)
+        super().__init__(big, name or f"{PREFIX}:{shape}:{small.name}", lean, native=native, invariant=invariant)
         self.width = self.hidden_size
         """Hidden size of the large model."""
         self.hidden_size = small.hidden_size
@@ -310,8 +318,7 @@ class InflatedModel(HFModel):
     def head(self, features_RF: Tensor) -> Tensor:
         """Apply the large output head."""
         hidden_RF = features_RF[..., : self.hidden_size]
-        logits: Tensor = self.hf_model.lm_head(functional.pad(hidden_RF, (0, self.width - self.hidden_size)))
-        return logits
+        return self._through_head(functional.pad(hidden_RF, (0, self.width - self.hidden_size)))
 
 
 class InflatedContext(HFContext):

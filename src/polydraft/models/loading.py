@@ -60,12 +60,17 @@ class Loaded:
 
 
 def load_model(
-    name: str, device: torch.device, dtype: torch.dtype, device_map: str | None = None, native: bool = True
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    device_map: str | None = None,
+    native: bool = True,
+    invariant: bool | None = None,
 ) -> Loaded:
     """Load a model by name: the bundled one, a folder, a name on the Hugging Face hub, or one of these inflated.
 
     With a device map (`polydraft.models.placement`) the model goes over several devices instead of to `device`. With dtype int8
-    its weights are quantised (`polydraft.models.quantised`). `native` is that of `HFModel`.
+    its weights are quantised (`polydraft.models.quantised`). `native` and `invariant` are those of `HFModel`.
     """
     if dtype == torch.int8 and (is_inflated(name) or device_map is not None or not native):
         what = "an inflated target" if is_inflated(name) else "a device map" if native else "native kernels off"
@@ -73,7 +78,7 @@ def load_model(
     if is_inflated(name):
         if device_map is not None:
             raise UsageError(f"target {name!r} is built on one device; leave out --device-map {device_map}")
-        return _load_inflated(name, device, dtype, native)
+        return _load_inflated(name, device, dtype, native, invariant)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     allowed = f"{BUNDLED}, a folder, or a hub name"
@@ -114,7 +119,8 @@ def load_model(
     eos = hf_model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return Loaded(HFModel(quantise(hf_model) if dtype == torch.int8 else hf_model, name, native=native), tokenizer, eos_ids)
+    model = HFModel(quantise(hf_model) if dtype == torch.int8 else hf_model, name, native=native, invariant=invariant)
+    return Loaded(model, tokenizer, eos_ids)
 
 
 def _obstacle(folder: str, error: Exception) -> str:
@@ -149,11 +155,11 @@ def _first_line(error: Exception) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def _load_inflated(name: str, device: torch.device, dtype: torch.dtype, native: bool) -> Loaded:
+def _load_inflated(name: str, device: torch.device, dtype: torch.dtype, native: bool, invariant: bool | None) -> Loaded:
     shape, source = parse_inflated(name)
     small = load_model(source, device, dtype, native=native)
     try:
-        model = InflatedModel(small.model, shape, native=native)
+        model = InflatedModel(small.model, shape, native=native, invariant=invariant)
     except torch.OutOfMemoryError:
         raise FailureError(f"target {name!r} does not fit into the memory of {device}; use a smaller shape") from None
     return Loaded(model, small.tokenizer, small.eos_token_ids)
@@ -172,10 +178,14 @@ def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
     if is_head(folder):
         return load_head(folder, target.model, target.tokenizer, name)
     dtype, native = torch.int8 if target.model.int8 else target.model.dtype, target.model.uses_native
-    draft = load_model(name, target.model.device, dtype, native=native)
+    draft = load_model(name, target.model.device, dtype, native=native, invariant=False)
     check_same_tokens(target, draft)
     vocabulary = load_vocabulary(folder, target.model.vocab_size, target.model.device)
-    return draft.model if vocabulary is None else HFModel(draft.model.hf_model, name, vocabulary=vocabulary, native=native)
+    return (
+        draft.model
+        if vocabulary is None
+        else HFModel(draft.model.hf_model, name, vocabulary=vocabulary, native=native, invariant=False)
+    )
 
 
 def check_same_tokens(target: Loaded, draft: Loaded) -> None:

@@ -18,6 +18,8 @@ class Matrix(ctypes.Structure):
     """A weight as the kernels see it."""
 
     owner: "Weight"
+    sizes: dict[int, int]
+    """Bytes of working memory, by number of tokens; products of few tokens with small weights take no longer than asking."""
     _fields_ = (
         ("data", c_void_p), ("scales", c_void_p), ("bias", c_void_p),
         ("rows", c_int64), ("columns", c_int64), ("stride", c_int64), ("format", c_int32), ("small", c_int32),
@@ -99,6 +101,7 @@ class Weight:
         rows, stride = data.shape[0], data.stride(0)
         matrix = Matrix(data.data_ptr(), scales, bias, rows, self.num_inputs, stride, FORMATS[data.dtype], small)
         matrix.owner = self  # whoever holds the address holds what is there
+        matrix.sizes = {}
         return matrix
 
 
@@ -120,13 +123,16 @@ class WorkingMemory(threading.local):
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._size, self._address = -1, 0
 
     def address(self, size: int) -> int:
         """Return where so many bytes are, aligned to a cache line."""
-        if len(self._buffer) < size + 64:
-            self._buffer = torch.empty(size + size // 4 + 64, dtype=torch.uint8)
-        start = self._buffer.data_ptr()
-        return start + -start % 64
+        if self._size < size:
+            self._size = size + size // 4
+            self._buffer = torch.empty(self._size + 64, dtype=torch.uint8)
+            start = self._buffer.data_ptr()
+            self._address = start + -start % 64
+        return self._address
 
 
 _MEMORY = WorkingMemory()
@@ -135,10 +141,13 @@ _MEMORY = WorkingMemory()
 def multiply(library: ctypes.CDLL, matrix: Matrix, input_RX: Tensor, threads: int) -> Tensor:
     """Return the products, in float32, of float32 inputs whose numbers stand side by side."""
     assert input_RX.dtype == torch.float32 and input_RX.stride(1) == 1 and input_RX.shape[1] == matrix.columns
-    output_RF = torch.empty(len(input_RX), matrix.rows)
-    memory = _MEMORY.address(library.polydraft_product_memory(matrix, len(input_RX)))
+    count = input_RX.shape[0]
+    output_RF = torch.empty(count, matrix.rows)
+    size = matrix.sizes.get(count)
+    if size is None:
+        size = matrix.sizes[count] = library.polydraft_product_memory(matrix, count)
     source, stride = input_RX.data_ptr(), input_RX.stride(0)
-    library.polydraft_product(matrix, source, stride, output_RF.data_ptr(), len(input_RX), threads, memory)
+    library.polydraft_product(matrix, source, stride, output_RF.data_ptr(), count, threads, _MEMORY.address(size))
     return output_RF
 
 

@@ -35,7 +35,7 @@ class PartialVocabulary:
 
     def columns(self, tokens: Tensor) -> Tensor:
         """Turn token ids into columns of a short law; `NO_TOKEN` stays, and stands for tokens that the draft does not know."""
-        return self._column_X[tokens]
+        return self.column_X[tokens]
 
     def lumped(self, weights_RV: Tensor) -> Tensor:
         """Return the weights of the known tokens, and in one more column that of all others together, as float64."""
@@ -57,7 +57,7 @@ class PartialVocabulary:
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
         """Where a CPU has the tokens of the columns, the column of every token, and 1 for every token not known."""
-        return self.tokens_D.data_ptr(), self._column_X.data_ptr(), self._others_V.data_ptr()
+        return self.tokens_D.data_ptr(), self.column_X.data_ptr(), self._others_V.data_ptr()
 
     @cached_property
     def _token_X(self) -> Tensor:
@@ -65,7 +65,7 @@ class PartialVocabulary:
         return torch.nn.functional.pad(self.tokens_D, (0, 1))
 
     @cached_property
-    def _column_X(self) -> Tensor:
+    def column_X(self) -> Tensor:
         """Column of every token; the last entry is for `NO_TOKEN`, an index from the end."""
         column_X = torch.full((self.size + 1,), NO_TOKEN, device=self.tokens_D.device)
         return column_X.scatter_(0, self.tokens_D, torch.arange(len(self.tokens_D), device=self.tokens_D.device))

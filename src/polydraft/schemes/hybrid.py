@@ -29,6 +29,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
+from polydraft.schemes import fused
 from polydraft.schemes.arrays import Array, Ranked, arange, as_array, as_tensor, can_sync, largest, normalised, quietly, ratio
 from polydraft.schemes.contest import BUCKETS, Contest, bucketed_cells
 from polydraft.schemes.scheme import SCHEMES, IndependentChildren, Scheme, Selection
@@ -149,7 +150,15 @@ class Hybrid(Race):
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Take the top tokens, draw the others from the rest."""
+        few = uniforms_RK.shape[1] <= fused.MOST_CHILDREN
+        if few and not isinstance(self.threshold, Tensor) and self.draws_by_kernels(draft_probs_RV):
+            return fused.draw(draft_probs_RV, uniforms_RK, self.threshold)
         return self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1]))
+
+    def draws_by_kernels(self, draft_probs_RV: Tensor) -> bool:
+        """On a GPU, if the threshold is a constant."""
+        known = type(self)._split is Hybrid._split and not isinstance(self.threshold, Tensor)
+        return known and draft_probs_RV.dtype == torch.float32 and fused.kernels_run(draft_probs_RV)
 
     def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
         """Draw all that a row may have; those behind its number of children are cut off, the others do not know of them."""

@@ -82,6 +82,10 @@ class Scheme(ABC):
             children_RJ = torch.cat([children_RJ, child_R[:, None]], dim=1)
         return children_RJ
 
+    def draws_by_kernels(self, draft_probs_RV: Tensor) -> bool:
+        """Whether `draw` has kernels of its own for these laws, where they are, so that nobody need compile it."""
+        return False
+
     def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
         """Draw as many of K children as each row says, `NO_TOKEN` behind them. Override where there is a faster way.
 

@@ -30,6 +30,8 @@ class Block:
     `places_BT`."""
     places_BT: Tensor | None = None
     """The places themselves, any of the U, where a recorded pass must not know them; `start` does not count then."""
+    plain: bool = False
+    """Whether the tokens are a text: each sees all before it."""
 
     @property
     def size(self) -> int:
@@ -47,7 +49,7 @@ def causal_block(batch_size: int, size: int, device: torch.device) -> Block:
     """Return a plain sequence of `size` tokens, as a prompt is."""
     depths_BT = torch.arange(size, device=device).expand(batch_size, size)
     visible_TT = torch.ones(size, size, dtype=torch.bool, device=device).tril()
-    return Block(0, depths_BT, visible_TT.expand(batch_size, size, size))
+    return Block(0, depths_BT, visible_TT.expand(batch_size, size, size), plain=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,6 +29,7 @@ from polydraft.schemes.arrays import (
 )
 from polydraft.trees import DraftTree
 from polydraft.walks._native_block import compiled_verdict
+from polydraft.walks.fused_block import block_fits, verify_block
 from polydraft.walks.walk import (
     LEAST_WEIGHT,
     WALKS,
@@ -306,6 +307,10 @@ class BlockWalk(Walk):
         assert scheme.select_uniforms is not None
         return scheme.select_uniforms * depth + 2
 
+    def has_kernels(self, scheme: Scheme, draft: DraftTree) -> bool:
+        """For `hybrid` on a GPU, unless the tree is only a root."""
+        return draft.tokens_BN.shape[1] > 1 and block_fits(scheme, draft)
+
     @quietly
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
         """Pick the paths of all rows, then draw once where each stops and once what follows."""
@@ -314,6 +319,10 @@ class BlockWalk(Walk):
         verdict = compiled_verdict(scheme, draft, target_law, uniforms_BU, self.least_weight)
         if verdict is not None:
             return verdict
+        if self.has_kernels(scheme, draft):
+            target_BNV = laws_everywhere(draft, target_law, draft.laws[0].shape[-1])
+            if target_BNV is not None:
+                return verify_block(scheme, draft, target_BNV, uniforms_BU, self.least_weight)
         path = PathFinder(scheme, draft, target_law, uniforms_BU, self.least_weight).path()
         weight_BD, going_BL = _weights(path, self.least_weight)
         excess_BLX = _excess(path, weight_BD, going_BL)

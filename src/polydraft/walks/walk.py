@@ -206,6 +206,10 @@ class Walk(ABC):
     def uniforms(self, scheme: Scheme, depth: int) -> int:
         """Random numbers per row that `run` uses on a tree of that depth."""
 
+    def has_kernels(self, scheme: Scheme, draft: DraftTree) -> bool:
+        """Whether `run` has kernels of its own for these trees, where they are, so that nobody need compile it."""
+        return False
+
     @abstractmethod
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
         """Decide which path is kept and which tokens are emitted."""

@@ -1,0 +1,213 @@
+"""Products and attention on a GPU whose bits are those of the token alone: in a tree, a batch, a prompt read in parts.
+
+A sum's bits depend on its order, and fast libraries choose the order by the number of rows. Here it is fixed:
+
+- *Products.* Matrix units add sixteen channels at a time to a running sum; whatever the tile that a token stands in, and the
+  instruction that its size calls for, an output's bits are the same (measured; the tests look again). So tiles may follow the
+  number of rows. Long sums over few outputs are cut into splits, to have enough programs; where is a matter of the weight's
+  shape alone, and the parts are added in order, by whoever comes next or by one program that goes through all of them.
+- *Attention.* Keys enter in groups of sixteen by *position*, whatever slot they are in, and splits are ranges of positions.
+  Committed text stands in the order of positions, and its whole groups are read once for all tokens of a tree; the rest of a
+  token's path, from the first group that is not whole, is gathered for it alone. The running softmax has whole numbers as
+  bases, so that rescaling is exact and tiles may be of any size.
+
+Norms, rotation and gates work on one row at a time as they are. float16 has too few exponents for whole bases.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polydraft.models.tree_attention import power_of_two
+
+FORMATS = (torch.bfloat16, torch.float32)
+_SPLIT_CHANNELS, _MOST_SPLITS = 128, 4
+"""What the channels of a split are a multiple of, and how many splits a weight of few outputs has at most."""
+_ENOUGH_OUTPUTS = 2**13
+"""Outputs, times splits, that make programs enough."""
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200; on others tiles are a little off, nothing else."""
+_LARGE_WEIGHT = 2**23
+"""Bytes from which tiles are chosen for the reading of a weight, not for a short way through it."""
+_SPLIT_KEYS, _TAIL = 256, 16
+"""Positions of a split, and of a group: the channels that matrix units add at a time."""
+_USUAL_CHANNELS = 128
+_LEAST_ROOM = 99 * 2**10
+"""Bytes of shared memory that a program may have with compute capability 8.6 and 8.9."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program of a product works on; any will do, some are faster."""
+
+    outputs: int
+    rows: int
+    channels: int
+    stages: int
+    warps: int
+
+
+def splits_of(outputs: int, channels: int) -> int:
+    """Return into how many sums the channels of a weight are cut: a function of its shape, or bits would not last."""
+    most = _MOST_SPLITS if channels >= 2 * _MOST_SPLITS * _SPLIT_CHANNELS else 1
+    return min(most, math.ceil(_ENOUGH_OUTPUTS / outputs))
+
+
+def plan_product(rows: int, outputs: int, channels: int, dtype: torch.dtype, room: int = _LEAST_ROOM) -> Tile:
+    """Choose a tile: the fastest on an H200, or near it, of those tried for the shapes of models of 135M and 7B weights.
+
+    `room` bounds its bytes of shared memory.
+    """
+    tile = _usual_tile(rows, outputs, channels, dtype)
+    bytes_per_stage = (tile.outputs + tile.rows) * tile.channels * dtype.itemsize
+    return dataclasses.replace(tile, stages=max(min(tile.stages, room // bytes_per_stage), 1))
+
+
+def _usual_tile(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:  # multiplied outside the matrix units, and twice the memory
+        return Tile(32, 16, 32, 2, 4) if rows <= 64 else Tile(64, 64, 32, 2, 8)
+    splits = splits_of(outputs, channels)
+    # Where multiprocessors have several programs each, these hide each other's waiting.
+    crowded = outputs > 2 * 64 * _MULTIPROCESSORS
+    if rows > 128:
+        return Tile(128, 128, 64, 4, 8) if splits > 1 else Tile(128, 256, 64, 3, 8) if crowded else Tile(128, 128, 64, 4, 4)
+    if rows > 64:
+        return Tile(64, 64, 128, 3, 4) if splits > 1 else Tile(64, 128, 64, 3 if crowded else 4, 4)
+    width = max(power_of_two(rows), 8)
+    if splits > 1:
+        return Tile(64, width, 128, 6 if width < 32 and outputs >= _ENOUGH_OUTPUTS // 2 else 4, 4)
+    if outputs * channels * dtype.itemsize < _LARGE_WEIGHT or channels % 128:
+        return Tile(32, width, 128, 4, 2) if width == 8 and not crowded else Tile(64, width, 64, 6, 4)
+    if width == 64:
+        return Tile(128, width, 64, 4, 4) if crowded else Tile(64, width, 128, 3, 4)
+    return Tile(64, width, 128, 3 if crowded and width < 32 else 4, 4)
+
+
+@cache
+def shared_room(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return 227 * 2**10
+    return _LEAST_ROOM
+
+
+def invariant_linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Return what `torch.nn.functional.linear` does, with bits that depend on each row alone."""
+    parts_SBTF = invariant_parts(input_BTX, weight_FX, bias_F, most_apart=0)
+    return parts_SBTF[0]
+
+
+def invariant_parts(
+    input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None, most_apart: int = 128, tile: Tile | None = None
+) -> Tensor:
+    """Return the product as parts that are still to be added, in order and in float32, and then rounded.
+
+    A single part is the product itself, in the input's format. Of more than `most_apart` rows it always is.
+    """
+    from polydraft.models import _invariant_kernels as kernels
+
+    (outputs, channels), rows = weight_FX.shape, input_BTX.numel() // input_BTX.shape[-1]
+    input_BTX = input_BTX.contiguous()
+    assert input_BTX.shape[-1] == channels and weight_FX.is_contiguous() and input_BTX.dtype == weight_FX.dtype
+    tile = tile or plan_product(rows, outputs, channels, input_BTX.dtype, shared_room(input_BTX.device))
+    splits = splits_of(outputs, channels)
+    width = math.ceil(math.ceil(channels / splits) / _SPLIT_CHANNELS) * _SPLIT_CHANNELS
+    splits = math.ceil(channels / width)
+    apart = splits > 1 and rows <= most_apart
+    form = torch.float32 if apart else input_BTX.dtype
+    output_SBTF = input_BTX.new_empty(splits if apart else 1, *input_BTX.shape[:-1], outputs, dtype=form)
+    grid = math.ceil(rows / tile.rows), math.ceil(outputs / tile.outputs), splits if apart else 1
+    kernels.invariant_product[grid](
+        input_BTX, weight_FX, weight_FX if bias_F is None else bias_F, output_SBTF, rows, outputs, channels, width,
+        SPLITS=splits, APART=apart, BIAS=bias_F is not None, EVEN=channels % tile.channels == 0, PRECISION="ieee",
+        BLOCK_OUTPUTS=tile.outputs, BLOCK_ROWS=tile.rows, BLOCK_CHANNELS=tile.channels,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return output_SBTF
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """What the tokens of a block see of committed text and of each other."""
+
+    lengths_B: Tensor
+    """Committed tokens per row."""
+    max_length: int
+    """Most of them, of any row in any replay."""
+    starts_BT: Tensor | None = None
+    """First position that each token sees; all where there are none."""
+    positions_BT: Tensor | None = None
+    paths_BTU: Tensor | None = None
+    """Of trees: the place of each token's ancestor at every depth, itself included. Without them, each token of a block sees
+    all before it."""
+
+
+def sight_of(
+    lengths_B: Tensor,
+    max_length: int,
+    starts_BT: Tensor | None,
+    positions_BT: Tensor,
+    visible_BTU: Tensor,
+    slot_positions_BS: Tensor,
+) -> Sight:
+    """Return what the tokens of a tree see, from its mask."""
+    from polydraft.models import _invariant_kernels as kernels
+
+    batch_size, size, places = visible_BTU.shape
+    assert positions_BT.is_contiguous() and slot_positions_BS.is_contiguous()
+    # Zeros: a position that two tokens of a path share, past the model's limit, leaves another without a place.
+    paths_BTU = torch.zeros(batch_size, size, places, dtype=torch.int32, device=lengths_B.device)
+    kernels.list_paths[size, batch_size](
+        visible_BTU.view(torch.uint8), lengths_B, slot_positions_BS, paths_BTU, size, places, slot_positions_BS.shape[1],
+        *visible_BTU.stride(), BLOCK=power_of_two(places), num_warps=1,
+    )  # fmt: skip
+    return Sight(lengths_B, max_length, starts_BT, positions_BT, paths_BTU)
+
+
+def invariant_attention(query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, sight: Sight, scale: float) -> Tensor:
+    """Return what `polydraft.models.tree_attention.tree_attention` does, with bits that depend on each token's path alone."""
+    from polydraft.models import _invariant_kernels as kernels
+
+    batch_size, query_heads, size, channels = query_BHTC.shape
+    key_heads, causal = key_BHSC.shape[1], sight.paths_BTU is None
+    group = query_heads // key_heads
+    assert query_heads % key_heads == 0 and query_BHTC.stride(3) == key_BHSC.stride(3) == value_BHSC.stride(3) == 1
+    lines, wide = size * group, query_BHTC.dtype == torch.float32
+    block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
+    block_keys = (32 if wide else 64) // (2 if channels > _USUAL_CHANNELS else 1)
+    programs = batch_size * key_heads * math.ceil(lines / block_lines)
+    splits = max(math.ceil((sight.max_length + (size if causal else 0)) / _SPLIT_KEYS), 1)
+    # Parts are written and read again: not where there are programs enough without them.
+    at_once = programs >= _MULTIPROCESSORS or (causal and splits == 1)
+    parts = 2 if at_once else splits
+    output_BTHC = query_BHTC.new_empty(batch_size, size, query_heads, channels)
+    count = 1 if at_once and causal else batch_size * key_heads * parts * lines
+    mixed_XC = output_BTHC.new_empty(count, channels, dtype=torch.float32)
+    bases_X, sums_X = output_BTHC.new_empty(2, count, dtype=torch.float32)
+    starts = sight.lengths_B if sight.starts_BT is None else sight.starts_BT
+    sizes: dict[str, Any] = {
+        "GROUP": group, "CHANNELS": channels, "CAUSAL": causal, "AT_ONCE": at_once, "CUT": sight.starts_BT is not None,
+        "PRECISION": "ieee", "BLOCK_CHANNELS": max(power_of_two(channels), 16), "SPLIT": _SPLIT_KEYS, "TAIL": _TAIL,
+        # A product and a difference made one would round otherwise, and not in all kernels alike.
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+    strides = *query_BHTC.stride()[:3], *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], *output_BTHC.stride()[:3]
+    scale *= math.log2(math.e)
+    kernels.invariant_attend[1 if at_once else splits, key_heads * math.ceil(lines / block_lines), batch_size](
+        query_BHTC, key_BHSC, value_BHSC, sight.lengths_B, starts, output_BTHC, mixed_XC, bases_X, sums_X, scale,
+        size, splits, parts, *strides, **sizes, BLOCK_LINES=block_lines, BLOCK_KEYS=block_keys, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if not (at_once and causal):
+        paths = sight.lengths_B if sight.paths_BTU is None else sight.paths_BTU
+        positions = sight.lengths_B if sight.positions_BT is None else sight.positions_BT
+        kernels.invariant_join[size, key_heads, batch_size](
+            query_BHTC, key_BHSC, value_BHSC, sight.lengths_B, starts, positions, paths, output_BTHC, mixed_XC, bases_X, sums_X,
+            scale, size, paths.shape[-1], parts, *strides, **sizes,
+            LINES=power_of_two(group), REPEAT=max(16 // power_of_two(group), 1), num_warps=1,
+        )  # fmt: skip
+    return output_BTHC.transpose(1, 2)

@@ -1,0 +1,130 @@
+"""Linear layers of models of any shape by compiled products, on a CPU, while one of our passes runs.
+
+Models without a compiled body of their own (`polydraft.models._native`) run by the code of `transformers`. Most of such a pass
+is products of few tokens, which torch computes far more slowly than it reads the weights. Inside a `with` statement these
+layers multiply by `polydraft.native`; outside it, and in other threads, the model is as its owner made it. Weights are read
+where they are; hooks and adapters work as ever, since only a layer's own product is replaced.
+"""
+
+import threading
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from polydraft.native import NativeProduct, Weight, kernels
+
+MOST_ROWS = 64
+"""Tokens of a product. For more, torch is as fast in float32."""
+LEAST_WEIGHTS = 1 << 17
+"""Numbers of a weight. With fewer, calling takes longer than multiplying."""
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Here(threading.local):
+    """Whether this thread is inside one of our passes."""
+
+    depth = 0
+
+
+_HERE = _Here()
+
+
+class _Forward:
+    """Takes the place of one layer's `forward`."""
+
+    def __init__(self, library: Any, layer: nn.Linear) -> None:
+        self._library, self._layer = library, layer
+        self._addresses = (0, 0)
+        self._product: NativeProduct | None = None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        weight_FX, bias_F = self._layer.weight, self._layer.bias
+        few = _HERE.depth and input.is_cpu and 0 < input.numel() <= MOST_ROWS * weight_FX.shape[1]
+        if few and input.dtype == weight_FX.dtype and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+            addresses = weight_FX.data_ptr(), 0 if bias_F is None else bias_F.data_ptr()
+            if addresses != self._addresses:  # what is elsewhere may be in another format too
+                self._addresses = addresses
+                self._product = NativeProduct(self._library, Weight(weight_FX, bias_F)) if _fits(self._layer) else None
+            if self._product is not None:
+                return self._product(input).to(input.dtype)
+        return functional.linear(input, weight_FX, bias_F)
+
+
+def _fits(layer: nn.Linear) -> bool:
+    """Whether compiled code can read a layer's weight as it is now."""
+    weight_FX, bias_F = layer.weight, layer.bias
+    return (
+        type(weight_FX) is nn.Parameter
+        and weight_FX.device.type == "cpu"
+        and weight_FX.dtype in _DTYPES
+        and weight_FX.stride(1) == 1
+        and (bias_F is None or (bias_F.dtype == weight_FX.dtype and bias_F.device.type == "cpu" and bias_F.is_contiguous()))
+    )
+
+
+class _Places:
+    """Layers whose `forward` is replaced now: while any thread is inside a pass, since threads may share a model."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._taken: dict[int, tuple[nn.Linear, _Forward]] = {}
+
+    def enter(self, forwards: list[tuple[nn.Linear, _Forward]]) -> None:
+        with self._lock:
+            self._inside += 1
+            for layer, forward in forwards:
+                if "forward" not in layer.__dict__:  # or somebody else has replaced it
+                    layer.__dict__["forward"] = forward
+                    self._taken[id(layer)] = (layer, forward)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                for layer, forward in self._taken.values():
+                    if layer.__dict__.get("forward") is forward:
+                        del layer.__dict__["forward"]
+                self._taken.clear()
+
+
+_PLACES = _Places()
+
+
+class NativeLinears(AbstractContextManager[None]):
+    """Let some layers multiply by compiled code while this thread is inside; build one with `native_linears`."""
+
+    def __init__(self, library: Any, layers: list[nn.Linear]) -> None:
+        self._forwards = [(layer, _Forward(library, layer)) for layer in layers]
+
+    def __enter__(self) -> None:
+        _PLACES.enter(self._forwards)
+        _HERE.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        _HERE.depth -= 1
+        _PLACES.leave()
+
+
+def native_linears(model: Any, least: int = LEAST_WEIGHTS) -> NativeLinears | None:
+    """Return what runs a model's linear layers by compiled code, or None where that would gain nothing or cannot be had.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Nothing is changed before a `with` statement is entered.
+    least : int
+        Numbers that a weight must have.
+    """
+    modules = list(model.modules())
+    # Compiled modules would notice that a layer has changed, and be compiled again at every pass.
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
+        return None
+    layers = [part for part in modules if type(part) is nn.Linear and part.weight.numel() >= least and _fits(part)]
+    library = kernels() if layers else None
+    return None if library is None else NativeLinears(library, layers)

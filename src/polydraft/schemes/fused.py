@@ -1,0 +1,56 @@
+"""Drawing `hybrid`'s children on a GPU in two kernels, and where kernels run at all."""
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_BLOCK, _TILES = 256, 8
+LEAST_CHILDREN, MOST_CHILDREN = 4, 16
+"""Nodes of fewer children share the kernel of these; of more, the tables of a program would become too large."""
+_INTERPRETED = False
+"""Whether Triton interprets kernels on the CPU; tests say so."""
+
+
+def kernels_run(tensor: Tensor) -> bool:
+    """Whether kernels of our own work on a tensor: not where torch compiles what it is asked to do."""
+    if torch.compiler.is_compiling() or tensor.device.type != "cuda":
+        return _INTERPRETED
+    return _compiles(tensor.device)
+
+
+@cache
+def _compiles(device: torch.device) -> bool:
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def power_of_two(number: int, least: int = 1) -> int:
+    """Return the smallest power of two that is not below either."""
+    return max(1 << (number - 1).bit_length(), least)
+
+
+def draw(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
+    """Take the top tokens and draw the others from the rest, as `Hybrid.draw` does."""
+    from polydraft.schemes import _kernels as kernels
+
+    rows, columns = draft_probs_RV.shape
+    count = uniforms_RK.shape[1]
+    uniforms_RK = uniforms_RK.double().contiguous()
+    if draft_probs_RV.stride(1) != 1:
+        draft_probs_RV = draft_probs_RV.contiguous()
+    blocks = -(-columns // _BLOCK)
+    parts = -(-blocks // _TILES)
+    sums_RM = draft_probs_RV.new_empty(rows, blocks, dtype=torch.int64)
+    keys_RX = sums_RM.new_empty(rows, parts * count)
+    children_RK = sums_RM.new_empty(rows, count)
+    kernels.rank_blocks[(rows, parts)](
+        draft_probs_RV, sums_RM, keys_RX, columns, blocks, count, draft_probs_RV.stride(0), TILES=_TILES, BLOCK=_BLOCK
+    )
+    kernels.draw_children[(rows,)](
+        draft_probs_RV, sums_RM, keys_RX, uniforms_RK, children_RK, columns, blocks, count, parts,
+        draft_probs_RV.stride(0), uniforms_RK.stride(0),
+        THRESHOLD=threshold, BLOCK=_BLOCK, BLOCK_K=power_of_two(count, LEAST_CHILDREN),
+        BLOCK_M=power_of_two(blocks), BLOCK_X=power_of_two(parts * count),
+    )  # fmt: skip
+    return children_RK

@@ -1,0 +1,88 @@
+"""Products and attention of one order, in Triton's interpreter: what they compute. That bits agree is a GPU's to show."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is not None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+from invariant_cases import TreeCase, products
+
+from polydraft.errors import UsageError
+from polydraft.models import FAMILIES, _invariant
+from polydraft.models._bodies import lean_body
+from polydraft.models._fused import FusedBody
+from polydraft.models._invariant import plan_product, splits_of
+from polydraft.models.hf import HFModel
+from polydraft.trees import SlicedMask, parse_tree
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("rows", "outputs", "channels"), [(1, 48, 64), (5, 33, 77), (3, 40, 1100), (130, 40, 1100), (70, 100, 64)]
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_products(rows, outputs, channels, biased):
+    found, expected = products("cpu", torch.float32, rows, outputs, channels, biased)
+    torch.testing.assert_close(found.double(), expected, **CLOSE)
+
+
+@needs_triton
+@pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
+@pytest.mark.parametrize("length", [0, 5, 29])
+def test_attention_in_a_tree_alone_and_in_a_prompt(length, at_once, monkeypatch):
+    monkeypatch.setattr(_invariant, "_MULTIPROCESSORS", 1 if at_once else 10**6)
+    monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 32)
+    case = TreeCase(
+        length=length, key_heads=1, tree="2x1x1x1", group=3 if length == 5 else 1, channels=26 if length == 5 else 32
+    )
+    expected = case.expected("cpu")
+    ways = (case.in_a_tree("cpu")[0], case.in_a_tree("cpu", batch=2, max_length=case.length + 4)[1], case.alone("cpu", size=3))
+    for found in ways:
+        torch.testing.assert_close(found.double(), expected, **CLOSE)
+
+
+@needs_triton
+@pytest.mark.parametrize("window", [3, 20])
+def test_windows_cut_text_and_tree_alike(window, monkeypatch):
+    monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 32)
+    case = TreeCase(length=29, key_heads=1, tree="2x1x1x1", window=window)
+    torch.testing.assert_close(case.in_a_tree("cpu")[0], case.alone("cpu"), **CLOSE)
+
+
+@needs_triton
+def test_a_body_computes_what_the_usual_one_does(tiny, monkeypatch):
+    model = tiny("llama")
+    block = SlicedMask.of(parse_tree("2x1"), torch.device("cpu")).level(0, 5).expand(2)
+    found = []
+    for fused in (None, FusedBody(lean_body(model.hf_model), invariant=True)):
+        monkeypatch.setattr(model, "fused", fused)
+        with torch.no_grad():
+            context = model.start(2, 32)
+            context.prefill([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [3, 4]])
+            found.append(context.extend(torch.tensor([[11, 12, 13, 14, 15]] * 2), block))
+            context.commit(torch.tensor([[0, 1, 3], [0, 2, 4]]), torch.tensor([3, 2]))
+            context.settle([20, 4])
+            one = SlicedMask.of(parse_tree("none"), torch.device("cpu")).level(0, 1).expand(2)
+            found.append(model.head(context.extend(torch.tensor([[9], [8]]), one)))
+    for usual, invariant in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(invariant, usual, rtol=1e-4, atol=1e-4)
+
+
+def test_where_channels_are_cut_depends_on_the_weight_alone():
+    for outputs, channels in ((4096, 11008), (12288, 4096), (576, 1536), (49152, 576)):
+        tiles = {plan_product(rows, outputs, channels, torch.bfloat16) for rows in (1, 5, 16, 64, 100, 512)}
+        assert len(tiles) > 1, "tiles follow the rows"
+        assert splits_of(outputs, channels) == {4096: 2, 576: 4}.get(outputs, 1)
+        assert all(128 % tile.channels == 0 for tile in tiles), "a split is a number of tiles"
+
+
+def test_a_model_that_cannot_be_invariant_says_so():
+    with pytest.raises(UsageError, match="cannot be invariant: the kernels for that run on GPUs, not on cpu"):
+        HFModel(FAMILIES.get("llama").build(), invariant=True)
+    assert not HFModel(FAMILIES.get("llama").build()).invariant
