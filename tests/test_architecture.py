@@ -36,6 +36,7 @@ ROOMS = [
     "certify",
     "analyze",
     "train",
+    "serve",
     "bench",
     "cli",
     "__main__",

@@ -15,7 +15,16 @@ def test_json_is_one_object_and_nothing_else(invoke, tiny: str) -> None:
     assert set(result["sources"]) <= {"target", "model"}
     wanted = {"new_tokens", "rounds", "tokens_per_pass", "acceptance_rate", "tokens_per_second", "seconds"}
     assert wanted <= set(result["stats"])
-    assert set(result["stats"]["seconds"]) == {"prefill", "draft", "target", "verify", "commit", "graph", "total", "first_token"}
+    assert set(result["stats"]["seconds"]) == {
+        "prefill",
+        "draft",
+        "target",
+        "verify",
+        "commit",
+        "graph",
+        "total",
+        "first_token",
+    }
     assert result["settings"]["draft"] == "early-exit:1" and result["settings"]["scheme"] == "hybrid"
 
 
@@ -89,3 +98,20 @@ def test_ngrams_are_counted_by_source(invoke, tiny: str) -> None:
     result = json.loads(out)
     assert result["stats"]["tokens_by_source"] == {"lookup": result["sources"].count("lookup")}
     assert result["settings"]["drafter"] == "lookup" and result["settings"]["walk"] == "node"
+
+
+def test_a_text_follows_a_schema(roomy, invoke, tmp_path):
+    file = tmp_path / "schema.json"
+    properties = {"ok": {"type": "boolean"}, "size": {"enum": ["small", "large"]}}
+    schema = {"type": "object", "properties": properties, "required": ["ok", "size"], "additionalProperties": False}
+    file.write_text(json.dumps(schema))
+    arguments = ["generate", "Hello", "--target", roomy, "--draft", "early-exit:1", "--tree", "2x1", "--temperature", "1"]
+    code, out, err = invoke(*arguments, "--json", "--json-schema", str(file))
+    assert code == 0, err
+    assert sorted(json.loads(json.loads(out)["text"])) == ["ok", "size"]
+    for text, message in (("[", "cannot read"), ("[]", "no JSON object"), ('{"type": "odd"}', "cannot be used")):
+        file.write_text(text)
+        code, _, err = invoke(*arguments, "--json-schema", str(file))
+        assert code == 2 and message in err
+    code, _, err = invoke(*arguments, "--json-schema", str(file), "--beams", "2")
+    assert code == 2 and "for one text" in err

@@ -21,13 +21,14 @@ from .test_mixed_rows import DECODERS, PARAMS
 pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
-def open_engine(decoder: Decoder, slots: int) -> Engine:
+def open_engine(decoder: Decoder, slots: int, **options: Any) -> Engine:
     workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * slots))
     return Engine(
         target=decoder.target,
         drafter=decoder.drafter,
         workspace=workspace,
         walk=decoder.walk,
+        **options,
     )
 
 
@@ -70,10 +71,13 @@ def driven(engine: Engine, sequences: list[TokenSequence], seed: int) -> None:
     raise AssertionError("the loop does not end")
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk": 4, "reuse": True}, {"elastic": True, "chunk": 9}], ids=["whole prompts", "in chunks", "elastic"]
+)
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_sequence_gets_its_own_text_whoever_comes_and_goes(name: str) -> None:
+def test_a_sequence_gets_its_own_text_whoever_comes_and_goes(name: str, options: dict[str, Any]) -> None:
     decoder, asked = DECODERS[name](), requests(12)
-    engine = open_engine(decoder, slots=3)
+    engine = open_engine(decoder, slots=3, **options)
     sequences = [sequence(decoder, row, **one) for row, one in enumerate(asked)]
     driven(engine, sequences, seed=len(name))
     for found, one in zip(sequences, asked, strict=True):

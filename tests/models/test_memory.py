@@ -5,7 +5,8 @@ import torch
 
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.models import Memory, TabularModel
+from polydraft.models import FAMILIES, Memory, TabularModel
+from polydraft.models.hf import HFContext, HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import causal_block, parse_tree
 
@@ -114,3 +115,29 @@ def test_an_interrupted_read_leaves_nothing_wrong_behind(monkeypatch):
     memory.context.extend = extend
     memory.align([old], longest=16)
     assert torch.equal(next_logits(model, memory, [old])[0], model.logits_after(old))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_new_text_is_read_in_its_own_row_alone(native):
+    model = HFModel(FAMILIES.get("llama").build(seed=3), native=native)
+    texts = [[5, 6, 7, 8, 9], [11, 12, 13], [21, 22, 23, 24]]
+    seen = []
+
+    extend = HFContext.extend
+
+    def counted(self, tokens_BT, block):
+        seen.append(tuple(tokens_BT.shape))
+        return extend(self, tokens_BT, block)
+
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        memory = Memory(model, 3, behind=1, places=4)
+        memory.align(texts, 32)
+        patch.setattr(HFContext, "extend", counted)
+        memory.align([texts[0], [31, 32, 33, 34, 35, 36], texts[2]], 32)
+        assert seen == [(1, 5)]
+        fresh = Memory(model, 3, behind=1, places=4)
+        fresh.align([texts[0], [31, 32, 33, 34, 35, 36], texts[2]], 32)
+        block = causal_block(3, 1, model.device)
+        last_B1 = torch.tensor([[9], [36], [24]])
+        torch.testing.assert_close(memory.context.extend(last_B1, block), fresh.context.extend(last_B1, block))
+    assert memory.context.lengths == fresh.context.lengths == [4, 5, 3]

@@ -149,7 +149,7 @@ def read(model: LanguageModel, texts: Texts, places: Places, head: FeatureHead |
     outputs = _Picker([[place - 2 for place in rows] for rows in places])
     entries = head.start(len(known), longest) if head is not None else None
 
-    def observe(starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
+    def observe(rows: slice, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
         features.take(starts, counts, features_BTF)
         if head is None or entries is None:
             return

@@ -28,7 +28,7 @@ class TreeReader(ABC):
     reads_features: ClassVar[bool] = False
     """Whether it wants to see the target's features of the prompt, through `observe`."""
 
-    def observe(self, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
+    def observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
         """See the target's features of the prompt, part by part, all but its last token's."""
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class HeadReader(TreeReader):
         self._guesses: list[Node] = []
         self._observed: list[Tensor] = []
 
-    def observe(self, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
+    def observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
         """Keep the features until the prompt is known in whole."""
         self._observed.append(features_1TF[:, : counts[0]])
 

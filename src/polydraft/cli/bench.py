@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from polydraft.bench.options import BenchOptions, method_options
+from polydraft.bench.serving import ServingLoad
 from polydraft.cli.options import in_range, options_of, prepare
 from polydraft.errors import FailureError, UsageError
 
@@ -57,6 +58,30 @@ def diff(before: Path, after: Path) -> None:
     from polydraft.bench.diff import compare, format_diff, load_results
 
     click.echo(format_diff(compare(load_results(before), load_results(after))))
+
+
+@command.command("serve", short_help="Measure a server under load.")
+@options_of(ServingLoad)
+@click.option("--prompts", "source", default="builtin", show_default=True, help="Prompt file, dataset, or our own prompts.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="File for the figures, as JSON.")
+def serve(source: str, out: Path | None, **options: Any) -> None:
+    """Measure a running server: time to the first token, between tokens and in all, throughput, and goodput under limits.
+
+    Arms run one after the other, on the same prompts and arrivals. Measure peers by another --url with --arms as-is.
+    """
+    from polydraft.bench.serving import format_load, run_load
+    from polydraft.output import written_whole
+    from polydraft.prompts import load_prompts
+
+    load = ServingLoad(**options)
+    prompts = [prompt.text for prompt in load_prompts(source, load.requests)]
+    found = run_load(load, prompts, lambda arm, done: click.echo(f"\r{arm}: {done} of {load.requests}", err=True, nl=False))
+    click.echo(err=True)
+    for arm in found:
+        click.echo(format_load(arm))
+    if out is not None:
+        with written_whole(out) as partial:
+            partial.write_text(json.dumps({"options": {**vars(load), "api_key": None}, "arms": found}, indent=1) + "\n")
 
 
 @command.command("merge", short_help="Join the shards of one run.")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -76,15 +77,27 @@ class Task:
     raw: bool
     compare: bool
     as_json: bool
+    schema: Any = None
+    """A JSON schema that the text follows."""
 
     def run(self, decoder: "Decoder", printer: Any = None, **changes: Any) -> "Generation":
         """Decode one text, with some options of the request changed."""
         from polydraft.cli.terminal import play
 
         request = {**self.choices.request(self.params), **changes}
+        if self.schema is not None:
+            request["sampling"] = self._kept_to_schema(decoder)
         stream = decoder.stream(self.text, chat=not self.raw, **request)
         play(stream, printer)
         return stream.results()[0]
+
+    def _kept_to_schema(self, decoder: "Decoder") -> "SamplingParams":
+        from polydraft.sampling.grammar import JSON_SCHEMA, Grammars
+
+        grammars = Grammars(decoder.tokenizer, decoder.target.vocab_size, decoder.eos_token_ids)
+        length = len(decoder.encode(self.text, chat=not self.raw))
+        processor = grammars.processor(grammars.compiled(JSON_SCHEMA, self.schema), length)
+        return dataclasses.replace(self.params, processors=(processor,))
 
     def run_beams(self, beams: "BeamDecoder", options: "BeamOptions", printer: Any = None) -> "BeamGeneration":
         """Decode with beams."""
@@ -100,10 +113,13 @@ class Task:
 @click.argument("prompt")
 @shared_options
 @options_of(BeamChoices, **{name: {"flag": flag} for name, flag in _FLAGS.items()})
+@click.option(
+    "--json-schema", type=click.Path(path_type=Path), default=None, help="File with a JSON schema that the text follows."
+)
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--compare", is_flag=True, help="Also decode plainly and with Hugging Face, in the same run, and print a table.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
-def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any) -> None:
+def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_json: bool, **options: Any) -> None:
     """Generate text that continues or answers PROMPT ('-' reads it from standard input).
 
     The text follows the target's own sampling law, whatever draft, tree and scheme are chosen; at temperature 0 it is
@@ -119,13 +135,25 @@ def command(prompt: str, raw: bool, compare: bool, as_json: bool, **options: Any
     text = read_all() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("empty prompt: it has no tokens; give at least one character")
-    task = Task(text, choices, params, raw, compare, as_json)
+    if json_schema is not None and (compare or beams.given()):
+        raise UsageError("--json-schema is for one text; leave out --compare, --beams and --num-return-sequences")
+    task = Task(text, choices, params, raw, compare, as_json, None if json_schema is None else _read_schema(json_schema))
     if beams.beams is not None:
         _generate_beams(task, beams)
     elif beams.given():
         _generate_samples(task, beams)
     else:
         _generate_one(task)
+
+
+def _read_schema(file: Path) -> Any:
+    try:
+        schema = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read --json-schema {file} ({error}); give a file with a JSON schema") from None
+    if not isinstance(schema, dict):
+        raise UsageError(f"--json-schema {file} holds no JSON object; give a JSON schema")
+    return schema
 
 
 def _generate_one(task: Task) -> None:

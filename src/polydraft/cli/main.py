@@ -18,6 +18,7 @@ _COMMANDS = {
     "chat": "Talk with the target over several turns.",
     "generate": "Generate text from one prompt.",
     "info": "Show what is installed and what can be chosen.",
+    "serve": "Serve the target by the OpenAI API.",
     "train": "Train a draft for your target.",
 }
 

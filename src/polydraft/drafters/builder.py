@@ -28,6 +28,8 @@ class Builder(ABC):
     """Why rounds cannot be recorded; None if `build` and `learn` are pure functions of tensors."""
     learns: bool = False
     """Whether what the host learns of a round may change what the next one does."""
+    elastic: bool = False
+    """Whether the number of rows may change, see `resize`."""
     asked_scheme: str | None = None
     """The scheme that was asked for by name: a walk that was asked for as well must verify it."""
 
@@ -55,6 +57,13 @@ class Builder(ABC):
         """Return the walk that verifies the trees, where the user wishes for ``"auto"`` or a certain one."""
         # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
         return resolve_walk(wish, self.scheme, insist=self.asked_scheme == self.scheme.name)
+
+    def share(self, loads: Sequence[int]) -> None:  # noqa: B027 (most trees do not depend on it)
+        """Say how many rows share the rounds of each row, which may make smaller trees pay."""
+
+    def resize(self, params: RowParams) -> None:
+        """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `begin`."""
+        raise NotImplementedError
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:  # noqa: B027
         """Take note of the certain texts of new rows, and of all rows' parameters from now on."""
@@ -107,6 +116,12 @@ class DraftDistributions:
             self._warper = Warper(params, self._vocab_size, texts, self._device, of_draft=True, vocabulary=self.vocabulary)
         else:
             self._warper.admit(params, rows, [texts[row] for row in rows])
+
+    def resize(self, params: RowParams) -> None:
+        """Have as many rows as there are parameters."""
+        self.params = params
+        if self._warper is not None:
+            self._warper.resize(params)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""

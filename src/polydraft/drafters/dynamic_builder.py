@@ -74,6 +74,7 @@ class DynamicBuilder(Builder):
     asked_scheme = "auto"
     obstacle = "dynamic trees differ from round to round"
     learns = True
+    elastic = True
 
     def __init__(
         self,
@@ -137,6 +138,16 @@ class DynamicBuilder(Builder):
         """A full front on every level, behind the lead."""
         width = max([self.shape.beam, *(level.nodes for level in self._room)])
         return self.source.lead + 1 + width * (self.shape.depth - 1)
+
+    def share(self, loads: Sequence[int]) -> None:
+        """Let the policy reckon with it."""
+        self.policy.share(loads)
+
+    def resize(self, params: RowParams) -> None:
+        """Have as many rows as there are parameters."""
+        self._distributions.resize(self._ranking_params(params))
+        self.policy.resize(len(params))
+        self._bare_laws = None
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""

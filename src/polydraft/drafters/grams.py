@@ -71,10 +71,20 @@ class GramSource(Source):
 
     def __init__(self, caches: Sequence[GramCache], riders: Riders, gram: int, batch_size: int) -> None:
         self.names, self.riders, self._gram = [cache.name for cache in caches], riders, gram
+        self._caches = caches
         self.memories = [[cache.open() for cache in caches] for _ in range(batch_size)]
         self.read: list[list[int]] = [[] for _ in range(batch_size)]
         """Text that each row's memories have read."""
         self.idle = [False] * batch_size
+
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows."""
+        self.memories = [*self.memories, *([cache.open() for cache in self._caches] for _ in range(len(self.memories), rows))][
+            :rows
+        ]
+        self.read = [*self.read, *([] for _ in range(rows))][:rows]
+        self.idle = [*self.idle, *([False] * rows)][:rows]
+        self.riders.resize(rows)
 
     def forget(self, rows: Sequence[int]) -> None:
         """Empty their memories."""
@@ -127,6 +137,7 @@ class TrieBuilder(Builder):
     neighbours; the number of nodes follows what is proposed, as a pass costs by its tokens.
     """
 
+    elastic = True
     scheme = Naive()
     """Tokens follow the target's own draw, whatever was proposed."""
 
@@ -145,6 +156,9 @@ class TrieBuilder(Builder):
     def num_uniforms(self) -> int:
         """Random numbers for the first tokens of branches."""
         return self.source.riders.num_uniforms
+
+    def resize(self, params: RowParams) -> None:
+        """Keep nothing of rows: the source does."""
 
     def resolve_walk(self, wish: str) -> Walk:
         """Walk node by node; or as the paper words it, if that was asked for."""

@@ -8,7 +8,8 @@ from torch import Tensor
 from polydraft.drafters.policy import LONGEST_REST
 from polydraft.drafters.source import DistributionSource
 from polydraft.models import FeatureHead
-from polydraft.models.language_model import Observer, assign, common_prefix
+from polydraft.models.language_model import Observer, assign, resized
+from polydraft.models.memory import common_prefix
 from polydraft.schemes.arrays import can_sync
 from polydraft.trees import Block, causal_block
 from polydraft.walks import Verdict
@@ -43,9 +44,9 @@ class HeadSource(DistributionSource):
         """Rows whose text is the root alone; only in a first round."""
         self._outputs_BWH: Tensor | None = None
         """Of the last pass; within a round."""
-        self._begun: Sequence[int] = range(batch_size)
-        """Rows whose texts are being read."""
-        self._seen, self._skipped = False, False
+        self._unseen: set[int] = set()
+        """Rows of new texts that the target has not begun to read."""
+        self._skipped = False
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         """Entries of rounds without drafts since the last one with some: tokens, features and how many of them count."""
 
@@ -68,6 +69,15 @@ class HeadSource(DistributionSource):
             self._tokens_BW = self._tokens_BW.new_zeros(len(self._tokens_BW), width)
             self._fresh_block = causal_block(len(self._tokens_BW), width, self.device)
 
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows."""
+        self._take_waiting()
+        self._context.resize(rows, most)
+        self._texts = [*self._texts, *([()] * rows)][:rows]
+        self._tokens_BW, self._fresh_B = resized(self._tokens_BW, rows), resized(self._fresh_B, rows)
+        self._lone_B = None if self._lone_B is None else resized(self._lone_B, rows)
+        self._features_BWF = None if self._features_BWF is None else resized(self._features_BWF, rows)
+
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""
         self._take_waiting()
@@ -78,33 +88,37 @@ class HeadSource(DistributionSource):
             kept[row] = limits[row] = max(min(kept[row], shared - 1, len(texts[row]) - 2), 0)
             if self._features_BWF is not None:
                 self._features_BWF[row].zero_()
-        self._texts, self._seen, self._begun = list(texts), False, rows
+        self._texts, self._unseen = list(texts), set(rows)
         self._context.rewind(kept)
         return limits
 
-    def _observe(self, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
+    def _observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
         """Read entries along with the target; the root's waits for the first round."""
-        if not self._seen:
-            held = self._context.lengths
-            self._context.rewind([start if row in self._begun else held[row] for row, start in enumerate(starts)])
-            self._seen = True
-        last = [start + count == len(text) - 1 for start, count, text in zip(starts, counts, self._texts, strict=True)]
+        held, texts = list(self._context.lengths), self._texts[rows]
+        for row, start in enumerate(starts, start=rows.start):
+            if row in self._unseen:
+                self._unseen.remove(row)
+                held[row] = start
+        self._context.rewind(held)
+        last = [start + count == len(text) - 1 for start, count, text in zip(starts, counts, texts, strict=True)]
         if self._features_BWF is None:
             self._features_BWF = features_BTF.new_zeros(*self._tokens_BW.shape, features_BTF.shape[-1])
         for row, (count, ends) in enumerate(zip(counts, last, strict=True)):
             if count and ends:
-                self._features_BWF[row, 0] = features_BTF[row, count - 1]
+                self._features_BWF[rows.start + row, 0] = features_BTF[row, count - 1]
         kept = [count - (ends and count > 0) for count, ends in zip(counts, last, strict=True)]
         size = max(kept)
         if size:
             following = [
-                list(text[start + 1 : start + 1 + count]) for text, start, count in zip(self._texts, starts, kept, strict=True)
+                list(text[start + 1 : start + 1 + count]) for text, start, count in zip(texts, starts, kept, strict=True)
             ]
             tokens_BT = torch.tensor([tokens + [0] * (size - len(tokens)) for tokens in following], device=self.device)
-            self._context.reserve(max(self._context.lengths) + size)
+            self._context.reserve(max(held[rows]) + size)
             fused_BTH = self._head.fused(features_BTF[:, :size])
-            self._context.read(tokens_BT, fused_BTH, causal_block(len(counts), size, self.device))
-        self._context.rewind([length + count for length, count in zip(self._context.lengths, kept, strict=True)])
+            self._context.part(rows).read(tokens_BT, fused_BTH, causal_block(len(counts), size, self.device))
+        for row, count in enumerate(kept, start=rows.start):
+            held[row] += count
+        self._context.rewind(held)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Take the roots as they are."""

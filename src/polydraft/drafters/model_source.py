@@ -8,6 +8,7 @@ from torch import Tensor
 
 from polydraft.drafters.source import DistributionSource
 from polydraft.models import LanguageModel, Memory
+from polydraft.models.language_model import resized
 from polydraft.trees import Block, SlicedMask, StaticBlock, Topology
 from polydraft.walks import Verdict
 
@@ -43,6 +44,12 @@ class ModelSource(DistributionSource):
     def make_room(self, *, places: int, depth: int, recorded: bool) -> None:
         """Make room for a round's passes."""
         self._memory.places = self._memory.context.places = places
+
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows."""
+        self._memory.resize(rows, most)
+        self._texts = [*self._texts, *([()] * rows)][:rows]
+        self._lone_B1 = None if self._lone_B1 is None else resized(self._lone_B1, rows)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Read the texts."""

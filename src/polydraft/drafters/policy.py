@@ -5,7 +5,9 @@ random numbers of the round that is being planned, nor on the children whose num
 (docs/theory.md). Few numbers per row, so numpy's on a CPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -82,17 +84,39 @@ class RowPolicy:
 
     def __init__(self, costs: Costs, batch_size: int, nodes: int, device: torch.device, adaptive: bool) -> None:
         self.adaptive = adaptive
-        self._level_cost, self._overhead = costs.draft_level, costs.overhead
-        passes = [costs.tree_pass(count + 1) for count in range(nodes)]
-        self._pass_N = as_array(torch.tensor(passes, device=device, dtype=torch.float64))
-        self._price_N = self._pass_N[:1] + _prices(self._pass_N).cumsum(-1)
+        self._costs, self._most, self._device = costs, nodes - 1, device
         self._ones_B = as_array(torch.ones(batch_size, device=device, dtype=torch.float64))
-        self._most = nodes - 1
-        fitting = [one for one in _TYPICAL if one[0] <= nodes] or [_TYPICAL[0]]
-        rate = max(tokens / costs.of_round(levels, count) for count, levels, tokens in fitting)
-        self._first_rate = min(rate, _MOST_RATE)
-        self._trial = _TRIAL if rate >= _LOSING else _SHORT_TRIAL
+        self._loads: tuple[int, ...] = ()
+        self._tables: dict[int, _Load] = {}
+        self.share([1] * batch_size)
         self.begin()
+
+    def share(self, loads: Sequence[int]) -> None:
+        """Say how many rows share the rounds of each row: they share what a pass costs before its first token, no more.
+
+        Where others do not matter a row's own load is 1.
+        """
+        if tuple(loads) == self._loads:
+            return
+        self._loads = tuple(loads)
+        for load in set(loads) - set(self._tables):
+            self._tables[load] = _Load.of(self._costs, load, self._most + 1)
+        tables = [self._tables[load] for load in loads]
+
+        def column(values: list[Any]) -> Array:
+            return as_array(torch.tensor(values, device=self._device, dtype=torch.float64))
+
+        self._pass_BN = column([table.passes for table in tables])
+        steps_BN = at_least(self._pass_BN[:, 1:] - self._pass_BN[:, :-1], _LEAST_PRICE)
+        first_B1 = self._pass_BN[:, :1]
+        # What each node adds to the cost of its tree, nothing for the first.
+        added_BN = xp(steps_BN).concatenate([0 * first_B1, steps_BN], 1)
+        self._price_BN = first_B1 + added_BN.cumsum(-1)
+        self._level_cost_B = column([table.level for table in tables])
+        self._overhead_B = column([table.overhead for table in tables])
+        self._first_rate_B = column([min(table.rate, _MOST_RATE) for table in tables])
+        trials = [_TRIAL if table.rate >= _LOSING else _SHORT_TRIAL for table in tables]
+        self._first_trial_B = as_array(torch.tensor(trials, device=self._device))
 
     def begin(self, new_B: Array | None = None) -> None:
         """Forget what was learnt of rows that begin new texts: of all of them, if none are named."""
@@ -101,19 +125,30 @@ class RowPolicy:
         first: dict[str, Array] = {
             "_promised_B": prior_B,
             "_accepted_B": prior_B,
-            "_tokens_B": self._first_rate * _RATE_PRIOR * self._ones_B,
+            "_tokens_B": self._first_rate_B * _RATE_PRIOR * self._ones_B,
             "_spent_B": _RATE_PRIOR * self._ones_B,
             "_masses_B": prior_B,
             "_grown_B": _FIRST_GROWTH * prior_B,
             "_rest_B": none_B,
-            "_trial_B": none_B + self._trial,
+            "_trial_B": none_B + self._first_trial_B,
             "_next_rest_B": none_B + SHORTEST_REST,
         }
-        if self.adaptive and self._first_rate < _LOSING:
+        hopeless_B = self._first_rate_B < _LOSING
+        if self.adaptive and hopeless_B.any():
             # A machine on which drafting can hardly pay: plain first, then now and then a trial, for a draft better than most.
-            first |= {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + LONGEST_REST, "_tokens_B": first["_spent_B"]}
+            plain = {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + LONGEST_REST, "_tokens_B": first["_spent_B"]}
+            first |= {name: xp(prior_B).where(hopeless_B, value_B, first[name]) for name, value_B in plain.items()}
         for name, value_B in first.items():
             setattr(self, name, value_B if new_B is None else xp(new_B).where(new_B, value_B, getattr(self, name)))
+
+    def resize(self, rows: int) -> None:
+        """Have so many rows: what was learnt of the first ones stays, further ones are to `begin`."""
+        concatenate = xp(self._ones_B).concatenate
+        for name in [one for one in vars(self) if one.endswith("_B")]:
+            value_B = getattr(self, name)
+            more = [value_B[:1]] * (rows - len(value_B))
+            setattr(self, name, concatenate([value_B, *more], 0)[:rows])
+        self.share((*self._loads, *([1] * rows))[:rows])
 
     @property
     def worth_B(self) -> Array:
@@ -135,7 +170,7 @@ class RowPolicy:
         if not self.adaptive:
             return mass_B == mass_B
         growth_B = self._grown_B / self._masses_B
-        return self.worth_B * mass_B * growth_B > self.rate_B * self._level_cost
+        return self.worth_B * mass_B * growth_B > self.rate_B * self._level_cost_B
 
     def saw_level(self, mass_B: Array, next_B: Array, asked_B: Array) -> None:
         """Learn how much probability a further level found, where one was asked for."""
@@ -154,8 +189,8 @@ class RowPolicy:
             return whole_B + probs_BM.shape[1]
         gain_BM = self.worth_B[:, None] * probs_BM.cumsum(-1)
         gain_BN = xp(gain_BM).concatenate([0 * self._ones_B[:, None], gain_BM], 1)
-        cost_N = self._pass_N[: gain_BN.shape[1]]
-        return (gain_BN - self.rate_B[:, None] * cost_N).argmax(-1)
+        cost_BN = self._pass_BN[:, : gain_BN.shape[1]]
+        return (gain_BN - self.rate_B[:, None] * cost_BN).argmax(-1)
 
     def allot(self, gain_BWK: Array, nodes_B: Array, share: int, least: int) -> Allotment:
         """Say how many children the nodes of a level draw.
@@ -176,7 +211,7 @@ class RowPolicy:
         order_BX, number_X = _falling(gain_BX), arange(width * most, nodes_B) + 1
         value_BX = self.worth_B[:, None] * take(gain_BX, order_BX).cumsum(-1)
         place_BX = at_most(nodes_B[:, None] + number_X, self._most)
-        cost_BX = self.rate_B[:, None] * (self._price_N[place_BX] - self._price_N[nodes_B][:, None])
+        cost_BX = self.rate_B[:, None] * (take(self._price_BN, place_BX) - take(self._price_BN, nodes_B[:, None]))
         room_B1 = (self._most - nodes_B)[:, None]
         if self.adaptive:
             net_BX = functions.where(number_X <= room_B1, _FURTHER * value_BX - cost_BX, -torch.inf)
@@ -199,7 +234,8 @@ class RowPolicy:
         """Compare a round with its plan; rows that rest count down."""
         where = xp(active_B).where
         drafted_B = active_B & (plan.levels_B > 0)
-        cost_B = self._pass_N[plan.nodes_B] + self._level_cost * plan.levels_B + self._overhead
+        pass_B = take(self._pass_BN, plan.nodes_B[:, None])[:, 0]
+        cost_B = pass_B + self._level_cost_B * plan.levels_B + self._overhead_B
         self._promised_B = where(drafted_B, _MEMORY * self._promised_B + plan.expected_B, self._promised_B)
         self._accepted_B = where(drafted_B, _MEMORY * self._accepted_B + accepted_B, self._accepted_B)
         self._tokens_B = where(drafted_B, _RATE_MEMORY * self._tokens_B + accepted_B + 1, self._tokens_B)
@@ -215,7 +251,7 @@ class RowPolicy:
         rate_B = self._tokens_B / self._spent_B
         loses_B = drafted_B & (self._trial_B == 0) & (rate_B < _LOSING)
         self._rest_B = where(loses_B, self._next_rest_B, self._rest_B)
-        self._trial_B = where(loses_B, self._trial, self._trial_B)
+        self._trial_B = where(loses_B, self._first_trial_B, self._trial_B)
         self._next_rest_B = where(loses_B, at_most(2 * self._next_rest_B, LONGEST_REST), self._next_rest_B)
         self._next_rest_B = where(drafted_B & (rate_B > _WINNING), SHORTEST_REST, self._next_rest_B)
         # After a rest the trial counts anew: what was lost before it must not end it at once.
@@ -223,10 +259,27 @@ class RowPolicy:
         self._spent_B = where(loses_B, _RATE_PRIOR, self._spent_B)
 
 
-def _prices(pass_N: Array) -> Array:
-    """Return what each node adds to the cost of its tree, nothing for the first."""
-    steps_N = at_least(pass_N[1:] - pass_N[:-1], _LEAST_PRICE)
-    return xp(pass_N).concatenate([0 * pass_N[:1], steps_N], 0)
+@dataclass(frozen=True, kw_only=True)
+class _Load:
+    """What rounds cost that so many rows share, in plain rounds of as many rows."""
+
+    passes: list[float]
+    """By the number of candidates that every row has."""
+    level: float
+    overhead: float
+    rate: float
+    """Tokens in the time of a plain round that a fair draft brings."""
+
+    @classmethod
+    def of(cls, costs: Costs, load: int, nodes: int) -> "_Load":
+        """Scale the costs of one row: a pass costs by all its tokens, and work on candidates by all rows."""
+        plain = costs.tree_pass(load) if load > 1 else 1.0
+        passes = [costs.tree_pass(load * (count + 1)) / plain for count in range(nodes)]
+        level, overhead = costs.draft_level * load / plain, costs.overhead * load / plain
+        fitting = [one for one in _TYPICAL if one[0] <= nodes] or [_TYPICAL[0]]
+        # In the order of `Costs.of_round`: of a single row the figures must have its very bits.
+        rate = max(tokens / (level * levels + passes[count - 1] + overhead) for count, levels, tokens in fitting)
+        return cls(passes=passes, level=level, overhead=overhead, rate=rate)
 
 
 def _falling(values_BX: Array) -> Array:

@@ -89,6 +89,15 @@ class Riders:
             if self.options.seeds == "prompt":
                 self._seeds[row] = torch.tensor(list(texts[row]), device=self._target.device)
 
+    def resize(self, rows: int) -> None:
+        """Have so many rows; further ones begin before they are asked."""
+        self._lengths = [*self._lengths, *([0] * rows)][:rows] if self.options.branches else []
+        self._seeds = {row: seed for row, seed in self._seeds.items() if row < rows}
+        if self._tokens_BXP is not None:
+            missing = max(rows - len(self._tokens_BXP), 0)
+            fresh_BXP = torch.full_like(self._tokens_BXP[:1], NO_TOKEN).expand(missing, -1, -1)
+            self._tokens_BXP = torch.cat([self._tokens_BXP[:rows], fresh_BXP])
+
     def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
         """Add the branches' tokens to a pass, as nodes after all others that no child table names."""
         if not self.options.branches:

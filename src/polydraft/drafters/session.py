@@ -103,8 +103,26 @@ class DraftSession:
         builder = self._certain or self._drawn
         return resolve_walk(wish, _NAIVE, insist=False) if builder is None else builder.resolve_walk(wish)
 
-    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], keep: bool) -> Reading:
-        """Say how the target should read the new texts of `rows`; the others go on with what they have.
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of rows may change, see `resize`."""
+        return all(builder.elastic for builder in self._builders)
+
+    def share(self, loads: Sequence[int]) -> None:
+        """Say how many rows share the rounds of each row, as far as that may matter to its drafts."""
+        for builder in self._builders:
+            builder.share(loads)
+
+    def resize(self, params: RowParams, most: int) -> None:
+        """Have as many rows as there are parameters: the first ones stay as they are, further ones are to `begin`."""
+        for builder in self._builders:
+            builder.source.resize(len(params), most)
+            builder.resize(params)
+
+    def prepare(
+        self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], unread: Sequence[int], keep: bool
+    ) -> Reading:
+        """Say how the target should read the texts of `rows`; the others go on with what they have.
 
         Parameters
         ----------
@@ -112,8 +130,10 @@ class DraftSession:
         longest : int
             How long they may become.
         rows : sequence of int
+        unread : sequence of int
+            Those of them whose texts the target reads from their beginnings, whatever it has read before.
         keep : bool
-            Whether what is known of earlier texts may be used.
+            Whether sources may use what they have learnt of earlier texts; if not, they learn these from their beginnings.
         """
         limits, observer = None, None
         for builder in self._builders:
@@ -122,10 +142,9 @@ class DraftSession:
                 source.forget(rows)
             own = source.prepare(texts, longest, rows)
             limits, observer = own if limits is None else limits, source.observer or observer
-        if not keep:
-            new = set(rows)
+        if unread:
             known = [len(text) for text in texts] if limits is None else limits
-            limits = [0 if row in new else limit for row, limit in enumerate(known)]
+            limits = [0 if row in unread else limit for row, limit in enumerate(known)]
         return Reading(limits, observer)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:

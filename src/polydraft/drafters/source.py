@@ -42,6 +42,10 @@ class Source:
         Tensors must stay where they are from round to round if rounds are `recorded`.
         """
 
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows from now on, the first ones as they are, further ones empty; never more than `most`."""
+        raise NotImplementedError
+
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Say how many tokens of each text, read before, need no second look; None for all of them.
 

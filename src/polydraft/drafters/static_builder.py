@@ -66,6 +66,8 @@ class StaticBuilder(Builder):
         Draw in a few kernels, compiled when first used, where it takes dozens otherwise.
     """
 
+    elastic = True
+
     def __init__(
         self,
         source: DistributionSource,
@@ -119,6 +121,11 @@ class StaticBuilder(Builder):
     def places(self) -> int:
         """One per node, behind the lead."""
         return self.source.lead + self.num_nodes
+
+    def resize(self, params: RowParams) -> None:
+        """Have as many rows as there are parameters."""
+        self._greedy_B = self._greedy_B.new_zeros(len(params))
+        self._distributions.resize(self._draft_params(params))
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""

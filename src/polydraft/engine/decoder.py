@@ -17,7 +17,7 @@ from polydraft.engine.text import TextAssembler
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
-from polydraft.sampling import RowParams, SamplingParams
+from polydraft.sampling import RowParams, SamplingParams, check_params
 from polydraft.walks import AUTO, WALKS
 
 Prompt = str | Sequence[int]
@@ -164,9 +164,7 @@ class Decoder:
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
         params = request.row_params(len(texts))
         for row in params:
-            if row.top_k > self.target.vocab_size:
-                allowed = f"0 (keep all) to {self.target.vocab_size}"
-                raise UsageError(f"top_k={row.top_k} is larger than the vocabulary; allowed: {allowed}")
+            check_params(row, self.target.vocab_size)
         assemblers = [self.assembler(strings) for strings in request.row_stops(len(texts))]
         limits = request.row_limits(len(texts))
         sequences = [

@@ -231,6 +231,8 @@ def _with_tables(
 
 def _obstacle(state: State, can: Recordable) -> str | None:
     """Return why the next round cannot be recorded, and log what will not pass."""
+    if state.watched:
+        return "log-probabilities are looked at on the host"
     lasting = can.never or ("logits processors work on the host" if state.warper.params.has_processors else None)
     lasting = lasting or state.target.graph_obstacle
     if lasting:

@@ -4,23 +4,28 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from polydraft.drafters import Drafter
 from polydraft.engine.graphs import Launched
 from polydraft.engine.round import RowOutcome
-from polydraft.engine.sequence import Emitted, StopReason, TokenSequence
+from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSequence
 from polydraft.engine.stats import TARGET, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError
 from polydraft.models import LanguageModel
+from polydraft.models.memory import common_prefix
 from polydraft.sampling import IDLE, Noise
 from polydraft.walks import AUTO, Fault, Walk
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
 _NO_TEXT = [0]
 """Stands for the text of an empty slot."""
+_ENDLESS = 2**62
+_LEAST_TEXT = 2
+"""Tokens of a prompt to begin with: a text of one token is a case of its own."""
 
 
 class Engine:
@@ -46,6 +51,16 @@ class Engine:
         To begin with; more come by `add`.
     keep : bool
         Reuse what the workspace holds of the first sequences' texts.
+    reuse : bool
+        Let a sequence into the slot whose last text it begins with, if one is free, and read only the rest of its prompt.
+        Drafters that learn from texts do so from its own alone, whatever stood there before.
+    chunk : int, optional
+        Tokens of prompts that a step reads at most, so that long ones keep nobody waiting; all if not given.
+    elastic : bool
+        Have as many slots as are in use, up to the workspace's rows, where rounds are not recorded. What an unused slot held
+        is forgotten then.
+    isolate : bool
+        Let a sequence whose model or logits processor fails end alone (`StopReason.FAILED`); raised otherwise.
     """
 
     def __init__(
@@ -57,11 +72,21 @@ class Engine:
         walk: str | Walk = AUTO,
         sequences: Sequence[TokenSequence] = (),
         keep: bool = False,
+        reuse: bool = False,
+        chunk: int | None = None,
+        elastic: bool = False,
+        isolate: bool = False,
     ) -> None:
         self.target, self.drafter = target, drafter
         self.slots: list[TokenSequence | None] = [None] * len(workspace.params)
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
+        self._reuse, self._chunk, self._isolate = reuse, chunk, isolate
+        self._elastic, self._most = elastic and workspace.elastic, len(self.slots)
+        self._known: dict[int, int] = {}
+        """Slots whose prompts are not read to their ends yet, and how many tokens of them the memories may know."""
+        self._spoilt: list[int] = []
+        """Slots whose sequences have failed: what the memories hold there may be no numbers."""
         self._started = time.perf_counter()
         self._wish = walk
         self._walk: Walk | None = None
@@ -86,13 +111,18 @@ class Engine:
         """Who verifies, once somebody was admitted."""
         return None if self._walk is None else self._walk.name
 
+    @property
+    def free_slots(self) -> int:
+        """How many more sequences could be at work."""
+        return max(self._most - sum(1 for _ in self._running()) - len(self.waiting), 0)
+
     def add(self, sequence: TokenSequence) -> None:
         """Let a sequence wait for a free slot."""
         self.waiting.append(sequence)
 
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
-        """Run one round and return the new tokens of every sequence that took part."""
+        """Run one round and return the new tokens of every sequence that took part: of none while prompts are read."""
         with self._workspace.ownership.held_by(self), _device_errors():
             if self._torn:
                 raise FailureError(
@@ -102,6 +132,8 @@ class Engine:
             with self.undivided():
                 if not self._launched:
                     self._admit()
+                    if not any(self._active()):
+                        return []
                     self._launched.append(self._launch())
                 now = self._launched[0]
                 if len(self._launched) == 1 and self._runs_ahead(now):
@@ -126,28 +158,99 @@ class Engine:
     def _running(self) -> Iterator[TokenSequence]:
         return (sequence for sequence in self.slots if sequence is not None and not sequence.done)
 
+    def _free(self) -> list[int]:
+        return [slot for slot, sequence in enumerate(self.slots) if sequence is None or sequence.done]
+
+    def _active(self) -> list[bool]:
+        """Say which slots take part in rounds: those of running sequences whose prompts are read."""
+        return [
+            sequence is not None and not sequence.done and slot not in self._known for slot, sequence in enumerate(self.slots)
+        ]
+
     def _texts(self) -> list[Sequence[int]]:
-        return [_NO_TEXT if sequence is None else sequence.tokens for sequence in self.slots]
+        """Return what the memories should hold, as far as it is known to them."""
+        texts = [_NO_TEXT if sequence is None else sequence.tokens for sequence in self.slots]
+        return [text[: self._known[slot]] if slot in self._known else text for slot, text in enumerate(texts)]
 
     def _admit(self, keep: bool = False) -> None:
-        """Let waiting sequences into free slots, and have their prompts read."""
-        free = [slot for slot, sequence in enumerate(self.slots) if sequence is None or sequence.done]
-        admitted = {slot: self.waiting.popleft() for slot in free[: len(self.waiting)]}
-        if not admitted:
+        """Let waiting sequences into free slots, and read on in prompts, first come, first served."""
+        fresh = self._fit()
+        free, room = self._free(), self._chunk or _ENDLESS
+        reading = [slot for slot in self._known if slot not in free]
+        rows, new = list[int](), list[int]()
+        while room > 0 and (reading or (self.waiting and free)):
+            if reading:
+                slot = reading.pop(0)
+                start = self._known.pop(slot)
+            else:
+                slot, start = self._take_slot(self.waiting.popleft(), free)
+                new.append(slot)
+            sequence = self.slots[slot]
+            assert sequence is not None
+            length = min(len(sequence.prompt), start + room)
+            room -= length - start
+            if length < len(sequence.prompt):
+                self._known[slot] = max(length, _LEAST_TEXT)
+            rows.append(slot)
+        if not rows:
             return
-        for slot, sequence in admitted.items():
-            self.slots[slot] = sequence
-            self._noise.generators[slot] = sequence.generator
+        rows += [slot for slot in fresh if slot not in rows]
         first = self._walk is None
-        rows = range(len(self.slots)) if first else list(admitted)
-        # A slot without a running sequence asks for nothing, whatever it was asked for last.
-        idle = {slot: IDLE for slot in free if slot not in admitted}
-        params = self._workspace.params.replaced(idle | {slot: sequence.params for slot, sequence in admitted.items()})
+        active = self._active()
+        for slot, sequence in enumerate(self.slots):
+            if sequence is not None and active[slot]:
+                self._noise.generators[slot] = sequence.generator
+        # A slot without a sequence at work asks for nothing, whatever it was asked for last.
+        params = {
+            slot: sequence.params if sequence is not None and active[slot] else IDLE for slot, sequence in enumerate(self.slots)
+        }
         longest = max(sequence.end for sequence in self._running())
+        self._share()
         with self.stats.clock("prefill"):
-            self._workspace.begin(self._texts(), longest, keep, rows, params)
-            self._workspace.activate([sequence is not None and not sequence.done for sequence in self.slots])
+            self._workspace.begin(
+                self._texts(),
+                longest,
+                rows=range(len(self.slots)) if first else rows,
+                unread=() if keep or self._reuse else range(len(self.slots)) if first else new,
+                keep=keep,
+                params=self._workspace.params.replaced(params),
+            )
+            self._workspace.activate(active)
+            self._workspace.watch(
+                paths=any(one is not None and (one.traced or one.top_logprobs is not None) for one in self.slots),
+                isolate=self._isolate,
+            )
         self._walk = self._chosen_walk()
+
+    def _fit(self) -> range:
+        """Have as many slots as there are texts, but none less than are in use: rounds cost what their rows cost.
+
+        Returns the slots that are new.
+        """
+        before = len(self.slots)
+        if not self._elastic:
+            return range(0)
+        used = max((slot + 1 for slot, one in enumerate(self.slots) if one is not None and not one.done), default=0)
+        idle = used - sum(1 for one in self.slots if one is not None and not one.done)
+        rows = min(max(used, used - idle + len(self.waiting), 1), self._most)
+        if rows != len(self.slots):
+            self.slots = [*self.slots, *([None] * rows)][:rows]
+            self._known = {slot: known for slot, known in self._known.items() if slot < rows}
+            self._noise.generators = [*self._noise.generators, *(torch.Generator() for _ in range(rows))][:rows]
+            self._workspace.resize(rows)
+            if self._walk is not None:
+                self._walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
+        return range(before, rows)
+
+    def _take_slot(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:
+        """Let a sequence into a free slot; return it, and how many tokens of the prompt the memories know there already."""
+        texts = self._texts()
+        shared = {slot: common_prefix(texts[slot], sequence.prompt) if self._reuse else 0 for slot in free}
+        slot = max(free, key=lambda one: shared[one])  # of equal ones the first: rounds are narrower where the last are empty
+        free.remove(slot)
+        self._known.pop(slot, None)
+        self.slots[slot] = sequence
+        return slot, shared[slot]
 
     def _chosen_walk(self) -> Walk:
         if isinstance(self._wish, Walk):
@@ -156,29 +259,42 @@ class Engine:
 
     def _launch(self) -> Launched:
         assert self._walk is not None, "somebody was admitted"
+        self._share()
         with self.stats.clock("draft"):
             uniforms_BU = self._noise.uniforms(self._workspace.num_uniforms(self._walk))
         return self._workspace.launch(self._walk, uniforms_BU, self.stats)
+
+    def _share(self) -> None:
+        """Tell the drafter how many texts are at work."""
+        load = sum(self._active())
+        self._session.share([1 if one is None or one.steady else load for one in self.slots])
 
     def _runs_ahead(self, now: Launched) -> bool:
         """Whether to launch one more round: some sequence goes on after this one unless it meets an end that is no limit."""
         most = self._session.depth + 1
         goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self._running())
-        return goes_on and not self.waiting and not self._retiring and self._workspace.runs_ahead(now)
+        reads = any(slot not in self._free() for slot in self._known)
+        return goes_on and not self.waiting and not reads and not self._retiring and self._workspace.runs_ahead(now)
 
     def _settle(self, outcome: list[RowOutcome], reports: list[list[int]]) -> list[Emitted]:
         """Give every running sequence what the round brought it, up to its end; let those that ended go."""
-        running = [sequence is not None and not sequence.done for sequence in self.slots]
-        accepted = [row.tokens[:-1] if runs else [] for row, runs in zip(outcome, running, strict=True)]
+        active = self._active()
+        accepted = [row.tokens[:-1] if runs else [] for row, runs in zip(outcome, active, strict=True)]
         sources = self._session.receive(reports, accepted)
         by_slot: list[list[int]] = [[] for _ in self.slots]
         emitted: list[Emitted] = []
         for slot, (sequence, row) in enumerate(zip(self.slots, outcome, strict=True)):
-            if sequence is None or sequence.done:
+            if sequence is None or not active[slot]:
                 continue
             if row.fault:
-                raise self._failure(Fault(row.fault), sequence)
-            one = sequence.take(row.tokens, [*sources[slot], TARGET])
+                emitted.append(self._failed(slot, sequence, Fault(row.fault)))
+                continue
+            one = replace(sequence.take(row.tokens, [*sources[slot], TARGET]), accepted=row.accepted, drafted=row.drafted)
+            if sequence.top_logprobs is not None:
+                one.logprobs.extend(self._logprobs(slot, one.token_ids, sequence.top_logprobs))
+            if sequence.traced:
+                one.tree.extend(self._workspace.last_tree(slot))
+            sequence.speculation.count(row.accepted, row.drafted)
             self.stats.count(row.accepted, row.offered, row.longest, row.branch)
             self.stats.keep(one.sources)
             by_slot[slot] = one.token_ids
@@ -209,10 +325,28 @@ class Engine:
                 self._launched.clear()  # what runs, runs in vain; the device cuts the memories behind it
             self._retiring = bool(self._launched)
             if not self._retiring:
-                active = [sequence is not None and not sequence.done for sequence in self.slots]
-                self._workspace.retire(self._texts(), active)
+                self._workspace.retire(self._texts(), self._active())
+                while self._spoilt:
+                    self._workspace.clear(self._spoilt.pop())
 
-    def _failure(self, fault: Fault, sequence: TokenSequence) -> FailureError:
+    def _logprobs(self, slot: int, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+        """Return what the target itself thought of the tokens that a round brought."""
+        logprobs_DV = torch.log_softmax(self._workspace.path_logits(slot, len(tokens)), dim=-1)
+        values_DK, tokens_DK = logprobs_DV.topk(min(top, logprobs_DV.shape[1]), dim=-1)
+        own_D = logprobs_DV[torch.arange(len(tokens)), torch.tensor(tokens, device=logprobs_DV.device)]
+        likeliest = [list(zip(*pair, strict=True)) for pair in zip(tokens_DK.tolist(), values_DK.tolist(), strict=True)]
+        return [TokenLogprob(*pair) for pair in zip(own_D.tolist(), likeliest, strict=True)]
+
+    def _failed(self, slot: int, sequence: TokenSequence, fault: Fault) -> Emitted:
+        """End a sequence whose round brought nothing, alone if that is wanted."""
+        error = self._failure(slot, fault, sequence)
+        if not self._isolate:
+            raise error
+        self.slots[slot] = None  # whoever comes next shares nothing with it
+        self._spoilt.append(slot)
+        return sequence.fail(error)
+
+    def _failure(self, slot: int, fault: Fault, sequence: TokenSequence) -> FailureError:
         length = len(sequence.tokens)
         if fault == Fault.SCHEME:
             return FailureError(
@@ -220,6 +354,11 @@ class Engine:
                 "another --scheme"
             )
         state = self._workspace.state
+        raised = state.warper.errors.get(slot) if state is not None and state.warper.errors else None
+        if raised is not None:
+            return FailureError(
+                f"a logits processor failed after {length} tokens ({type(raised).__name__}: {raised}); see there"
+            )
         if fault == Fault.TARGET and state is not None and state.warper.emptied_by is not None:
             return FailureError(
                 f"logits processor {state.warper.emptied_by!r} left no token to go on with after {length} tokens; "

@@ -10,7 +10,8 @@ from torch import Tensor
 from polydraft.drafters import DraftSession
 from polydraft.engine.stats import Stats
 from polydraft.models import LanguageModel, Memory
-from polydraft.sampling import Warper
+from polydraft.models.language_model import resized
+from polydraft.sampling import NO_TOKEN, RowParams, Warper
 from polydraft.trees import DraftTree
 from polydraft.walks import TargetLaws, Walk
 from polydraft.walks.node import greedy_verdict
@@ -39,6 +40,18 @@ class State:
     """Rows that take the likeliest token."""
     compiled: bool = False
     """Whether verification is compiled."""
+    watched: bool = False
+    """Whether the host wants to see what follows."""
+    path_features_BDF: Tensor | None = None
+    """The target's, of the nodes that the last round's path goes through."""
+    tree: DraftTree | None = None
+    """The last round's."""
+
+    def resize(self, params: RowParams) -> None:
+        """Have as many rows as there are parameters; what else has rows does so by itself."""
+        for name in ("tail_B2", "active_B", "greedy_B"):
+            setattr(self, name, resized(getattr(self, name), len(params)))
+        self.warper.resize(params)
 
 
 class RowOutcome(NamedTuple):
@@ -55,6 +68,8 @@ class RowOutcome(NamedTuple):
     """Longest drafted path."""
     branch: int
     """Which of the root's children was accepted; -1 for none."""
+    drafted: int
+    """Candidates of the tree."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +134,11 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
         last_B2 = verdict.accepted_B[:, None] + torch.arange(2, device=recent_BX.device)
         state.tail_B2.copy_(recent_BX.gather(1, last_B2))
         branch_B = draft.branch(verdict.path_BD[:, min(1, session.depth)])
-        numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B, draft.longest(), branch_B)
+        drafted_B = (candidates.tokens_BN[:, 1:] != NO_TOKEN).sum(1)
+        numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B, draft.longest(), branch_B, drafted_B)
+        if state.watched:
+            path_BDF = verdict.path_BD[..., None].expand(-1, -1, features_BNF.shape[-1])
+            state.path_features_BDF, state.tree = features_BNF.gather(1, path_BDF), candidates
         return Outcome.of(verdict.tokens_BD, numbers, report_BX)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polydraft.engine.stats import Stats
+from polydraft.engine.stats import Speculation, Stats
 from polydraft.engine.text import TextAssembler
 from polydraft.sampling import SamplingParams
 
@@ -22,6 +22,8 @@ class StopReason(StrEnum):
     CONTEXT = "context"
     """The model's context is full."""
     CANCELLED = "cancelled"
+    FAILED = "failed"
+    """Where texts fail alone: the model, or a logits processor, gave nothing to go on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,15 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """What the target itself thought of a token that it was given: before temperature, truncation, penalties and bias."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+    """The likeliest tokens, with their log-probabilities, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Emitted:
     """New tokens of one sequence from one round."""
 
@@ -67,6 +78,14 @@ class Emitted:
     pieces: list[str]
     """Text that became certain with each token."""
     stop_reason: StopReason | None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of each token, where they were asked for."""
+    accepted: int = 0
+    """Drafted tokens that the round accepted, before anything was cut off at an end."""
+    drafted: int = 0
+    """Candidates that it had."""
+    tree: list[tuple[int, int]] = field(default_factory=list)
+    """Its candidates, where they were asked for: parent and token of each, the root first."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -85,11 +104,21 @@ class TokenSequence:
     """Turns tokens into text, and finds stop strings."""
     max_positions: int | None = None
     """Where the model's context ends."""
+    steady: bool = True
+    """Whether its trees, and so what a seed gives, may not depend on how many others there are."""
+    traced: bool = False
+    """Whether to show its trees."""
+    top_logprobs: int | None = None
+    """How many of the likeliest tokens to tell beside each one's log-probability; None for no log-probabilities."""
     tokens: list[int] = field(init=False)
     """Prompt and new tokens."""
     sources: list[str] = field(init=False, default_factory=list)
     """Who proposed each new token."""
     stop_reason: StopReason | None = field(init=False, default=None)
+    failure: Exception | None = field(init=False, default=None)
+    """Why it failed."""
+    speculation: Speculation = field(init=False, default_factory=Speculation)
+    """What drafting did for it."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -129,6 +158,12 @@ class TokenSequence:
         self.tokens.extend(kept)
         self.sources.extend(sources[: len(kept)])
         return Emitted(self.row, kept, list(sources[: len(kept)]), pieces, self.stop_reason)
+
+    def fail(self, error: Exception) -> Emitted:
+        """End for a failure, with what it has got so far."""
+        self.assembler.finish()
+        self.stop_reason, self.failure = StopReason.FAILED, error
+        return Emitted(self.row, [], [], [], self.stop_reason)
 
     def cut(self, reason: StopReason, new_tokens: int) -> list[str]:
         """End from outside (a criterion, a cancellation), keeping that many new tokens; return the sources of the others."""

@@ -15,6 +15,32 @@ PHASES = ("prefill", "draft", "target", "verify", "commit", "graph")
 
 
 @dataclass
+class Speculation:
+    """What drafting did for one text."""
+
+    rounds: int = 0
+    resting_rounds: int = 0
+    """Those of them in which nothing was drafted for it."""
+    drafted_tokens: int = 0
+    """Candidates of all its trees."""
+    accepted: Counter[int] = field(default_factory=Counter)
+    """How many rounds accepted so many of them."""
+
+    def count(self, accepted: int, drafted: int) -> None:
+        """Add a round."""
+        self.rounds += 1
+        self.resting_rounds += drafted == 0
+        self.drafted_tokens += drafted
+        self.accepted[accepted] += 1
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per round, the target's own included."""
+        tokens = sum((accepted + 1) * rounds for accepted, rounds in self.accepted.items())
+        return tokens / self.rounds if self.rounds else 0.0
+
+
+@dataclass
 class Stats:
     """Counts and times of one run, over all its rows.
 

@@ -16,7 +16,7 @@ from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.models.language_model import assign
-from polydraft.sampling import RowParams, Warper
+from polydraft.sampling import IDLE, RowParams, Warper
 from polydraft.walks import Walk
 
 
@@ -97,7 +97,7 @@ class Workspace:
         ahead: bool = True,
     ) -> None:
         records = graphs and target.device.type == "cuda"
-        self.target, self.params = target, params
+        self.target, self.params, self._most = target, params, len(params)
         self._compiled = compiled and records
         self.session = drafter.start(params, target, self._compiled)
         self.memory = Memory(target, len(params), behind=1, places=self.session.num_nodes)
@@ -118,24 +118,48 @@ class Workspace:
         """Whether rounds are recorded, in whole or behind a draft of the host's, and worth keeping for other texts."""
         return self.launcher.recorder is not None and self.session.recordable.never is None
 
-    def begin(self, texts: Sequence[Sequence[int]], longest: int, keep: bool, rows: Sequence[int], params: RowParams) -> None:
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of rows may change from round to round: where nothing is recorded, and the drafter can."""
+        return self.launcher.recorder is None and self.session.elastic and all(one.elastic for one in self.contexts)
+
+    def resize(self, rows: int) -> None:
+        """Have so many rows: the first ones stay as they are, further ones are to `begin`; never more than at first."""
+        self.params = RowParams((*self.params.rows, *([IDLE] * rows))[:rows])
+        self.memory.resize(rows, self._most)
+        self.session.resize(self.params, self._most)
+        if self.state is not None:
+            self.state.resize(self.params)
+
+    def begin(
+        self,
+        texts: Sequence[Sequence[int]],
+        longest: int,
+        *,
+        rows: Sequence[int],
+        unread: Sequence[int],
+        keep: bool,
+        params: RowParams,
+    ) -> None:
         """Read new texts, which may grow to `longest` tokens.
 
         Parameters
         ----------
         texts : sequence of token-id lists, one per row
         longest : int
-        keep : bool
-            Read only what is not in the memories already.
         rows : sequence of int
-            Rows whose texts are new; the others go on.
+            Rows whose texts are new, or have become longer; the others go on.
+        unread : sequence of int
+            Those of them that the target reads from their beginnings; of the others it reads what is not in its memory already.
+        keep : bool
+            Let drafters use what they have learnt of earlier texts.
         params : RowParams
             Of all rows, from now on.
         """
         self.params = params
         for context in self.contexts:
             context.span = None
-        reading = self.session.prepare(texts, longest, rows, keep)
+        reading = self.session.prepare(texts, longest, rows, unread, keep)
         self.memory.align(texts, longest, reading.limits, reading.observer)
         self.session.begin(texts, longest, rows, params)
         state = self.state
@@ -179,6 +203,40 @@ class Workspace:
         self._begun.warper.advance(emitted)
         self.memory.settle(texts)
         self.session.settle(texts, emitted)
+
+    def reserve(self, longest: int) -> None:
+        """Make room for texts of that length once and for all."""
+        for context in self.contexts:
+            context.reserve(longest + context.places)
+
+    def clear(self, row: int) -> None:
+        """Wipe what the memories hold in a row."""
+        for context in self.contexts:
+            context.clear(row)
+
+    def path_logits(self, row: int, count: int) -> Tensor:
+        """Return the target's own logits, `[count, V]`, of the first tokens that the last round brought a row."""
+        path_BDF = self._begun.path_features_BDF
+        assert path_BDF is not None, "rounds keep them where they are asked to"
+        return self.target.head(path_BDF[row, :count]).float()
+
+    def last_tree(self, row: int) -> list[tuple[int, int]]:
+        """Return the candidates of the last round's tree in a row, the root first: parents and tokens.
+
+        The root has parent -1, and a node without a token was not drawn.
+        """
+        tree = self._begun.tree
+        assert tree is not None, "rounds keep it where they are asked to"
+        # A node's nearest ancestor is the last before it: parents come before their children.
+        above_NN = tree.ancestors_BNN[row].tril(-1)
+        parents = [max((node for node, is_above in enumerate(line) if is_above), default=-1) for line in above_NN.tolist()]
+        return list(zip(parents, tree.tokens_BN[row].tolist(), strict=True))
+
+    def watch(self, *, paths: bool, isolate: bool) -> None:
+        """Say whether rounds keep what `path_logits` needs, unrecorded, and whether a processor's error is its row's alone."""
+        self._begun.watched = paths
+        if isolate and self._begun.warper.errors is None:
+            self._begun.warper.errors = {}
 
     def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
         """Let ended rows idle: memories drop what was cut off at the end and grow no more."""

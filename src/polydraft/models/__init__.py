@@ -2,7 +2,8 @@
 
 from polydraft.models.families import FAMILIES
 from polydraft.models.feature_head import FeatureHead, HeadShape
-from polydraft.models.language_model import Context, LanguageModel, Memory, check_prompts
+from polydraft.models.language_model import Context, LanguageModel, check_prompts
+from polydraft.models.memory import Memory
 from polydraft.models.tabular import TabularModel
 
 __all__ = ["FAMILIES", "Context", "FeatureHead", "HeadShape", "LanguageModel", "Memory", "TabularModel", "check_prompts"]

@@ -1,5 +1,6 @@
 """Keys and values of a batch, in slots of our own choosing."""
 
+import copy
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.num_layers, self.capacity = num_layers, capacity
         self.keys_LBHSC: Tensor | None = None
         self.values_LBHSC: Tensor | None = None
+        self._all: tuple[Tensor, Tensor] | None = None
+        """Storage of more rows than are in use, if there is some."""
         self._slots_BT = torch.empty(0, 0, dtype=torch.long)
         self._first_slot: int | None = None
         self._used = 0
@@ -56,6 +59,29 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             like_BHTC = torch.empty(batch_size, heads, 0, channels, dtype=dtype)
             self.keys_LBHSC, self.values_LBHSC = self._allocate(like_BHTC), self._allocate(like_BHTC)
         return self.keys_LBHSC, self.values_LBHSC
+
+    def part(self, rows: slice) -> "SlotCache":
+        """Return a cache of some adjacent rows, which shares their storage; there must be some."""
+        part = copy.copy(self)
+        assert self.keys_LBHSC is not None and self.values_LBHSC is not None, "storage comes first"
+        part.keys_LBHSC, part.values_LBHSC = self.keys_LBHSC[:, rows], self.values_LBHSC[:, rows]
+        return part
+
+    def resize(self, rows: int, most: int) -> None:
+        """Use so many rows; where there is no storage for them yet, make some for `most`, so that it stays where it is."""
+        if self.keys_LBHSC is None or self.values_LBHSC is None:
+            return
+        if self._all is None or self._all[0].shape[1] < rows:
+            more = (0, 0, 0, 0, 0, 0, 0, max(most - self.keys_LBHSC.shape[1], 0))
+            pad = torch.nn.functional.pad
+            self._all = pad(self.keys_LBHSC, more), pad(self.values_LBHSC, more)
+        self.keys_LBHSC, self.values_LBHSC = (stored[:, :rows] for stored in self._all)
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds: numbers that are none would reach whoever has the row next, even from masked slots."""
+        for stored in (self.keys_LBHSC, self.values_LBHSC):
+            if stored is not None:
+                stored[:, row].zero_()
 
     def _allocate(self, states_BHTC: Tensor) -> Tensor:
         batch_size, heads, _, channels = states_BHTC.shape
@@ -95,7 +121,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def grow(self, capacity: int) -> None:
         """Enlarge the storage, keeping its content."""
         more = capacity - self.capacity
-        self.capacity = capacity
+        self.capacity, self._all = capacity, None
         if self.keys_LBHSC is not None and self.values_LBHSC is not None:
             self.keys_LBHSC = torch.nn.functional.pad(self.keys_LBHSC, (0, 0, 0, more))
             self.values_LBHSC = torch.nn.functional.pad(self.values_LBHSC, (0, 0, 0, more))
@@ -148,6 +174,11 @@ class SpreadCache(SlotCache):
         for mine, theirs in zip(self._parts, other._parts, strict=True):
             if mine.keys_LBHSC is not None:
                 mine.take(theirs, *(index.to(mine.keys_LBHSC.device) for index in (rows, source_BD, own_rows, target_BD)))
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds."""
+        for one in self._parts:
+            one.clear(row)
 
     def fill(self, other: SlotCache, copies: int, used: int) -> None:
         """Take over the first slots of another such cache, each of its rows `copies` times."""

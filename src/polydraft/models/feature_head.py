@@ -197,6 +197,8 @@ class FeatureHead(nn.Module):
 class HeadContext(Context):
     """Keys and values of the entries of one batch."""
 
+    elastic = True
+
     def __init__(self, head: FeatureHead, batch_size: int, capacity: int) -> None:
         from polydraft.models._fused import FusedHead
         from polydraft.models.cache import SlotCache  # late: they load transformers
@@ -285,6 +287,24 @@ class HeadContext(Context):
 
     def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         self.cache.move(source_BD, target_BD)
+
+    @property
+    def divisible(self) -> bool:
+        """Always: a head knows what its storage looks like."""
+        return True
+
+    def _share(self, whole: Context, rows: slice) -> None:
+        assert isinstance(whole, HeadContext)
+        shape, like_B = self._head.shape, torch.empty(whole.batch_size, dtype=self._head.dtype, device=self.device)
+        whole.cache.storage(0, like_B, shape.num_key_heads, shape.head_size)
+        self.cache = whole.cache.part(rows)
+
+    def _resize(self, rows: int, most: int) -> None:
+        self.cache.resize(rows, most)
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds."""
+        self.cache.clear(row)
 
     def _grow(self, capacity: int) -> None:
         self.cache.grow(capacity)

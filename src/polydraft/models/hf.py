@@ -268,6 +268,7 @@ class HFContext(Context):
         self.cache = (SlotCache if model.spread is None else SpreadCache)(
             model.num_layers, capacity, f"model type {model.config.model_type!r}"
         )
+        self.elastic = model.spread is None
         self._checked = False
         """Whether the native body was found in order since the last text began."""
 
@@ -328,6 +329,17 @@ class HFContext(Context):
 
     def _grow(self, capacity: int) -> None:
         self.cache.grow(capacity)
+
+    def _share(self, whole: Context, rows: slice) -> None:
+        assert isinstance(whole, HFContext)
+        self.cache = whole.cache.part(rows)
+
+    def _resize(self, rows: int, most: int) -> None:
+        self.cache.resize(rows, most)
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds."""
+        self.cache.clear(row)
 
     def copy_rows(self, other: "HFContext", copies: int) -> None:
         """Become `copies` copies of each of another context's rows."""

@@ -1,11 +1,12 @@
 """What the engine asks of a model, and what models share."""
 
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -72,6 +73,14 @@ def brought(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
+def resized(values_BX: Tensor, rows: int) -> Tensor:
+    """Return the first rows of a tensor, with zeros behind them if there are fewer."""
+    missing = rows - len(values_BX)
+    if missing <= 0:
+        return values_BX[:rows]
+    return torch.cat([values_BX, values_BX.new_zeros(missing, *values_BX.shape[1:])])
+
+
 def assign(tensor: Tensor, values: Sequence[int]) -> None:
     """Overwrite a tensor with numbers of the host, behind all that its device still has to do and without waiting for it."""
     pinned = tensor.device.type == "cuda"
@@ -86,6 +95,8 @@ class Context(ABC):
     values; the tokens themselves) and compute the pass.
     """
 
+    elastic: bool = False
+    """Whether the number of rows may change, see `resize`."""
     always_moves: ClassVar[bool] = False
     """Whether even tokens in the right places must be moved to be kept."""
 
@@ -188,24 +199,67 @@ class Context(ABC):
         self.settle(lengths)
         assign(self.lengths_B, self.lengths)
 
-    def prefill(
-        self, texts: Sequence[Sequence[int]], observer: Callable[[Sequence[int], Sequence[int], Tensor], None] | None = None
-    ) -> None:
-        """Append tokens known beforehand to each row's committed text, showing their features to the observer."""
+    def prefill(self, texts: Sequence[Sequence[int]], observer: "Observer | None" = None) -> None:
+        """Append tokens known beforehand to each row's committed text, showing their features to the observer.
+
+        Where some rows have texts already, those that have nothing to read take no part.
+        """
         self.span = None  # one that serves for rounds may be too narrow, and the next round fixes its own
+        for rows in _runs(texts) if self.divisible and any(self.lengths) else [slice(0, self.batch_size)]:
+            self._prefill(texts[rows], rows, observer)
+
+    def _prefill(self, texts: Sequence[Sequence[int]], rows: slice, observer: "Observer | None") -> None:
+        """Read the texts of some adjacent rows."""
         done = 0
         while (longest := max(len(text) for text in texts) - done) > 0:
             size = min(longest, _PREFILL_CHUNK)
             parts = [list(text[done : done + size]) for text in texts]
             tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
-            block = causal_block(self.batch_size, size, self.device)
+            block = causal_block(len(parts), size, self.device)
             # Rows that have nothing more to read are padded along, which may take them past what they need themselves.
-            self.reserve(max(self.lengths) + size)
-            features_BTF = self.extend(tokens_BT, block)
+            self.reserve(max(self.lengths[rows]) + size)
+            features_BTF = self.part(rows).extend(tokens_BT, block)
+            starts = self.lengths[rows]
             if observer is not None:
-                observer(self.lengths, [len(part) for part in parts], features_BTF)
-            self.rewind([length + len(part) for length, part in zip(self.lengths, parts, strict=True)])
+                observer(rows, starts, [len(part) for part in parts], features_BTF)
+            self.rewind([*self.lengths[: rows.start], *(map(_sum, starts, parts)), *self.lengths[rows.stop :]])
             done += size
+
+    @property
+    def divisible(self) -> bool:
+        """Whether there is storage, so that `part` can share it."""
+        return self.address != 0
+
+    def part(self, rows: slice) -> Self:
+        """Return a context of some adjacent rows, which shares their storage; what the host knows of them is a copy."""
+        if rows == slice(0, self.batch_size):
+            return self
+        part = copy.copy(self)
+        part.lengths, part.lengths_B = self.lengths[rows], self.lengths_B[rows]
+        part.batch_size, part._positions_BS = len(part.lengths), self._positions_BS[rows]
+        part._rows_B1 = self._rows_B1[: part.batch_size]
+        part._share(self, rows)
+        return part
+
+    def _share(self, whole: "Context", rows: slice) -> None:  # noqa: B027 (storage of one's own has whoever has some)
+        """Take the storage of some rows of another context."""
+
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows from now on: the first ones stay as they are, further ones are empty; never more than `most`."""
+        fresh_BS = torch.arange(self.capacity, device=self.device).repeat(max(rows - self.batch_size, 0), 1)
+        self._positions_BS = torch.cat([self._positions_BS[:rows], fresh_BS])
+        self.lengths = [*self.lengths, *([0] * rows)][:rows]
+        self.lengths_B = resized(self.lengths_B, rows)
+        self._rows_B1 = torch.arange(rows, device=self.device)[:, None]
+        self._resize(rows, most)
+        self.batch_size = rows
+
+    def _resize(self, rows: int, most: int) -> None:
+        """Let the storage have so many rows."""
+        raise NotImplementedError
+
+    def clear(self, row: int) -> None:  # noqa: B027
+        """Forget what a row holds, down to its numbers: they may be none."""
 
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` slots per row, keeping what is committed."""
@@ -276,70 +330,19 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_positions: int | None, v
             raise UsageError(f"prompt holds a token id outside the vocabulary; allowed: 0 to {vocab_size - 1}")
 
 
-Observer = Callable[[Sequence[int], Sequence[int], Tensor], None]
-"""`(starts, counts, features_BTF)`: who wants to see the features of a text while it is read, part by part."""
+Observer = Callable[[slice, Sequence[int], Sequence[int], Tensor], None]
+"""`(rows, starts, counts, features_BTF)`, of those rows alone: who wants to see features of texts while they are read."""
 
 
-class Memory:
-    """Committed text of a batch in one model.
-
-    Parameters
-    ----------
-    behind : int
-        How many of a text's last tokens stay out, to be passed through the model in the next round.
-    places : int
-        Uncommitted tokens a round may add.
-    """
-
-    def __init__(self, model: LanguageModel, batch_size: int, behind: int, places: int) -> None:
-        self.behind, self.places = behind, places
-        self.context = model.start(batch_size, capacity=places)
-        self.context.places = places
-        self._texts: list[Sequence[int]] = [()] * batch_size
-
-    def align(
-        self,
-        texts: Sequence[Sequence[int]],
-        longest: int,
-        limits: Sequence[int] | None = None,
-        observer: Observer | None = None,
-    ) -> None:
-        """Hold `texts` (less the last few tokens) and make room for them to grow to `longest` tokens.
-
-        Of what is held already at most `limits` tokens per row are kept; the rest is read again, for the observer.
-        """
-        self.context.reserve(longest + self.places)
-        wanted = [text[: max(len(text) - self.behind, 0)] for text in texts]
-        held = [text[:length] for text, length in zip(self._texts, self.context.lengths, strict=True)]
-        kept = [common_prefix(*pair) for pair in zip(held, wanted, strict=True)]
-        if limits is not None:
-            kept = [min(pair) for pair in zip(kept, limits, strict=True)]
-        self.context.rewind(kept)
-        self._texts = list(texts)  # before reading: an interrupted prefill then leaves a beginning of these texts
-        self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)], observer)
-
-    def settle(self, texts: Sequence[Sequence[int]]) -> None:
-        """Take note of what a round has committed, as known to the host."""
-        self._texts = list(texts)
-        self.context.settle(self._lengths(texts))
-
-    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
-        """Drop what was committed beyond `texts`."""
-        self._texts = list(texts)
-        self.context.rewind(self._lengths(texts))
-
-    def _lengths(self, texts: Sequence[Sequence[int]]) -> list[int]:
-        return [max(len(text) - self.behind, 0) for text in texts]
+def _runs(texts: Sequence[Sequence[int]]) -> list[slice]:
+    """Return the longest runs of adjacent rows that have something to read."""
+    runs: list[slice] = []
+    for row, text in enumerate(texts):
+        if text:
+            follows = bool(runs) and runs[-1].stop == row
+            runs.append(slice(runs.pop().start if follows else row, row + 1))
+    return runs
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the tokens with which both texts begin."""
-    shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:  # nearly always, and compared outside Python
-        return shorter
-    length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
+def _sum(length: int, added: Sequence[int]) -> int:
+    return length + len(added)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from polydraft.models.language_model import Context, LanguageModel
+from polydraft.models.language_model import Context, LanguageModel, resized
 
 
 class TabularModel(LanguageModel):
@@ -61,6 +61,8 @@ class TabularModel(LanguageModel):
 class TabularContext(Context):
     """The tokens themselves, found through mask and positions only, so that errors in either show."""
 
+    elastic = True
+
     def __init__(self, model: TabularModel, batch_size: int, capacity: int) -> None:
         super().__init__(batch_size, capacity, model.device, model.max_positions)
         self._model = model
@@ -86,6 +88,13 @@ class TabularContext(Context):
 
     def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         self._tokens_BS[self._rows_B1, target_BD] = self._tokens_BS[self._rows_B1, source_BD]
+
+    def _resize(self, rows: int, most: int) -> None:
+        self._tokens_BS = resized(self._tokens_BS, rows)
+
+    def _share(self, whole: Context, rows: slice) -> None:
+        assert isinstance(whole, TabularContext)
+        self._tokens_BS = whole._tokens_BS[rows]
 
     def _grow(self, capacity: int) -> None:
         self._tokens_BS = torch.nn.functional.pad(self._tokens_BS, (0, capacity - self.capacity))

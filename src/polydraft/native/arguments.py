@@ -55,7 +55,7 @@ class Pass(ctypes.Structure):
         *((name, c_void_p) for name in ("cosines", "sines", "features", "keys", "values", "output", "taps", "memory")),
         *((name, c_int64) for name in ("batch", "size", "start", "places", "capacity", "most_position")),
         *((name, c_int64) for name in ("depth_batch", "depth_token", "visible_batch", "visible_token", "visible_place")),
-        *((name, c_int64) for name in ("slot_stride", "output_stride", "num_taps", "window", "threads")),
+        *((name, c_int64) for name in ("slot_stride", "output_stride", "num_taps", "window", "threads", "stored")),
     )
 
 

@@ -35,13 +35,14 @@ typedef struct {
     const uint8_t *visible;                  /* uncommitted places that a token sees */
     const float *cosines, *sines;            /* [positions, channels] */
     const void *features;                    /* of a feature head: what its entries begin with */
-    void *keys, *values;                     /* [layers, batch, heads, slots, channels] */
+    void *keys, *values;                     /* [layers, stored rows, heads, slots, channels], from the first row on */
     void *output;                            /* [tokens, output_stride]: last hidden states, then taps */
     const int64_t *taps;
     char *memory;                            /* as much as `polydraft_memory` says */
     int64_t batch, size, start, places, capacity, most_position;
     int64_t depth_batch, depth_token, visible_batch, visible_token, visible_place, slot_stride, output_stride;
     int64_t num_taps, window, threads;       /* a window of 0 is none */
+    int64_t stored;                          /* rows per layer of keys and values: the batch may be some of them */
 } Pass;
 
 typedef struct {
@@ -237,7 +238,7 @@ static void rotate(const Body *b, const float *cosines, const float *sines, floa
 }
 
 static int64_t slot_place(const Worker *w, int64_t layer, int64_t row, int64_t head) {
-    return ((layer * w->p->batch + row) * w->b->keys + head) * w->p->capacity * w->b->channels;
+    return ((layer * w->p->stored + row) * w->b->keys + head) * w->p->capacity * w->b->channels;
 }
 
 /* Turn queries and keys by their positions; put keys and values into their slots. */

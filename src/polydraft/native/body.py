@@ -144,7 +144,9 @@ class NativeBody:
         batch_size, size = tokens_BT.shape
         keys, values, positions_BS = rows.keys_LBHSC, rows.values_LBHSC, rows.slot_positions_BS
         visible_BTU, depths_BT, chosen_BT, capacity = block.visible_BTU, block.depths_BT, block.places_BT, keys.shape[3]
-        assert keys.is_contiguous() and values.is_contiguous() and keys.dtype == self.dtype and keys.shape[1] == batch_size
+        row = keys[0, 0].numel()
+        assert keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
+        assert keys.dtype == self.dtype and keys.shape[1] == batch_size and keys.stride(0) % row == 0
         assert positions_BS.stride(1) == 1 and positions_BS.shape[1] >= capacity and visible_BTU.dtype == torch.bool
         if len(self._cosines) < capacity:
             self._cosines, self._sines = (part.contiguous() for part in self._weights.angles(max(2 * capacity, 512)))
@@ -162,6 +164,7 @@ class NativeBody:
             batch_size, size, block.start, visible_BTU.shape[2], capacity, min(rows.max_positions or capacity, capacity) - 1,
             *depths_BT.stride(), *visible_BTU.stride(),
             positions_BS.stride(0), output_BTF.shape[2], len(taps), rows.window or 0, torch.get_num_threads(),
+            keys.stride(0) // row,
         )  # fmt: skip
         one.memory = _MEMORY.address(self._library.polydraft_memory(self._body, one))
         placed = self._library.polydraft_pass(self._body, one)

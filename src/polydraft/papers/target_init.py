@@ -72,6 +72,8 @@ class TargetInitBuilder(StaticBuilder):
     first level is the draft's.
     """
 
+    elastic = False
+
     def __init__(self, source: DistributionSource, topology: Topology, params: RowParams, vocab_size: int) -> None:
         super().__init__(source, topology, params, vocab_size, scheme="rrs-wor")
         self.obstacle = "target-initialised trees are lossy and not made for speed"

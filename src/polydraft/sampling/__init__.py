@@ -3,7 +3,7 @@
 from polydraft.sampling.categorical import NO_TOKEN, Noise, draw_distinct, draw_independent, draw_one
 from polydraft.sampling.params import IDLE, RowParams, SamplingParams, check_draft_temperature
 from polydraft.sampling.vocabulary import PartialVocabulary
-from polydraft.sampling.warper import Warper
+from polydraft.sampling.warper import Warper, check_params
 
 __all__ = [
     "IDLE",
@@ -14,6 +14,7 @@ __all__ = [
     "SamplingParams",
     "Warper",
     "check_draft_temperature",
+    "check_params",
     "draw_distinct",
     "draw_independent",
     "draw_one",

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,8 @@ class Warper:
         self._history: list[list[int]] = [[] for _ in params]
         self.emptied_by: str | None = None
         """Which processor has left a text of this round without any token to go on with, if one has."""
+        self.errors: dict[int, Exception] | None = None
+        """By row, what processors have raised in this round: such rows have no distribution. None lets it be raised."""
         self._set(params)
         self.restart(prompts)
 
@@ -63,6 +66,16 @@ class Warper:
         """Take the parameters that the rows have from now on, and begin new texts in some of them."""
         self._set(params)
         self.restart(prompts, rows)
+
+    def resize(self, params: RowParams) -> None:
+        """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `admit`."""
+        rows = len(params)
+        self._numbers = {name: _resized(value, rows) for name, value in self._numbers.items()}
+        for name in ("_bias_B1V", "_seen_BV", "_counts_BV"):
+            if getattr(self, name) is not None:
+                setattr(self, name, _resized(getattr(self, name), rows))
+        self._history = [*self._history, *([] for _ in range(rows))][:rows]
+        self._set(params)
 
     def _set(self, params: RowParams) -> None:
         """Write the parameters of all rows."""
@@ -118,6 +131,8 @@ class Warper:
         if not self.params.needs_history:
             return
         self.emptied_by = None
+        if self.errors:
+            self.errors.clear()
         for row, tokens in enumerate(emitted):
             if not tokens:
                 continue
@@ -216,13 +231,25 @@ class Warper:
                 scores_1V = scores_BGV[row, node][None].clone()
                 if self._vocabulary is not None:  # processors speak of all tokens
                     scores_1V = self._vocabulary.spread(scores_1V, fill=-torch.inf)
-                for processor in params.processors:
-                    was_law = _is_law(scores_1V)
-                    scores_1V = processor(input_ids, scores_1V)
-                    if was_law and not _is_law(scores_1V):
-                        self.emptied_by = getattr(processor, "__name__", type(processor).__name__)
-                result_BGV[row, node] = self._known(scores_1V)[0]
+                result_BGV[row, node] = self._known(self._through(row, params.processors, input_ids, scores_1V))[0]
         return result_BGV
+
+    def _through(self, row: int, processors: Sequence[Any], input_ids: Tensor, scores_1V: Tensor) -> Tensor:
+        """Let the processors of a row change its scores."""
+        for processor in processors:
+            was_law = _is_law(scores_1V)
+            try:
+                scores_1V = processor(input_ids, scores_1V)
+            except Exception as error:
+                if self._of_draft:  # any proposal is as good: where the processor fails the target, that is said there
+                    return scores_1V
+                if self.errors is None:
+                    raise
+                self.errors[row] = error
+                return torch.full_like(scores_1V, torch.nan)
+            if was_law and not _is_law(scores_1V):
+                self.emptied_by = getattr(processor, "__name__", type(processor).__name__)
+        return scores_1V
 
     def _truncated(self, scores_BGV: Tensor) -> Tensor:
         if "top_k" in self._used:
@@ -258,6 +285,11 @@ _NUMBERS: dict[str, float | None] = {
     "frequency_penalty": None,
 }
 """Parameters that are one number per row, and what stands for "off" in their tensors where that is not the default itself."""
+
+
+def _resized(values_BX: Tensor, rows: int) -> Tensor:
+    """Return the first rows of a tensor, with zeros behind them if there are fewer."""
+    return torch.cat([values_BX[:rows], values_BX.new_zeros(max(rows - len(values_BX), 0), *values_BX.shape[1:])])
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -316,6 +348,14 @@ def _reaching(sorted_BGC: Tensor, top_p_B11: Tensor) -> Tensor:
     keep_BGC = ~(mass_before_BGC >= top_p_B11)  # put so that a row of NaN keeps all, for the walk to report
     keep_BGC[..., 0] = True
     return keep_BGC
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse parameters that do not fit a target's vocabulary."""
+    if params.top_k > vocab_size:
+        allowed = f"0 (keep all) to {vocab_size}"
+        raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
+    _bias(params, vocab_size)
 
 
 def _bias(params: SamplingParams, vocab_size: int) -> Tensor:

@@ -87,6 +87,8 @@ class _Tracing(TreeDrafter):
 class _TracingBuilder(StaticBuilder):
     """Takes rounds down; it looks at values, so none is recorded."""
 
+    elastic = False
+
     def __init__(
         self,
         source: DistributionSource,

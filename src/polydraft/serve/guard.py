@@ -1,0 +1,136 @@
+"""What every request passes first: names for it, limits, keys, and one line in the log."""
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from polydraft.serve.metrics import Metrics
+from polydraft.serve.options import LOCAL, ServeOptions
+from polydraft.serve.problems import RequestError, error_object, status_of
+
+_LOGGER = logging.getLogger("polydraft.serve")
+_OPEN_PATHS = ("/", "/health", "/ready")
+"""Paths that need no key: they tell nothing."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Guard:
+    """Check every request before it reaches the application, and say how it went.
+
+    Parameters
+    ----------
+    app : ASGI application
+    options : ServeOptions
+    metrics : Metrics
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
+        self._app, self._options, self._metrics = app, options, metrics
+        self._keys = [_digest(key) for key in options.read_keys()]
+        self._local = options.host in LOCAL and not self._keys
+        """Whether only this machine is served, and nobody shows a key: then pages of others must not get in by a trick."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        wished = headers.get("x-request-id", "")
+        name = wished if _REQUEST_ID.fullmatch(wished) else secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = name
+        start, status = time.perf_counter(), 0
+
+        async def named_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            self._check(scope["path"], scope["method"], headers)
+            await self._app(scope, _Limited(receive, self._options.max_body_bytes), named_send)
+        except RequestError as error:
+            if status:  # too late to say so
+                raise
+            await refuse(error, named_send)
+        finally:
+            if status >= 400:
+                self._metrics.failures.labels(status=status).inc()
+            elapsed = time.perf_counter() - start
+            told = scope["state"].get("figures", "")
+            _LOGGER.info("%s %s %s %d %.3fs%s", name, scope["method"], scope["path"], status, elapsed, told)
+
+    def _check(self, path: str, method: str, headers: MutableMapping[str, str]) -> None:
+        if self._local and _host(headers.get("host", "")) not in ("", *LOCAL):
+            raise RequestError(
+                "this server answers to localhost only; use that name, or start it with --api-keys",
+                status=403,
+                code="wrong_host",
+            )
+        if method == "OPTIONS":
+            return
+        if self._keys and path not in _OPEN_PATHS:
+            self._check_key(headers.get("authorization", ""))
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._options.max_body_bytes:
+            raise _too_large(self._options.max_body_bytes)
+        kind = headers.get("content-type", "").split(";")[0].strip().lower()
+        # Pages of others may send forms and plain text without being asked first, but no JSON.
+        if method == "POST" and kind != "application/json":
+            raise RequestError(f"content type {kind!r}; allowed: application/json", status=415, code="wrong_content_type")
+
+    def _check_key(self, given: str) -> None:
+        scheme, _, key = given.partition(" ")
+        digest = _digest(key.strip())
+        # Digests of equal length, compared one and all: how long it takes tells nothing.
+        known = sum(hmac.compare_digest(digest, own) for own in self._keys)
+        if scheme.lower() != "bearer" or not known:
+            raise RequestError("no valid API key; send one as 'Authorization: Bearer KEY'", status=401, code="invalid_api_key")
+
+
+class _Limited:
+    """Hand on a request's body as long as it is not too large, whatever its header said."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive, self._most, self._read = receive, most, 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._read += len(message.get("body", b""))
+        if self._read > self._most:
+            raise _too_large(self._most)
+        return message
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(f"the request is too large; allowed: {most} bytes", status=413, code="request_too_large")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+
+
+def _host(header: str) -> str:
+    """Return the host of a header, without its port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.rpartition(":")[0] if header.count(":") == 1 else header
+
+
+async def refuse(error: Exception, send: Send, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    """Answer with an error."""
+    body = json.dumps(error_object(error)).encode()
+    start: dict[str, Any] = {"type": "http.response.start", "status": status_of(error)}
+    start["headers"] = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send(start)
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,109 @@
+"""Slots of one way of drafting: an engine, and which requests' texts are in it."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
+from polydraft.engine.sequence import Emitted
+from polydraft.engine.workspace import Workspace
+from polydraft.sampling import IDLE, RowParams
+from polydraft.serve.ticket import Progress, Ticket
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneOptions:
+    """How large a lane is."""
+
+    slots: int
+    slot_tokens: int
+    """Most tokens of a text."""
+    chunk_tokens: int
+    """Tokens of prompts that are read between two rounds."""
+
+
+class Lane:
+    """Texts that are drafted for in one way, some at work and some waiting.
+
+    Parameters
+    ----------
+    decoder : Decoder
+    options : LaneOptions
+    """
+
+    def __init__(self, decoder: Decoder, options: LaneOptions) -> None:
+        self.decoder, self._options = decoder, options
+        self.waiting: deque[tuple[Ticket, int]] = deque()
+        self.running: dict[int, tuple[Ticket, int]] = {}
+        """By the row's number, which is never given twice."""
+        self._engine: Engine | None = None
+        self._rows = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.waiting or self.running)
+
+    def step(self) -> list[tuple[Ticket, Progress]]:
+        """Let waiting texts in and run one round; return what it brought."""
+        engine = self._opened()
+        while self.waiting and engine.free_slots:
+            ticket, index = self.waiting.popleft()
+            sequence = ticket.sequences[index]
+            sequence.row, self._rows = self._rows, self._rows + 1
+            self.running[sequence.row] = ticket, index
+            ticket.admitted[index] = time.perf_counter()
+            engine.add(sequence)
+        return [self._progress(emitted) for emitted in engine.step()] if self.running else []
+
+    def _progress(self, emitted: Emitted) -> tuple[Ticket, Progress]:
+        ticket, index = self.running[emitted.row]
+        if emitted.stop_reason is not None:
+            del self.running[emitted.row]
+        return ticket, Progress(index, emitted, ticket.sequences[index].failure)
+
+    def cancel(self, ticket: Ticket) -> list[TokenSequence]:
+        """End all texts of a request; return them."""
+        waiting = [pair for pair in self.waiting if pair[0] is ticket]
+        for pair in waiting:
+            self.waiting.remove(pair)
+        ended = [ticket.sequences[index] for _, index in waiting]
+        for sequence in ended:
+            sequence.cut(StopReason.CANCELLED, 0)
+        for row, (owner, index) in list(self.running.items()):
+            if owner is ticket:
+                del self.running[row]
+                sequence = ticket.sequences[index]
+                assert self._engine is not None
+                self._engine.end(sequence, StopReason.CANCELLED, len(sequence.new_tokens))
+                ended.append(sequence)
+        return ended
+
+    def reset(self, *, waiting_too: bool = False) -> list[tuple[Ticket, int]]:
+        """Give the memory back; return the texts that were at work, and those that wait if they are to go as well."""
+        lost = list(self.running.values())
+        self.running.clear()
+        self._engine = None
+        if waiting_too:
+            lost += self.waiting
+            self.waiting.clear()
+        return lost
+
+    def _opened(self) -> Engine:
+        """Return the engine; its memory is as large as it will ever be from the start."""
+        if self._engine is None:
+            decoder, options = self.decoder, self._options
+            params = RowParams((IDLE,) * options.slots)
+            workspace = Workspace(decoder.target, decoder.drafter, params, decoder.graphs, decoder.compiled, decoder.ahead)
+            workspace.reserve(options.slot_tokens)
+            self._engine = Engine(
+                target=decoder.target,
+                drafter=decoder.drafter,
+                workspace=workspace,
+                walk=decoder.walk,
+                reuse=True,
+                elastic=True,
+                chunk=options.chunk_tokens,
+                isolate=True,
+            )
+        return self._engine

@@ -1,0 +1,87 @@
+"""Figures for Prometheus, by the names that dashboards know."""
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from polydraft.engine import StopReason
+from polydraft.serve.ticket import Progress, Ticket
+
+if TYPE_CHECKING:
+    from polydraft.serve.scheduler import Scheduler
+
+_PREFIX = "polydraft:"
+_FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+_WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """Counters and histograms of one server.
+
+    `saw` is called by the scheduler's thread, the rest by the event loop's.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.drafts = self._counter("spec_decode_num_drafts", "Rounds with drafted tokens.")
+        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
+        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Accepted tokens.")
+        self.accepted_by_position = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place behind the text.", "position"
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.new_tokens = self._counter("generation_tokens", "New tokens.")
+        self.successes = self._counter("request_success", "Texts that came to an end.", "finished_reason")
+        self.failures = self._counter("request_failure", "Requests answered with an error.", "status")
+        self.cancelled = self._counter("request_cancelled", "Requests whose clients left.")
+        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST)
+        self.between_tokens = self._histogram("inter_token_latency_seconds", "Per token after the first round.", _BETWEEN)
+        self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
+        self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to a slot.", _FIRST)
+
+    def watch(self, scheduler: "Scheduler") -> None:
+        """Show how many texts are at work."""
+        running = Gauge(f"{_PREFIX}num_requests_running", "Texts that have slots.", registry=self.registry)
+        waiting = Gauge(f"{_PREFIX}num_requests_waiting", "Texts that wait for slots.", registry=self.registry)
+        running.set_function(lambda: scheduler.running)
+        waiting.set_function(lambda: scheduler.waiting)
+
+    def saw(self, ticket: Ticket, progress: Progress) -> None:
+        """Count what a round brought one text."""
+        now, emitted = time.perf_counter(), progress.emitted
+        if emitted.token_ids:
+            self._saw_tokens(ticket, progress, now)
+        if emitted.stop_reason not in (None, StopReason.FAILED):
+            self.successes.labels(finished_reason=emitted.stop_reason.value).inc()
+            self.whole.observe(now - ticket.arrived)
+
+    def _saw_tokens(self, ticket: Ticket, progress: Progress, now: float) -> None:
+        emitted, index = progress.emitted, progress.index
+        if index not in ticket.heard:
+            self.first_token.observe(now - ticket.arrived)
+            self.queue_time.observe(ticket.admitted[index] - ticket.arrived)
+            self.prompt_tokens.inc(len(ticket.sequences[index].prompt))
+        else:
+            each = (now - ticket.heard[index]) / len(emitted.token_ids)
+            for _ in emitted.token_ids:
+                self.between_tokens.observe(each)
+        ticket.heard[index] = now
+        self.new_tokens.inc(len(emitted.token_ids))
+        if emitted.drafted:
+            self.drafts.inc()
+            self.draft_tokens.inc(emitted.drafted)
+            self.accepted_tokens.inc(emitted.accepted)
+            for position in range(emitted.accepted):
+                self.accepted_by_position.labels(position=position).inc()
+
+    def text(self) -> bytes:
+        """Return all figures as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(_PREFIX + name, text, buckets=buckets, registry=self.registry)

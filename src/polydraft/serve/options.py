@@ -1,0 +1,93 @@
+"""What a server can be told, described and checked once. Nothing here imports torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from polydraft.errors import UsageError, shown
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but this machine's own needs --api-keys, or --open."""
+    port: int = 8000
+    """Port to listen on; 0 picks a free one."""
+    api_keys: Path | None = None
+    """File with one API key per line; requests then need one of them."""
+    open: bool = False
+    """Listen beyond this machine without API keys."""
+    model_name: str | None = None
+    """Name that clients ask for  [default: the target's]."""
+    slots: int = 8
+    """Texts that are written at the same time."""
+    slot_tokens: int = 2048
+    """Most tokens of a text, its prompt included; memory for all slots follows from it."""
+    max_queue: int = 64
+    """Texts that may wait for a slot; further requests are told to come back later."""
+    max_choices: int = 16
+    """Most texts that one request may ask for."""
+    max_body_bytes: int = 2**20
+    """Largest request."""
+    chunk_tokens: int = 256
+    """Tokens of prompts that are read between two rounds of those that write already."""
+    request_seconds: float = 600.0
+    """Longest time from a request's arrival to the end of its answer."""
+    client_seconds: float = 30.0
+    """Longest time that a client may take to send its request, or leave the answer unread."""
+    drain_seconds: float = 60.0
+    """On SIGTERM, time for running answers to end."""
+    cors: tuple[str, ...] = ()
+    """Web page that may call from a browser, such as https://example.org; may be given several times."""
+    log_texts: bool = False
+    """Log prompts and answers; otherwise only their sizes are logged."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(f"--{name.replace('_', '-')} {shown(value)} is out of range; allowed: {low} to {high}")
+        if self.host not in LOCAL and self.api_keys is None and not self.open:
+            raise UsageError(
+                f"--host {self.host} lets others in without a key; give --api-keys FILE, or --open if that is what you want"
+            )
+        for origin in self.cors:
+            if not origin.startswith(("http://", "https://")) or origin.rstrip("/") != origin:
+                raise UsageError(
+                    f"--cors {shown(origin)} is no web page's origin; allowed: http(s)://HOST[:PORT] without a path"
+                )
+
+    def read_keys(self) -> list[str]:
+        """Read the API keys, an empty list if none are wanted."""
+        if self.api_keys is None:
+            return []
+        try:
+            lines = self.api_keys.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise UsageError(f"cannot read --api-keys {self.api_keys} ({reason}); give a file with one key per line") from None
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise UsageError(f"--api-keys {self.api_keys} holds no key; write one per line")
+        for key in found:
+            if not key.isascii() or len(key) < _SHORTEST_KEY:
+                raise UsageError(f"--api-keys {self.api_keys} holds a key that is not {_SHORTEST_KEY} or more ASCII characters")
+        return found
+
+
+_SHORTEST_KEY = 8
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("port", 0, 65535),
+    ("slots", 1, 1024),
+    ("slot_tokens", 16, 2**20),
+    ("max_queue", 0, 10**6),
+    ("max_choices", 1, 1024),
+    ("max_body_bytes", 1024, 2**30),
+    ("chunk_tokens", 8, 2**20),
+    ("request_seconds", 0.01, 10**6),
+    ("client_seconds", 0.01, 10**6),
+    ("drain_seconds", 0, 10**6),
+)

@@ -1,0 +1,235 @@
+"""The one thread that computes: requests come in from the event loop, tokens go back to it."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from polydraft.drafters import Plain, TreeDrafter
+from polydraft.engine import Decoder, StopReason
+from polydraft.engine.sequence import Emitted
+from polydraft.errors import FailureError, UsageError
+from polydraft.serve.lane import Lane, LaneOptions
+from polydraft.serve.ticket import AUTO, OFF, BusyError, Progress, Ticket, UnavailableError
+from polydraft.trees import DynamicShape, parse_dynamic, parse_tree
+
+_LOGGER = logging.getLogger("polydraft.serve")
+_MOST_LANES = 3
+_MOST_NODES = 128
+"""Of a tree that a request asks for."""
+_MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
+
+Observer = Callable[[Ticket, Progress], None]
+
+
+class Scheduler:
+    """Drive the engine for requests that come and go; one thread computes, any thread may ask.
+
+    Parameters
+    ----------
+    decoder : Decoder
+    options : LaneOptions
+    max_queue : int
+        Texts that may wait beyond those that have slots.
+    observer : callable, optional
+        Sees all that happens, in the scheduler's thread.
+    """
+
+    def __init__(self, decoder: Decoder, options: LaneOptions, *, max_queue: int, observer: Observer | None = None) -> None:
+        self.decoder, self.options, self._observer = decoder, options, observer
+        self._limit = options.slots + max_queue
+        self._lanes: OrderedDict[str, Lane] = OrderedDict({AUTO: Lane(decoder, options)})
+        self._changed = threading.Condition()
+        self._inbox: deque[Ticket] = deque()
+        self._leaving: deque[Ticket] = deque()
+        self._open: dict[Ticket, int] = {}
+        """Requests that are not answered yet, and how many of their texts have not ended."""
+        self._draining, self._stopping = False, False
+        self._round_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="polydraft-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread.is_alive() and not self._draining
+
+    @property
+    def running(self) -> int:
+        """Texts that have slots."""
+        return sum(len(lane.running) for lane in tuple(self._lanes.values()))
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait for one."""
+        return max(sum(self._open.copy().values()) - self.running, 0)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Take a request on.
+
+        Raises
+        ------
+        BusyError
+            If too many texts wait already.
+        UnavailableError
+            If no more requests are taken.
+        """
+        with self._changed:
+            if self._draining or not self._thread.is_alive():
+                raise UnavailableError("the server is shutting down; ask another one, or later")
+            if sum(self._open.values()) + len(ticket.sequences) > self._limit:
+                raise BusyError(f"{self._limit} texts are being written or wait already; come back later")
+            self._open[ticket] = len(ticket.sequences)
+            self._inbox.append(ticket)
+            self._changed.notify()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Let a request go: its slots are free after the round that is under way."""
+        with self._changed:
+            if ticket in self._open and not ticket.cancelled:
+                ticket.cancelled = True
+                self._leaving.append(ticket)
+                self._changed.notify()
+
+    def retry_after(self) -> int:
+        """Guess after how many seconds there may be room again."""
+        longest = max((one.max_new_tokens for ticket in self._open.copy() for one in ticket.sequences), default=0)
+        return min(max(int(longest * self._round_seconds / 2), 1), 60)
+
+    def drain(self, seconds: float) -> None:
+        """Take nothing more on; wait for what runs, then end the rest with an error, and the thread."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify()
+            self._changed.wait_for(lambda: not self._open or not self._thread.is_alive(), seconds)
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._has_work():
+            for lane in tuple(self._lanes.values()):
+                if lane.busy:
+                    start = time.perf_counter()
+                    try:
+                        happened = lane.step()
+                    # Whatever it was, only those whose texts were at work are to suffer.
+                    except Exception as error:
+                        happened = self._lost(lane, error)
+                    self._round_seconds = 0.9 * self._round_seconds + 0.1 * (time.perf_counter() - start)
+                    self._tell(happened)
+        gone = UnavailableError("the server was stopped before the answer was complete")
+        for lane in tuple(self._lanes.values()):
+            self._tell(_ended(lane.reset(waiting_too=True), gone))
+
+    def _has_work(self) -> bool:
+        """Wait for something to do, take in who came and let go who left; say whether to go on."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stopping or self._inbox or self._leaving or any(lane.busy for lane in self._lanes.values())
+            )
+            came, left = list(self._inbox), list(self._leaving)
+            self._inbox.clear()
+            self._leaving.clear()
+            stopping = self._stopping
+        for ticket in came:
+            try:
+                lane = self._lane(ticket.speculative)
+                lane.waiting.extend((ticket, index) for index in range(len(ticket.sequences)))
+            except Exception as error:
+                self._tell(_ended([(ticket, index) for index in range(len(ticket.sequences))], error))
+        for ticket in left:
+            self._let_go(ticket)
+        return not stopping
+
+    def _let_go(self, ticket: Ticket) -> None:
+        for lane in tuple(self._lanes.values()):
+            try:
+                lane.cancel(ticket)
+            except Exception as error:  # the device, most likely: nobody's text in this lane can go on
+                self._tell(self._lost(lane, error))
+        with self._changed:
+            self._open.pop(ticket, None)
+            self._changed.notify_all()
+
+    def _lane(self, speculative: str) -> Lane:
+        """Return the lane for a way of drafting; make one, in place of an idle one, if there are many."""
+        key = AUTO if speculative == OFF and isinstance(self.decoder.drafter, Plain) else speculative
+        if key not in self._lanes:
+            idle = next((name for name, lane in self._lanes.items() if name != AUTO and not lane.busy), None)
+            if len(self._lanes) >= _MOST_LANES:
+                if idle is None:
+                    raise UnavailableError(
+                        f"requests with {_MOST_LANES - 1} other trees are running; come back later, or use auto"
+                    )
+                del self._lanes[idle]
+            self._lanes[key] = Lane(drafting(self.decoder, key), self.options)
+        self._lanes.move_to_end(key)
+        return self._lanes[key]
+
+    def _lost(self, lane: Lane, error: Exception) -> list[tuple[Ticket, Progress]]:
+        """Tell those whose texts were at work that they are lost; others go on with new memory."""
+        _LOGGER.error("a round failed: %s: %s", type(error).__name__, error, exc_info=error)
+        lost = lane.reset()
+        if isinstance(error, _MEMORY_ERRORS) or "memory" in str(error):
+            return _ended(
+                lost, UnavailableError("out of memory; come back later, with a shorter prompt, or restart with fewer slots")
+            )
+        return _ended(lost, FailureError("the round of this text failed; the server's log says why; try again"))
+
+    def _tell(self, happened: list[tuple[Ticket, Progress]]) -> None:
+        """Hand out what happened, one call per event loop."""
+        with self._changed:
+            told = [(ticket, progress) for ticket, progress in happened if ticket in self._open]
+            for ticket, progress in told:
+                if progress.emitted.stop_reason is not None:
+                    self._open[ticket] -= 1
+                    if not self._open[ticket]:
+                        del self._open[ticket]
+            self._changed.notify_all()
+        for ticket, progress in told:
+            if self._observer is not None:
+                self._observer(ticket, progress)
+        loops = {ticket.loop for ticket, _ in told if ticket.loop is not None}
+        for loop in loops:
+            own = [(ticket, progress) for ticket, progress in told if ticket.loop is loop]
+            try:
+                loop.call_soon_threadsafe(_deliver, own)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                _LOGGER.debug("an event loop was closed before its answers were complete")
+
+
+def _deliver(own: Iterable[tuple[Ticket, Progress]]) -> None:
+    for ticket, progress in own:
+        ticket.deliver(progress)
+
+
+def _ended(texts: Iterable[tuple[Ticket, int]], error: Exception) -> list[tuple[Ticket, Progress]]:
+    """Return what is told of texts that are lost."""
+    return [
+        (ticket, Progress(index, Emitted(ticket.sequences[index].row, [], [], [], StopReason.FAILED), error))
+        for ticket, index in texts
+    ]
+
+
+def drafting(decoder: Decoder, speculative: str) -> Decoder:
+    """Return a decoder that drafts as a request asks: not at all, or with a tree of its own."""
+    if speculative == AUTO:
+        return decoder
+    if speculative == OFF:
+        return decoder.replace(drafter=None)
+    model = decoder.drafter.model
+    if model is None:
+        raise UsageError(f"speculative tree {speculative!r}: this server has no draft; allowed: auto, off")
+    shape = parse_dynamic(speculative) or parse_tree(speculative)
+    nodes = shape.nodes if isinstance(shape, DynamicShape) else shape.num_nodes
+    if nodes > _MOST_NODES:
+        raise UsageError(f"speculative tree {speculative!r} has {nodes} nodes; allowed: at most {_MOST_NODES}")
+    return decoder.replace(drafter=TreeDrafter(model, shape), walk="auto")

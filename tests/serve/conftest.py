@@ -1,0 +1,84 @@
+"""Servers of a tiny model, on a port of their own."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+
+from polydraft.engine import Decoder
+from polydraft.loading import load
+from polydraft.serve.options import ServeOptions
+from polydraft.serve.running import Server, listen, server_of
+from polydraft.serve.service import Service
+
+
+@dataclass
+class Live:
+    """A server at work."""
+
+    service: Service
+    url: str
+    server: Server
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """A client that gives up at the first error."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none-needed", max_retries=0, timeout=30)
+
+    def post(self, path: str, body: object, **options: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=30, **options)
+
+    def idle(self) -> bool:
+        """Whether nobody's text is left."""
+        return not self.service.scheduler._open and not self.service.scheduler.running
+
+
+@contextmanager
+def live(decoder: Decoder, **options: object) -> Iterator[Live]:
+    """Serve in a thread of its own until the test is over."""
+    logger = logging.getLogger("polydraft")
+    for handler in list(logger.handlers):  # of commands that other tests ran, whose standard error is gone
+        logger.removeHandler(handler)
+    settings = ServeOptions(port=0, **{"slots": 3, "slot_tokens": 512, "chunk_tokens": 64, "drain_seconds": 5, **options})
+    listening = listen(settings)
+    service, started = Service(decoder, settings), threading.Event()
+    address: list[str] = []
+
+    def announce(url: str) -> None:
+        address.append(url)
+        started.set()
+
+    server = server_of(service, listening, announce)
+    thread = threading.Thread(target=server.run_until_left, daemon=True)
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield Live(service, address[0], server)
+    finally:
+        server.leave()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def tiny_decoder(roomy: str) -> Decoder:
+    return load(roomy, draft="early-exit:1", tree="3x2x1", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def shared(tiny_decoder: Decoder) -> Iterator[Live]:
+    """One server for all tests that need nothing special."""
+    with live(tiny_decoder) as server:
+        yield server
+
+
+@pytest.fixture
+def serving(tiny_decoder: Decoder) -> Iterator[Callable[..., Live]]:
+    """A server with settings of its own."""
+    with ExitStack() as stack:
+        yield lambda decoder=None, **options: stack.enter_context(live(decoder or tiny_decoder, **options))

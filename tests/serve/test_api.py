@@ -1,0 +1,299 @@
+"""The API as the client that everybody has speaks it: texts are the library's, figures are true, errors have names."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+
+from polydraft.sampling import SamplingParams
+
+MESSAGES = [{"role": "user", "content": "Hello there"}]
+
+
+def library(shared, prompt, *, chat=False, **options):
+    decoder = shared.service.decoder
+    sampling = options.pop("sampling", SamplingParams())
+    return decoder.generate(prompt, chat=chat, sampling=sampling, **options)
+
+
+def test_a_chat_answers_with_the_librarys_text(shared):
+    answer = shared.client.chat.completions.create(model=shared.service.model, messages=MESSAGES, max_tokens=24, seed=7)
+    expected = library(shared, "Hello there", chat=True, max_new_tokens=24, seed=7)
+    (choice,) = answer.choices
+    assert choice.message.content == expected.text and choice.message.role == "assistant"
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+    assert answer.usage.prompt_tokens == len(shared.service.decoder.encode("Hello there", chat=True))
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    assert choice.finish_reason == ("stop" if expected.stop_reason == "eos" else "length")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.4},
+        {"logit_bias": {"65": 5.0, "66": -100}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("extra", [{}, {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2}], ids=["", "extra"])
+def test_sampling_parameters_mean_what_they_mean_in_the_library(shared, given, extra):
+    answer = shared.client.completions.create(
+        model=shared.service.model, prompt="Once", max_tokens=20, seed=3, **given, extra_body=extra
+    )
+    bias = {int(token): value for token, value in given.get("logit_bias", {}).items()}
+    sampling = SamplingParams(**{**given, "logit_bias": bias}, **extra)
+    expected = library(shared, "Once", sampling=sampling, max_new_tokens=20, seed=3)
+    assert answer.choices[0].text == expected.text
+
+
+def test_streams_say_the_same_as_whole_answers(shared):
+    options = {"model": shared.service.model, "messages": MESSAGES, "max_completion_tokens": 40, "seed": 5, "n": 2}
+    whole = shared.client.chat.completions.create(**options)
+    stream = shared.client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    texts, ends, usage, figures = ["", ""], {}, None, {}
+    for chunk in stream:
+        assert chunk.object == "chat.completion.chunk"
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+                figures[choice.index] = choice.speculation
+        usage = chunk.usage or usage
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert usage == whole.usage
+    assert figures == {choice.index: choice.speculation for choice in whole.choices}
+
+
+def test_several_texts_are_a_batch_of_the_library(shared):
+    answer = shared.client.completions.create(model=shared.service.model, prompt=["One", "Two"], n=2, max_tokens=12, seed=11)
+    expected = library(shared, ["One", "One", "Two", "Two"], max_new_tokens=12, seed=11)
+    assert [choice.text for choice in answer.choices] == [one.text for one in expected]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    read = sum(len(shared.service.decoder.encode(prompt)) for prompt in ("One", "Two"))
+    assert answer.usage.prompt_tokens == read
+
+
+def test_token_ids_are_prompts_too(shared):
+    ids = shared.service.decoder.encode("Once upon")
+    body = {"max_tokens": 8, "seed": 1}
+    texts = [
+        shared.post("/v1/completions", {"prompt": prompt, **body}).json()["choices"][0]["text"] for prompt in (ids, "Once upon")
+    ]
+    assert texts[0] == texts[1]
+    assert shared.post("/v1/completions", {"prompt": [10**6], **body}).json()["error"]["param"] == "prompt"
+
+
+def test_stop_strings_end_texts(shared):
+    whole = library(shared, "Once", max_new_tokens=60, seed=2).text
+    stop = whole[10:13]
+    answer = shared.client.completions.create(
+        model=shared.service.model, prompt="Once", max_tokens=60, seed=2, stop=[stop, "@@@@"]
+    )
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("speculative", ["auto", "off"])
+def test_log_probabilities_are_the_targets(shared, speculative):
+    answer = shared.client.chat.completions.create(
+        model=shared.service.model, messages=MESSAGES, max_tokens=12, temperature=0.5, seed=4, logprobs=True, top_logprobs=3,
+        extra_body={"speculative": speculative},
+    )  # fmt: skip
+    decoder = shared.service.decoder
+    tokenizer, text = decoder.tokenizer, decoder.encode("Hello there", chat=True)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    for told in content:
+        law_V = torch.log_softmax(decoder.target.plain(torch.tensor([text]))[0, -1], -1)
+        best = law_V.topk(3)
+        assert [one.logprob for one in told.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
+        token = next(
+            one for one in range(len(law_V)) if tokenizer.decode([one]) == told.token and abs(law_V[one] - told.logprob) < 1e-4
+        )
+        assert bytes(told.bytes) == bytes([_byte(tokenizer, token)]) or token == tokenizer.eos_token_id
+        text.append(token)
+
+
+def _byte(tokenizer, token):
+    from polydraft.serve.token_texts import _BYTE_OF
+
+    return _BYTE_OF.get(tokenizer.convert_ids_to_tokens(token), 0)
+
+
+def test_log_probabilities_of_completions(shared):
+    answer = shared.client.completions.create(model=shared.service.model, prompt="Once", max_tokens=6, seed=4, logprobs=2)
+    told = answer.choices[0].logprobs
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == 6
+    assert all(
+        len(top) <= 2 and -math.inf < value <= 0 for top, value in zip(told.top_logprobs, told.token_logprobs, strict=True)
+    )
+
+
+def test_what_speculation_did_is_told(shared):
+    def ask(speculative):
+        body = {"messages": MESSAGES, "max_tokens": 30, "temperature": 0, "speculative": speculative}
+        return shared.post("/v1/chat/completions", body).json()["choices"][0]
+
+    auto, off, tree = ask("auto"), ask("off"), ask({"tree": "2x1"})
+    assert auto["message"] == off["message"] == tree["message"]
+    found = auto["speculation"]
+    assert found["drafted_tokens"] == 15 * found["rounds"] and found["rested_because"] is None
+    assert sum(found["acceptance_histogram"]) == found["rounds"]
+    accepted = sum(count * rounds for count, rounds in enumerate(found["acceptance_histogram"]))
+    assert found["mean_acceptance_length"] == pytest.approx(1 + accepted / found["rounds"], abs=1e-4)
+    assert (
+        off["speculation"]["drafted_tokens"] == 0
+        and off["speculation"]["rested_because"] == "the request turned speculation off"
+    )
+    assert tree["speculation"]["drafted_tokens"] == 4 * tree["speculation"]["rounds"]
+
+
+def test_a_trace_names_every_tokens_source(shared):
+    body = {"messages": MESSAGES, "max_tokens": 20, "temperature": 0, "stream": True, "speculative": {"trace": True}}
+    lines = shared.post("/v1/chat/completions", body).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    traces = [chunk["choices"][0]["trace"] for chunk in chunks if "trace" in chunk["choices"][0]]
+    tokens = [token for trace in traces for token in trace["tokens"]]
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+    assert "".join(token["text"] for token in tokens) == text
+    assert {token["source"] for token in tokens} <= {"target", "model"} and all(trace["drafted"] == 15 for trace in traces)
+    for trace in traces:
+        parents = [parent for parent, _ in trace["tree"]]
+        assert parents == [-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9]
+    assert lines[-2] == "data: [DONE]"
+
+
+WRONG = [
+    ({"mesages": MESSAGES}, "messages", 400),
+    ({"messages": MESSAGES, "temprature": 1}, "temprature", 400),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", 400),
+    ({"messages": MESSAGES, "tool_choice": "auto"}, "tool_choice", 400),
+    ({"messages": MESSAGES, "temperature": -1}, "temperature", 400),
+    ({"messages": MESSAGES, "temperature": "hot"}, "temperature", 400),
+    ({"messages": MESSAGES, "top_p": 0}, "top_p", 400),
+    ({"messages": MESSAGES, "n": 0}, "n", 400),
+    ({"messages": MESSAGES, "n": 100}, "n", 400),
+    ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens", 400),
+    ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", 400),
+    ({"messages": MESSAGES, "max_tokens": 5000}, "messages", 400),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", 400),
+    ({"messages": MESSAGES, "stop": [""]}, "stop", 400),
+    ({"messages": MESSAGES, "stop": 5}, "stop", 400),
+    ({"messages": MESSAGES, "seed": 1.5}, "seed", 400),
+    ({"messages": MESSAGES, "stream": "yes"}, "stream", 400),
+    ({"messages": MESSAGES, "stream_options": {"include_usage": True}}, "stream_options", 400),
+    ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", 400),
+    ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", 400),
+    ({"messages": MESSAGES, "logit_bias": {"x": 1}}, "logit_bias", 400),
+    ({"messages": MESSAGES, "logit_bias": {"99999": 1}}, "logit_bias", 400),
+    ({"messages": MESSAGES, "top_k": 99999}, "top_k", 400),
+    ({"messages": MESSAGES, "speculative": "fast"}, "speculative", 400),
+    ({"messages": MESSAGES, "speculative": {"tree": "oak"}}, "speculative", 400),
+    ({"messages": MESSAGES, "model": "gpt-9"}, "model", 404),
+    ({"messages": []}, "messages", 400),
+    ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0]", 400),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", 400),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls", 400),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "status"), WRONG, ids=[f"{number} {one[1]}" for number, one in enumerate(WRONG)])
+def test_what_is_wrong_is_named(shared, body, param, status):
+    answer = shared.post("/v1/chat/completions", body)
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert error["param"] == param and (param.split("[")[0] in error["message"] or "prompt" in error["message"])
+    assert "\n" not in error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
+
+
+def test_values_that_ask_for_nothing_are_no_errors(shared):
+    body = {"messages": MESSAGES, "max_tokens": 3, "tools": None, "n": None, "user": "somebody", "store": False, "top_k": -1}
+    assert shared.post("/v1/chat/completions", body).status_code == 200
+    body = {"prompt": "x", "max_tokens": 3, "echo": False, "best_of": 1, "suffix": None}
+    assert shared.post("/v1/completions", body).status_code == 200
+
+
+def test_what_is_no_json_is_refused(shared):
+    for content in (b"{", b"[1]", b'{"prompt": NaN}', b"\xff"):
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{shared.url}/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
+
+
+def test_the_clients_own_errors(shared):
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        shared.client.chat.completions.create(model=shared.service.model, messages=MESSAGES, temperature=-3)
+    with pytest.raises(openai.NotFoundError):
+        shared.client.chat.completions.create(model="another", messages=MESSAGES)
+
+
+def test_models(shared):
+    (model,) = shared.client.models.list().data
+    assert model.id == shared.service.model
+    assert shared.client.models.retrieve(model.id).max_model_len == 512
+    assert httpx.get(f"{shared.url}/v1/models/other").status_code == 404
+
+
+def test_tokenize(shared):
+    answer = shared.post("/tokenize", {"prompt": "Hé"}).json()
+    assert answer["tokens"] == shared.service.decoder.encode("Hé") and answer["count"] == 3
+    answer = shared.post("/tokenize", {"messages": MESSAGES}).json()
+    assert answer["tokens"] == shared.service.decoder.encode("Hello there", chat=True)
+    assert shared.post("/tokenize", {"text": "x"}).json()["error"]["param"] == "text"
+
+
+def test_health_and_readiness(shared):
+    assert httpx.get(f"{shared.url}/health").status_code == 200
+    assert httpx.get(f"{shared.url}/ready").json() == {"status": "ready"}
+
+
+def test_unknown_paths_and_methods(shared):
+    for answer, status in ((httpx.get(f"{shared.url}/v2"), 404), (httpx.get(f"{shared.url}/v1/completions"), 405)):
+        assert answer.status_code == status and "/v1/chat/completions" in answer.json()["error"]["message"]
+
+
+def test_requests_have_names(shared):
+    wished = httpx.get(f"{shared.url}/health", headers={"x-request-id": "mine-1"})
+    assert wished.headers["x-request-id"] == "mine-1"
+    odd = httpx.get(f"{shared.url}/health", headers={"x-request-id": "a b\t<script>"})
+    assert len(odd.headers["x-request-id"]) == 24
+
+
+def test_metrics_count_what_happened(serving):
+    server = serving()
+    body = {"messages": MESSAGES, "max_tokens": 20, "temperature": 0}
+    found = server.post("/v1/chat/completions", body).json()
+    server.post("/v1/chat/completions", {"messages": 3})
+    text = httpx.get(f"{server.url}/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    speculation, usage = found["choices"][0]["speculation"], found["usage"]
+    assert float(values["polydraft:generation_tokens_total"]) == usage["completion_tokens"]
+    assert float(values["polydraft:prompt_tokens_total"]) == usage["prompt_tokens"]
+    assert float(values["polydraft:spec_decode_num_drafts_total"]) == speculation["rounds"]
+    assert float(values["polydraft:spec_decode_num_draft_tokens_total"]) == speculation["drafted_tokens"]
+    accepted = sum(count * rounds for count, rounds in enumerate(speculation["acceptance_histogram"]))
+    assert float(values["polydraft:spec_decode_num_accepted_tokens_total"]) == accepted
+    assert float(values['polydraft:request_failure_total{status="400"}']) == 1
+    assert float(values["polydraft:time_to_first_token_seconds_count"]) == 1
+    assert float(values["polydraft:inter_token_latency_seconds_count"]) > 0
+    assert float(values["polydraft:num_requests_running"]) == 0 == float(values["polydraft:num_requests_waiting"])
+
+
+def test_the_dashboard_asks_for_figures_that_exist(shared):
+    shared.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 20, "temperature": 0})
+    shared.post("/v1/chat/completions", {})
+    known = httpx.get(f"{shared.url}/metrics").text
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = {
+        name for panel in dashboard["panels"] for one in panel["targets"] for name in re.findall(r"polydraft:\w+", one["expr"])
+    }
+    assert len(asked) > 10
+    assert not [name for name in asked if f"# TYPE {name.removesuffix('_bucket')} " not in known]

@@ -1,0 +1,238 @@
+"""Nobody gets in unasked, nobody keeps others waiting, and every request gets its whole answer or an explicit error."""
+
+import json
+import logging
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from polydraft.errors import FailureError, UsageError
+from polydraft.serve.options import ServeOptions
+from polydraft.serve.running import listen
+
+MESSAGES = [{"role": "user", "content": "Hello there"}]
+LONG = {"messages": MESSAGES, "max_tokens": 450, "logit_bias": {"256": -100}}  # 256 ends texts
+CHAT = "/v1/chat/completions"
+
+
+def eventually(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def test_only_this_machine_unless_told(tmp_path):
+    with pytest.raises(UsageError, match="--api-keys FILE, or --open"):
+        ServeOptions(host="0.0.0.0")
+    assert ServeOptions(host="0.0.0.0", open=True).host == "0.0.0.0"
+    for text, message in (("", "holds no key"), ("short", "8 or more"), ("schlüssel-eins", "ASCII")):
+        (tmp_path / "keys").write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=message):
+            ServeOptions(api_keys=tmp_path / "keys").read_keys()
+    with pytest.raises(UsageError, match="cannot read"):
+        ServeOptions(api_keys=tmp_path / "none").read_keys()
+
+
+@pytest.mark.parametrize(
+    "option", [{"port": 70000}, {"slots": 0}, {"cors": ("example.org",)}, {"cors": ("https://a.org/",)}], ids=str
+)
+def test_wrong_options_are_named(option):
+    with pytest.raises(UsageError, match=f"--{next(iter(option))}"):
+        ServeOptions(**option)
+
+
+def test_a_port_in_use_is_said_so(shared):
+    port = int(shared.url.rsplit(":", 1)[1])
+    with pytest.raises(FailureError, match=f"cannot listen on 127.0.0.1:{port}"):
+        listen(ServeOptions(port=port))
+
+
+def test_keys(serving, tmp_path):
+    (tmp_path / "keys").write_text("# ours\nfirst-key-1234\n\nsecond-key-5678\n")
+    server = serving(api_keys=tmp_path / "keys")
+    body = {"messages": MESSAGES, "max_tokens": 2}
+    for headers in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Basic first-key-1234"},
+        {"authorization": "Bearer"},
+    ):
+        for answer in (server.post(CHAT, body, headers=headers), httpx.get(f"{server.url}/metrics", headers=headers)):
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    for key in ("first-key-1234", "second-key-5678"):
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+        assert client.chat.completions.create(model=server.service.model, messages=MESSAGES, max_tokens=2).choices
+    for path in ("/health", "/ready", "/"):
+        assert httpx.get(server.url + path).status_code == 200
+    assert server.post(CHAT, body, headers={"host": "example.org", "authorization": "Bearer first-key-1234"}).status_code == 200
+
+
+def test_pages_of_others_do_not_get_in_by_a_trick(shared):
+    """Neither by a name that leads here, nor by a form, nor by asking the browser."""
+    assert shared.post(CHAT, {}, headers={"host": "evil.example"}).status_code == 403
+    form = httpx.post(shared.url + CHAT, content=json.dumps(LONG), headers={"content-type": "text/plain"})
+    assert form.status_code == 415
+    asked = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    answer = httpx.options(shared.url + CHAT, headers=asked)
+    assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers
+
+
+def test_pages_that_may_call(serving):
+    server = serving(cors=("https://good.example",))
+    for origin, allowed in (("https://good.example", True), ("https://evil.example", False)):
+        asked = {"origin": origin, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+        answer = httpx.options(server.url + CHAT, headers=asked)
+        assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
+
+
+def test_large_requests_are_refused_whatever_their_header_says(serving):
+    server = serving(max_body_bytes=2000)
+    body = {"messages": [{"role": "user", "content": "x" * 3000}]}
+    assert server.post(CHAT, body).status_code == 413
+
+    def parts():
+        for _ in range(50):
+            yield b" " * 100
+
+    answer = httpx.post(server.url + CHAT, content=parts(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+
+
+def test_requests_that_dawdle_are_ended(serving):
+    server = serving(client_seconds=0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as line:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        line.sendall(head.encode() + b'{"mess')
+        line.settimeout(10)
+        assert b" 408 " in line.recv(1000)
+
+
+def test_a_full_queue_is_a_429_that_says_when(serving):
+    server = serving(slots=1, max_queue=1)
+    with httpx.stream("POST", server.url + CHAT, json={**LONG, "stream": True}) as first:
+        next(first.iter_lines())
+        with httpx.stream("POST", server.url + CHAT, json={**LONG, "stream": True, "n": 1}, timeout=30):
+            pass
+        waiting = threading.Thread(target=server.post, args=(CHAT, {**LONG, "max_tokens": 2}))
+        # The second one left, so its place is free again; the third takes it.
+        eventually(lambda: sum(server.service.scheduler._open.values()) == 1)
+        waiting.start()
+        eventually(lambda: sum(server.service.scheduler._open.values()) == 2 or not waiting.is_alive())
+        if waiting.is_alive():
+            answer = server.post(CHAT, {"messages": MESSAGES, "n": 2})
+            assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+    waiting.join(20)
+    eventually(server.idle)
+
+
+def test_more_texts_than_fit_at_once_are_refused(serving):
+    server = serving(slots=1, max_queue=1)
+    answer = server.post(CHAT, {"messages": MESSAGES, "n": 3})
+    assert answer.status_code == 429 and answer.headers["retry-after"]
+
+
+def test_answers_that_take_too_long_end(serving):
+    server = serving(request_seconds=0.05)
+    answer = server.post(CHAT, LONG)
+    assert answer.status_code == 504 and "0.05 seconds" in answer.json()["error"]["message"]
+    eventually(server.idle)
+    text = server.post(CHAT, {**LONG, "stream": True}).text
+    assert "0.05 seconds" in text and "[DONE]" not in text
+    eventually(server.idle)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot(serving, stream):
+    server = serving(slots=1)
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    with socket.create_connection((host, int(port))) as line:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        line.sendall(head.encode() + body)
+        eventually(lambda: server.service.scheduler.running == 1)
+    eventually(server.idle, seconds=2)
+    assert "request_cancelled_total 1.0" in httpx.get(f"{server.url}/metrics").text
+
+
+def test_a_client_that_does_not_read_keeps_nobody_waiting(serving):
+    server = serving(slots=2, client_seconds=1.0, slot_tokens=1000)
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "max_tokens": 900, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 6}).encode()
+    # More than the buffers of both ends hold.
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    line.connect((host, int(port)))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    line.sendall(head.encode() + body)
+    eventually(lambda: server.service.scheduler.running == 2)
+    for _ in range(3):
+        assert server.post(CHAT, {"messages": MESSAGES, "max_tokens": 10}).status_code == 200
+    eventually(server.idle, seconds=30)
+    eventually(lambda: "request_cancelled_total 1.0" in httpx.get(f"{server.url}/metrics").text, seconds=30)
+    line.close()
+
+
+def test_leaving_lets_answers_end_and_refuses_new_ones(serving):
+    server = serving(drain_seconds=20)
+    with httpx.stream("POST", server.url + CHAT, json={**LONG, "stream": True}, timeout=30) as running:
+        lines = running.iter_lines()
+        next(lines)
+        server.server.leave()
+        eventually(lambda: not server.service.scheduler.ready)
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        refused = server.post(CHAT, {"messages": MESSAGES})
+        assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        rest = list(lines)
+    assert "data: [DONE]" in rest
+
+
+def test_who_is_not_done_in_time_is_told(serving):
+    server = serving(drain_seconds=0.0)
+    with httpx.stream("POST", server.url + CHAT, json={**LONG, "stream": True}, timeout=30) as running:
+        lines = running.iter_lines()
+        next(lines)
+        server.server.leave()
+        rest = list(lines)
+    assert any("stopped before the answer was complete" in line for line in rest) or "data: [DONE]" in rest
+
+
+def test_out_of_memory_is_a_503_and_the_server_goes_on(serving):
+    server = serving()
+    lane = server.service.scheduler._lanes["auto"]
+    step = lane.step
+
+    def broken():
+        lane.step = step
+        lane.step()
+        raise MemoryError
+
+    lane.step = broken
+    answer = server.post(CHAT, LONG)
+    assert answer.status_code == 503 and "memory" in answer.json()["error"]["message"] and answer.headers["retry-after"]
+    again = server.post(CHAT, {"messages": MESSAGES, "max_tokens": 12, "seed": 3}).json()
+    expected = server.service.decoder.generate("Hello there", chat=True, max_new_tokens=12, seed=3)
+    assert again["choices"][0]["message"]["content"] == expected.text
+
+
+def test_texts_are_not_logged_unless_asked_for(serving, caplog):
+    caplog.set_level(logging.DEBUG, "polydraft")
+    body = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 5, "seed": 1}
+    answer = serving().post(CHAT, body).json()["choices"][0]["message"]["content"]
+    eventually(lambda: "tokens" in caplog.text)
+    assert "secret" not in caplog.text and repr(answer) not in caplog.text and "POST /v1/chat/completions 200" in caplog.text
+    serving(log_texts=True).post(CHAT, body)
+    eventually(lambda: repr(answer) in caplog.text)
+
+
+def test_a_broken_model_is_a_500_that_says_why(serving, broken):
+    from polydraft.loading import load
+
+    answer = serving(load(broken)).post(CHAT, {"messages": MESSAGES, "max_tokens": 5})
+    assert answer.status_code == 500 and "not numbers" in answer.json()["error"]["message"]

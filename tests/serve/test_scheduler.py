@@ -1,0 +1,237 @@
+"""The scheduler's thread: everybody gets the text that the library gives, or an explicit error, and nothing is left behind."""
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from exactness.setups import TARGET, make_decoder
+from polydraft.engine import Decoder, StopReason, TokenSequence
+from polydraft.errors import FailureError, UsageError
+from polydraft.sampling import SamplingParams
+from polydraft.sampling.categorical import row_generator
+from polydraft.serve.lane import LaneOptions
+from polydraft.serve.scheduler import Scheduler, drafting
+from polydraft.serve.ticket import BusyError, Ticket, UnavailableError
+
+OPTIONS = LaneOptions(slots=3, slot_tokens=128, chunk_tokens=16)
+
+
+def decoder() -> Decoder:
+    return make_decoder(drafter="model", scheme="auto", walk="auto")
+
+
+def sequence(prompt: list[int], seed: int, limit: int = 12, params: SamplingParams | None = None) -> TokenSequence:
+    return TokenSequence(
+        prompt=prompt, params=params or SamplingParams(), generator=row_generator(seed), max_new_tokens=limit, max_positions=128
+    )
+
+
+def ticket(*sequences: TokenSequence, speculative: str = "auto") -> Ticket:
+    return Ticket(sequences, speculative, asyncio.get_running_loop())
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+@asynccontextmanager
+async def working(max_queue: int = 100, made: Decoder | None = None) -> AsyncIterator[Scheduler]:
+    scheduler = Scheduler(made or decoder(), OPTIONS, max_queue=max_queue)
+    scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        await asyncio.to_thread(scheduler.drain, 5.0)
+        assert not scheduler._open and not scheduler._thread.is_alive()
+
+
+async def finished(one: Ticket) -> list[Exception | None]:
+    """Wait for all texts of a request; return how each failed, if it did."""
+    errors: dict[int, Exception | None] = {}
+    while len(errors) < len(one.sequences):
+        progress = await one.next()
+        if progress.emitted.stop_reason is not None:
+            errors[progress.index] = progress.error
+    return [errors[index] for index in range(len(one.sequences))]
+
+
+def alone(one: TokenSequence, seed: int) -> list[int]:
+    result = decoder().generate(list(one.prompt), sampling=one.params, max_new_tokens=one.max_new_tokens, seed=[seed])
+    return result.token_ids
+
+
+def test_every_request_gets_the_librarys_text() -> None:
+    async def main() -> None:
+        chance = random.Random(1)
+        async with working() as scheduler:
+            tickets = []
+            for number in range(20):
+                params = SamplingParams(temperature=chance.choice([0, 0.7, 1.0]), top_k=chance.choice([0, 5]))
+                prompt = [chance.randrange(32) for _ in range(chance.randrange(1, 40))]
+                speculative = chance.choice(["auto", "auto", "2x1"])
+                tickets.append(ticket(sequence(prompt, number, chance.randrange(1, 20), params), speculative=speculative))
+                scheduler.submit(tickets[-1])
+                await asyncio.sleep(chance.choice([0, 0, 0.01]))
+            for number, one in enumerate(tickets):
+                assert await finished(one) == [None]
+                if one.speculative == "auto":
+                    assert one.sequences[0].new_tokens == alone(one.sequences[0], number)
+
+    run(main())
+
+
+def test_without_speculation_rounds_have_one_token() -> None:
+    async def main() -> None:
+        async with working() as scheduler:
+            one = ticket(sequence([1, 2, 3], 5), speculative="off")
+            scheduler.submit(one)
+            assert await finished(one) == [None]
+            counted = one.sequences[0].speculation
+            assert counted.rounds == 12 and counted.drafted_tokens == 0
+            plain = decoder().replace(drafter=None).generate([1, 2, 3], max_new_tokens=12, seed=[5])
+            assert one.sequences[0].new_tokens == plain.token_ids
+
+    run(main())
+
+
+def test_a_full_queue_says_so_and_a_request_that_leaves_makes_room() -> None:
+    async def main() -> None:
+        async with working(max_queue=1) as scheduler:
+            tickets = [ticket(sequence([1, 2], n, limit=100)) for n in range(4)]
+            for one in tickets:
+                scheduler.submit(one)
+            with pytest.raises(BusyError, match="4 texts"):
+                scheduler.submit(ticket(sequence([1], 9)))
+            for one in tickets[:2]:
+                scheduler.cancel(one)
+            late = ticket(sequence([7, 7], 9))
+            while True:
+                try:
+                    scheduler.submit(late)
+                    break
+                except BusyError:
+                    await asyncio.sleep(0.001)
+            assert await finished(late) == [None] and late.sequences[0].new_tokens == alone(late.sequences[0], 9)
+            assert tickets[0].sequences[0].stop_reason is StopReason.CANCELLED
+            assert 1 <= scheduler.retry_after() <= 60
+            for one in tickets[2:]:
+                scheduler.cancel(one)
+
+    run(main())
+
+
+def test_a_round_that_breaks_costs_those_at_work_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        for error, kind in ((MemoryError(), UnavailableError), (ValueError("odd"), FailureError)):
+            async with working() as scheduler:
+                first, step = ticket(sequence([1, 2], 0, limit=100)), threading.Event()
+                lane = scheduler._lanes["auto"]
+                original = lane.step
+
+                def broken(original: Any = original, error: Exception = error, step: Any = step) -> Any:
+                    if step.is_set():
+                        step.clear()
+                        raise error
+                    return original()
+
+                lane.step = broken  # type: ignore[method-assign]
+                scheduler.submit(first)
+                await first.next()
+                step.set()
+                (found,) = await finished(first)
+                assert type(found) is kind
+                second = ticket(sequence([4, 5], 3))
+                scheduler.submit(second)
+                assert await finished(second) == [None]
+                assert second.sequences[0].new_tokens == alone(second.sequences[0], 3)
+
+    run(main())
+    assert "a round failed: MemoryError" in caplog.text
+
+
+def test_draining_finishes_what_runs_and_takes_no_more() -> None:
+    async def main() -> None:
+        scheduler = Scheduler(decoder(), OPTIONS, max_queue=10)
+        scheduler.start()
+        tickets = [ticket(sequence([1, 2], n)) for n in range(6)]
+        for one in tickets:
+            scheduler.submit(one)
+        drained = asyncio.create_task(asyncio.to_thread(scheduler.drain, 10.0))
+        while scheduler.ready:
+            await asyncio.sleep(0.001)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            scheduler.submit(ticket(sequence([1], 9)))
+        await drained
+        for number, one in enumerate(tickets):
+            assert await finished(one) == [None]
+            assert one.sequences[0].new_tokens == alone(one.sequences[0], number)
+
+    run(main())
+
+
+def test_who_is_not_done_when_time_is_up_is_told() -> None:
+    async def main() -> None:
+        scheduler = Scheduler(decoder(), OPTIONS, max_queue=10)
+        scheduler.start()
+        tickets = [ticket(sequence([1, 2], n, limit=100)) for n in range(5)]
+        for one in tickets:
+            scheduler.submit(one)
+        await asyncio.to_thread(scheduler.drain, 0.0)
+        for one in tickets:
+            (error,) = await finished(one)
+            assert isinstance(error, UnavailableError) and "stopped before" in str(error)
+
+    run(main())
+
+
+def test_a_text_that_fails_is_reported_with_its_reason() -> None:
+    def bad(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no")
+
+    async def main() -> None:
+        async with working() as scheduler:
+            one = ticket(sequence([1, 2], 0, params=SamplingParams(processors=(bad,))), sequence([1, 2], 1))
+            scheduler.submit(one)
+            failed, fine = await finished(one)
+            assert "ArithmeticError: no" in str(failed) and fine is None
+
+    run(main())
+
+
+def test_trees_of_requests_are_checked() -> None:
+    assert drafting(decoder(), "2x1").drafter.topology is not None
+    with pytest.raises(UsageError, match="at most 128"):
+        drafting(decoder(), "100x2")
+    with pytest.raises(UsageError, match="no draft"):
+        drafting(Decoder(TARGET), "2x1")
+    with pytest.raises(UsageError, match="unknown tree"):
+        drafting(decoder(), "oak")
+
+
+def test_many_trees_take_turns() -> None:
+    async def main() -> None:
+        async with working() as scheduler:
+            long = [ticket(sequence([1, 2], n, limit=100), speculative=tree) for n, tree in enumerate(("2x1", "3x1"))]
+            for one in long:
+                scheduler.submit(one)
+                await one.next()
+            third = ticket(sequence([1, 2], 4), speculative="1x1")
+            scheduler.submit(third)
+            (error,) = await finished(third)
+            assert isinstance(error, UnavailableError) and "other trees" in str(error)
+            scheduler.cancel(long[0])
+            while scheduler.running > 1:
+                await asyncio.sleep(0.001)
+            fourth = ticket(sequence([1, 2], 4), speculative="1x1")
+            scheduler.submit(fourth)
+            assert await finished(fourth) == [None]
+            assert list(scheduler._lanes) == ["auto", "3x1", "1x1"]
+            scheduler.cancel(long[1])
+
+    run(main())
