@@ -99,7 +99,7 @@ def test_features_are_the_small_models(wider, taps, lean):
     features, contexts = [], [small.start(1, 16), big.start(1, 16)]
     for model, context in zip((small, big), contexts, strict=True):
         model.tap(taps)
-        context.prefill([PROMPTS[1]], lambda starts, counts, seen: features.append(seen))
+        context.prefill([PROMPTS[1]], lambda rows, starts, counts, seen: features.append(seen))
     assert features[0].shape == features[1].shape == (1, 9, 32 * (1 + len(taps)))
     assert (features[0] - features[1]).abs().max() < 1e-4
     assert contexts[1].cache.keys_LBHSC.shape == (5, 1, 6, 16, 16), "memory costs what the large model's does"
@@ -144,7 +144,7 @@ def test_early_exit_is_the_small_models(wider):
     laws = []
     for model in (early_exit(small, 2), early_exit(big, 2)):
         context = model.start(1, 16)
-        context.prefill([PROMPTS[1]], lambda starts, counts, seen, model=model: laws.append(model.head(seen)))
+        context.prefill([PROMPTS[1]], lambda rows, starts, counts, seen, model=model: laws.append(model.head(seen)))
     assert (laws[0] - laws[1]).abs().max() < 1e-4
 
 

@@ -28,10 +28,10 @@ class Live:
     @property
     def client(self) -> openai.OpenAI:
         """A client that gives up at the first error."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none-needed", max_retries=0, timeout=30)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none-needed", max_retries=0, timeout=120)
 
     def post(self, path: str, body: object, **options: object) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30, **options)
+        return httpx.post(self.url + path, json=body, timeout=120, **options)
 
     def idle(self) -> bool:
         """Whether nobody's text is left."""
