@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from polydraft.cli.options import Choices, GroupedCommand, options_of, shared_options, taken
+from polydraft.cli.options import Choices, GroupedCommand, GroupedOption, options_of, shared_options, taken
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,7 +114,12 @@ class Task:
 @shared_options
 @options_of(BeamChoices, **{name: {"flag": flag} for name, flag in _FLAGS.items()})
 @click.option(
-    "--json-schema", type=click.Path(path_type=Path), default=None, help="File with a JSON schema that the text follows."
+    "--json-schema",
+    cls=GroupedOption,
+    heading="Sampling",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="File with a JSON schema that the text follows.",
 )
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--compare", is_flag=True, help="Also decode plainly and with Hugging Face, in the same run, and print a table.")
