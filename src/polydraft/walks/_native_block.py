@@ -62,7 +62,7 @@ class _Walk:
         least_weight: float,
     ) -> None:
         assert isinstance(scheme, Race) and scheme.select_uniforms is not None and draft.law_rows_BN is not None
-        self.library, self.draft, self.target_law, self.uniforms_BU = library, draft, target_law, uniforms_BU
+        self.kernels, self.draft, self.target_law, self.uniforms_BU = library, draft, target_law, uniforms_BU
         self.buckets, self.least_weight, self.threshold = scheme.buckets or 0, least_weight, threshold_of(scheme)
         self.numbers_per_level = scheme.select_uniforms
         self.tokens_BN, self.table_BNK = draft.tokens_BN.numpy(), draft.child_table_BNK.numpy()
@@ -124,10 +124,10 @@ class _Walk:
         numbers_2B, wholes_2B = np.empty((2, rows)), np.empty((2, rows), np.int64)
         nodes_BK, children_BK = np.ascontiguousarray(nodes_BK), np.ascontiguousarray(children_BK)
         state_B = state_B.astype(np.uint8)
-        memory = working_memory(self.library.polydraft_pick_memory(columns, self.buckets))
+        memory = working_memory(self.kernels.polydraft_pick_memory(columns, self.buckets))
         known = (0, 0, 0) if vocabulary is None else vocabulary.addresses
         first_number = 8 * level * self.numbers_per_level
-        self.library.polydraft_pick(
+        self.kernels.polydraft_pick(
             Pick(
                 target_BV.data_ptr(), law_BGD.data_ptr(), offset_B.ctypes.data, *known,
                 children_BK.ctypes.data, nodes_BK.ctypes.data, self.uniforms_BU.data_ptr() + first_number, state_B.ctypes.data,
@@ -151,11 +151,11 @@ class _Walk:
         lumped, law = addresses([table[0] for table in self.tables]), addresses([table[1] for table in self.tables])
         targets, size = addresses(self.laws), self.laws[0].shape[1]
         last_2 = self.uniforms_BU[:, -2:]
-        self.library.polydraft_end(
+        self.kernels.polydraft_end(
             End(
                 ctypes.addressof(lumped), ctypes.addressof(law), ctypes.addressof(targets),
                 weights_LB.ctypes.data, masses_LB.ctypes.data, going_LB.ctypes.data,
-                None if vocabulary is None else vocabulary.addresses[0], last_2.data_ptr(), draw_memory(self.library, size),
+                None if vocabulary is None else vocabulary.addresses[0], last_2.data_ptr(), draw_memory(self.kernels, size),
                 accepted_B.ctypes.data, token_B.ctypes.data,
                 rows, levels, size, self.draft.laws[0].shape[-1], self.tables[0].shape[-1], self.uniforms_BU.stride(0),
             )
@@ -163,7 +163,7 @@ class _Walk:
         whole_B = accepted_B == levels
         if whole_B.any():
             law_BV = self._law(self.nodes[-1], path_BP)
-            token_B = np.where(whole_B, draw(self.library, law_BV, last_2[:, 1:])[:, 0].numpy(), token_B)
+            token_B = np.where(whole_B, draw(self.kernels, law_BV, last_2[:, 1:])[:, 0].numpy(), token_B)
         return accepted_B, token_B
 
     def _verdict(self, stop_B: np.ndarray, token_B: np.ndarray) -> Verdict:
