@@ -130,7 +130,8 @@ class GpuOptions:
     graphs: bool = True
     """On a GPU, replay whole rounds as CUDA graphs."""
     compiled: bool = False
-    """On a GPU, compile drawing and verification: 20 seconds once, then faster above T=0."""
+    """On a GPU, compile drawing and verification where a scheme has no kernels of its own: 20 seconds once, then faster above
+    T=0."""
     invariant: bool | None = None
     """On a GPU, compute the same bits for a token whatever is computed beside it, so that greedy text is plain decoding's own
     [default: in bfloat16, where the model can].

@@ -46,7 +46,7 @@ class Decoder:
     graphs : bool
         On a GPU, replay whole rounds as CUDA graphs; of beams, their passes.
     compiled : bool
-        On a GPU, compile drawing and verification: some 20 seconds at first, a millisecond less a round above temperature 0.
+        On a GPU, compile drawing and verification of schemes without kernels of their own: some 20 seconds at first.
     ahead : bool
         On a GPU, launch a replayed round before looking at the last one's outcome, where nothing depends on it. Same texts.
     lossless : bool
