@@ -98,7 +98,7 @@ def is_head(folder: Path) -> bool:
         return False
 
 
-def _shape(config: Any) -> HeadShape:
+def checked_shape(config: Any) -> HeadShape:
     """Read sizes, refusing what no head can have: a `ValueError` says what."""
     if not isinstance(config, dict):
         raise ValueError("it is not an object")
@@ -139,7 +139,7 @@ def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> Featu
     """Load a head for its target, and let the target show the features it reads."""
     try:
         config = json.loads((folder / "config.json").read_text())
-        shape = _shape(config)
+        shape = checked_shape(config)
     except (OSError, ValueError) as error:
         raise UsageError(f"draft {name!r} has no usable config.json ({error}); train it again or get another copy") from None
     if config.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
