@@ -1,18 +1,24 @@
-"""Random EAGLE-3 heads in the formats of others, and chains through them."""
+"""Random EAGLE-3 heads in the formats of others, and chains through them.
+
+Run as ``python eagle3_cases.py``, where speculators 0.9.0 is installed, this writes the logits that it computes to EXPECTED.
+"""
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from polydraft.models import FeatureHead
+from polydraft.models import FAMILIES, FeatureHead
 from polydraft.trees import causal_block
 
-HIDDEN, MLP, QUERIES, KEYS, CHANNELS, DRAFTED = 32, 48, 4, 2, 8, 40
+HIDDEN, MLP, QUERIES, KEYS, CHANNELS, TOKENS, DRAFTED = 32, 48, 4, 2, 8, 64, 40
 STEPS, ENTRIES = 4, 9
+EXPECTED = Path(__file__).parent / "eagle3_logits.safetensors"
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -40,20 +46,21 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"model_type": "qwen3", "sliding_window": 4, "layer_types": ["sliding_attention"], "use_sliding_window": True},
 }
 """What differs from the plainest head; of the layer, or of the form around it."""
-FORM = ("draft_vocab_size", "norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", "eagle_aux_hidden_state_layer_ids")
+TAPS = "eagle_aux_hidden_state_layer_ids"
+FORM = ("draft_vocab_size", "norm_before_residual", "norm_output", "fc_norm", "norm_before_fc", TAPS)
 
 
-def config_of(tokens: int, verifier: str | None = None, **changes: Any) -> dict[str, Any]:
-    """Return a config in speculators' format, of a head for a target of some tokens and four layers."""
+def config_of(verifier: str | None = None, **changes: Any) -> dict[str, Any]:
+    """Return a config in speculators' format, of a head for a target of four layers."""
     layer = {
         "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": QUERIES,
-        "num_key_value_heads": KEYS, "head_dim": CHANNELS, "num_hidden_layers": 1, "vocab_size": tokens, "hidden_act": "silu",
+        "num_key_value_heads": KEYS, "head_dim": CHANNELS, "num_hidden_layers": 1, "vocab_size": TOKENS, "hidden_act": "silu",
         "rms_norm_eps": 1e-6, "max_position_embeddings": 128, "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }  # fmt: skip
     form = {"draft_vocab_size": DRAFTED, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     form |= {name: value for name, value in changes.items() if name in FORM}
-    form["draft_vocab_size"] = form["draft_vocab_size"] or tokens
+    form["draft_vocab_size"] = form["draft_vocab_size"] or TOKENS
     layer |= {name: value for name, value in changes.items() if name not in FORM}
     return {
         "architectures": ["Eagle3DraftModel"],
@@ -72,7 +79,7 @@ def config_of(tokens: int, verifier: str | None = None, **changes: Any) -> dict[
 def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Draw the weights that such a config asks for."""
     generator = torch.Generator().manual_seed(seed)
-    layer, drafted, taps = config["transformer_layer_config"], config["draft_vocab_size"], config["eagle_aux_hidden_state_layer_ids"]
+    layer, drafted, taps = config["transformer_layer_config"], config["draft_vocab_size"], config[TAPS]
     queries, keys = (layer[name] * layer["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     tokens = layer["vocab_size"]
 
@@ -82,8 +89,13 @@ def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     def vector(size: int, around: float = 1.0) -> Tensor:
         return around + 0.2 * torch.randn(size, generator=generator)
 
-    products = {"self_attn.q": (queries, 2 * HIDDEN), "self_attn.k": (keys, 2 * HIDDEN), "self_attn.v": (keys, 2 * HIDDEN),
-                "self_attn.o": (HIDDEN, queries), "mlp.gate": (MLP, HIDDEN), "mlp.up": (MLP, HIDDEN), "mlp.down": (HIDDEN, MLP)}  # fmt: skip
+    products = {f"self_attn.{part}": (queries if part == "q" else keys, 2 * HIDDEN) for part in "qkv"}
+    products |= {
+        "self_attn.o": (HIDDEN, queries),
+        "mlp.gate": (MLP, HIDDEN),
+        "mlp.up": (MLP, HIDDEN),
+        "mlp.down": (HIDDEN, MLP),
+    }
     weights = {"fc.weight": matrix(HIDDEN, HIDDEN * len(taps)), "norm.weight": vector(HIDDEN)}
     weights["lm_head.weight"], weights["embed_tokens.weight"] = matrix(drafted, HIDDEN), matrix(tokens, HIDDEN)
     for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
@@ -109,26 +121,26 @@ def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], auth
     """Write a head in speculators' format, or in that of the authors."""
     folder.mkdir(exist_ok=True)
     if authors:
-        taps = config["eagle_aux_hidden_state_layer_ids"]
+        taps = config[TAPS]
         rope = config["transformer_layer_config"]["rope_parameters"]
-        form = {name: value for name, value in config.items() if name in FORM and name != "eagle_aux_hidden_state_layer_ids"}
+        form = {name: value for name, value in config.items() if name in FORM and name != TAPS}
         layer = {**config["transformer_layer_config"], "rope_theta": rope["rope_theta"]}
         del layer["rope_parameters"]
         if rope["rope_type"] != "default":
             layer["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
         config = {"architectures": ["LlamaForCausalLMEagle3"], **layer, **form}
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": taps}
+        config["eagle_config"] = {TAPS: taps}
         weights = {name.replace("layers.0.", "midlayer."): weight for name, weight in weights.items()}
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-def features_and_tokens(reads: int, tokens: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+def features_and_tokens(reads: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Draw what a head reads of a text: the outputs of layers `[1, E, F]`, and the tokens that follow them."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(1, ENTRIES + STEPS, HIDDEN * reads, generator=generator)
-    return features, torch.randint(tokens, (1, ENTRIES + STEPS), generator=generator)
+    return features, torch.randint(TOKENS, (1, ENTRIES + STEPS), generator=generator)
 
 
 def chain(head: FeatureHead, features_1EF: Tensor, tokens_1E: Tensor) -> Tensor:
@@ -160,3 +172,23 @@ def reference_chain(folder: Path, features_1EF: Tensor, tokens_1E: Tensor) -> Te
         documents = torch.zeros(features_1EF.shape[:2], dtype=torch.long)
         model(features_1EF, tokens_1E, documents, ttt_steps=STEPS)
     return torch.stack([step[ENTRIES - 1] for step in logits])
+
+
+def target_model() -> PreTrainedModel:
+    return FAMILIES.get("llama").build(seed=0, vocab_size=TOKENS, num_hidden_layers=4)
+
+
+def all_reference_chains() -> dict[str, Tensor]:
+    """Return what speculators computes in every case."""
+    found = {}
+    with TemporaryDirectory() as folder:
+        target_model().save_pretrained(f"{folder}/target")
+        for case, changes in CASES.items():
+            config = config_of(f"{folder}/target", **changes)
+            features, tokens = features_and_tokens(len(config[TAPS]))
+            found[case] = reference_chain(write(Path(folder) / "head", config, weights_of(config)), features, tokens)
+    return found
+
+
+if __name__ == "__main__":
+    save_file(all_reference_chains(), EXPECTED)

@@ -1,8 +1,8 @@
 """EAGLE-3 heads that others have trained: folders in the authors' own format, and in that of vLLM's speculators.
 
-Both hold the same layer: `fc` over the outputs of some layers of the target, one transformer layer whose queries, keys and values
-read the token's embedding and the features side by side, a norm, and an output table of the draft's own vocabulary. They differ
-in how the file names its tensors and where the config says what.
+Both hold the same layer: `fc` over the outputs of some layers of the target, one transformer layer whose queries, keys and
+values read the token's embedding and the features side by side, a norm, and an output table of the draft's own vocabulary. They
+differ in how the file names its tensors and where the config says what.
 
 References
 ----------
@@ -107,6 +107,8 @@ def _config(config: Any) -> _Config:
         raise ValueError(f"speculators_model_type is {shown(kind)}; heads of the type eagle3 can be loaded")
     else:
         found = _Config(layer=config["transformer_layer_config"], form=config)
+    if not isinstance(found.layer, dict):
+        raise ValueError(f"transformer_layer_config is {shown(found.layer)}, not an object")
     layers, model_type = found.layer.get("num_hidden_layers", 1), found.layer.get("model_type", "llama")
     if layers != 1:
         raise ValueError(f"num_hidden_layers is {shown(layers)}; heads of 1 layer can be loaded")
@@ -121,8 +123,8 @@ def _check_target(config: _Config, target: HFModel, name: str) -> None:
     for said in (config.layer.get("hidden_size"), config.form.get("target_hidden_size")):
         if said is not None and said != target.hidden_size:
             raise UsageError(
-                f"head {name!r} reads hidden states of size {shown(said)}, but target {target.name!r} has {target.hidden_size}; "
-                "use the head's own target"
+                f"head {name!r} reads hidden states of size {shown(said)}, but target {target.name!r} has "
+                f"{target.hidden_size}; use the head's own target"
             )
     tokens = config.layer.get("vocab_size", target.vocab_size)
     if tokens != target.vocab_size:
@@ -167,7 +169,7 @@ def _shape(config: _Config, target: HFModel, found: set[str]) -> HeadShape:
         "normed_residual": form.get("norm_before_residual", False),
         "normed_output": form.get("norm_output", False),
         "qkv_bias": biased or f"{_LAYER}self_attn.q_proj.bias" in found,
-        "output_bias": biased and layer.get("model_type") != "qwen2" or f"{_LAYER}self_attn.o_proj.bias" in found,
+        "output_bias": (biased and layer.get("model_type") != "qwen2") or f"{_LAYER}self_attn.o_proj.bias" in found,
         "mlp_bias": bool(layer.get("mlp_bias", False)) or f"{_LAYER}mlp.gate_proj.bias" in found,
         "query_key_norm": layer.get("model_type") == "qwen3" or f"{_LAYER}self_attn.q_norm.weight" in found,
     }
@@ -188,14 +190,17 @@ def _rope(layer: Mapping[str, Any], shape: HeadShape) -> dict[str, Any]:
     said.setdefault("rope_theta", layer.get("rope_theta") or 10_000.0)
     if kind == "default":
         return {"rope_theta": said["rope_theta"]}
-    config = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        head_dim=shape.head_size,
-        max_position_embeddings=layer.get("max_position_embeddings", 2048),
-        rope_parameters={"rope_type": kind, **said},
-    )
-    rotary = LlamaRotaryEmbedding(config)
+    try:
+        config = LlamaConfig(
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_heads,
+            head_dim=shape.head_size,
+            max_position_embeddings=layer.get("max_position_embeddings", 2048),
+            rope_parameters={"rope_type": kind, **said},
+        )
+        rotary = LlamaRotaryEmbedding(config)
+    except Exception:  # there is no common class of what transformers raises here
+        raise ValueError(f"rope parameters are {shown(said)}, which does not describe {kind}") from None
     return {"rope_frequencies": rotary.inv_freq.tolist(), "rope_gain": float(rotary.attention_scaling)}
 
 
@@ -204,8 +209,8 @@ def _files(folder: Path, name: str) -> list[Path]:
     pickled = sorted(file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}"))
     if not files and pickled:
         raise UsageError(
-            f"the weights of draft {name!r} are pickled ({pickled[0]}), which could run any code; get a copy with safetensors, or "
-            "write one: save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+            f"the weights of draft {name!r} are pickled ({pickled[0]}), which could run any code; get a copy with safetensors, "
+            "or write one: save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
         )
     if not files:
         raise UsageError(f"draft {name!r} has no weights: {folder} holds no .safetensors file; get another copy")
@@ -272,7 +277,7 @@ def _check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, 
                 continue
             raise ValueError(f"{name} is missing")
         if found[name] != shape:
-            raise ValueError(f"{name} has the shape {list(found[name])}, where config.json and the target ask for {list(shape)}")
+            raise ValueError(f"{name} has the shape {list(found[name])}, where config and target ask for {list(shape)}")
     if others := sorted({*found} - {*expected, "d2t"}):
         raise ValueError(f"{others[0]} is not part of it")
 
@@ -283,7 +288,7 @@ def _vocabulary(theirs: Mapping[str, Tensor], target: HFModel) -> PartialVocabul
     if count == target.vocab_size:
         return None
     tokens_D = torch.arange(count) + theirs["d2t"].long()
-    if int(tokens_D.min()) < 0 or int(tokens_D.max()) >= target.vocab_size or len(tokens_D.unique()) != count:
+    if int(tokens_D.min()) < 0 or int(tokens_D.max()) >= target.vocab_size or len({*tokens_D.tolist()}) != count:
         raise ValueError(f"d2t does not name {count} different tokens below {target.vocab_size}")
     if "t2d" in theirs and not torch.equal(theirs["t2d"].bool().nonzero()[:, 0], tokens_D.sort().values):
         raise ValueError("t2d and d2t name different tokens")

@@ -1,9 +1,9 @@
 """Heads for other engines: a feature head of ours as an EAGLE-3 head in the format of vLLM's speculators.
 
-Where ours joins features and token into one vector below attention, an EAGLE-3 layer reads them apart; but a speculators head may
-have several layers, and a first one can do the joining. Its queries and keys are the same constant everywhere, so that after
-rotation each entry's own key fits best, by so much that all others get a weight of 0; its values are the joined vector, less
-the features that pass by attention; its MLP adds nothing. The second layer is ours, unchanged.
+Where ours joins features and token into one vector below attention, an EAGLE-3 layer reads them apart; but a speculators head
+may have several layers, and a first one can do the joining. Its queries and keys are the same constant everywhere, so that
+after rotation each entry's own key fits best, by so much that all others get a weight of 0; its values are the joined vector,
+less the features that pass by attention; its MLP adds nothing. The second layer is ours, unchanged.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.models.feature_head import FeatureHead, TapNorm
@@ -24,7 +24,7 @@ _FARTHEST = 2**17
 """Distance in tokens up to which that margin is made sure."""
 LAST_STATES = (
     "the head reads the target's last hidden states after the final norm, as the last of its inputs; the format can only call "
-    "them layer {layer}, which engines show before that norm: show them normed, or drafts are worse there (the text stays exact)"
+    "them layer {layer}, which engines show before that norm: show them normed, or drafts are worse there (texts stay exact)"
 )
 
 
@@ -91,7 +91,7 @@ def _around(head: FeatureHead, tokens: int) -> dict[str, Tensor]:
         "embed_tokens.weight": head.tables[0],
         "lm_head.weight": head.tables[1],
     }
-    norms: list[Tensor] = [norm.weight for norm in head.tap_norms]
+    norms = list(head.tap_norms.state_dict().values())
     if shape.tap_norm == TapNorm.ALL:
         tensors["input_norm.weight"] = norms[0].roll(back)
     else:
@@ -123,13 +123,10 @@ def _joining(head: FeatureHead) -> dict[str, Tensor]:
         "o_proj.weight": torch.eye(size, width),
         "o_proj.bias": torch.zeros(size),
     }
-    mlp = {
-        f"mlp.{part}_proj": nn.Linear(*sizes, bias=shape.mlp_bias)
-        for part, sizes in {"gate": (size, shape.mlp_size), "up": (size, shape.mlp_size), "down": (shape.mlp_size, size)}.items()
-    }
     tensors = {f"self_attn.{name}": tensor for name, tensor in attention.items()}
-    for part, layer in mlp.items():
-        tensors |= {f"{part}.{kind}": torch.zeros_like(tensor) for kind, tensor in layer.state_dict().items()}
+    for kind, tensor in head.gate_up.state_dict().items():
+        tensors |= {f"mlp.{part}_proj.{kind}": torch.zeros_like(tensor.chunk(2)[0]) for part in ("gate", "up")}
+    tensors |= {f"mlp.down_proj.{kind}": torch.zeros_like(tensor) for kind, tensor in head.down.state_dict().items()}
     tensors |= {
         "input_layernorm.weight": head.token_norm.weight,
         "hidden_norm.weight": head.feature_norm.weight,
@@ -145,25 +142,28 @@ def _constant(head: FeatureHead) -> float:
     return float((_MARGIN / loss) ** 0.5)
 
 
+def _biased(head: FeatureHead) -> bool:
+    """Whether attention has biases, in what is written."""
+    return head.shape.joins or head.shape.qkv_bias or head.shape.output_bias
+
+
 def _layer(head: FeatureHead) -> dict[str, Tensor]:
     """Return our own layer: the second behind one that joins, with a key head per query head, or the only one."""
     shape, size = head.shape, head.shape.hidden_size
     groups = shape.num_heads // shape.num_key_heads if shape.joins else 1
     counts = [shape.num_heads * shape.head_size, *[shape.num_key_heads * shape.head_size] * 2]
-    tensors = {}
-    for name, linear in (("weight", head.qkv.weight), ("bias", head.qkv.bias)):
-        if linear is None and not shape.joins:
-            continue
-        whole = torch.zeros(sum(counts)) if linear is None else linear if shape.joins or linear.ndim == 1 else linear.roll(size, 1)
-        query, key, value = torch.split(whole, counts)  # type: ignore[no-untyped-call]
-        tensors[f"self_attn.q_proj.{name}"] = query
-        for part, few in (("k", key), ("v", value)):
-            several = few.unflatten(0, (shape.num_key_heads, -1)).repeat_interleave(groups, 0).flatten(0, 1)
-            tensors[f"self_attn.{part}_proj.{name}"] = several
-    tensors["self_attn.o_proj.weight"] = head.attention_output.weight
-    if head.attention_output.bias is not None or shape.joins or shape.qkv_bias:  # the format has all of them, or none
-        bias = head.attention_output.bias
-        tensors["self_attn.o_proj.bias"] = torch.zeros(size) if bias is None else bias
+    tensors = {f"self_attn.o_proj.{kind}": tensor for kind, tensor in head.attention_output.state_dict().items()}
+    for kind, whole in head.qkv.state_dict().items():
+        # The format has the token first, and features second.
+        ordered = whole.roll(size, 1) if kind == "weight" and not shape.joins else whole
+        for part, rows in zip("qkv", torch.tensor_split(ordered, torch.tensor(counts[:2]).cumsum(0)), strict=True):
+            heads = rows.view(-1, shape.head_size, *rows.shape[1:])
+            heads = heads if part == "q" else heads.repeat_interleave(groups, 0)
+            tensors[f"self_attn.{part}_proj.{kind}"] = heads.flatten(0, 1)
+    if _biased(head):  # the format has all of these, or none
+        for part in "qkvo":
+            rows = tensors[f"self_attn.{part}_proj.weight"]
+            tensors.setdefault(f"self_attn.{part}_proj.bias", torch.zeros(len(rows)))
     for kind, tensor in head.gate_up.state_dict().items():
         tensors[f"mlp.gate_proj.{kind}"], tensors[f"mlp.up_proj.{kind}"] = tensor.chunk(2)
     tensors |= {f"mlp.down_proj.{kind}": tensor for kind, tensor in head.down.state_dict().items()}
@@ -192,7 +192,7 @@ def _config(head: FeatureHead, target: HFModel, verifier: str) -> dict[str, Any]
         "hidden_act": "silu",
         "max_position_embeddings": positions,
         "rms_norm_eps": shape.norm_epsilon,
-        "attention_bias": shape.joins or shape.qkv_bias,
+        "attention_bias": _biased(head),
         "mlp_bias": shape.mlp_bias,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "tie_word_embeddings": False,
