@@ -50,13 +50,14 @@ def commands(tiny: str, prompts: str) -> dict[str, list[str]]:
         "draft": ["train", *DRAFT, "--target", tiny],
         "decision": ["train", *DECISION, "--target", tiny, "--prompts", prompts],
         "corpus-cache": ["train", "corpus-cache", "--tokenizer", tiny, "--text", prompts],
+        "export": ["export", "head", "smollm2-head", "--format", "speculators", "--target", tiny],
         "analyze": ["analyze", *pair, "--positions", "2", "--schemes", "race", "--drafts", "2"],
         "bench": ["bench", *pair, "--methods", "ar"],
         "reproduction": ["bench", *pair, "--reproduce", "mcsd"],
     }
 
 
-@pytest.mark.parametrize("name", ["head", "draft", "decision", "corpus-cache", "analyze", "bench", "reproduction"])
+@pytest.mark.parametrize("name", ["head", "draft", "decision", "corpus-cache", "export", "analyze", "bench", "reproduction"])
 @pytest.mark.parametrize("place", ["below a file", "/proc"])
 def test_a_place_for_nothing_is_refused_in_one_line(invoke, commands, tmp_path: Path, name: str, place: str) -> None:
     (tmp_path / "file").write_text("mine")

@@ -1,5 +1,7 @@
 """A feature head inside the engine computes what it was trained to compute, round after round."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from polydraft.drafters import TreeDrafter
 from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
+from polydraft.models.feature_head import TapNorm
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary, SamplingParams
@@ -20,10 +23,14 @@ PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 4, 22, 11, 6], [12, 40]]
 DEPTH = 3
 
 
-def target_and_head(lean: bool, taps: tuple[int, ...]):
+EAGLE3 = {"reads_last": False, "joins": False, "normed_output": False, "qkv_bias": True, "tap_norm": TapNorm.EACH}
+QWEN3 = {"joins": False, "normed_residual": True, "query_key_norm": True, "tap_norm": TapNorm.ALL}
+
+
+def target_and_head(lean: bool, taps: tuple[int, ...], **form: bool | TapNorm):
     model = FAMILIES.get("llama").build(seed=1).double().float()
     target = HFModel(model, lean=lean)
-    shape = head_shape(target, taps, mlp_size=48, window=12)
+    shape = replace(head_shape(target, taps, mlp_size=48, window=12), **form)
     torch.manual_seed(2)
     vocabulary = PartialVocabulary(torch.arange(0, target.vocab_size, 2), target.vocab_size)
     head = new_head(shape, target, vocabulary, "test").requires_grad_(False)
@@ -66,9 +73,13 @@ def reference(target: HFModel, head, text: list[int], path: list[int], depth: in
     return answers[depth][1][0]
 
 
-@pytest.mark.parametrize(("lean", "taps"), [(True, ()), (True, (1,)), (False, (1, 2))])
-def test_every_level_of_every_round_is_what_training_computes(monkeypatch: pytest.MonkeyPatch, lean: bool, taps) -> None:
-    target, head = target_and_head(lean, taps)
+@pytest.mark.parametrize(
+    ("lean", "taps", "form"),
+    [(True, (), {}), (True, (1,), {}), (False, (1, 2), {}), (True, (1, 2), EAGLE3), (False, (1,), QWEN3)],
+    ids=["last", "tap", "taps", "EAGLE-3", "Qwen3"],
+)
+def test_every_level_of_every_round_is_what_training_computes(monkeypatch: pytest.MonkeyPatch, lean, taps, form) -> None:
+    target, head = target_and_head(lean, taps, **form)
     recorder = Recorder(monkeypatch)
     decoder = Decoder(target, TreeDrafter(head, parse_tree(f"chain:{DEPTH}")))
     prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]

@@ -6,9 +6,10 @@ from fused_cases import check_add_norm, check_gate, check_rotate_store, check_ve
 
 import interpreted
 from polydraft.models._bodies import lean_body
-from polydraft.models._fused import FusedBody
+from polydraft.models._fused import FusedBody, FusedHead
+from polydraft.models.feature_head import FeatureHead, HeadShape, TapNorm
 from polydraft.models.tree_attention import obstacle
-from polydraft.trees import SlicedMask, parse_tree
+from polydraft.trees import SlicedMask, causal_block, parse_tree
 
 interpreted.turn_on()
 
@@ -52,3 +53,33 @@ def test_a_body_computes_what_the_plain_one_does_and_multiplies_by_its_product(t
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
     layers, passes = model.num_layers, 2
     assert shapes == [(64, 32), (32, 32), (96, 32), (32, 48)] * layers * passes
+
+
+EAGLE3 = {"joins": False, "reads_last": False, "normed_output": False}
+FORMS = {
+    "ours": {},
+    "EAGLE-3": EAGLE3,
+    "EAGLE-3, Qwen2": {**EAGLE3, "normed_residual": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "EAGLE-3, Qwen3": {**EAGLE3, "query_key_norm": True, "normed_output": True, "tap_norm": TapNorm.EACH},
+    "other turns": {**EAGLE3, "rope_frequencies": (1.0, 0.3, 0.2, 0.1), "rope_gain": 1.1},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_computes_what_the_plain_one_does(form: str) -> None:
+    shape = HeadShape(
+        hidden_size=32, taps=(1, 2), num_heads=4, num_key_heads=2, head_size=8, mlp_size=24, window=40, **FORMS[form]
+    )
+    torch.manual_seed(0)
+    head = FeatureHead(shape, *torch.randn(2, 16, 32)).requires_grad_(False)
+    head.native = False
+    block = SlicedMask.of(parse_tree("2x1"), torch.device("cpu")).level(0, 5).expand(1)
+    inputs = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
+    found = []
+    for fused in (None, FusedHead(head, shape.norm_epsilon)):
+        context = head.start(1, 16)
+        context.read(torch.tensor([[5, 6, 7]]), inputs[0], causal_block(1, 3, torch.device("cpu")))
+        context.rewind([3])
+        context._fused = fused
+        found.append(context.read(torch.tensor([[11, 12, 13, 14, 15]]), inputs[1], block))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)

@@ -16,6 +16,7 @@ _COMMANDS = {
     "bench": "Measure methods against each other.",
     "certify": "Show that a rule, a decoder or an endpoint is lossless.",
     "chat": "Talk with the target over several turns.",
+    "export": "Write a draft for other engines.",
     "generate": "Generate text from one prompt.",
     "info": "Show what is installed and what can be chosen.",
     "serve": "Serve the target by the OpenAI API.",

@@ -240,9 +240,11 @@ class FusedHead:
         pair_BTX = fused_BTH.new_empty(*tokens_BT.shape, 2 * size)
         add_norm(fused_BTH, None, head.feature_norm.weight, epsilon, pair_BTX[..., :size])
         add_norm(functional.embedding(tokens_BT, head.tables[0]), None, head.token_norm.weight, epsilon, pair_BTX[..., size:])
-        joined_BTH = head.join(pair_BTX)
-        _, normed_BTH = add_norm(joined_BTH, None, head.attention_norm.weight, epsilon)
-        projected_BTX = head.qkv(normed_BTH)
+        if head.join is None or head.attention_norm is None:
+            passing_BTH, normed_BTX = pair_BTX[..., :size] if shape.normed_residual else fused_BTH, pair_BTX
+        else:
+            passing_BTH, normed_BTX = add_norm(head.join(pair_BTX), None, head.attention_norm.weight, epsilon)
+        projected_BTX = head.normed_heads(head.qkv(normed_BTX)).flatten(2)
         key_BHSC, value_BHSC = cache.storage(0, projected_BTX, shape.num_key_heads, shape.head_size)
         cos_BTC, sin_BTC = functional.embedding(positions_BT, self._angles(capacity)).chunk(2, dim=-1)
         query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC)
@@ -257,15 +259,14 @@ class FusedHead:
             view.starts_BT,
         )
         attended_BTH = head.attention_output(mixed_BHTC.transpose(1, 2).flatten(2))
-        hidden_BTH, normed_BTH = add_norm(joined_BTH, attended_BTH, head.mlp_norm.weight, epsilon)
+        hidden_BTH, normed_BTH = add_norm(passing_BTH, attended_BTH, head.mlp_norm.weight, epsilon)
         down_BTH = head.down(gate(head.gate_up(normed_BTH)))
-        return add_norm(hidden_BTH, down_BTH, head.output_norm.weight, epsilon)[1]
+        output_BTH, normed_BTH = add_norm(hidden_BTH, down_BTH, head.output_norm.weight, epsilon)
+        return normed_BTH if shape.normed_output else output_BTH
 
     def _angles(self, capacity: int) -> Tensor:
         if len(self._angles_PX) < capacity:
-            channels, weight = self._head.shape.head_size, self._head.down.weight
-            exponents_C = torch.arange(0, channels, 2, device=weight.device, dtype=torch.float32) / channels
-            places_P1 = torch.arange(capacity, device=weight.device, dtype=torch.float32)[:, None]
-            angles_PC = (places_P1 * self._head.shape.rope_theta**-exponents_C).repeat(1, 2)
-            self._angles_PX = torch.cat([angles_PC.cos(), angles_PC.sin()], dim=1).to(weight.dtype)
+            weight = self._head.down.weight
+            cos_PC, _, sin_PC = self._head.angles(torch.arange(capacity, device=weight.device), torch.float32).unbind(1)
+            self._angles_PX = torch.cat([cos_PC, cos_PC, sin_PC, sin_PC], dim=1).to(weight.dtype)
         return self._angles_PX

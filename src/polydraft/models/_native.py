@@ -100,6 +100,8 @@ def native_head(head: "FeatureHead", epsilon: float) -> NativeBody | None:
     """Return the compiled form of a feature head, or None where it cannot run."""
     if head.device.type != "cpu" or head.dtype not in _DTYPES or head.tables[0].dtype != head.dtype:
         return None
+    if head.join is None or head.attention_norm is None or not head.shape.is_plain:
+        return None
     library = kernels()
     if library is None:
         return None

@@ -8,6 +8,7 @@ References
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -20,12 +21,20 @@ from polydraft.native import NativeBody, NativeProduct, Rows
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 
-_NORM_EPSILON = 1e-5
+
+class TapNorm(StrEnum):
+    """What is normed of the features that a head reads, before they are fused."""
+
+    NONE = "none"
+    EACH = "each"
+    """The output of each layer by itself."""
+    ALL = "all"
+    """All of them side by side, as one vector."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """Sizes of a feature head."""
+    """Sizes and form of a feature head; what has a default is so in heads that `polydraft train head` makes."""
 
     hidden_size: int
     """The target's hidden size."""
@@ -38,6 +47,31 @@ class HeadShape:
     window: int
     """Tokens that attention reaches back; as many as training showed it."""
     rope_theta: float = 10_000.0
+    rope_frequencies: tuple[float, ...] = ()
+    """Radians per position of each pair of channels, where `rope_theta` alone does not say them."""
+    rope_gain: float = 1.0
+    """Factor of turned queries and keys."""
+    norm_epsilon: float = 1e-5
+    reads_last: bool = True
+    """Whether the head reads the target's last hidden states; if not, the outputs of `taps` only."""
+    tap_norm: TapNorm = TapNorm.NONE
+    joins: bool = True
+    """Whether features and token become one vector below attention; if not, queries, keys and values read both (EAGLE-3)."""
+    normed_residual: bool = False
+    """Where features and token are not joined: whether features pass by attention normed."""
+    normed_output: bool = True
+    """Whether a head's outputs stand in for features after the last norm; if not, before it."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norm: bool = False
+    """Whether each head's queries and keys are normed (Qwen3)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its layer is one that compiled code knows."""
+        biased = self.qkv_bias or self.output_bias or self.mlp_bias
+        return self.joins and self.normed_output and not self.query_key_norm and not biased
 
 
 class FeatureHead(nn.Module):
@@ -66,16 +100,22 @@ class FeatureHead(nn.Module):
         size, queries = shape.hidden_size, shape.num_heads * shape.head_size
         keys = shape.num_key_heads * shape.head_size
         self.shape, self.vocabulary, self.name = shape, vocabulary, name
-        self.fuse = nn.Linear(size * (1 + len(shape.taps)), size, bias=False) if shape.taps else None
-        self.feature_norm, self.token_norm = _Norm(size), _Norm(size)
-        self.join = nn.Linear(2 * size, size, bias=False)
-        self.attention_norm, self.mlp_norm, self.output_norm = _Norm(size), _Norm(size), _Norm(size)
-        self.qkv = nn.Linear(size, queries + 2 * keys, bias=False)
-        self.attention_output = nn.Linear(queries, size, bias=False)
-        self.gate_up = nn.Linear(size, 2 * shape.mlp_size, bias=False)
-        self.down = nn.Linear(shape.mlp_size, size, bias=False)
+        epsilon, read = shape.norm_epsilon, len(shape.taps) + shape.reads_last
+        self.fuse = nn.Linear(size * read, size, bias=False) if shape.taps else None
+        normed = {TapNorm.NONE: [], TapNorm.EACH: [size] * read, TapNorm.ALL: [size * read]}[shape.tap_norm]
+        self.tap_norms = nn.ModuleList(_Norm(width, epsilon) for width in normed)
+        self.feature_norm, self.token_norm = _Norm(size, epsilon), _Norm(size, epsilon)
+        self.join = nn.Linear(2 * size, size, bias=False) if shape.joins else None
+        self.attention_norm = _Norm(size, epsilon) if shape.joins else None
+        self.mlp_norm, self.output_norm = _Norm(size, epsilon), _Norm(size, epsilon)
+        self.qkv = nn.Linear(size if shape.joins else 2 * size, queries + 2 * keys, bias=shape.qkv_bias)
+        self.query_norm = _Norm(shape.head_size, epsilon) if shape.query_key_norm else None
+        self.key_norm = _Norm(shape.head_size, epsilon) if shape.query_key_norm else None
+        self.attention_output = nn.Linear(queries, size, bias=shape.output_bias)
+        self.gate_up = nn.Linear(size, 2 * shape.mlp_size, bias=shape.mlp_bias)
+        self.down = nn.Linear(shape.mlp_size, size, bias=shape.mlp_bias)
         # Tables of input and output. Not buffers: they belong to the target, and a partial head is cut out of its table again
-        # on loading.
+        # on loading. A head that brings its own puts them here.
         self.tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
         self.native = True
         """Whether to run by compiled code where that is possible."""
@@ -101,33 +141,56 @@ class FeatureHead(nn.Module):
 
     def fused(self, features_RF: Tensor) -> Tensor:
         """Bring the target's features, taps included, into the space of the head's own outputs."""
+        if not self.shape.reads_last:
+            features_RF = features_RF[..., self.shape.hidden_size :]
+        if self.tap_norms:
+            parts = features_RF.chunk(len(self.tap_norms), dim=-1)
+            features_RF = torch.cat([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], dim=-1)
         if self.fuse is None:
             return features_RF
         product = self._product(self.fuse.weight)
         fused_RH: Tensor = self.fuse(features_RF) if product is None else product(features_RF).to(self.dtype)
         return fused_RH
 
-    def entry(self, fused_BTH: Tensor, tokens_BT: Tensor) -> Tensor:
-        """Join features and the tokens that follow them."""
+    def entry(self, fused_BTH: Tensor, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Bring features and the tokens that follow them together: what passes by attention, and what it reads."""
         embedded_BTH = functional.embedding(tokens_BT, self.tables[0]).to(fused_BTH.dtype)
-        joined_BTH: Tensor = self.join(torch.cat([self.feature_norm(fused_BTH), self.token_norm(embedded_BTH)], dim=-1))
-        return joined_BTH
+        normed_BTH = self.feature_norm(fused_BTH)
+        pair_BTX = torch.cat([normed_BTH, self.token_norm(embedded_BTH)], dim=-1)
+        if self.join is None or self.attention_norm is None:
+            return normed_BTH if self.shape.normed_residual else fused_BTH, pair_BTX
+        joined_BTH = self.join(pair_BTX)
+        return joined_BTH, self.attention_norm(joined_BTH)
 
     def angles(self, positions_X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return how far the channels of some positions are turned (RoPE): cosines, sines of either sign, `[X, 3, C/2]`."""
-        channels = self.shape.head_size
-        exponents_C = torch.arange(0, channels, 2, device=positions_X.device, dtype=torch.float32) / channels
-        angles_XC = positions_X[..., None].float() * self.shape.rope_theta**-exponents_C
+        shape, device = self.shape, positions_X.device
+        if shape.rope_frequencies:
+            frequencies_C = torch.tensor(shape.rope_frequencies, device=device)
+        else:
+            exponents_C = torch.arange(0, shape.head_size, 2, device=device, dtype=torch.float32) / shape.head_size
+            frequencies_C = shape.rope_theta**-exponents_C
+        angles_XC = positions_X[..., None].float() * frequencies_C
         sines_XC = angles_XC.sin()
-        return torch.stack([angles_XC.cos(), -sines_XC, sines_XC], dim=-2).to(dtype or self.dtype)
+        turns_X3C = torch.stack([angles_XC.cos(), -sines_XC, sines_XC], dim=-2)
+        return (turns_X3C if shape.rope_gain == 1 else turns_X3C * shape.rope_gain).to(dtype or self.dtype)
+
+    def normed_heads(self, projected_BTX: Tensor) -> Tensor:
+        """Return queries, keys and values `[B, T, heads, C]`, queries and keys normed if the head norms them."""
+        shape = self.shape
+        heads_BTHC = projected_BTX.view(*projected_BTX.shape[:2], -1, shape.head_size)
+        if self.query_norm is None or self.key_norm is None:
+            return heads_BTHC
+        queries, turning = shape.num_heads, shape.num_heads + shape.num_key_heads
+        normed = self.query_norm(heads_BTHC[:, :, :queries]), self.key_norm(heads_BTHC[:, :, queries:turning])
+        return torch.cat([*normed, heads_BTHC[:, :, turning:]], dim=2)
 
     def projected(
-        self, joined_BTH: Tensor, positions_BT: Tensor, angles_BT3C: Tensor | None = None
+        self, normed_BTX: Tensor, positions_BT: Tensor, angles_BT3C: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values `[B, heads, T, C]`, turned by their positions; their angles may be known already."""
         shape = self.shape
-        batch_size, size, _ = joined_BTH.shape
-        heads_BTHC = self.qkv(self.attention_norm(joined_BTH)).view(batch_size, size, -1, shape.head_size)
+        heads_BTHC = self.normed_heads(self.qkv(normed_BTX))
         turning = shape.num_heads + shape.num_key_heads
         plain_BTHC = heads_BTHC[:, :, :turning]
         turned_BTHC = _turned(plain_BTHC, self.angles(positions_BT) if angles_BT3C is None else angles_BT3C)
@@ -138,23 +201,25 @@ class FeatureHead(nn.Module):
         )
 
     def attended(
-        self, joined_BTH: Tensor, query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, mask_B1TS: Tensor | None
+        self, passing_BTH: Tensor, query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, mask_B1TS: Tensor | None
     ) -> Tensor:
-        """Return the outputs of the layer, in the space of the target's last hidden states."""
-        batch_size, size, _ = joined_BTH.shape
+        """Return the outputs of the layer, which stand in for features; `passing_BTH` passed by attention."""
+        batch_size, size, _ = passing_BTH.shape
         if query_BHTC.is_cuda:  # no fused CUDA kernel takes grouped heads together with a mask
             copies = self.shape.num_heads // self.shape.num_key_heads
             key_BHSC, value_BHSC = key_BHSC.repeat_interleave(copies, dim=1), value_BHSC.repeat_interleave(copies, dim=1)
         mixed_BHTC = functional.scaled_dot_product_attention(
             query_BHTC, key_BHSC, value_BHSC, attn_mask=mask_B1TS, enable_gqa=True
         )
-        hidden_BTH = joined_BTH + self.attention_output(mixed_BHTC.transpose(1, 2).reshape(batch_size, size, -1))
+        hidden_BTH = passing_BTH + self.attention_output(mixed_BHTC.transpose(1, 2).reshape(batch_size, size, -1))
         gate, up = self.gate_up(self.mlp_norm(hidden_BTH)).chunk(2, dim=-1)
-        output_BTH: Tensor = self.output_norm(hidden_BTH + self.down(functional.silu(gate) * up))
-        return output_BTH
+        output_BTH: Tensor = hidden_BTH + self.down(functional.silu(gate) * up)
+        return self.output_norm(output_BTH) if self.shape.normed_output else output_BTH
 
     def head(self, outputs_RH: Tensor) -> Tensor:
-        """Apply the target's output head, or the part of it for the draft's own vocabulary."""
+        """Apply the target's output head, or the part of it for the draft's own vocabulary, or the head's own."""
+        if not self.shape.normed_output:
+            outputs_RH = self.output_norm(outputs_RH)
         if (product := self._product(self.tables[1])) is not None:
             return product(outputs_RH)
         table_VH = self.tables[1].to(outputs_RH.dtype)
@@ -177,7 +242,7 @@ class FeatureHead(nn.Module):
         if self._body is None:
             from polydraft.models._native import native_head
 
-            self._body = (native_head(self, _NORM_EPSILON) if self.native else None,)
+            self._body = (native_head(self, self.shape.norm_epsilon) if self.native else None,)
         return self._body[0]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -210,7 +275,7 @@ class HeadContext(Context):
         self._angles_P3C = head.angles(torch.arange(capacity, device=head.device))
         """Of every position, as long as the memory."""
         runs = head.device.type == "cuda" and obstacle(head.device, head.dtype) is None
-        self._fused = FusedHead(head, _NORM_EPSILON) if runs else None
+        self._fused = FusedHead(head, head.shape.norm_epsilon) if runs else None
         self._native = head.native_body()
         self._checked = False
         """Whether the native body was found in order since the last text began."""
@@ -256,10 +321,10 @@ class HeadContext(Context):
 
     def _outputs(self, tokens_BT: Tensor, fused_BTH: Tensor, positions_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         """Store entries where the cache aims, and return the head's outputs."""
-        joined_BTH = self._head.entry(fused_BTH, tokens_BT)
-        query_BHTC, key_BHTC, value_BHTC = self._head.projected(joined_BTH, positions_BT, self._angles_P3C[positions_BT])
+        passing_BTH, normed_BTX = self._head.entry(fused_BTH, tokens_BT)
+        query_BHTC, key_BHTC, value_BHTC = self._head.projected(normed_BTX, positions_BT, self._angles_P3C[positions_BT])
         key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
-        return self._head.attended(joined_BTH, query_BHTC, key_BHSC, value_BHSC, visible_BTS[:, None])
+        return self._head.attended(passing_BTH, query_BHTC, key_BHSC, value_BHSC, visible_BTS[:, None])
 
     def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
         from polydraft.models._fused import MOST_TOKENS, TreeView
@@ -312,12 +377,12 @@ class HeadContext(Context):
 
 
 class _Norm(nn.Module):
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight, self.epsilon = nn.Parameter(torch.ones(size)), epsilon
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return functional.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), _NORM_EPSILON)
+        return functional.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.epsilon)
 
 
 def _turned(heads_BTHC: Tensor, angles_BT3C: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from polydraft.errors import FailureError, UsageError, shown
-from polydraft.models.feature_head import FeatureHead, HeadShape
+from polydraft.models.feature_head import FeatureHead, HeadShape, TapNorm
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary
 
@@ -98,7 +98,7 @@ def is_head(folder: Path) -> bool:
         return False
 
 
-def _shape(config: Any) -> HeadShape:
+def checked_shape(config: Any) -> HeadShape:
     """Read sizes, refusing what no head can have: a `ValueError` says what."""
     if not isinstance(config, dict):
         raise ValueError("it is not an object")
@@ -109,12 +109,26 @@ def _shape(config: Any) -> HeadShape:
     taps = fields.setdefault("taps", [])
     if not isinstance(taps, list) or not all(_is_count(tap) for tap in taps):
         raise ValueError(f"taps is {shown(taps)}, not a list of layers, counted from 1")
-    theta = fields.get("rope_theta", 1.0)
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e300:
-        raise ValueError(f"rope_theta is {shown(theta)}, not a number above 0")
+    for field in ("rope_theta", "rope_gain", "norm_epsilon"):
+        if not _is_positive(fields.get(field, 1.0)):
+            raise ValueError(f"{field} is {shown(fields[field])}, not a number above 0")
+    for field, default in HeadShape.__dataclass_fields__.items():
+        if isinstance(default.default, bool) and not isinstance(fields.get(field, True), bool):
+            raise ValueError(f"{field} is {shown(fields[field])}, not true or false")
+    if (norm := fields.get("tap_norm", "none")) not in [*TapNorm]:
+        raise ValueError(f"tap_norm is {shown(norm)}, not one of {', '.join(TapNorm)}")
     if fields["num_heads"] % fields["num_key_heads"] or fields["head_size"] % 2:
         raise ValueError("num_heads is no multiple of num_key_heads, or head_size is odd")
-    return HeadShape(**{**fields, "taps": tuple(taps)})
+    if not taps and not fields.get("reads_last", True):
+        raise ValueError("it reads neither taps nor the last hidden states")
+    turns = fields.get("rope_frequencies", [])
+    if not isinstance(turns, list) or not all(map(_is_positive, turns)) or len(turns) not in (0, fields["head_size"] // 2):
+        raise ValueError(f"rope_frequencies is {shown(turns)}, not a list of {fields['head_size'] // 2} numbers above 0")
+    return HeadShape(**{**fields, "taps": tuple(taps), "rope_frequencies": tuple(turns), "tap_norm": TapNorm(norm)})
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
 
 
 def _is_count(value: Any) -> bool:
@@ -125,7 +139,7 @@ def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> Featu
     """Load a head for its target, and let the target show the features it reads."""
     try:
         config = json.loads((folder / "config.json").read_text())
-        shape = _shape(config)
+        shape = checked_shape(config)
     except (OSError, ValueError) as error:
         raise UsageError(f"draft {name!r} has no usable config.json ({error}); train it again or get another copy") from None
     if config.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):

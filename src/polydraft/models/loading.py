@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
+from polydraft.models.eagle3 import is_eagle3, load_eagle3
 from polydraft.models.feature_head import FeatureHead
 from polydraft.models.head_folder import is_head, load_head, load_vocabulary
 from polydraft.models.hf import HFModel, early_exit
@@ -166,7 +167,10 @@ def _load_inflated(name: str, device: torch.device, dtype: torch.dtype, native: 
 
 
 def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
-    """Load a draft for a target: ``"none"``, ``"early-exit:k"``, a shipped one, a folder, or a hub name."""
+    """Load a draft for a target: ``"none"``, ``"early-exit:k"``, a shipped one, a folder, or a hub name.
+
+    A folder or hub name may hold a model, a head of ours, or an EAGLE-3 head (`polydraft.models.eagle3`).
+    """
     if name == "none":
         return None
     if name.startswith("early-exit"):
@@ -174,9 +178,11 @@ def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
         if not number.isdigit():
             raise UsageError(f"draft {name!r} lacks its number of layers; write early-exit:k, such as early-exit:4")
         return early_exit(target.model, int(number))
-    folder = SHIPPED_DRAFTS.get(name, Path(name))
+    folder = SHIPPED_DRAFTS.get(name) or head_on_hub(name) or Path(name)
     if is_head(folder):
         return load_head(folder, target.model, target.tokenizer, name)
+    if is_eagle3(folder):
+        return load_eagle3(folder, target.model, name)
     dtype, native = torch.int8 if target.model.int8 else target.model.dtype, target.model.uses_native
     draft = load_model(name, target.model.device, dtype, native=native, invariant=False)
     check_same_tokens(target, draft)
@@ -186,6 +192,22 @@ def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
         if vocabulary is None
         else HFModel(draft.model.hf_model, name, vocabulary=vocabulary, native=native, invariant=False)
     )
+
+
+def head_on_hub(name: str) -> Path | None:
+    """Return the folder of a head that a hub has under this name; None where it has none, or another kind of model."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    if os.path.isdir(name) or not name.strip() or name.startswith((".", "/", "~")):
+        return None
+    try:
+        options = hub_options(name)
+        config = Path(hf_hub_download(name, "config.json", **options))
+        if not is_head(config.parent) and not is_eagle3(config.parent):
+            return None
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **options))
+    except (OSError, ValueError):  # whoever loads it as a model says what is wrong
+        return None
 
 
 def check_same_tokens(target: Loaded, draft: Loaded) -> None:

@@ -279,12 +279,12 @@ class HeadPupil(Pupil):
         fused_BEH = self.head.fused(features_BLF[:, :entries].to(self.head.dtype))
         keys, values, answers = [], [], []
         for depth in range(depths):
-            joined_BEH = self.head.entry(fused_BEH, following_BE)
-            query, key, value = self.head.projected(joined_BEH, positions_BE)
+            passing_BEH, normed_BEX = self.head.entry(fused_BEH, following_BE)
+            query, key, value = self.head.projected(normed_BEX, positions_BE)
             keys.append(key)
             values.append(value)
             mask_ES = _depth_mask(entries, depth, self.head.shape.window, device)
-            outputs_BEH = self.head.attended(joined_BEH, query, torch.cat(keys, 2), torch.cat(values, 2), mask_ES[None, None])
+            outputs_BEH = self.head.attended(passing_BEH, query, torch.cat(keys, 2), torch.cat(values, 2), mask_ES[None, None])
             asked_here_BE = asked_BE.clone()
             asked_here_BE[:, :depth] = False  # there is no text so far back
             answers.append((rows_BE[asked_here_BE], self.head.head(outputs_BEH[asked_here_BE])))
