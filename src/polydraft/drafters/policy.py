@@ -113,7 +113,15 @@ class RowPolicy:
             # A machine on which drafting can hardly pay: plain first, then now and then a trial, for a draft better than most.
             first |= {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + LONGEST_REST, "_tokens_B": first["_spent_B"]}
         for name, value_B in first.items():
-            setattr(self, name, value_B if new_B is None else xp(new_B).where(new_B, value_B, getattr(self, name)))
+            if new_B is None:
+                setattr(self, name, 1 * value_B)  # a copy: what is updated in place must not be two things at once
+            else:
+                self._keep(**{name: xp(new_B).where(new_B, value_B, getattr(self, name))})
+
+    def _keep(self, **values: Array) -> None:
+        """Overwrite what lives from round to round where it stands: recordings of rounds know its address."""
+        for name, value_B in values.items():
+            getattr(self, name)[...] = value_B
 
     @property
     def worth_B(self) -> Array:
@@ -124,6 +132,11 @@ class RowPolicy:
     def rate_B(self) -> Array:
         """λ: tokens in the time of a plain pass; plain decoding is always there, and gives one."""
         return at_least(self._tokens_B / self._spent_B, 1.0)
+
+    @property
+    def rest_B(self) -> Array:
+        """Rounds that each row still rests."""
+        return self._rest_B
 
     @property
     def drafting_B(self) -> Array:
@@ -140,8 +153,8 @@ class RowPolicy:
     def saw_level(self, mass_B: Array, next_B: Array, asked_B: Array) -> None:
         """Learn how much probability a further level found, where one was asked for."""
         where = xp(mass_B).where
-        self._masses_B = where(asked_B, _MEMORY * self._masses_B + mass_B, self._masses_B)
-        self._grown_B = where(asked_B, _MEMORY * self._grown_B + next_B, self._grown_B)
+        self._keep(_masses_B=where(asked_B, _MEMORY * self._masses_B + mass_B, self._masses_B))
+        self._keep(_grown_B=where(asked_B, _MEMORY * self._grown_B + next_B, self._grown_B))
 
     def saw_allotment(self, mass_B: Array, allotment: Allotment, asked_B: Array) -> None:
         """Learn the same where children are drawn: what a level found is what is left once its nodes are paid for."""
@@ -157,7 +170,7 @@ class RowPolicy:
         cost_N = self._pass_N[: gain_BN.shape[1]]
         return (gain_BN - self.rate_B[:, None] * cost_N).argmax(-1)
 
-    def allot(self, gain_BWK: Array, nodes_B: Array, share: int, least: int) -> Allotment:
+    def allot(self, gain_BWK: Array, nodes_B: Array, share: int, least: int, paid: bool = False) -> Allotment:
         """Say how many children the nodes of a level draw.
 
         Parameters
@@ -170,6 +183,8 @@ class RowPolicy:
             What a level has in trees that use their limits up.
         least : int
             What it has in any case.
+        paid : bool
+            The pass is as large as it is, whatever is drawn: a level takes its share.
         """
         batch_size, width, most = gain_BWK.shape
         gain_BX, functions = gain_BWK.reshape(batch_size, width * most), xp(gain_BWK)
@@ -178,7 +193,7 @@ class RowPolicy:
         place_BX = at_most(nodes_B[:, None] + number_X, self._most)
         cost_BX = self.rate_B[:, None] * (self._price_N[place_BX] - self._price_N[nodes_B][:, None])
         room_B1 = (self._most - nodes_B)[:, None]
-        if self.adaptive:
+        if self.adaptive and not paid:
             net_BX = functions.where(number_X <= room_B1, _FURTHER * value_BX - cost_BX, -torch.inf)
             best_B1 = net_BX.argmax(-1, keepdims=True)
             number_B1 = functions.where(take(net_BX, best_B1) > 0, best_B1 + 1, 0)
@@ -193,34 +208,34 @@ class RowPolicy:
 
     def rested(self, active_B: Array) -> None:
         """Count a round in which no row drafted."""
-        self._rest_B = xp(active_B).where(active_B, at_least(self._rest_B - 1, 0), self._rest_B)
+        self._keep(_rest_B=xp(active_B).where(active_B, at_least(self._rest_B - 1, 0), self._rest_B))
 
     def learn(self, plan: Plan, accepted_B: Array, active_B: Array) -> None:
         """Compare a round with its plan; rows that rest count down."""
         where = xp(active_B).where
         drafted_B = active_B & (plan.levels_B > 0)
         cost_B = self._pass_N[plan.nodes_B] + self._level_cost * plan.levels_B + self._overhead
-        self._promised_B = where(drafted_B, _MEMORY * self._promised_B + plan.expected_B, self._promised_B)
-        self._accepted_B = where(drafted_B, _MEMORY * self._accepted_B + accepted_B, self._accepted_B)
-        self._tokens_B = where(drafted_B, _RATE_MEMORY * self._tokens_B + accepted_B + 1, self._tokens_B)
-        self._spent_B = where(drafted_B, _RATE_MEMORY * self._spent_B + cost_B, self._spent_B)
+        self._keep(_promised_B=where(drafted_B, _MEMORY * self._promised_B + plan.expected_B, self._promised_B))
+        self._keep(_accepted_B=where(drafted_B, _MEMORY * self._accepted_B + accepted_B, self._accepted_B))
+        self._keep(_tokens_B=where(drafted_B, _RATE_MEMORY * self._tokens_B + accepted_B + 1, self._tokens_B))
+        self._keep(_spent_B=where(drafted_B, _RATE_MEMORY * self._spent_B + cost_B, self._spent_B))
         if self.adaptive:
             self._rest(drafted_B, active_B)
 
     def _rest(self, drafted_B: Array, active_B: Array) -> None:
         """Let rows rest that lose by drafting, each time longer; after a rest they try again."""
         where = xp(active_B).where
-        self._rest_B = where(active_B & ~drafted_B, at_least(self._rest_B - 1, 0), self._rest_B)
-        self._trial_B = where(drafted_B, at_least(self._trial_B - 1, 0), self._trial_B)
+        self._keep(_rest_B=where(active_B & ~drafted_B, at_least(self._rest_B - 1, 0), self._rest_B))
+        self._keep(_trial_B=where(drafted_B, at_least(self._trial_B - 1, 0), self._trial_B))
         rate_B = self._tokens_B / self._spent_B
         loses_B = drafted_B & (self._trial_B == 0) & (rate_B < _LOSING)
-        self._rest_B = where(loses_B, self._next_rest_B, self._rest_B)
-        self._trial_B = where(loses_B, self._trial, self._trial_B)
-        self._next_rest_B = where(loses_B, at_most(2 * self._next_rest_B, LONGEST_REST), self._next_rest_B)
-        self._next_rest_B = where(drafted_B & (rate_B > _WINNING), SHORTEST_REST, self._next_rest_B)
+        self._keep(_rest_B=where(loses_B, self._next_rest_B, self._rest_B))
+        self._keep(_trial_B=where(loses_B, self._trial, self._trial_B))
+        self._keep(_next_rest_B=where(loses_B, at_most(2 * self._next_rest_B, LONGEST_REST), self._next_rest_B))
+        self._keep(_next_rest_B=where(drafted_B & (rate_B > _WINNING), SHORTEST_REST, self._next_rest_B))
         # After a rest the trial counts anew: what was lost before it must not end it at once.
-        self._tokens_B = where(loses_B, _RATE_PRIOR, self._tokens_B)
-        self._spent_B = where(loses_B, _RATE_PRIOR, self._spent_B)
+        self._keep(_tokens_B=where(loses_B, _RATE_PRIOR, self._tokens_B))
+        self._keep(_spent_B=where(loses_B, _RATE_PRIOR, self._spent_B))
 
 
 def _prices(pass_N: Array) -> Array:
