@@ -1,6 +1,7 @@
 """Dynamic trees of a few sizes, recorded: the same texts as without, by a row's own choice, and nothing taken from the host."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polydraft.certify.reference import greedy_text
 from polydraft.drafters import Combination, TreeDrafter
+from polydraft.drafters.candidates import even_levels
 from polydraft.drafters.dynamic_builder import DynamicBuilder
 from polydraft.drafters.gram_options import GramTreeOptions
 from polydraft.drafters.grams import gram_tree
@@ -221,6 +223,17 @@ def test_sizes_cover_the_shape() -> None:
             assert sizes[0] == Size(0, 1) and sizes[-1] == Size(depth, nodes)
             assert all(size.levels < size.nodes <= nodes for size in sizes)
             assert len({size.levels for size in sizes}) == len(sizes)
+
+
+@pytest.mark.parametrize("nodes", [2, 5, 9, 21, 64, 128])
+def test_even_levels_fit_their_budget(nodes: int) -> None:
+    for depth in range(1, min(nodes, 9)):
+        for widest in (1, 4, 32):
+            levels = even_levels(DynamicShape(nodes=nodes, depth=depth), widest)
+            assert len(levels) == depth and levels[0].nodes == 1
+            assert all(level.nodes >= 1 and 1 <= level.children <= widest for level in levels)
+            assert all(level.nodes <= above.total for above, level in pairwise(levels))
+            assert 1 + sum(level.total for level in levels) <= nodes
 
 
 def choice(batch_size: int = 1) -> SizeChoice:

@@ -8,7 +8,7 @@ References
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from polydraft.drafters.candidates import (
     assemble,
     best_children,
     drawn_children,
+    even_children,
+    even_levels,
     fixed_shares,
     gains,
     room_of_levels,
@@ -96,7 +98,8 @@ class DynamicBuilder(Builder):
         """Rows whose candidates are the likeliest tokens, even where others' are drawn."""
         self._usual = SCHEMES.get(DEFAULT_SCHEME)()
         limits = [limit for limit in (self._usual.max_children, vocab_size) if limit is not None]
-        self._room = room_of_levels(shape, min(limits))
+        self._sized = decision is None and source.device.type in _RECORDED
+        self._room = even_levels(shape, min(limits)) if self._sized else room_of_levels(shape, min(limits))
         self._shares = fixed_shares(shape, self._room)
         self._vocab_size, self._device = vocab_size, source.device
         self._distributions = DraftDistributions(source, self._ranking_params(params), vocab_size)
@@ -106,7 +109,7 @@ class DynamicBuilder(Builder):
         """Where rounds may be recorded: which size they have."""
         if decision is not None:
             self.obstacle = DECISION_OBSTACLE
-        elif source.device.type in _RECORDED:
+        elif self._sized:
             self._choice = SizeChoice(sizes_of(shape), costs, len(params), shape.depth, source.device)
         else:
             self.obstacle = "dynamic trees differ from round to round where the host looks at them"
@@ -118,6 +121,8 @@ class DynamicBuilder(Builder):
         self._bare_laws = (law_1.expand(len(params), 1, vocab_size),) * shape.depth
         """Of rounds in which all rows rest: no child was drawn, so any law will do."""
         self._grown: tuple[Assembled, list[Front]] | None = None
+        self._starts: dict[tuple[int, ...], Tensor] = {}
+        """Places at which levels begin, by themselves."""
         self._found: list[Array] = []
         """What the levels of the last trees promise, where sizes are chosen."""
 
@@ -201,14 +206,14 @@ class DynamicBuilder(Builder):
         levels = [level.masked(going_B)]
         while len(levels) < self._depth:
             front = Front.of(levels[-1], self._widths[len(levels)].nodes if self._drawn else self.shape.beam)
-            nodes_B = nodes_B + (levels[-1].tokens_BX != NO_TOKEN).sum(-1)
             mass_B = front.mass_B
             if self._choice is None:
+                nodes_B = nodes_B + (levels[-1].tokens_BX != NO_TOKEN).sum(-1)
                 going_B = going_B & self.policy.wants_level(mass_B) & self._goes_on(features, logits, going_B)
+                if self._drawn:
+                    going_B = going_B & (nodes_B < self.shape.nodes - 1)
             else:
                 going_B = going_B & (self._choice.levels_B > len(levels))
-            if self._drawn:
-                going_B = going_B & (nodes_B < self.shape.nodes - 1)
             if can_sync(logits) and not going_B.any():
                 break
             if self._distributions.params.needs_history:
@@ -286,7 +291,9 @@ class DynamicBuilder(Builder):
             firsts.append(first)
             first += front.tokens_BW.shape[1]
         firsts += [first] * (self.shape.depth + 1 - len(firsts))
-        starts_D = _numbers(tuple(firsts), self._device)
+        if tuple(firsts) not in self._starts:  # kept: a recording may take nothing from the host
+            self._starts[tuple(firsts)] = torch.tensor(firsts, device=self._device)
+        starts_D = self._starts[tuple(firsts)]
         places_BN = (starts_D[grown.draft.depths_BN] + as_tensor(grown.slots_BN)).clamp(max=self.places - 1)
         return places_BN.gather(1, path_BD)
 
@@ -322,15 +329,16 @@ class DynamicBuilder(Builder):
         allotment = None
         if self._drawn:
             most, used = self._widths[depth].children, sum(level.total for level in self._widths[:depth])
-            # How many children pay and which of them are certain both follow from the likeliest tokens: found once.
-            ranked = largest(probs_BWV.flatten(0, 1), most)
-            gain_BWK = gains(ranked[0], xp(scores_BW).exp(scores_BW))
-            paid = self._choice is not None and self.shape.adaptive
-            share = self._widths[depth].total if paid else self._shares[depth]
-            allotment = self.policy.allot(gain_BWK, nodes_B, share, least=int(depth == 0), paid=paid)
-            likeliest_B = as_array(self._likeliest_B) if self._mixed else None
             own_BU = uniforms_BU[:, used : used + scores_BW.shape[1] * most]
-            level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, likeliest_B)
+            likeliest_B = as_array(self._likeliest_B) if self._mixed else None
+            if self._choice is None:
+                # How many children pay and which of them are certain both follow from the likeliest tokens: found once.
+                ranked = largest(probs_BWV.flatten(0, 1), most)
+                gain_BWK = gains(ranked[0], xp(scores_BW).exp(scores_BW))
+                allotment = self.policy.allot(gain_BWK, nodes_B, self._shares[depth], least=int(depth == 0))
+                level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, likeliest_B)
+            else:
+                level = even_children(self.scheme, scores_BW, probs_BWV, own_BU, likeliest_B)
             self._laws.append(probs_BWV)
         else:
             level = best_children(scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)
@@ -345,12 +353,6 @@ def _ranking_params(draft_temperature: float | None, params: SamplingParams) -> 
     temperature = draft_temperature or params.temperature or _GREEDY_DRAFT_TEMPERATURE
     truncation: Any = {} if params.temperature > 0 else {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return dataclasses.replace(params, temperature=temperature, **truncation)
-
-
-@lru_cache(maxsize=32)
-def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a tensor that is made once: a recording may take nothing from the host."""
-    return torch.tensor(numbers, device=device)
 
 
 def _picked(values_BWX: Array, index_BW: Array) -> Array:

@@ -170,7 +170,7 @@ class RowPolicy:
         cost_N = self._pass_N[: gain_BN.shape[1]]
         return (gain_BN - self.rate_B[:, None] * cost_N).argmax(-1)
 
-    def allot(self, gain_BWK: Array, nodes_B: Array, share: int, least: int, paid: bool = False) -> Allotment:
+    def allot(self, gain_BWK: Array, nodes_B: Array, share: int, least: int) -> Allotment:
         """Say how many children the nodes of a level draw.
 
         Parameters
@@ -183,8 +183,6 @@ class RowPolicy:
             What a level has in trees that use their limits up.
         least : int
             What it has in any case.
-        paid : bool
-            The pass is as large as it is, whatever is drawn: a level takes its share.
         """
         batch_size, width, most = gain_BWK.shape
         gain_BX, functions = gain_BWK.reshape(batch_size, width * most), xp(gain_BWK)
@@ -193,7 +191,7 @@ class RowPolicy:
         place_BX = at_most(nodes_B[:, None] + number_X, self._most)
         cost_BX = self.rate_B[:, None] * (self._price_N[place_BX] - self._price_N[nodes_B][:, None])
         room_B1 = (self._most - nodes_B)[:, None]
-        if self.adaptive and not paid:
+        if self.adaptive:
             net_BX = functions.where(number_X <= room_B1, _FURTHER * value_BX - cost_BX, -torch.inf)
             best_B1 = net_BX.argmax(-1, keepdims=True)
             number_B1 = functions.where(take(net_BX, best_B1) > 0, best_B1 + 1, 0)
