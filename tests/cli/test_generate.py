@@ -15,7 +15,16 @@ def test_json_is_one_object_and_nothing_else(invoke, tiny: str) -> None:
     assert set(result["sources"]) <= {"target", "model"}
     wanted = {"new_tokens", "rounds", "tokens_per_pass", "acceptance_rate", "tokens_per_second", "seconds"}
     assert wanted <= set(result["stats"])
-    assert set(result["stats"]["seconds"]) == {"prefill", "draft", "target", "verify", "commit", "graph", "total", "first_token"}
+    assert set(result["stats"]["seconds"]) == {
+        "prefill",
+        "draft",
+        "target",
+        "verify",
+        "commit",
+        "graph",
+        "total",
+        "first_token",
+    }
     assert result["settings"]["draft"] == "early-exit:1" and result["settings"]["scheme"] == "hybrid"
 
 

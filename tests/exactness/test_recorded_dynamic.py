@@ -170,6 +170,20 @@ def test_a_draft_equal_to_the_target_is_always_accepted(recorders: list[StandIn]
         assert costs is not LOSING or stats.passes > stats.offers_by_depth[0] > 0, "no rest, or nothing else"
 
 
+@pytest.mark.parametrize("sampling", ["greedy", "drawn"])
+def test_a_warm_decoder_has_recorded_all_sizes(recorders: list[StandIn], sampling: str) -> None:
+    decoder = dynamic()
+    decoder.warm_up(sampling=SAMPLINGS[sampling], longest=40)
+    (recorder,) = recorders
+    assert sizes_in(recorder) == {(place,) for place in range(len(sizes_of(SHAPE)))} and len(recorder) == len(sizes_of(SHAPE))
+    result = decoder.generate(RAGGED_PROMPTS[0], sampling=SAMPLINGS[sampling], max_new_tokens=30, seed=1)
+    assert result.stats.replayed_rounds == result.stats.rounds
+    assert (
+        result.token_ids
+        == dynamic(graphs=False).generate(RAGGED_PROMPTS[0], sampling=SAMPLINGS[sampling], max_new_tokens=30, seed=1).token_ids
+    )
+
+
 class Sealed(TorchDispatchMode):
     """Refuses what a recording cannot contain: looks at values, tensors from the host, results of unknown size."""
 

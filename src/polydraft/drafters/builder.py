@@ -52,6 +52,14 @@ class Builder(ABC):
         return None
 
     @property
+    def num_kinds(self) -> int:
+        """How many kinds there are."""
+        return 1
+
+    def rehearse(self, number: int | None) -> None:  # noqa: B027 (most have one kind)
+        """Let all rounds be of one kind, until told None: so that its recording is there before it is needed."""
+
+    @property
     def places(self) -> int:
         """Places that a round's passes take in the source's memory, at most."""
         return self.num_nodes

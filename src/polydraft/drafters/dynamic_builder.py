@@ -144,6 +144,16 @@ class DynamicBuilder(Builder):
         return None if self._choice is None else self._choice.current
 
     @property
+    def num_kinds(self) -> int:
+        """One per size."""
+        return 1 if self._choice is None else len(self._choice.sizes)
+
+    def rehearse(self, number: int | None) -> None:
+        """Let all rounds have one size, the largest first."""
+        if self._choice is not None:
+            self._choice.rehearsed = None if number is None else self.num_kinds - 1 - number
+
+    @property
     def _size(self) -> Size:
         """What the next trees may have at most, as the host knows it."""
         return Size(self.shape.depth, self.shape.nodes) if self._choice is None else self._choice.sizes[self._choice.current]

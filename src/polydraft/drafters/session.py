@@ -101,6 +101,16 @@ class DraftSession:
         kind = tuple(builder.kind for builder in self._builders)
         return Recordable(never, not_now, None if self._certain is None else self._host_tree, waits, kind)
 
+    @property
+    def num_kinds(self) -> int:
+        """How many recordings rounds need, for memories of one size, whatever the host chooses."""
+        return max((builder.num_kinds for builder in self._builders), default=1)
+
+    def rehearse(self, number: int | None) -> None:
+        """Let all rounds be of one of these kinds, until told None."""
+        for builder in self._builders:
+            builder.rehearse(number)
+
     def resolve_walk(self, wish: str) -> Walk:
         """Return the walk that verifies the proposals, where the user wishes for ``"auto"`` or a certain one."""
         builder = self._certain or self._drawn

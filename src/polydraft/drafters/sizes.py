@@ -77,10 +77,14 @@ class SizeChoice:
         """What it wants of the one after that."""
         self._told = [[self._first, self._first] for _ in range(batch_size)]
         """The last two choices of each row that the host knows of."""
+        self.rehearsed: int | None = None
+        """Place of the size that all rounds have, whatever rows want: in rehearsals."""
 
     @property
     def current(self) -> int:
         """Place of the size that the next round needs."""
+        if self.rehearsed is not None:
+            return self.rehearsed
         # Whether or not a round is under way, what the next one needs was chosen in one of the last two that are known.
         return max(max(told) for told in self._told)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from polydraft.drafters import Drafter
+from polydraft.drafters import Drafter, DraftSession
 from polydraft.engine.graphs import Launched
 from polydraft.engine.round import RowOutcome
 from polydraft.engine.sequence import Emitted, StopReason, TokenSequence
@@ -80,6 +80,11 @@ class Engine:
     def done(self) -> bool:
         """Whether every sequence has ended."""
         return not self.waiting and not any(self._running())
+
+    @property
+    def session(self) -> DraftSession:
+        """Who drafts."""
+        return self._session
 
     @property
     def walk_name(self) -> str | None:
