@@ -34,7 +34,7 @@ from polydraft.models.loading import Loaded, load_draft
 from polydraft.prompts import load_prompts
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.theory import largest_tree
-from polydraft.trees import Block, parse_tree
+from polydraft.trees import Block, parse_dynamic, parse_tree
 from polydraft.walks import AUTO
 from polydraft.walks.walk import compiled
 
@@ -47,7 +47,7 @@ RANK_ACCEPTANCE = [0.6, 0.115, 0.045, 0.025, 0.015, 0.01, 0.008, 0.006]
 
 
 NAMED_TREES = {str(nodes): largest_tree(RANK_ACCEPTANCE, nodes, max_depth=6) for nodes in (32, 64, 100)}
-TREES = {False: ("4x2x2x1x1", "100"), True: ("4x2x2x1x1", "4x2x1x1x1")}
+TREES = {False: ("4x2x2x1x1", "100", "dynamic:64"), True: ("4x2x2x1x1", "4x2x1x1x1", "dynamic:64")}
 """What the end-to-end run tries if not told otherwise, at temperature 0 and above: drawn trees are cheaper if regular."""
 OPTIONS = argparse.Namespace()
 
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="a file of prompts; the built-in ones otherwise")
     parser.add_argument("--temperatures", nargs="*", type=float, default=[0.0, 1.0], help="of the end-to-end run")
     parser.add_argument("--limit", type=int, default=12, help="prompts of the end-to-end run")
+    parser.add_argument("--target", default="inflated:7b", help="of the end-to-end run; smollm2 is the bundled model itself")
     parser.add_argument("--trees", nargs="*", help="trees, each with a scheme if wished: 4x2x1,top")
     options = parser.parse_args(namespace=OPTIONS)
     torch.cuda.init()
@@ -236,15 +237,16 @@ def pieces(target: HFModel, drafter: TreeDrafter, params: SamplingParams) -> dic
 
 def end_to_end() -> dict[str, float]:
     """The bundled model inside a 7B shape with the shipped head, against our plain decoding and Hugging Face."""
-    plain = polydraft.load("inflated:7b", "none", device="cuda")
+    plain = polydraft.load(OPTIONS.target, "none", device="cuda")
     head = load_draft("smollm2-head", Loaded(plain.target, plain.tokenizer, plain.eos_token_ids))
     decoders = {"plain": plain.replace(tokenizer=None, compiled=True)}  # without detokenizing
     arms = {temperature: OPTIONS.trees or TREES[temperature > 0] for temperature in OPTIONS.temperatures}
     for spec in dict.fromkeys(tree for trees in arms.values() for tree in trees):
         tree, _, scheme = spec.partition(",")
-        drafter = TreeDrafter(head, NAMED_TREES.get(tree) or parse_tree(tree), scheme or "auto")
-        decoders[spec] = decoders["plain"].replace(drafter=drafter)
+        shape = NAMED_TREES.get(tree) or parse_dynamic(tree) or parse_tree(tree)
+        decoders[spec] = decoders["plain"].replace(drafter=TreeDrafter(head, shape, scheme or "auto"))
     prompts = [plain.encode(text, chat=True) for text in sample_prompts(OPTIONS.prompts, OPTIONS.limit)]
+    longest = max(map(len, prompts)) + 129
     rows: dict[str, float] = {}
     for temperature in OPTIONS.temperatures:
         sampling = SamplingParams(temperature=temperature)
@@ -252,8 +254,8 @@ def end_to_end() -> dict[str, float]:
         start = time.perf_counter()
         wanted = {name: decoder for name, decoder in decoders.items() if name in ("plain", *arms[temperature])}
         for decoder in wanted.values():
-            decoder.generate(prompts[0], sampling=sampling, max_new_tokens=8, seed=0)
-        print(f"T={temperature:g}: first generations of all arms took {time.perf_counter() - start:.1f} s", flush=True)
+            decoder.warm_up(sampling=sampling, longest=longest)  # dynamic trees: in every size
+        print(f"T={temperature:g}: warming up all arms took {time.perf_counter() - start:.1f} s", flush=True)
         # Warm-up with the longest first: after it no memory grows, and every kind of round is recorded.
         seeded = list(enumerate(prompts))
         order = [*sorted(seeded, key=lambda one: -len(one[1])), *seeded]

@@ -14,12 +14,15 @@ from polydraft.models import FAMILIES, HeadShape, TabularModel
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary, SamplingParams
-from polydraft.trees import parse_tree
+from polydraft.theory import Costs
+from polydraft.trees import DynamicShape, Topology, parse_tree
 from walks.test_at_once import check_same, round_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 PAIRS = SCHEMES_AND_WALKS
+COSTS = Costs(draft_level=0.05, tree_pass=lambda nodes: 1 + 0.003 * nodes)
+"""Of dynamic trees: nothing to measure, and worth drafting."""
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4]]
 
 
@@ -32,14 +35,14 @@ def perturbed(name: str, device: str) -> HFModel:
     return HFModel(model.to(device))
 
 
-def head_tree(target: HFModel) -> TreeDrafter:
+def head_tree(target: HFModel, tree: Topology | DynamicShape | None = None) -> TreeDrafter:
     shape = HeadShape(
         hidden_size=target.hidden_size, taps=(1,), num_heads=2, num_key_heads=1, head_size=16, mlp_size=32, window=16
     )
     known = PartialVocabulary(torch.arange(0, target.vocab_size, 2, device="cuda"), target.vocab_size)
     head = new_head(shape, target, known, "test").to("cuda").requires_grad_(False)
     target.tap(shape.taps)
-    return TreeDrafter(head, parse_tree("4x2x1"))
+    return TreeDrafter(head, tree or parse_tree("4x2x1"), costs=COSTS)
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -55,12 +58,13 @@ def test_greedy_text_equals_hugging_face_generate(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["model", "head"])
+@pytest.mark.parametrize("kind", ["model", "head", "dynamic", "dynamic-head"])
 def test_a_round_never_waits_for_the_device(name: str, temperature: float, kind: str) -> None:
-    if kind == "head" and name == "gemma2":
+    if kind.endswith("head") and name == "gemma2":
         pytest.skip("gemma2's soft cap hides its hidden states")
     target = HFModel(FAMILIES.get(name).build().to("cuda"))
-    drafter = TreeDrafter(perturbed(name, "cuda"), parse_tree("4x2x1")) if kind == "model" else head_tree(target)
+    tree = DynamicShape(nodes=24, depth=4) if kind.startswith("dynamic") else parse_tree("4x2x1")
+    drafter = head_tree(target, tree) if kind.endswith("head") else TreeDrafter(perturbed(name, "cuda"), tree, costs=COSTS)
     check_without_waiting(Decoder(target, drafter), temperature)
 
 

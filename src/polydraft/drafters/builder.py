@@ -1,7 +1,7 @@
 """What decides which nodes a draft tree has: the interface of builders, and the distributions that they draw from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,19 @@ class Builder(ABC):
     def resting(self) -> bool:
         """Whether the next tree is the root alone, and the source is not asked."""
         return False
+
+    @property
+    def kind(self) -> Hashable:
+        """What a recording of the next round depends on beside tensors: one that the host has chosen."""
+        return None
+
+    @property
+    def num_kinds(self) -> int:
+        """How many kinds there are."""
+        return 1
+
+    def rehearse(self, number: int | None) -> None:  # noqa: B027 (most have one kind)
+        """Let all rounds be of one kind, until told None: so that its recording is there before it is needed."""
 
     @property
     def places(self) -> int:

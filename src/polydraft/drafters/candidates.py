@@ -135,6 +135,16 @@ def fixed_shares(shape: DynamicShape, levels: tuple[Widths, ...]) -> tuple[int, 
     return tuple(shares)
 
 
+def even_levels(shape: DynamicShape, widest: int) -> tuple[Widths, ...]:
+    """Return how much each level draws where all nodes of a level draw equally many: with all of them a tree fits its limit."""
+    room = room_of_levels(shape, widest)
+    levels = list[Widths]()
+    for level, share in zip(room, fixed_shares(shape, room), strict=True):
+        nodes = min(level.nodes, share, levels[-1].total if levels else 1)
+        levels.append(Widths(nodes, min(level.children, share // nodes)))
+    return tuple(levels)
+
+
 @quietly
 def gains(value_RK: Array, chances_BW: Array) -> Array:
     """Return the expected accepted tokens that one more child of each node brings, `[B, W, K]`, falling in K.
@@ -178,6 +188,21 @@ def drawn_children(
         )
         where = xp(children_RK).where
         children_RK = where(greedy_R1, where(chosen_RK, token_RK, NO_TOKEN), children_RK)
+    return _level(scores_BW, probs_BWV, children_RK)
+
+
+def even_children(
+    scheme: Scheme, scores_BW: Array, probs_BWV: Tensor, uniforms_BU: Tensor, greedy_B: Array | None = None
+) -> Level:
+    """Draw as many children of each of W nodes per row as there are random numbers for them; none of nodes of no account."""
+    batch_size, nodes, _ = probs_BWV.shape
+    probs_RV, uniforms_RK = probs_BWV.flatten(0, 1), uniforms_BU.reshape(batch_size * nodes, -1)
+    children_RK, where = as_array(scheme.draw(probs_RV, uniforms_RK)), xp(scores_BW).where
+    if greedy_B is not None:
+        value_RK, token_RK = largest(probs_RV, uniforms_RK.shape[1])
+        greedy_R1 = (greedy_B[:, None] & (scores_BW == scores_BW)).reshape(-1, 1)
+        children_RK = where(greedy_R1, where(value_RK > 0, token_RK, NO_TOKEN), children_RK)
+    children_RK = where(scores_BW.reshape(-1, 1) > -torch.inf, children_RK, NO_TOKEN)
     return _level(scores_BW, probs_BWV, children_RK)
 
 

@@ -7,7 +7,7 @@ References
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,16 @@ from polydraft.drafters.candidates import (
     assemble,
     best_children,
     drawn_children,
+    even_children,
+    even_levels,
     fixed_shares,
     gains,
     room_of_levels,
 )
 from polydraft.drafters.policy import Allotment, Plan, RowPolicy
+from polydraft.drafters.sizes import Size, SizeChoice, sizes_of
 from polydraft.drafters.source import DistributionSource
-from polydraft.drafters.static_builder import DEFAULT_SCHEME
+from polydraft.drafters.static_builder import DECISION_OBSTACLE, DEFAULT_SCHEME
 from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.schemes import SCHEMES, Scheme
 from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, can_sync, largest, put, top, total, xp
@@ -41,6 +44,8 @@ from polydraft.walks import Verdict
 
 _FOUND = 8
 """Candidates of a level whose probability counts as found by it, where children are chosen."""
+_RECORDED = ("cuda",)
+"""Devices whose rounds are recorded, and have one of a few sizes for it."""
 _TOP = SCHEMES.get("top")()
 _GREEDY_DRAFT_TEMPERATURE = 1.0
 """Of the laws that rank candidates where the target is greedy: there they estimate which token is the likeliest."""
@@ -55,6 +60,8 @@ class DynamicBuilder(Builder):
     draws, few where the draft is sure and many where it is not, and which of them draw further is decided by the draft's laws
     and the tokens so far, which leaves the law of whatever is drawn as verification assumes it; no child that was drawn is
     left out again.
+
+    On a GPU rounds are recorded: all trees of a round have one of a few sizes, which `SizeChoice` chooses ahead of time.
 
     Parameters
     ----------
@@ -72,9 +79,6 @@ class DynamicBuilder(Builder):
     """
 
     asked_scheme = "auto"
-    obstacle = "dynamic trees differ from round to round"
-    learns = True
-    elastic = True
 
     def __init__(
         self,
@@ -90,34 +94,69 @@ class DynamicBuilder(Builder):
         self.source: DistributionSource = source
         self.shape, self.num_nodes, self.depth = shape, shape.nodes, shape.depth
         self._draft_temperature = draft_temperature
+        self._likeliest_B = torch.zeros(len(params), dtype=torch.bool, device=source.device)
+        """Rows whose candidates are the likeliest tokens, even where others' are drawn."""
         self._usual = SCHEMES.get(DEFAULT_SCHEME)()
         limits = [limit for limit in (self._usual.max_children, vocab_size) if limit is not None]
-        self._room = room_of_levels(shape, min(limits))
+        self._sized = decision is None and source.device.type in _RECORDED
+        self._room = even_levels(shape, min(limits)) if self._sized else room_of_levels(shape, min(limits))
         self._shares = fixed_shares(shape, self._room)
         self._vocab_size, self._device = vocab_size, source.device
         self._distributions = DraftDistributions(source, self._ranking_params(params), vocab_size)
         self.policy = RowPolicy(costs, len(params), shape.nodes, source.device, shape.adaptive)
         self._decision = decision
+        self._choice: SizeChoice | None = None
+        """Where rounds may be recorded: which size they have."""
+        if decision is not None:
+            self.obstacle = DECISION_OBSTACLE
+        elif self._sized:
+            self._choice = SizeChoice(sizes_of(shape), costs, len(params), shape.depth, source.device)
+        else:
+            self.obstacle = "dynamic trees differ from round to round where the host looks at them"
+        self.learns = self.elastic = self._choice is None
         self._resting = False
         self._plan: Plan | None = None
         self._laws: list[Tensor] = []
-        self._bare_laws: tuple[Tensor, ...] | None = None
-        """Of rounds in which all rows rest."""
+        law_1 = torch.full((1,), 1 / vocab_size, device=source.device)
+        self._bare_laws = (law_1.expand(len(params), 1, vocab_size),) * shape.depth
+        """Of rounds in which all rows rest: no child was drawn, so any law will do."""
         self._grown: tuple[Assembled, list[Front]] | None = None
+        self._starts: dict[tuple[int, ...], Tensor] = {}
+        """Places at which levels begin, by themselves."""
+        self._found: list[Array] = []
+        """What the levels of the last trees promise, where sizes are chosen."""
 
     def _ranking_params(self, params: RowParams) -> RowParams:
         """Take the rows' parameters; return those of the distributions that rank candidates."""
         self._drawn = not params.all_greedy and self._draft_temperature != 0
-        self._greedy_B = (
-            as_array(torch.tensor(params.greedy, device=self.source.device)) if self._drawn and params.mixed else None
-        )
-        """Rows whose candidates are the likeliest tokens, where others' are drawn."""
+        self._mixed = self._drawn and params.mixed
+        self._likeliest_B.copy_(torch.tensor(params.greedy))
         return params.map(partial(_ranking_params, self._draft_temperature))
 
     @property
     def resting(self) -> bool:
-        """Whether every row rests, as the host knows it."""
-        return self._resting
+        """Whether every row rests, as the host knows it; of a recorded round the source reads along even then."""
+        return self._resting and self._choice is None
+
+    @property
+    def kind(self) -> Hashable:
+        """The size of the next round's trees."""
+        return None if self._choice is None else self._choice.current
+
+    @property
+    def num_kinds(self) -> int:
+        """One per size."""
+        return 1 if self._choice is None else len(self._choice.sizes)
+
+    def rehearse(self, number: int | None) -> None:
+        """Let all rounds have one size, the largest first."""
+        if self._choice is not None:
+            self._choice.rehearsed = None if number is None else self.num_kinds - 1 - number
+
+    @property
+    def _size(self) -> Size:
+        """What the next trees may have at most, as the host knows it."""
+        return Size(self.shape.depth, self.shape.nodes) if self._choice is None else self._choice.sizes[self._choice.current]
 
     @property
     def scheme(self) -> Scheme:
@@ -140,8 +179,10 @@ class DynamicBuilder(Builder):
         return self.source.lead + 1 + width * (self.shape.depth - 1)
 
     def share(self, loads: Sequence[int]) -> None:
-        """Let the policy reckon with it."""
+        """Let the policy and the choice of sizes reckon with it."""
         self.policy.share(loads)
+        if self._choice is not None:
+            self._choice.share(loads)
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters."""
@@ -152,8 +193,10 @@ class DynamicBuilder(Builder):
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""
         self._distributions.begin(texts, rows, self._ranking_params(params))
-        new = [row in rows for row in range(len(params))]
-        self.policy.begin(as_array(torch.tensor(new, device=self._device)))
+        new_B = as_array(torch.tensor([row in rows for row in range(len(params))], device=self._device))
+        self.policy.begin(new_B)
+        if self._choice is not None:
+            self._choice.begin(rows, new_B)
         self._resting = False
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
@@ -162,21 +205,19 @@ class DynamicBuilder(Builder):
 
     def _bare(self, root_B: Tensor) -> DraftTree:
         """Return a tree of the root alone, for a round in which all rows rest; it verifies as deep trees do."""
-        self._plan = None
-        # No child was drawn, so any law will do.
-        if self._bare_laws is None:
-            law_1 = torch.full((1,), 1 / self._vocab_size, device=root_B.device)
-            self._bare_laws = (law_1.expand(len(root_B), 1, self._vocab_size),) * self.shape.depth
+        self._plan = self._grown = None
         tree = DraftTree.from_topology(
             Topology(), root_B[:, None], self._bare_laws if self._drawn else (), torch.zeros_like(root_B[:1])
         )
-        return dataclasses.replace(tree, depth=self.shape.depth)
+        return dataclasses.replace(tree, depth=self.shape.depth, reach=0)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Grow the trees of a round: pass the likeliest paths through the source, level by level."""
-        if self._resting:
+        if self.resting:
             return self._bare(tail_B2[:, 1])
         lead, features = self.source.lead, self.source.root(tail_B2)
+        if not self._size.levels:
+            return self._bare(tail_B2[:, 1])
         logits = self.source.logits(features)
         going_B, root_B = self.policy.drafting_B, as_array(tail_B2[:, 1])
         levels_B, fronts, self._laws = going_B * 1, list[Front](), []
@@ -187,11 +228,14 @@ class DynamicBuilder(Builder):
         levels = [level.masked(going_B)]
         while len(levels) < self._depth:
             front = Front.of(levels[-1], self._widths[len(levels)].nodes if self._drawn else self.shape.beam)
-            nodes_B = nodes_B + (levels[-1].tokens_BX != NO_TOKEN).sum(-1)
             mass_B = front.mass_B
-            going_B = going_B & self.policy.wants_level(mass_B) & self._goes_on(features, logits, going_B)
-            if self._drawn:
-                going_B = going_B & (nodes_B < self.shape.nodes - 1)
+            if self._choice is None:
+                nodes_B = nodes_B + (levels[-1].tokens_BX != NO_TOKEN).sum(-1)
+                going_B = going_B & self.policy.wants_level(mass_B) & self._goes_on(features, logits, going_B)
+                if self._drawn:
+                    going_B = going_B & (nodes_B < self.shape.nodes - 1)
+            else:
+                going_B = going_B & (self._choice.levels_B > len(levels))
             if can_sync(logits) and not going_B.any():
                 break
             if self._distributions.params.needs_history:
@@ -205,7 +249,8 @@ class DynamicBuilder(Builder):
             level, allotment = self._children(len(levels), front.scores_BW, logits, paths_BWP, nodes_B, uniforms_BU)
             levels.append(level.masked(going_B))
             fronts.append(front)
-            self._report(mass_B, levels[-1], allotment, going_B)
+            if self._choice is None:
+                self._report(mass_B, levels[-1], allotment, going_B)
             levels_B = levels_B + going_B
         return self._tree(root_B, levels, fronts, levels_B)
 
@@ -219,7 +264,7 @@ class DynamicBuilder(Builder):
 
     @property
     def _depth(self) -> int:
-        return len(self._widths) if self._drawn else self.shape.depth
+        return min(len(self._widths) if self._drawn else self.shape.depth, self._size.levels)
 
     def _goes_on(self, features_BWF: Tensor, logits_BWV: Tensor, going_B: Array) -> Array:
         return going_B if self._decision is None else as_array(self._decision.goes_on(features_BWF, logits_BWV))
@@ -232,21 +277,27 @@ class DynamicBuilder(Builder):
             keep_BC = concatenate([level.tokens_BX for level in levels], 1) != NO_TOKEN
             counts_B = keep_BC.sum(-1)
         else:
-            best_BM, index_BM = top(scores_BC, min(self.shape.nodes - 1, scores_BC.shape[1]))
-            counts_B = xp(root_B).minimum(self.policy.counts(exp(best_BM)), (best_BM > -torch.inf).sum(-1))
+            best_BM, index_BM = top(scores_BC, min(self._size.nodes - 1, scores_BC.shape[1]))
+            wanted_B = self.policy.counts(exp(best_BM)) if self._choice is None else self._choice.nodes_B - 1
+            counts_B = xp(root_B).minimum(wanted_B, (best_BM > -torch.inf).sum(-1))
             keep_BC = scores_BC > torch.inf
             put(keep_BC, index_BM, arange(best_BM.shape[1], best_BM) < counts_B[:, None])
-        most = max(int(counts_B.max()), 1) if isinstance(counts_B, np.ndarray) else min(self.shape.nodes - 1, keep_BC.shape[1])
+        room = self.shape.nodes if self._drawn else self._size.nodes
+        most = max(int(counts_B.max()), 1) if isinstance(counts_B, np.ndarray) else min(room - 1, keep_BC.shape[1])
         # The number of levels is the batch's: more of them must not change a row's sum, which its policy learns from.
-        self._plan = Plan(total(where(keep_BC, exp(scores_BC), 0.0)), counts_B, levels_B)
+        chances_BC = where(keep_BC, exp(scores_BC), 0.0)
+        self._plan = Plan(total(chances_BC), counts_B, levels_B)
+        if self._choice is not None:
+            self._found = [total(part_BX) for part_BX in chances_BC.split([level.scores_BX.shape[1] for level in levels], 1)]
         branch = max([level.children for level in self._widths], default=self.shape.branch)
         grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth)
         self._grown = (grown, fronts)
+        draft = grown.draft if self._choice is None else dataclasses.replace(grown.draft, reach=len(levels))
         if not self._drawn:
-            return grown.draft
+            return draft
         laws = tuple(self._laws)
         return dataclasses.replace(
-            grown.draft,
+            draft,
             laws=laws + laws[-1:] * (self.shape.depth - len(laws)),
             law_rows_BN=as_tensor(grown.slots_BN),
             vocabulary=self._distributions.vocabulary,
@@ -254,28 +305,42 @@ class DynamicBuilder(Builder):
 
     def places_of(self, path_BD: Tensor) -> Tensor:
         """Nodes are where their levels put them; any place for nodes without children."""
-        assert self._grown is not None, "build() comes first"
+        if self._grown is None:  # the root alone
+            return path_BD + self.source.lead
         grown, fronts = self._grown
         first, firsts = self.source.lead + 1, [self.source.lead]
         for front in fronts:
             firsts.append(first)
             first += front.tokens_BW.shape[1]
         firsts += [first] * (self.shape.depth + 1 - len(firsts))
-        starts_D = torch.tensor(firsts, device=self._device)
+        if tuple(firsts) not in self._starts:  # kept: a recording may take nothing from the host
+            self._starts[tuple(firsts)] = torch.tensor(firsts, device=self._device)
+        starts_D = self._starts[tuple(firsts)]
         places_BN = (starts_D[grown.draft.depths_BN] + as_tensor(grown.slots_BN)).clamp(max=self.places - 1)
         return places_BN.gather(1, path_BD)
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
         """Let the policy compare the round with its plan; report which rows want drafts next."""
-        active_B = as_array(keep_B) > 0
-        if self._plan is None:
+        active_B, plan = as_array(keep_B) > 0, self._plan
+        if plan is None:
             self.policy.rested(active_B)
         else:
-            self.policy.learn(self._plan, as_array(verdict.accepted_B), active_B)
-        return as_tensor((self.policy.drafting_B & active_B)[:, None] * 1)
+            self.policy.learn(plan, as_array(verdict.accepted_B), active_B)
+        if self._choice is None:
+            return as_tensor((self.policy.drafting_B & active_B)[:, None] * 1)
+        if plan is None:
+            self._choice.rested()
+        else:
+            found = self._found + [0.0 * self._found[0]] * (self.shape.depth - len(self._found))
+            promised_BD = self.policy.worth_B[:, None] * xp(active_B).stack(found, 1)
+            self._choice.learn(promised_BD, plan.levels_B * active_B, self.policy.rate_B)
+        return as_tensor(self._choice.report(self.policy.rest_B, active_B))
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Take note of which rows want drafts."""
+        """Take note of which rows want drafts, and how many."""
+        if self._choice is not None:
+            self._choice.receive(reports)
+            return
         self._resting = not any(report[0] for report in reports)
 
     def _children(
@@ -286,12 +351,16 @@ class DynamicBuilder(Builder):
         allotment = None
         if self._drawn:
             most, used = self._widths[depth].children, sum(level.total for level in self._widths[:depth])
-            # How many children pay and which of them are certain both follow from the likeliest tokens: found once.
-            ranked = largest(probs_BWV.flatten(0, 1), most)
-            gain_BWK = gains(ranked[0], xp(scores_BW).exp(scores_BW))
-            allotment = self.policy.allot(gain_BWK, nodes_B, self._shares[depth], least=int(depth == 0))
             own_BU = uniforms_BU[:, used : used + scores_BW.shape[1] * most]
-            level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, self._greedy_B)
+            likeliest_B = as_array(self._likeliest_B) if self._mixed else None
+            if self._choice is None:
+                # How many children pay and which of them are certain both follow from the likeliest tokens: found once.
+                ranked = largest(probs_BWV.flatten(0, 1), most)
+                gain_BWK = gains(ranked[0], xp(scores_BW).exp(scores_BW))
+                allotment = self.policy.allot(gain_BWK, nodes_B, self._shares[depth], least=int(depth == 0))
+                level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, likeliest_B)
+            else:
+                level = even_children(self.scheme, scores_BW, probs_BWV, own_BU, likeliest_B)
             self._laws.append(probs_BWV)
         else:
             level = best_children(scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)

@@ -81,6 +81,12 @@ class RowPolicy:
     _rest_B: Array
     _trial_B: Array
     _next_rest_B: Array
+    _pass_BN: Array
+    _price_BN: Array
+    _level_cost_B: Array
+    _overhead_B: Array
+    _first_rate_B: Array
+    _first_trial_B: Array
 
     def __init__(self, costs: Costs, batch_size: int, nodes: int, device: torch.device, adaptive: bool) -> None:
         self.adaptive = adaptive
@@ -106,17 +112,25 @@ class RowPolicy:
         def column(values: list[Any]) -> Array:
             return as_array(torch.tensor(values, device=self._device, dtype=torch.float64))
 
-        self._pass_BN = column([table.passes for table in tables])
-        steps_BN = at_least(self._pass_BN[:, 1:] - self._pass_BN[:, :-1], _LEAST_PRICE)
-        first_B1 = self._pass_BN[:, :1]
+        pass_BN = column([table.passes for table in tables])
+        steps_BN = at_least(pass_BN[:, 1:] - pass_BN[:, :-1], _LEAST_PRICE)
+        first_B1 = pass_BN[:, :1]
         # What each node adds to the cost of its tree, nothing for the first.
         added_BN = xp(steps_BN).concatenate([0 * first_B1, steps_BN], 1)
-        self._price_BN = first_B1 + added_BN.cumsum(-1)
-        self._level_cost_B = column([table.level for table in tables])
-        self._overhead_B = column([table.overhead for table in tables])
-        self._first_rate_B = column([min(table.rate, _MOST_RATE) for table in tables])
         trials = [_TRIAL if table.rate >= _LOSING else _SHORT_TRIAL for table in tables]
-        self._first_trial_B = as_array(torch.tensor(trials, device=self._device))
+        values = {
+            "_pass_BN": pass_BN,
+            "_price_BN": first_B1 + added_BN.cumsum(-1),
+            "_level_cost_B": column([table.level for table in tables]),
+            "_overhead_B": column([table.overhead for table in tables]),
+            "_first_rate_B": column([min(table.rate, _MOST_RATE) for table in tables]),
+            "_first_trial_B": as_array(torch.tensor(trials, device=self._device)),
+        }
+        if len(getattr(self, "_pass_BN", ())) == len(loads):
+            self._keep(**values)
+        else:
+            for name, value in values.items():
+                setattr(self, name, value)
 
     def begin(self, new_B: Array | None = None) -> None:
         """Forget what was learnt of rows that begin new texts: of all of them, if none are named."""
@@ -139,7 +153,15 @@ class RowPolicy:
             plain = {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + LONGEST_REST, "_tokens_B": first["_spent_B"]}
             first |= {name: xp(prior_B).where(hopeless_B, value_B, first[name]) for name, value_B in plain.items()}
         for name, value_B in first.items():
-            setattr(self, name, value_B if new_B is None else xp(new_B).where(new_B, value_B, getattr(self, name)))
+            if new_B is None:
+                setattr(self, name, 1 * value_B)  # a copy: what is updated in place must not be two things at once
+            else:
+                self._keep(**{name: xp(new_B).where(new_B, value_B, getattr(self, name))})
+
+    def _keep(self, **values: Array) -> None:
+        """Overwrite what lives from round to round where it stands: recordings of rounds know its address."""
+        for name, value_B in values.items():
+            getattr(self, name)[...] = value_B
 
     def resize(self, rows: int) -> None:
         """Have so many rows: what was learnt of the first ones stays, further ones are to `begin`."""
@@ -161,6 +183,11 @@ class RowPolicy:
         return at_least(self._tokens_B / self._spent_B, 1.0)
 
     @property
+    def rest_B(self) -> Array:
+        """Rounds that each row still rests."""
+        return self._rest_B
+
+    @property
     def drafting_B(self) -> Array:
         """Rows that want drafts in the next round."""
         return self._rest_B == 0
@@ -175,8 +202,8 @@ class RowPolicy:
     def saw_level(self, mass_B: Array, next_B: Array, asked_B: Array) -> None:
         """Learn how much probability a further level found, where one was asked for."""
         where = xp(mass_B).where
-        self._masses_B = where(asked_B, _MEMORY * self._masses_B + mass_B, self._masses_B)
-        self._grown_B = where(asked_B, _MEMORY * self._grown_B + next_B, self._grown_B)
+        self._keep(_masses_B=where(asked_B, _MEMORY * self._masses_B + mass_B, self._masses_B))
+        self._keep(_grown_B=where(asked_B, _MEMORY * self._grown_B + next_B, self._grown_B))
 
     def saw_allotment(self, mass_B: Array, allotment: Allotment, asked_B: Array) -> None:
         """Learn the same where children are drawn: what a level found is what is left once its nodes are paid for."""
@@ -228,7 +255,7 @@ class RowPolicy:
 
     def rested(self, active_B: Array) -> None:
         """Count a round in which no row drafted."""
-        self._rest_B = xp(active_B).where(active_B, at_least(self._rest_B - 1, 0), self._rest_B)
+        self._keep(_rest_B=xp(active_B).where(active_B, at_least(self._rest_B - 1, 0), self._rest_B))
 
     def learn(self, plan: Plan, accepted_B: Array, active_B: Array) -> None:
         """Compare a round with its plan; rows that rest count down."""
@@ -236,27 +263,27 @@ class RowPolicy:
         drafted_B = active_B & (plan.levels_B > 0)
         pass_B = take(self._pass_BN, plan.nodes_B[:, None])[:, 0]
         cost_B = pass_B + self._level_cost_B * plan.levels_B + self._overhead_B
-        self._promised_B = where(drafted_B, _MEMORY * self._promised_B + plan.expected_B, self._promised_B)
-        self._accepted_B = where(drafted_B, _MEMORY * self._accepted_B + accepted_B, self._accepted_B)
-        self._tokens_B = where(drafted_B, _RATE_MEMORY * self._tokens_B + accepted_B + 1, self._tokens_B)
-        self._spent_B = where(drafted_B, _RATE_MEMORY * self._spent_B + cost_B, self._spent_B)
+        self._keep(_promised_B=where(drafted_B, _MEMORY * self._promised_B + plan.expected_B, self._promised_B))
+        self._keep(_accepted_B=where(drafted_B, _MEMORY * self._accepted_B + accepted_B, self._accepted_B))
+        self._keep(_tokens_B=where(drafted_B, _RATE_MEMORY * self._tokens_B + accepted_B + 1, self._tokens_B))
+        self._keep(_spent_B=where(drafted_B, _RATE_MEMORY * self._spent_B + cost_B, self._spent_B))
         if self.adaptive:
             self._rest(drafted_B, active_B)
 
     def _rest(self, drafted_B: Array, active_B: Array) -> None:
         """Let rows rest that lose by drafting, each time longer; after a rest they try again."""
         where = xp(active_B).where
-        self._rest_B = where(active_B & ~drafted_B, at_least(self._rest_B - 1, 0), self._rest_B)
-        self._trial_B = where(drafted_B, at_least(self._trial_B - 1, 0), self._trial_B)
+        self._keep(_rest_B=where(active_B & ~drafted_B, at_least(self._rest_B - 1, 0), self._rest_B))
+        self._keep(_trial_B=where(drafted_B, at_least(self._trial_B - 1, 0), self._trial_B))
         rate_B = self._tokens_B / self._spent_B
         loses_B = drafted_B & (self._trial_B == 0) & (rate_B < _LOSING)
-        self._rest_B = where(loses_B, self._next_rest_B, self._rest_B)
-        self._trial_B = where(loses_B, self._first_trial_B, self._trial_B)
-        self._next_rest_B = where(loses_B, at_most(2 * self._next_rest_B, LONGEST_REST), self._next_rest_B)
-        self._next_rest_B = where(drafted_B & (rate_B > _WINNING), SHORTEST_REST, self._next_rest_B)
+        self._keep(_rest_B=where(loses_B, self._next_rest_B, self._rest_B))
+        self._keep(_trial_B=where(loses_B, self._first_trial_B, self._trial_B))
+        self._keep(_next_rest_B=where(loses_B, at_most(2 * self._next_rest_B, LONGEST_REST), self._next_rest_B))
+        self._keep(_next_rest_B=where(drafted_B & (rate_B > _WINNING), SHORTEST_REST, self._next_rest_B))
         # After a rest the trial counts anew: what was lost before it must not end it at once.
-        self._tokens_B = where(loses_B, _RATE_PRIOR, self._tokens_B)
-        self._spent_B = where(loses_B, _RATE_PRIOR, self._spent_B)
+        self._keep(_tokens_B=where(loses_B, _RATE_PRIOR, self._tokens_B))
+        self._keep(_spent_B=where(loses_B, _RATE_PRIOR, self._spent_B))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """One class for every drafter at work: it joins builders, and their sources, to the rounds of a batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +29,8 @@ class Recordable:
     """What the host does first, from last tokens and random numbers: all of a round but this is recorded."""
     waits: bool = True
     """Whether the next round needs what the host learns of the last one."""
+    kind: Hashable = ()
+    """What the host has chosen for the next round: each choice is a recording of its own."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,18 @@ class DraftSession:
         never = next((builder.obstacle for builder in self._builders if builder.obstacle), None)
         not_now = next((builder.source.obstacle for builder in self._builders if builder.source.obstacle), None)
         waits = any(builder.learns or builder.source.learns for builder in self._builders)
-        return Recordable(never, not_now, None if self._certain is None else self._host_tree, waits)
+        kind = tuple(builder.kind for builder in self._builders)
+        return Recordable(never, not_now, None if self._certain is None else self._host_tree, waits, kind)
+
+    @property
+    def num_kinds(self) -> int:
+        """How many recordings rounds need, for memories of one size, whatever the host chooses."""
+        return max((builder.num_kinds for builder in self._builders), default=1)
+
+    def rehearse(self, number: int | None) -> None:
+        """Let all rounds be of one of these kinds, until told None."""
+        for builder in self._builders:
+            builder.rehearse(number)
 
     def resolve_walk(self, wish: str) -> Walk:
         """Return the walk that verifies the proposals, where the user wishes for ``"auto"`` or a certain one."""

@@ -242,11 +242,19 @@ class Decoder:
                 progress(length)
             new_tokens = min(_WARM_TOKENS, longest - 1)
             prompt = [token % self.target.vocab_size for token in range(max(length + 1 - new_tokens, 1))]
-            stream = self.stream([prompt] * batch_size, sampling=sampling, max_new_tokens=new_tokens, seed=0)
-            for _ in stream:
-                if stream.stats.rounds >= _WARM_ROUNDS:
-                    stream.close()
-                    break
+            number, kinds = 0, 1
+            while number < kinds:
+                stream = self.stream([prompt] * batch_size, sampling=sampling, max_new_tokens=new_tokens, seed=0)
+                session, kinds = stream.session, stream.session.num_kinds
+                session.rehearse(number)
+                try:
+                    for _ in stream:
+                        if stream.stats.rounds >= _WARM_ROUNDS:
+                            stream.close()
+                            break
+                finally:
+                    session.rehearse(None)
+                number += 1
         return time.perf_counter() - start
 
     def assembler(self, stop: Sequence[str]) -> TextAssembler:

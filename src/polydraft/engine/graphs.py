@@ -17,7 +17,7 @@ from polydraft.models import Context
 from polydraft.trees import DraftTree
 from polydraft.walks import Walk
 
-_MOST_RECORDINGS = 16
+_MOST_RECORDINGS = 32
 _LOGGER = logging.getLogger("polydraft")
 _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Why passes of a model are not recorded, as far as it was said."""
@@ -154,6 +154,8 @@ class Launched:
     depth: int
     replayed: bool
     """Whether the round is a replayed recording."""
+    kind: Hashable = ()
+    """What the host had chosen for it."""
 
     def wait(self) -> tuple[list[RowOutcome], list[list[int]]]:
         """Return the outcome row by row, and the session's reports."""
@@ -186,7 +188,7 @@ class Launcher:
             return Launched(Arriving.send(run_round(state, walk, uniforms_BU, stats).packed_BX), depth, replayed=False)
         spans = tuple(context.fix_span() for context in contexts)
         stored = tuple((context.capacity, context.address) for context in contexts)
-        shape = (depth, state.session.num_nodes, uniforms_BU.shape[1], state.session.scheme.name, *state.warper.kind)
+        shape = (depth, state.session.num_nodes, uniforms_BU.shape[1], state.session.scheme.name, can.kind, *state.warper.kind)
         kind: tuple[Hashable, ...] = (type(walk), *vars(walk).values(), shape, spans, stored)
         inputs: tuple[Tensor, ...] = (uniforms_BU,)
         host_tree: DraftTree | None = None
@@ -202,7 +204,7 @@ class Launcher:
 
         with stats.clock("graph"):
             outcome_BX, replayed = self.recorder.run(kind, function, *inputs)
-        return Launched(Arriving.send(outcome_BX), depth, replayed)
+        return Launched(Arriving.send(outcome_BX), depth, replayed, can.kind)
 
     def runs_ahead(self, state: State, contexts: Sequence[Context], last: Launched) -> bool:
         """Whether a round may follow before the host has seen the last one's outcome.
@@ -211,8 +213,9 @@ class Launcher:
         however many tokens the last one yields.
         """
         # Penalties depend on emitted tokens, which the host adds to what they count.
-        alone = self._ahead and last.replayed and not state.session.recordable.waits and not state.warper.params.needs_history
-        return alone and all(context.steady(state.session.depth + 1) for context in contexts)
+        can = state.session.recordable
+        alone = self._ahead and last.replayed and not can.waits and not state.warper.params.needs_history
+        return alone and can.kind == last.kind and all(context.steady(state.session.depth + 1) for context in contexts)
 
 
 def _with_tables(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from polydraft.drafters import Drafter
+from polydraft.drafters import Drafter, DraftSession
 from polydraft.engine.graphs import Launched
 from polydraft.engine.round import RowOutcome
 from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSequence
@@ -105,6 +105,11 @@ class Engine:
     def done(self) -> bool:
         """Whether every sequence has ended."""
         return not self.waiting and not any(self._running())
+
+    @property
+    def session(self) -> DraftSession:
+        """Who drafts."""
+        return self._session
 
     @property
     def walk_name(self) -> str | None:

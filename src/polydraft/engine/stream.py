@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from polydraft.drafters import DraftSession
 from polydraft.engine.loop import Engine
 from polydraft.engine.sequence import Generation, StopReason, TokenEvent, TokenSequence
 from polydraft.engine.stats import Stats
@@ -24,6 +25,11 @@ class Stream(Iterator[TokenEvent]):
     def stats(self) -> Stats:
         """Figures so far."""
         return self._engine.stats
+
+    @property
+    def session(self) -> DraftSession:
+        """Who drafts."""
+        return self._engine.session
 
     def __iter__(self) -> "Stream":
         return self
