@@ -267,10 +267,11 @@ def _check_cached(model: "HFModel", text: list[int]) -> None:
 def _cached(model: "HFModel", text: list[int], start: int) -> list[Tensor]:
     """Return the logits after the first `start` tokens, and after each one that follows, from the model with its own cache."""
     cache, rows = None, []
+    argument = "past_key_values" if model.recurrence is None else model.recurrence.cache_argument
     for first, last in [(0, start), *((place, place + 1) for place in range(start, len(text)))]:
         tokens_BT = torch.tensor([text[first:last]], device=model.device)
-        outputs = model.hf_model(input_ids=tokens_BT, past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
+        outputs = model.hf_model(input_ids=tokens_BT, use_cache=True, **{argument: cache})
+        cache = outputs[argument]
         rows.append(outputs.logits[0, -1].cpu())
     return rows
 

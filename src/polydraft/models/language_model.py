@@ -15,7 +15,7 @@ from polydraft.sampling import PartialVocabulary
 from polydraft.schemes.arrays import can_sync
 from polydraft.trees import Block, causal_block
 
-_PREFILL_CHUNK = 512
+PREFILL_CHUNK = 512
 _SMALLEST_SPAN = 512
 
 
@@ -183,6 +183,10 @@ class Context(ABC):
         """Tell the host how long the rows are after a commit, without waiting for the device."""
         self.lengths = list(lengths)
 
+    def keepable(self, lengths: Sequence[int]) -> list[int]:
+        """Return how many of so many committed tokens per row can be kept when it is cut there."""
+        return list(lengths)
+
     def rewind(self, lengths: Sequence[int]) -> None:
         """Cut rows to the given numbers of committed tokens."""
         self.settle(lengths)
@@ -195,7 +199,7 @@ class Context(ABC):
         self.span = None  # one that serves for rounds may be too narrow, and the next round fixes its own
         done = 0
         while (longest := max(len(text) for text in texts) - done) > 0:
-            size = min(longest, _PREFILL_CHUNK)
+            size = min(longest, PREFILL_CHUNK)
             parts = [list(text[done : done + size]) for text in texts]
             tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
             block = causal_block(self.batch_size, size, self.device)
@@ -314,6 +318,7 @@ class Memory:
         kept = [common_prefix(*pair) for pair in zip(held, wanted, strict=True)]
         if limits is not None:
             kept = [min(pair) for pair in zip(kept, limits, strict=True)]
+        kept = self.context.keepable(kept)
         self.context.rewind(kept)
         self._texts = list(texts)  # before reading: an interrupted prefill then leaves a beginning of these texts
         self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)], observer)
