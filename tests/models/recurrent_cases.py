@@ -50,7 +50,18 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
     "olmo_hybrid": _DELTA,
-    "kimi_linear": {**_MIXED, **_EXPERTS},
+    "kimi_linear": {
+        **_MIXED,
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_local_experts": 4,
+    },
     "falcon_h1": {**_MAMBA2, "num_hidden_layers": 2, "mamba_d_ssm": 64},
     "bamba": {**_MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "granitemoehybrid": {
@@ -82,10 +93,10 @@ CASES: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 2,
     },
     "zamba2": {
+        "time_step_min": 1e-12,  # the usual least step holds in a row, but not alone
         "num_hidden_layers": 4,
         "num_key_value_heads": 4,
         "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "layer_types": None,
         "mamba_d_state": 8,
         "mamba_headdim": 8,
         "mamba_ngroups": 2,
@@ -96,6 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_mem_blocks": 1,
     },
     "nemotron_h": {
+        "time_step_min": 1e-12,  # the usual least step holds in a row, but not alone
         "num_hidden_layers": 4,
         "layers_block_type": ["mamba", "moe", "attention", "mlp"],
         "mamba_num_heads": 8,
@@ -115,9 +127,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def build(model_type: str, seed: int = 0) -> Any:
+def build(model_type: str, seed: int = 0, **options: Any) -> Any:
     """Make a tiny model with random weights large enough for every layer to show in the logits."""
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **CASES[model_type]})
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **CASES[model_type], **options})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).float().eval()

@@ -51,6 +51,8 @@ class Recurrence:
     """Layers that store keys and values."""
     cache_argument: str
     """Under which name the model takes its cache."""
+    takes_positions: bool
+    """Whether the model can be told where tokens stand."""
 
 
 class _Watch:
@@ -97,7 +99,8 @@ def find_recurrence(model: Any) -> Recurrence | None:
     if not is_recurrent(model):
         return None
     kind = text_config(model).model_type
-    argument = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    parameters = inspect.signature(model.forward).parameters
+    argument = "cache_params" if "cache_params" in parameters else "past_key_values"
     tokens_BT = torch.tensor([[0, 1, 0]], device=model.device)
     with torch.no_grad():
         cache = getattr(model(input_ids=tokens_BT, use_cache=True), argument, None)
@@ -122,6 +125,7 @@ def find_recurrence(model: Any) -> Recurrence | None:
         states=tuple(_shapes(cache)),
         attention_layers=tuple(sorted(watch.attention_layers)),
         cache_argument=argument,
+        takes_positions="position_ids" in parameters,
     )
 
 
