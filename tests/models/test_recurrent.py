@@ -1,10 +1,14 @@
 """Models with recurrent layers: trees as along their paths, texts as `generate` writes them, memories that cannot be cut."""
 
 import copy
+import itertools
 
+import numpy as np
 import pytest
 import torch
+from recurrent_cases import CASES, build
 
+from polydraft.certify.chi_square import FALSE_ALARM, chi_square_p_value
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
@@ -13,13 +17,9 @@ from polydraft.models.recurrent_context import RecurrentContext
 from polydraft.sampling import SamplingParams
 from polydraft.trees import causal_block, parse_tree
 
-from recurrent_cases import CASES, build
-
 GREEDY = SamplingParams(temperature=0)
 FEW = ["lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba"]
-PROMPTS = [
-    torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (9, 20, 3)
-]
+PROMPTS = [torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (9, 20, 3)]
 
 everything = pytest.mark.parametrize(
     "model_type", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
@@ -37,7 +37,9 @@ def noisy(model):
 
 
 def plain(model, prompt, count=24):
-    return model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count, pad_token_id=0)[0, len(prompt) :].tolist()
+    return model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count, pad_token_id=0)[
+        0, len(prompt) :
+    ].tolist()
 
 
 @everything
@@ -132,3 +134,19 @@ def test_another_formula_for_a_token_alone_is_refused(model_type):
 def test_layers_without_attention_are_no_obstacle():
     kinds = HFModel(build("nemotron_h")).config.layer_types
     assert {"moe", "mlp", "linear_attention"} <= set(kinds)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", *(pytest.param(name, marks=pytest.mark.slow) for name in FEW[:-1])])
+def test_sampled_texts_have_the_law_of_plain_passes(model_type):
+    model = build(model_type, vocab_size=8)
+    prompt, new, samples = [3, 7, 4, 6, 5], 3, 2_000
+    texts = list(itertools.product(range(8), repeat=new))
+    with torch.inference_mode():
+        logits_XTV = model(input_ids=torch.tensor([[*prompt, *text] for text in texts]), use_cache=False).logits
+    laws_XTV = logits_XTV.double().softmax(dim=-1)[:, len(prompt) - 1 : -1]
+    chances_X = laws_XTV.gather(2, torch.tensor(texts)[:, :, None])[:, :, 0].prod(dim=1).numpy()
+    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("2x2")))
+    results = decoder.generate([prompt] * samples, sampling=SamplingParams(), max_new_tokens=new, seed=11)
+    place = {text: number for number, text in enumerate(texts)}
+    counts_X = np.bincount([place[tuple(result.token_ids)] for result in results], minlength=len(texts))
+    assert chi_square_p_value(counts_X, chances_X) > FALSE_ALARM / len(FEW)

@@ -1,8 +1,7 @@
 """Recurrent modules that read a tree level by level, each node from its parent's state.
 
-Everything else of a model reads all nodes in one pass. Inside a `with` statement the mixers of a model (`polydraft.models.recurrent`) are called once
-for each `Step`, with the tokens and the states of that step alone. Products that a mixer begins and ends with do not depend on
-states: they are taken for all tokens at once, so that their weights are read once.
+Everything else of a model reads all nodes in one pass. Inside a `with` statement the mixers of a model
+(`polydraft.models.recurrent`) are called once per `Step`, with the tokens and the states of that step alone.
 """
 
 import threading
@@ -49,7 +48,7 @@ def level_steps(block: Block, places_BT: Tensor, depths_BU: Tensor) -> Iterator[
     depths_BTU = torch.where(above_BTU, depths_BU[:, None, :width], -1)
     deepest_BT, parents_BT = depths_BTU.max(dim=2)
     sources_BT = torch.where(deepest_BT < 0, 0, parents_BT + 1)
-    for depth in block.depths_BT.unique().tolist():
+    for depth in sorted(set(block.depths_BT.flatten().tolist())):
         rows_R, columns_R = torch.nonzero(block.depths_BT == depth, as_tuple=True)
         yield Step(rows_R[:, None], columns_R[:, None], sources_BT[rows_R, columns_R], places_BT[rows_R, columns_R] + 1)
 

@@ -65,8 +65,8 @@ _PAST_WINDOWS = 2 * WINDOW + 5
 _EXACT = 1e-3
 """Largest difference of logits, relative to the largest of them, that is put down to rounding in float32."""
 _SAME_FORMULA = 1e-4
-"""The same between two ways to compute a recurrent layer. Sound classes differ by 3e-6; Nemotron-H, whose time steps have a least value in a
-row but not alone, by 1e-3 and seldom."""
+"""The same between two ways to compute a recurrent layer. Sound classes differ by 3e-6; Nemotron-H, whose time steps have a
+least value in a row but not alone, by 1e-3 and seldom."""
 
 
 def twins(model: Any) -> Iterator[Any]:
@@ -308,7 +308,8 @@ def _by_steps(model: "HFModel", paths: Sequence[Sequence[int]], start: int) -> T
     longest = max(map(len, paths))
     tokens_BT = torch.tensor([[*path, *[5] * (longest - len(path))] for path in paths], device=model.device)
     places_1T = torch.arange(longest, device=model.device)[None]
-    cache, rows = None, []
+    cache: Any = None
+    rows = []
     with torch.no_grad():
         for first, last in [(0, start), *((place, place + 1) for place in range(start, longest))]:
             options = {model.recurrence.cache_argument: cache}

@@ -1,8 +1,9 @@
 """Recurrent layers of Hugging Face models: which modules they are, and what they keep of a text.
 
-A recurrent layer keeps a state of fixed size instead of keys and values. Nothing in it can be masked, but it can be copied. So each node of
-a tree gets a state of its own, made from its parent's (`polydraft.models.recurrent_context`). That takes a model that keeps its states in the
-cache of `transformers`, where they can be read and replaced. Which modules do is found out by watching one pass.
+A recurrent layer keeps a state of fixed size instead of keys and values. Nothing in it can be masked, but it can be copied. So
+each node of a tree gets a state of its own, made from its parent's (`polydraft.models.recurrent_context`). That takes a model
+that keeps its states in the cache of `transformers`, where they can be read and replaced. Which modules do is found out by
+watching one pass.
 
 See docs/decisions/028-recurrent-layers-read-trees-by-levels.md.
 """
