@@ -64,11 +64,6 @@ def test_chunked_attention_is_refused():
     assert "'llama4_text'" in message and "chunked" in message
 
 
-def test_linear_attention_layers_are_refused():
-    message = refusal(fake(model_type="hybrid", layer_types=["linear_attention", FULL]))
-    assert "'hybrid'" in message and "linear_attention" in message
-
-
 def test_alibi_switched_on_in_a_configuration_is_refused():
     assert "ALiBi" in refusal(fake(model_type="falcon", alibi=True))
 
