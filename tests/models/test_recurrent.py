@@ -8,6 +8,7 @@ import pytest
 import torch
 from recurrent_cases import CASES, build
 
+from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import FALSE_ALARM, chi_square_p_value
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
@@ -57,7 +58,7 @@ def test_texts_are_those_of_generate(model_type):
             assert results[0].stats.tokens_per_pass > 1.2
 
 
-@pytest.mark.parametrize("model_type", FEW)
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba"])
 def test_a_text_that_is_cut_is_read_anew(model_type):
     """A later prompt shares a beginning with an earlier one, ends before it, goes on from it, or has nothing to do with it."""
     model = build(model_type)
@@ -150,3 +151,10 @@ def test_sampled_texts_have_the_law_of_plain_passes(model_type):
     place = {text: number for number, text in enumerate(texts)}
     counts_X = np.bincount([place[tuple(result.token_ids)] for result in results], minlength=len(texts))
     assert chi_square_p_value(counts_X, chances_X) > FALSE_ALARM / len(FEW)
+
+
+def test_beams_are_those_of_generate():
+    model, prompt = build("lfm2"), PROMPTS[1]
+    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("2x1")))
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, num_beams=3, max_new_tokens=16, pad_token_id=0)
+    assert BeamDecoder(decoder).search(prompt, beams=3, max_new_tokens=16).best.token_ids == expected[0, len(prompt) :].tolist()
