@@ -88,11 +88,6 @@ def test_sparse_attention_is_called_by_its_name(model_type, kind):
     assert kind in message and "recurrent" not in message
 
 
-def test_layers_without_attention_are_not_called_recurrent():
-    message = refusal(build("nemotron_h"))
-    assert "linear_attention" in message and "moe" not in message and "mlp" not in message
-
-
 @pytest.mark.parametrize("model_type", [*WELCOME[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in WELCOME[3:])])
 def test_sound_models_are_welcome(model_type):
     HFModel(build(model_type))

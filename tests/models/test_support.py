@@ -35,17 +35,17 @@ def refusal(model):
     return message
 
 
-def test_mamba_is_refused():
-    message = refusal(build("mamba", **SMALL, state_size=4, conv_kernel=2, expand=1))
-    assert "'mamba'" in message and "recurrent" in message
-
-
 def test_recurrent_gemma_is_refused():
     model = build(
         "recurrent_gemma", **SMALL, num_attention_heads=2, intermediate_size=24, lru_width=16, attention_window_size=8
     )
     message = refusal(model)
-    assert "'recurrent_gemma'" in message and "recurrent" in message
+    assert "'recurrent_gemma'" in message and "recurrent" in message and "in modules of its own" in message
+
+
+def test_minimax_keeps_states_where_nobody_can_copy_them():
+    message = refusal(build("minimax", **SMALL, **HEADS, num_local_experts=2))
+    assert "'minimax'" in message and "recurrent" in message and "MiniMaxCache" in message
 
 
 def test_bloom_is_refused():
@@ -62,11 +62,6 @@ def test_an_encoder_decoder_is_refused():
 def test_chunked_attention_is_refused():
     message = refusal(fake(model_type="llama4_text", layer_types=["chunked_attention", FULL]))
     assert "'llama4_text'" in message and "chunked" in message
-
-
-def test_linear_attention_layers_are_refused():
-    message = refusal(fake(model_type="hybrid", layer_types=["linear_attention", FULL]))
-    assert "'hybrid'" in message and "linear_attention" in message
 
 
 def test_alibi_switched_on_in_a_configuration_is_refused():

@@ -64,6 +64,9 @@ _TREE = "[[0],[1],[2],[0,0],[1,0],[1,1]]"
 _PAST_WINDOWS = 2 * WINDOW + 5
 _EXACT = 1e-3
 """Largest difference of logits, relative to the largest of them, that is put down to rounding in float32."""
+_SAME_FORMULA = 1e-4
+"""The same between two ways to compute a recurrent layer. Sound classes differ by 3e-6; Nemotron-H, whose time steps have a
+least value in a row but not alone, by 1e-3 and seldom."""
 
 
 def twins(model: Any) -> Iterator[Any]:
@@ -194,7 +197,10 @@ def _check_twin(model: "HFModel") -> bool:
     limit = model.max_positions or POSITIONS
     _check(model, [min(_PAST_WINDOWS, limit - 3), WINDOW + 1, 3], _EXACT)
     _check(model, [limit - 2, 3], _EXACT)
-    _check_cached(model, _texts(model, [_PAST_WINDOWS])[0])
+    if model.recurrence is None:
+        _check_cached(model, _texts(model, [_PAST_WINDOWS])[0])
+    else:
+        _check_alone(model, _texts(model, [_PAST_WINDOWS])[0])
     if model.max_positions is None or not model.steady_positions:
         return model.max_positions is None
     model.max_positions = None
@@ -225,6 +231,11 @@ def _check(model: "HFModel", lengths: Sequence[int], tolerance: float, tree: str
             f"model type {kind!r} is not causal: its plain pass lets tokens see later ones; load a causal language model, "
             "or this one with is_decoder=True if it has such a switch"
         )
+    if model.recurrence is not None:
+        for row, text in enumerate(texts):
+            own = slice(row * len(branches), (row + 1) * len(branches))
+            stop = max(map(len, paths[own]))
+            expected_BTV[own, len(text) - 1 : stop] = _by_steps(model, paths[own], len(text) - 1)
     size = len(tables.depths_N)
     block = Block(0, tables.depths_N.expand(len(texts), size), tables.ancestors_NN.expand(len(texts), size, size))
     try:
@@ -237,12 +248,13 @@ def _check(model: "HFModel", lengths: Sequence[int], tolerance: float, tree: str
         raise UsageError(
             f"model type {kind!r} cannot score trees ({first_line(error)}); supported and tested: {', '.join(FAMILIES)}"
         ) from error
+    what = "tree masks" if model.recurrence is None else "the states of its recurrent layers"
     for number, path in enumerate(paths):
         row, branch = divmod(number, len(branches))
         places = torch.arange(len(path) - len(branches[branch]), len(path))
         if _differ(expected_BTV[number, places], got_BNV[row, branches[branch]], tolerance):
             raise UsageError(
-                f"model type {kind!r} does not follow tree masks (logits in a tree differ from those along its path, in a "
+                f"model type {kind!r} does not follow {what} (logits in a tree differ from those along its path, in a "
                 f"text of {lengths[row]} tokens); supported and tested: {', '.join(FAMILIES)}"
             )
 
@@ -264,15 +276,49 @@ def _check_cached(model: "HFModel", text: list[int]) -> None:
         )
 
 
+def _check_alone(model: "HFModel", text: list[int]) -> None:
+    """Refuse a recurrent model that reads a token alone by another formula than in a row: `generate` does both."""
+    start = WINDOW - 2
+    expected_TV = _plain(model, [text])[0, start:]
+    if _differ(expected_TV, _by_steps(model, [text], start)[0], _SAME_FORMULA):
+        raise UsageError(
+            f"model type {model.config.model_type!r} has recurrent layers that read a token alone by another formula than in a "
+            "row, so none of its texts can be called correct; if its configuration has a time_step_min, one of 1e-12 mends it"
+        )
+
+
 def _cached(model: "HFModel", text: list[int], start: int) -> list[Tensor]:
     """Return the logits after the first `start` tokens, and after each one that follows, from the model with its own cache."""
     cache, rows = None, []
+    argument = "past_key_values" if model.recurrence is None else model.recurrence.cache_argument
     for first, last in [(0, start), *((place, place + 1) for place in range(start, len(text)))]:
         tokens_BT = torch.tensor([text[first:last]], device=model.device)
-        outputs = model.hf_model(input_ids=tokens_BT, past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
+        outputs = model.hf_model(input_ids=tokens_BT, use_cache=True, **{argument: cache})
+        cache = outputs[argument]
         rows.append(outputs.logits[0, -1].cpu())
     return rows
+
+
+def _by_steps(model: "HFModel", paths: Sequence[Sequence[int]], start: int) -> Tensor:
+    """Return logits `[B, T, V]` of texts after the tokens from `start` on, read one by one as `generate` does.
+
+    Recurrent layers compute a token alone by another formula than a text in a row.
+    """
+    assert model.recurrence is not None
+    longest = max(map(len, paths))
+    tokens_BT = torch.tensor([[*path, *[5] * (longest - len(path))] for path in paths], device=model.device)
+    places_1T = torch.arange(longest, device=model.device)[None]
+    cache: Any = None
+    rows = []
+    with torch.no_grad():
+        for first, last in [(0, start), *((place, place + 1) for place in range(start, longest))]:
+            options = {model.recurrence.cache_argument: cache}
+            if model.recurrence.takes_positions:  # as `generate` does; Bamba counts from 0 otherwise
+                options["position_ids"] = places_1T[:, first:last].expand(len(paths), -1)
+            outputs = model.hf_model(input_ids=tokens_BT[:, first:last], use_cache=True, **options)
+            cache = outputs[model.recurrence.cache_argument]
+            rows.append(outputs.logits[:, -1].cpu())
+    return torch.stack(rows[1:], dim=1)
 
 
 def _try(twin: "HFModel") -> None:

@@ -189,6 +189,16 @@ def context_limit(config: Any) -> int | None:
     return unchanged or limit
 
 
+def is_recurrent(model: Any) -> bool:
+    """Whether a model may have recurrent layers; a pass tells for certain."""
+    config = text_config(model)
+    return (
+        bool(set(layer_kinds(config)) & _RECURRENT_KINDS)
+        or bool(getattr(model, "_is_stateful", False))
+        or any(word in config.model_type for word in _RECURRENT_WORDS)
+    )
+
+
 def refuse_unsupported(model: Any) -> None:
     """Raise a `UsageError` that names the model and the reason, if it cannot score trees."""
     config = text_config(model)
@@ -208,17 +218,11 @@ def refuse_unsupported(model: Any) -> None:
     if not hasattr(config, "layer_types") and not hasattr(config, "num_hidden_layers"):
         raise UsageError(f"model type {kind!r} does not say how many layers it has; use another model")
     kinds = set(layer_kinds(config))
-    recurrent = sorted(kinds & _RECURRENT_KINDS)
     others = sorted(kinds - _RECURRENT_KINDS - _HARMLESS_KINDS - {"chunked_attention"})
     if others:
         raise UsageError(
             f"model type {kind!r} has layers of kinds that take no tree masks ({', '.join(others)}); use a model with full or "
             "sliding attention"
-        )
-    if recurrent or getattr(model, "_is_stateful", False) or any(word in kind for word in _RECURRENT_WORDS):
-        what = f" ({', '.join(recurrent)})" if recurrent else ""
-        raise UsageError(
-            f"model type {kind!r} has recurrent layers{what}, whose state cannot hold a tree; use an attention-only model"
         )
     if "chunked_attention" in kinds:
         raise UsageError(f"model type {kind!r} has chunked attention layers, which are not supported; use another model")

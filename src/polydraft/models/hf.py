@@ -32,6 +32,7 @@ from polydraft.models.language_model import Context, LanguageModel, by_rows
 from polydraft.models.native_linear import NativeLinears, native_linears
 from polydraft.models.placement import home_device, spread_obstacle
 from polydraft.models.quantised import Int8Linear, int8_body, is_quantised
+from polydraft.models.recurrent import find_recurrence
 from polydraft.models.tree_attention import obstacle
 from polydraft.native import NativeBody, NativeProduct, Rows
 from polydraft.sampling import PartialVocabulary
@@ -129,6 +130,10 @@ class HFModel(LanguageModel):
         self.device = home_device(model)
         self.spread = self.graph_obstacle = spread_obstacle(model)
         """How the model is not all in one place; None if it is."""
+        self.recurrence = find_recurrence(model)
+        """Its recurrent layers, if it has any."""
+        if self.recurrence is not None:
+            self.graph_obstacle = "its recurrent layers read a tree level by level"
         lean = lean and self.spread is None
         self.dtype = model.dtype
         self.int8 = is_quantised(model)
@@ -176,6 +181,10 @@ class HFModel(LanguageModel):
 
     def start(self, batch_size: int, capacity: int) -> "HFContext":
         """Open an empty memory; storage is allocated at the first pass."""
+        if self.recurrence is not None:
+            from polydraft.models.recurrent_context import RecurrentContext  # late: it is built on this module
+
+            return RecurrentContext(self, batch_size, capacity)
         return HFContext(self, batch_size, capacity)
 
     def head(self, features_RF: Tensor) -> Tensor:
@@ -209,7 +218,7 @@ class HFModel(LanguageModel):
             "input_ids": tokens_BT,
             "attention_mask": mask,
             "position_ids": positions_BT,
-            "past_key_values": cache,
+            "past_key_values" if self.recurrence is None else self.recurrence.cache_argument: cache,
             "use_cache": True,
         }
         if self._split_head:

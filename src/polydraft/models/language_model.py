@@ -16,7 +16,7 @@ from polydraft.sampling import PartialVocabulary
 from polydraft.schemes.arrays import can_sync
 from polydraft.trees import Block, causal_block
 
-_PREFILL_CHUNK = 512
+PREFILL_CHUNK = 512
 _SMALLEST_SPAN = 512
 
 
@@ -194,6 +194,10 @@ class Context(ABC):
         """Tell the host how long the rows are after a commit, without waiting for the device."""
         self.lengths = list(lengths)
 
+    def keepable(self, lengths: Sequence[int]) -> list[int]:
+        """Return how many of so many committed tokens per row can be kept when it is cut there."""
+        return list(lengths)
+
     def rewind(self, lengths: Sequence[int]) -> None:
         """Cut rows to the given numbers of committed tokens."""
         self.settle(lengths)
@@ -212,7 +216,7 @@ class Context(ABC):
         """Read the texts of some adjacent rows."""
         done = 0
         while (longest := max(len(text) for text in texts) - done) > 0:
-            size = min(longest, _PREFILL_CHUNK)
+            size = min(longest, PREFILL_CHUNK)
             parts = [list(text[done : done + size]) for text in texts]
             tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
             block = causal_block(len(parts), size, self.device)

@@ -39,6 +39,7 @@ class Memory:
         kept = [common_prefix(*pair) for pair in zip(held, wanted, strict=True)]
         if limits is not None:
             kept = [min(pair) for pair in zip(kept, limits, strict=True)]
+        kept = self.context.keepable(kept)
         self.context.rewind(kept)
         self._texts = list(texts)  # before reading: an interrupted prefill then leaves a beginning of these texts
         self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)], observer)

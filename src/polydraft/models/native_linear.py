@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polydraft.models._forwards import ReplacedForwards
 from polydraft.native import NativeProduct, Weight, kernels
 
 MOST_ROWS = 64
@@ -66,32 +67,7 @@ def _fits(layer: nn.Linear) -> bool:
     )
 
 
-class _Places:
-    """Layers whose `forward` is replaced now: while any thread is inside a pass, since threads may share a model."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
-        self._taken: dict[int, tuple[nn.Linear, _Forward]] = {}
-
-    def enter(self, forwards: list[tuple[nn.Linear, _Forward]]) -> None:
-        with self._lock:
-            self._inside += 1
-            for layer, forward in forwards:
-                if "forward" not in layer.__dict__:  # or somebody else has replaced it
-                    layer.__dict__["forward"] = forward
-                    self._taken[id(layer)] = (layer, forward)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                for layer, forward in self._taken.values():
-                    if layer.__dict__.get("forward") is forward:
-                        del layer.__dict__["forward"]
-                self._taken.clear()
-
-
-_PLACES = _Places()
+_PLACES = ReplacedForwards()
 
 
 class NativeLinears(AbstractContextManager[None]):

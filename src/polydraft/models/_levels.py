@@ -1,0 +1,238 @@
+"""Recurrent modules that read a tree level by level, each node from its parent's state.
+
+Everything else of a model reads all nodes in one pass. Inside a `with` statement the mixers of a model
+(`polydraft.models.recurrent`) are called once per `Step`, with the tokens and the states of that step alone.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polydraft.errors import UsageError
+from polydraft.models._forwards import ReplacedForwards
+from polydraft.models.cache import SlotCache
+from polydraft.models.recurrent import Recurrence, StateName, StateShape
+from polydraft.trees import Block
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Tokens that mixers read together: R texts with C tokens each."""
+
+    rows_R1: Tensor
+    columns_RC: Tensor
+    sources_R: Tensor
+    """Where each text's state is: 0 for committed text, else one more than a place."""
+    targets_R: Tensor
+    """Where the state after its tokens goes."""
+
+
+def level_steps(block: Block, places_BT: Tensor, depths_BU: Tensor) -> Iterator[Step]:
+    """Yield the levels of a block, upper ones first.
+
+    Parameters
+    ----------
+    places_BT : Tensor
+        Of the block's tokens.
+    depths_BU : Tensor
+        Of the tokens in all places, the block's included.
+    """
+    width = block.visible_BTU.shape[2]
+    above_BTU = block.visible_BTU.scatter(2, places_BT[:, :, None], False)
+    depths_BTU = torch.where(above_BTU, depths_BU[:, None, :width], -1)
+    deepest_BT, parents_BT = depths_BTU.max(dim=2)
+    sources_BT = torch.where(deepest_BT < 0, 0, parents_BT + 1)
+    for depth in sorted(set(block.depths_BT.flatten().tolist())):
+        rows_R, columns_R = torch.nonzero(block.depths_BT == depth, as_tuple=True)
+        yield Step(rows_R[:, None], columns_R[:, None], sources_BT[rows_R, columns_R], places_BT[rows_R, columns_R] + 1)
+
+
+def text_steps(counts: Sequence[int], device: torch.device) -> Iterator[Step]:
+    """Yield one step for the rows of each length, which read their tokens in a row and keep only the state at the end."""
+    for count in sorted(set(counts) - {0}):
+        rows_R = torch.tensor([row for row, other in enumerate(counts) if other == count], device=device)
+        columns_RC = torch.arange(count, device=device).expand(len(rows_R), -1)
+        yield Step(rows_R[:, None], columns_RC, torch.zeros_like(rows_R), torch.zeros_like(rows_R))
+
+
+class NodeStates:
+    """States of the committed text and of all uncommitted places, zero where nothing was read."""
+
+    def __init__(self, shapes: Sequence[StateShape], batch_size: int, device: torch.device) -> None:
+        self._states = {
+            shape.name: torch.zeros(batch_size, 1, *shape.sizes, dtype=shape.dtype, device=device) for shape in shapes
+        }
+        self._rows_B1 = torch.arange(batch_size, device=device)[:, None]
+
+    def reserve(self, places: int) -> None:
+        """Make room for so many places."""
+        for name, states_BU in self._states.items():
+            if (more := 1 + places - states_BU.shape[1]) > 0:
+                fresh_BU = states_BU.new_zeros(len(states_BU), more, *states_BU.shape[2:])
+                self._states[name] = torch.cat([states_BU, fresh_BU], dim=1)
+
+    def take(self, name: StateName, step: Step) -> Tensor:
+        """Return a copy of the states that a step begins with."""
+        return self._states[name][step.rows_R1[:, 0], step.sources_R]
+
+    def put(self, name: StateName, step: Step, states_R: Tensor) -> None:
+        """Keep the states that a step ends with."""
+        self._states[name][step.rows_R1[:, 0], step.targets_R] = states_R
+
+    def gather(self, index_BX: Tensor) -> None:
+        """Replace the first states of each row by others of it."""
+        for states_BU in self._states.values():
+            states_BU[:, : index_BX.shape[1]] = states_BU[self._rows_B1, index_BX]
+
+    def forget(self, row: int, everywhere: bool = False) -> None:
+        """Begin a new text; if told so, clear uncommitted places too."""
+        for states_BU in self._states.values():
+            states_BU[row, : None if everywhere else 1] = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(states_BU.nbytes for states_BU in self._states.values())
+
+
+class HybridCache(SlotCache):
+    """Slots for the layers with attention, and for a mixer that is running the states of its step."""
+
+    def __init__(self, recurrence: Recurrence, capacity: int, owner: str) -> None:
+        super().__init__(len(recurrence.attention_layers), capacity, owner)
+        self._place_of = {layer: place for place, layer in enumerate(recurrence.attention_layers)}
+        self.current: dict[StateName, Tensor] = {}
+        """States in use."""
+        self.states: NodeStates | None = None
+        self.step: Step | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store one layer's new keys and values; return all that are in use."""
+        return super().update(key_states, value_states, self._place_of[layer_idx], *args, **kwargs)
+
+    def _state(self, name: StateName) -> Tensor:
+        assert self.states is not None and self.step is not None, "states are asked for by mixers only"
+        if name not in self.current:
+            self.current[name] = self.states.take(name, self.step)
+        return self.current[name]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Return the last inputs of a convolution, to be changed where they are."""
+        return self._state((layer_idx, "conv", state_idx))
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Add inputs of a convolution; return them with those before."""
+        state = self._state((layer_idx, "conv", state_idx))
+        whole = torch.cat([state, conv_states], dim=-1)
+        state.copy_(whole[..., -state.shape[-1] :])
+        return whole
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Return a state, to be changed where it is."""
+        return self._state((layer_idx, "recurrent", state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Replace a state."""
+        return self._state((layer_idx, "recurrent", state_idx)).copy_(recurrent_states)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether there is a state; one of zeros stands for no text."""
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether states keep more of the past than they need."""
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    steps: Sequence[Step]
+    cache: HybridCache
+    size: tuple[int, int]
+    """Rows and tokens of the pass."""
+
+
+class _Here(threading.local):
+    """The plan of this thread's pass."""
+
+    plan: _Plan | None = None
+
+
+_HERE = _Here()
+_REPLACED = ReplacedForwards()
+
+
+class _Mixer:
+    """Takes the place of one mixer's `forward`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        forward = type(self._module).forward
+        plan = _HERE.plan
+        if plan is None:
+            return forward(self._module, *args, **options)
+        result_BTF: Tensor | None = None
+        for step in plan.steps:
+            output_RCF = self._read(plan, step, args, options)
+            if result_BTF is None:
+                result_BTF = output_RCF.new_zeros(*plan.size, *output_RCF.shape[2:])
+            result_BTF[step.rows_R1, step.columns_RC] = output_RCF
+        assert result_BTF is not None
+        return result_BTF
+
+    def _read(self, plan: _Plan, step: Step, args: Any, options: dict[str, Any]) -> Tensor:
+        def part(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.shape[:2] == plan.size:
+                return value[step.rows_R1, step.columns_RC]
+            return value
+
+        cache = plan.cache
+        cache.step, cache.current = step, {}
+        # Masks are about padding, and no step has any.
+        own = {name: None if name.endswith("mask") else part(value) for name, value in options.items()}
+        output_RCF: Tensor = type(self._module).forward(self._module, *map(part, args), **own)
+        assert isinstance(output_RCF, Tensor), type(output_RCF)
+        assert cache.states is not None
+        for name, states_R in cache.current.items():
+            cache.states.put(name, step, states_R)
+        cache.step, cache.current = None, {}
+        return output_RCF
+
+
+class Mixers:
+    """The mixers of a model, which can read by steps."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._forwards = [(module, _Mixer(module)) for module in modules]
+
+    def reading(self, steps: Sequence[Step], cache: HybridCache, size: tuple[int, int]) -> AbstractContextManager[None]:
+        """Let mixers read by steps while this thread is inside."""
+        return _Reading(self._forwards, _Plan(steps, cache, size))
+
+
+class _Reading(AbstractContextManager[None]):
+    def __init__(self, forwards: list[tuple[nn.Module, _Mixer]], plan: _Plan) -> None:
+        self._forwards, self._plan = forwards, plan
+
+    def __enter__(self) -> None:
+        _REPLACED.enter(self._forwards)
+        if not all(isinstance(module.__dict__.get("forward"), _Mixer) for module, _ in self._forwards):
+            _REPLACED.leave()
+            raise UsageError("somebody has replaced the forward of a recurrent layer; load the model without such hooks")
+        _HERE.plan = self._plan
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        _HERE.plan = None
+        _REPLACED.leave()

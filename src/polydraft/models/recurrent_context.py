@@ -1,0 +1,130 @@
+"""The memory of a batch in a model with recurrent layers: keys and values in slots, and a state for each node of a tree."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.models._levels import HybridCache, Mixers, NodeStates, Step, level_steps, text_steps
+from polydraft.models.hf import HFContext, HFModel
+from polydraft.models.language_model import PREFILL_CHUNK, Observer
+from polydraft.trees import Block, causal_block
+
+
+class RecurrentContext(HFContext):
+    """Keys and values, and states: one of the committed text per row, and one for each uncommitted place.
+
+    Layers with attention see a tree by its mask, as ever. Recurrent ones read it level by level, each node from its parent's
+    state; to commit a path is to keep the state of its last node. A prompt is read in a row, which leaves one state only.
+    """
+
+    def __init__(self, model: HFModel, batch_size: int, capacity: int) -> None:
+        super().__init__(model, batch_size, capacity)
+        self.elastic = False
+        assert model.recurrence is not None
+        self._mixers = Mixers(model.recurrence.mixers)
+        cache = HybridCache(model.recurrence, capacity, f"model type {model.config.model_type!r}")
+        self.cache, self._hybrid = cache, cache
+        self._states = cache.states = NodeStates(model.recurrence.states, batch_size, self.device)
+        self._depths_BU = torch.zeros(batch_size, 0, dtype=torch.long, device=self.device)
+        self._lost = [False] * batch_size
+        """Rows that were cut where there is no state: nothing can follow them."""
+        self._counts: Sequence[int] | None = None
+        """Tokens per row of a text that is being read."""
+
+    def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
+        """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
+        with self._mixers.reading(self._steps(block), self._hybrid, (self.batch_size, block.size)):
+            return super().extend(tokens_BT, block)
+
+    def _steps(self, block: Block) -> list[Step]:
+        if self._counts is not None:
+            return list(text_steps(self._counts, self.device))
+        self._make_places(block.stop)
+        places_BT = block.places_BT
+        if places_BT is None:
+            places_BT = torch.arange(block.start, block.stop, device=self.device).expand_as(block.depths_BT)
+        self._depths_BU.scatter_(1, places_BT, block.depths_BT)
+        return list(level_steps(block, places_BT, self._depths_BU))
+
+    def _make_places(self, places: int) -> None:
+        if (more := places - self._depths_BU.shape[1]) > 0:
+            self._depths_BU = torch.nn.functional.pad(self._depths_BU, (0, more))
+            self._states.reserve(places)
+
+    def commit(self, places_BD: Tensor, counts_B: Tensor) -> None:
+        """Keep the tokens in the first `counts_B` of `places_BD` as committed text, in that order; drop the rest."""
+        last_B1 = places_BD.gather(1, (counts_B[:, None] - 1).clamp(min=0))
+        self._states.gather(torch.where(counts_B[:, None] > 0, last_B1 + 1, 0))
+        super().commit(places_BD, counts_B)
+
+    def rearrange(self, places_BD: Tensor) -> None:
+        """Move uncommitted tokens to the first uncommitted places, in that order; they stay uncommitted where they stand."""
+        self._states.gather(torch.nn.functional.pad(places_BD + 1, (1, 0)))
+        self._depths_BU[:, : places_BD.shape[1]] = self._depths_BU.gather(1, places_BD)
+        super().rearrange(places_BD)
+
+    def advance(self, counts_B: Tensor) -> None:
+        """Keep the first `counts_B` uncommitted tokens of each row where they are."""
+        self._shift(counts_B)
+        super().advance(counts_B)
+
+    def _shift(self, counts_B: Tensor) -> None:
+        """Let the states of the first places be those of committed text; what is behind them comes nearer."""
+        places = self._depths_BU.shape[1]
+        index_BX = (torch.arange(places + 1, device=self.device) + counts_B[:, None]).clamp(max=places)
+        self._states.gather(index_BX)
+        if places:
+            self._depths_BU = self._depths_BU.gather(1, index_BX[:, :-1].clamp(max=places - 1)) - counts_B[:, None]
+
+    def keepable(self, lengths: Sequence[int]) -> list[int]:
+        """Return how many of so many committed tokens can be kept: all, or none where there is no state to go on from."""
+        return [
+            length if length == held and not lost else 0
+            for length, held, lost in zip(lengths, self.lengths, self._lost, strict=True)
+        ]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Cut rows to the given numbers of committed tokens, or keep what was read behind them."""
+        more = [max(length - held, 0) for length, held in zip(lengths, self.lengths, strict=True)]
+        if any(more):
+            self._shift(torch.tensor(more, device=self.device))
+        for row, (length, held) in enumerate(zip(lengths, self.lengths, strict=True)):
+            if length == 0:
+                self._states.forget(row)
+                self._lost[row] = False
+            elif length < held:
+                self._lost[row] = True
+        super().rewind(lengths)
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds, down to its numbers: they may be none."""
+        super().clear(row)
+        self._states.forget(row, everywhere=True)
+
+    @property
+    def divisible(self) -> bool:
+        """Rows read together: states have no parts."""
+        return False
+
+    def prefill(self, texts: Sequence[Sequence[int]], observer: Observer | None = None) -> None:
+        """Append tokens known beforehand to each row's committed text, showing their features to the observer."""
+        self.span = None
+        for done in range(0, max(map(len, texts)), PREFILL_CHUNK):
+            parts = [list(text[done : done + PREFILL_CHUNK]) for text in texts]
+            counts = [len(part) for part in parts]
+            size = max(counts)
+            tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
+            self.reserve(max(self.lengths) + size)
+            before = self._lost
+            # A pass that is interrupted leaves states of which nobody knows how far they are.
+            self._lost = [lost or count > 0 for lost, count in zip(before, counts, strict=True)]
+            self._counts = counts
+            try:
+                features_BTF = self.extend(tokens_BT, causal_block(self.batch_size, size, self.device))
+            finally:
+                self._counts = None
+            self._lost = before
+            if observer is not None:
+                observer(slice(0, self.batch_size), self.lengths, counts, features_BTF)
+            super().rewind([length + count for length, count in zip(self.lengths, counts, strict=True)])

@@ -1,0 +1,160 @@
+"""Models with recurrent layers: trees as along their paths, texts as `generate` writes them, memories that cannot be cut."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from recurrent_cases import CASES, build
+
+from polydraft.beam import BeamDecoder
+from polydraft.certify.chi_square import FALSE_ALARM, chi_square_p_value
+from polydraft.drafters import TreeDrafter
+from polydraft.engine import Decoder
+from polydraft.errors import UsageError
+from polydraft.models.hf import HFModel
+from polydraft.models.recurrent_context import RecurrentContext
+from polydraft.sampling import SamplingParams
+from polydraft.trees import causal_block, parse_tree
+
+GREEDY = SamplingParams(temperature=0)
+FEW = ["lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba"]
+PROMPTS = [torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (9, 20, 3)]
+
+everything = pytest.mark.parametrize(
+    "model_type", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+
+
+def noisy(model):
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.dim() > 1:
+                weight.add_(0.05 * weight.std() * torch.randn(weight.shape, generator=generator))
+    return draft
+
+
+def plain(model, prompt, count=24):
+    return model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count, pad_token_id=0)[
+        0, len(prompt) :
+    ].tolist()
+
+
+@everything
+def test_texts_are_those_of_generate(model_type):
+    model = build(model_type)
+    target, draft = HFModel(model), HFModel(noisy(model))
+    assert isinstance(target.start(1, 8), RecurrentContext)
+    expected = [plain(model, prompt) for prompt in PROMPTS]
+    assert len(set(expected[0])) > 5
+    for tree in ("1x1x1x1", "3x2x1"):
+        decoder = Decoder(target, TreeDrafter(draft, parse_tree(tree)))
+        for rows in ([0], [0, 1, 2]):
+            results = decoder.generate([PROMPTS[row] for row in rows], sampling=GREEDY, max_new_tokens=24)
+            assert [result.token_ids for result in results] == [expected[row] for row in rows]
+            assert results[0].stats.tokens_per_pass > 1  # some drafts were accepted, so that states of nodes were kept
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba"])
+def test_a_text_that_is_cut_is_read_anew(model_type):
+    """A later prompt shares a beginning with an earlier one, ends before it, goes on from it, or has nothing to do with it."""
+    model = build(model_type)
+    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("2x1")))
+    first = decoder.generate(PROMPTS[1], sampling=GREEDY, max_new_tokens=9).token_ids
+    assert first == plain(model, PROMPTS[1], 9)
+    for prompt in (PROMPTS[1] + first, PROMPTS[1][:12], PROMPTS[1][:12] + PROMPTS[0], PROMPTS[2], PROMPTS[2]):
+        assert decoder.generate(prompt, sampling=GREEDY, max_new_tokens=9).token_ids == plain(model, prompt, 9)
+
+
+def test_a_row_can_be_kept_where_its_state_is_and_nowhere_else():
+    context = HFModel(build("lfm2")).start(2, 64)
+    context.prefill([PROMPTS[0], PROMPTS[1]])
+    assert context.keepable([9, 20]) == [9, 20]
+    assert context.keepable([8, 20]) == [0, 20]
+    context.rewind([8, 20])
+    assert context.keepable([8, 20]) == [0, 20]
+    context.rewind([0, 20])
+    context.prefill([PROMPTS[2], []])
+    assert context.keepable([3, 20]) == [3, 20]
+
+
+def test_an_interrupted_reading_leaves_nothing_to_go_on_from(monkeypatch):
+    model = HFModel(build("lfm2"))
+    context = model.start(2, 64)
+    context.prefill([PROMPTS[0], PROMPTS[1]])
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            context.prefill([PROMPTS[2], []])
+    assert context.keepable([9, 20]) == [0, 20]
+
+
+@pytest.mark.parametrize("model_type", FEW)
+@torch.inference_mode()
+def test_what_is_advanced_over_is_committed_and_the_rest_stays(model_type):
+    """As beams do: some places become text, a branch behind them goes on."""
+    model = HFModel(build(model_type))
+    text, more = PROMPTS[1], PROMPTS[0]
+    context = model.start(1, 64)
+    context.prefill([text])
+    context.extend(torch.tensor([more[:4]]), causal_block(1, 4, model.device))
+    context.advance(torch.tensor([2]))
+    context.settle([len(text) + 2])
+    context.rewind([len(text) + 4])  # which keeps the other two
+    got_V = model.head(context.extend(torch.tensor([more[4:5]]), causal_block(1, 1, model.device)))[0, 0]
+    expected_V = model.plain(torch.tensor([text + more[:5]]))[0, -1]
+    torch.testing.assert_close(got_V, expected_V, rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_is_left_as_it_was():
+    model = build("qwen3_next")
+    before = [list(module.__dict__) for module in model.modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    Decoder(HFModel(model)).generate(PROMPTS[0], sampling=GREEDY, max_new_tokens=3)
+    assert [list(module.__dict__) for module in model.modules()] == before
+    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
+
+
+def test_a_recurrent_layer_that_somebody_has_replaced_is_refused():
+    model = copy.deepcopy(build("lfm2"))
+    layer = model.model.layers[0].conv
+    layer.forward = lambda *args, **options: type(layer).forward(layer, *args, **options)
+    with pytest.raises(UsageError, match="replaced the forward"):
+        HFModel(model)
+
+
+@pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h"])
+def test_another_formula_for_a_token_alone_is_refused(model_type):
+    with pytest.raises(UsageError, match=rf"'{model_type}'.*alone by another formula"):
+        HFModel(build(model_type, time_step_min=0.001))
+
+
+def test_layers_without_attention_are_no_obstacle():
+    kinds = HFModel(build("nemotron_h")).config.layer_types
+    assert {"moe", "mlp", "linear_attention"} <= set(kinds)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", *(pytest.param(name, marks=pytest.mark.slow) for name in FEW[:-1])])
+def test_sampled_texts_have_the_law_of_plain_passes(model_type):
+    model = build(model_type, vocab_size=8)
+    prompt, new, samples = [3, 7, 4, 6, 5], 3, 2_000
+    texts = list(itertools.product(range(8), repeat=new))
+    with torch.inference_mode():
+        logits_XTV = model(input_ids=torch.tensor([[*prompt, *text] for text in texts]), use_cache=False).logits
+    laws_XTV = logits_XTV.double().softmax(dim=-1)[:, len(prompt) - 1 : -1]
+    chances_X = laws_XTV.gather(2, torch.tensor(texts)[:, :, None])[:, :, 0].prod(dim=1).numpy()
+    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("2x2")))
+    results = decoder.generate([prompt] * samples, sampling=SamplingParams(), max_new_tokens=new, seed=11)
+    place = {text: number for number, text in enumerate(texts)}
+    counts_X = np.bincount([place[tuple(result.token_ids)] for result in results], minlength=len(texts))
+    assert chi_square_p_value(counts_X, chances_X) > FALSE_ALARM / len(FEW)
+
+
+def test_beams_are_those_of_generate():
+    model, prompt = build("lfm2"), PROMPTS[1]
+    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("2x1")))
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, num_beams=3, max_new_tokens=16, pad_token_id=0)
+    assert BeamDecoder(decoder).search(prompt, beams=3, max_new_tokens=16).best.token_ids == expected[0, len(prompt) :].tolist()
