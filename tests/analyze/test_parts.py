@@ -77,7 +77,7 @@ def test_reading_side_by_side_in_pieces_is_reading_alone(
     texts = [[5, 9, 2, 7, 1, 30, 4, 22, 11], [7, 3, 8], [3, 3, 8, 1, 30, 4, 22, 11, 6, 12, 40, 2, 9, 9]]
     places = [[2, 5, 8], [], [3, 13]]
     alone = [read(loaded.model, [text], [rows], head) for text, rows in zip(texts, places, strict=True) if rows]
-    monkeypatch.setattr("polydraft.models.language_model._PREFILL_CHUNK", 4)
+    monkeypatch.setattr("polydraft.models.language_model.PREFILL_CHUNK", 4)
     together = read(loaded.model, texts, places, head)
     torch.testing.assert_close(together[0], torch.cat([one[0] for one in alone]), rtol=1e-4, atol=1e-4)
     if kind == "head":

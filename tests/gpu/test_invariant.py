@@ -124,7 +124,7 @@ def test_every_node_has_the_logits_of_plain_decoding(
         for row in (0, 2, 4, 7):
             path = tokens[row, tables.ancestors_NN[node]].tolist()
             assert one_by_one(model, prompts[row], path).equal(in_batch[row, node]), (node, row)
-            monkeypatch.setattr(language_model, "_PREFILL_CHUNK", 37)
+            monkeypatch.setattr(language_model, "PREFILL_CHUNK", 37)
             assert one_by_one(model, [*prompts[row], *path[:-1]], path[-1:]).equal(in_batch[row, node]), (node, row)
             monkeypatch.undo()
 

@@ -146,7 +146,7 @@ def test_growing_keeps_the_content(tiny, path_logits, name):
 @every_family
 @torch.inference_mode()
 def test_a_prompt_read_in_chunks_equals_one_go(tiny, path_logits, name, monkeypatch):
-    monkeypatch.setattr(language_model, "_PREFILL_CHUNK", 5)
+    monkeypatch.setattr(language_model, "PREFILL_CHUNK", 5)
     forest = Forest(tiny(name), path_logits, [23, 7, 16], random.Random(8))
     assert forest.context.lengths == [22, 6, 15]
     forest.check()

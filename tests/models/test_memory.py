@@ -97,7 +97,7 @@ def test_a_kept_memory_continues_a_conversation(tiny, perturbed):
 
 
 def test_an_interrupted_read_leaves_nothing_wrong_behind(monkeypatch):
-    monkeypatch.setattr("polydraft.models.language_model._PREFILL_CHUNK", 4)
+    monkeypatch.setattr("polydraft.models.language_model.PREFILL_CHUNK", 4)
     model = TabularModel.random(9, 2, seed=0)
     memory = Memory(model, 1, behind=1, places=4)
     old, new = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [1, 2, 8, 7, 6, 5, 4, 3, 2, 1]

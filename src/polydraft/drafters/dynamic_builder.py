@@ -37,13 +37,11 @@ from polydraft.drafters.source import DistributionSource
 from polydraft.drafters.static_builder import DECISION_OBSTACLE, DEFAULT_SCHEME
 from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.schemes import SCHEMES, Scheme
-from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, can_sync, largest, put, top, total, xp
+from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, at_least, can_sync, largest, put, top, total, xp
 from polydraft.theory import Costs
 from polydraft.trees import Block, DraftTree, DynamicShape, Topology
 from polydraft.walks import Verdict
 
-_FOUND = 8
-"""Candidates of a level whose probability counts as found by it, where children are chosen."""
 _RECORDED = ("cuda",)
 """Devices whose rounds are recorded, and have one of a few sizes for it."""
 _TOP = SCHEMES.get("top")()
@@ -250,17 +248,23 @@ class DynamicBuilder(Builder):
             levels.append(level.masked(going_B))
             fronts.append(front)
             if self._choice is None:
-                self._report(mass_B, levels[-1], allotment, going_B)
+                self._report(mass_B, levels, allotment, going_B)
             levels_B = levels_B + going_B
         return self._tree(root_B, levels, fronts, levels_B)
 
-    def _report(self, mass_B: Array, level: Level, allotment: Allotment | None, going_B: Array) -> None:
-        """Tell the policy what a level brought."""
-        if allotment is None:
-            best_BX = top(level.scores_BX, min(_FOUND, level.scores_BX.shape[1]))[0]
-            self.policy.saw_level(mass_B, total(xp(best_BX).exp(best_BX)), going_B)
-        else:
+    def _report(self, mass_B: Array, levels: list[Level], allotment: Allotment | None, going_B: Array) -> None:
+        """Tell the policy what the last level brought."""
+        if allotment is not None:
             self.policy.saw_allotment(mass_B, allotment, going_B)
+        elif self.policy.adaptive:
+            gained_B = self._promise(levels) - self._promise(levels[:-1])
+            self.policy.saw_level(mass_B, at_least(gained_B, 0.0) / self.policy.worth_B, going_B)
+
+    def _promise(self, levels: list[Level]) -> Array:
+        """Return what the best tree of all candidates of some levels promises, once its nodes are paid for."""
+        scores_BC = xp(levels[0].scores_BX).concatenate([level.scores_BX for level in levels], 1)
+        best_BM = top(scores_BC, min(self.shape.nodes - 1, scores_BC.shape[1]))[0]
+        return self.policy.net(xp(best_BM).exp(best_BM))
 
     @property
     def _depth(self) -> int:

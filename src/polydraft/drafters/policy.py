@@ -20,7 +20,9 @@ _PRIOR, _RATE_PRIOR = 16.0, 8.0
 """Rounds that the first beliefs weigh, of promises and of tokens over time."""
 _TYPICAL = ((2, 1, 1.5), (5, 1, 1.7), (9, 2, 2.0), (21, 3, 2.4), (32, 4, 2.7), (64, 5, 2.9))
 """Trees of a fair draft: nodes, levels, tokens per pass. What they would yield at given costs is the first belief."""
-_MOST_RATE, _FIRST_GROWTH = 1.3, 0.6
+_MOST_RATE, _FIRST_GROWTH, _LEAST_GROWTH = 1.3, 0.6, 0.1
+_FRONT = 4
+"""Nodes of a level that is worth its draft pass, about: what they cost lessens what a level is first believed to bring."""
 _FURTHER = 1.3
 """What a child that is drawn is worth, its own children included, for each token of its own."""
 _LEAST_PRICE = 0.005
@@ -87,6 +89,7 @@ class RowPolicy:
     _overhead_B: Array
     _first_rate_B: Array
     _first_trial_B: Array
+    _first_growth_B: Array
 
     def __init__(self, costs: Costs, batch_size: int, nodes: int, device: torch.device, adaptive: bool) -> None:
         self.adaptive = adaptive
@@ -125,6 +128,7 @@ class RowPolicy:
             "_overhead_B": column([table.overhead for table in tables]),
             "_first_rate_B": column([min(table.rate, _MOST_RATE) for table in tables]),
             "_first_trial_B": as_array(torch.tensor(trials, device=self._device)),
+            "_first_growth_B": column([table.growth for table in tables]),
         }
         if len(getattr(self, "_pass_BN", ())) == len(loads):
             self._keep(**values)
@@ -142,7 +146,7 @@ class RowPolicy:
             "_tokens_B": self._first_rate_B * _RATE_PRIOR * self._ones_B,
             "_spent_B": _RATE_PRIOR * self._ones_B,
             "_masses_B": prior_B,
-            "_grown_B": _FIRST_GROWTH * prior_B,
+            "_grown_B": self._first_growth_B * prior_B,
             "_rest_B": none_B,
             "_trial_B": none_B + self._first_trial_B,
             "_next_rest_B": none_B + SHORTEST_REST,
@@ -200,7 +204,7 @@ class RowPolicy:
         return self.worth_B * mass_B * growth_B > self.rate_B * self._level_cost_B
 
     def saw_level(self, mass_B: Array, next_B: Array, asked_B: Array) -> None:
-        """Learn how much probability a further level found, where one was asked for."""
+        """Learn how much a further level brought, once its nodes are paid for, where one was asked for."""
         where = xp(mass_B).where
         self._keep(_masses_B=where(asked_B, _MEMORY * self._masses_B + mass_B, self._masses_B))
         self._keep(_grown_B=where(asked_B, _MEMORY * self._grown_B + next_B, self._grown_B))
@@ -214,10 +218,18 @@ class RowPolicy:
         whole_B = 0 * self._rest_B
         if not self.adaptive:
             return whole_B + probs_BM.shape[1]
+        return self._net(probs_BM).argmax(-1)
+
+    def net(self, probs_BM: Array) -> Array:
+        """Return what the best tree of the candidates promises, less what plain decoding yields in the time of its nodes."""
+        net_BN = self._net(probs_BM)
+        return take(net_BN, net_BN.argmax(-1)[:, None])[:, 0] - net_BN[:, 0]
+
+    def _net(self, probs_BM: Array) -> Array:
+        """Return what trees of no candidate, of the likeliest, of the two likeliest and so on promise, less their cost."""
         gain_BM = self.worth_B[:, None] * probs_BM.cumsum(-1)
         gain_BN = xp(gain_BM).concatenate([0 * self._ones_B[:, None], gain_BM], 1)
-        cost_BN = self._pass_BN[:, : gain_BN.shape[1]]
-        return (gain_BN - self.rate_B[:, None] * cost_BN).argmax(-1)
+        return gain_BN - self.rate_B[:, None] * self._pass_BN[:, : gain_BN.shape[1]]
 
     def allot(self, gain_BWK: Array, nodes_B: Array, share: int, least: int) -> Allotment:
         """Say how many children the nodes of a level draw.
@@ -296,6 +308,8 @@ class _Load:
     overhead: float
     rate: float
     """Tokens in the time of a plain round that a fair draft brings."""
+    growth: float
+    """Tokens that a level of a fair draft brings for each of the level above, once its nodes are paid for."""
 
     @classmethod
     def of(cls, costs: Costs, load: int, nodes: int) -> "_Load":
@@ -306,7 +320,9 @@ class _Load:
         fitting = [one for one in _TYPICAL if one[0] <= nodes] or [_TYPICAL[0]]
         # In the order of `Costs.of_round`: of a single row the figures must have its very bits.
         rate = max(tokens / (level * levels + passes[count - 1] + overhead) for count, levels, tokens in fitting)
-        return cls(passes=passes, level=level, overhead=overhead, rate=rate)
+        price = _FURTHER * (passes[min(_FRONT, nodes) - 1] - passes[0])
+        growth = max(_FIRST_GROWTH - price, _LEAST_GROWTH)
+        return cls(passes=passes, level=level, overhead=overhead, rate=rate, growth=growth)
 
 
 def _falling(values_BX: Array) -> Array:

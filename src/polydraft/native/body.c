@@ -4,6 +4,7 @@
  * rows of a product, one token's norm, one token's attention with some heads) until none is left: who computes an item does
  * not change its bits.
  */
+#define _GNU_SOURCE /* for sched_getcpu */
 #include <math.h>
 
 #include "vectors.h"

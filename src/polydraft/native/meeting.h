@@ -8,15 +8,28 @@
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#else
-#include <sched.h>
 #endif
+#include <sched.h>
 
 typedef struct {
     int32_t round, arrived, asleep, threads;
+    uint64_t last;  /* who came last before, and on which core */
 } Meeting;
 
-#define SPINS 4000  /* 20 to 50 microseconds: longer than a thread with a core of its own is ever late */
+#define SPINS 2000  /* 10 to 100 microseconds: longer than a thread with a core of its own is ever late */
+
+/* Whether the thread that came before this one runs on the same core: then it cannot come while this one spins. */
+static int same_core(Meeting *m) {
+#if defined(__linux__)
+    static __thread char self;
+    const uint64_t core = (uint64_t)sched_getcpu() & 0xffff, me = (uint64_t)(uintptr_t)&self << 16 | core;
+    const uint64_t other = __atomic_exchange_n(&m->last, me, __ATOMIC_RELAXED);
+    return other && other != me && (other & 0xffff) == core;
+#else
+    (void)m;
+    return 0;
+#endif
+}
 
 static void breathe(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -46,6 +59,7 @@ static void wake_all(int32_t *word) {
 static void meet(Meeting *m) {
     if (m->threads == 1) return;
     const int32_t round = __atomic_load_n(&m->round, __ATOMIC_ACQUIRE);
+    const int spins = same_core(m) ? 0 : SPINS;
     if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == m->threads) {
         __atomic_store_n(&m->arrived, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&m->round, round + 1, __ATOMIC_SEQ_CST);
@@ -53,7 +67,7 @@ static void meet(Meeting *m) {
         if (__atomic_load_n(&m->asleep, __ATOMIC_SEQ_CST)) wake_all(&m->round);
         return;
     }
-    for (int spin = 0; spin < SPINS; spin++) {
+    for (int spin = 0; spin < spins; spin++) {
         if (__atomic_load_n(&m->round, __ATOMIC_ACQUIRE) != round) return;
         breathe();
     }
