@@ -184,9 +184,10 @@ class DynamicBuilder(Builder):
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters."""
+        self._likeliest_B = torch.zeros(len(params), dtype=torch.bool, device=self._device)
         self._distributions.resize(self._ranking_params(params))
         self.policy.resize(len(params))
-        self._bare_laws = None
+        self._bare_laws = tuple(law_B1V[:1].expand(len(params), -1, -1) for law_B1V in self._bare_laws)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""
