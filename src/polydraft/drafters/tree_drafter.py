@@ -5,12 +5,13 @@ from polydraft.drafters.builder import Builder
 from polydraft.drafters.costs import measured_costs
 from polydraft.drafters.drafter import DRAFTERS, Drafter, Parts
 from polydraft.drafters.dynamic_builder import DynamicBuilder
-from polydraft.drafters.grams import GRAM_DRAFTERS, GramTree, check_node_walk, gram_tree
+from polydraft.drafters.grams import GRAM_DRAFTERS, GramTree, gram_tree
 from polydraft.drafters.head_source import HeadSource
 from polydraft.drafters.model_source import ModelSource
 from polydraft.drafters.session import DraftSession
 from polydraft.drafters.source import DistributionSource
 from polydraft.drafters.static_builder import DEFAULT_SCHEME, StaticBuilder, check_tree
+from polydraft.drafters.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import RowParams
