@@ -156,7 +156,7 @@ class DeviceTrieBuilder(Builder):
         if self._text is not None:
             copies = texts.copies(self.depth)
             found.append((self._text, copies))
-            tokens_BPD = copies.numbers_BX3[..., 0].unflatten(1, (-1, self.depth))
+            tokens_BPD = copies.numbers_BX3[..., 0].reshape(len(root_B1), -1, self.depth)
             stems = _joined([stems, copies])
         for number, tables in self._corpora:
             windows_BXO = texts.tail(tables.order)[:, None]

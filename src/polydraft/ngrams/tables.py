@@ -140,7 +140,8 @@ class CorpusTables:
         self._grams_SO, sizes_S = torch.cat([nothing_1O, grams_IO[node_S]]), torch.cat([nothing_1, sizes_I[node_S]])
         self._keys_S, self._states_S = self._marks(self._grams_SO)[:, -1].sort()
         self._ways(node_S, sizes_S, firsts_I, tokens_N, weights_N)
-        parts = [self._grown(state_X, nodes, depth) for state_X in torch.arange(len(sizes_S), device=device).split(_CHUNK)]
+        all_S = torch.arange(len(sizes_S), device=device)
+        parts = [self._grown(state_X, nodes, depth) for state_X in torch.split(all_S, _CHUNK)]
         self.numbers_SM3, self.chances_SM = (torch.cat(part) for part in zip(*parts, strict=True))
         self._added_3 = torch.tensor([0, 1, 1], device=device)
         del self._way_tokens_SK, self._way_chances_SK, self._way_states_SK, self._grams_SO
@@ -204,7 +205,7 @@ class CorpusTables:
         index_SK = ((sizes_SK - 1).clamp(0, 2) * 3 + rank_K.clamp(max=2)) * 11 + tenths_SK.clamp(min=0)
         chances_SK = torch.where(tokens_SK == NO_TOKEN, 0, chances_X.to(node_S.device)[index_SK])
         self._way_tokens_SK, self._way_chances_SK = tokens_SK, chances_SK / chances_SK.sum(1, keepdim=True).clamp(min=1)
-        parts = zip(self._grams_SO.split(_CHUNK), tokens_SK.split(_CHUNK), strict=True)
+        parts = zip(torch.split(self._grams_SO, _CHUNK), torch.split(tokens_SK, _CHUNK), strict=True)
         self._way_states_SK = torch.cat([self.states(self._one_further(*part)) for part in parts])
 
     def _one_further(self, grams_XO: Tensor, tokens_XK: Tensor) -> Tensor:
