@@ -20,12 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import polydraft
 from polydraft.certify.greedy_identity import IdentityCheck
-from polydraft.drafters import Plain, TreeDrafter
+from polydraft.drafters import Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
+from polydraft.drafters.grams import gram_tree
 from polydraft.engine import Decoder
 from polydraft.engine.round import distributions
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import PolydraftError
-from polydraft.models import HeadShape
+from polydraft.models import FeatureHead, HeadShape
 from polydraft.models._fused import FusedBody
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel, early_exit
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="*", type=float, default=[0.0, 1.0], help="of the end-to-end run")
     parser.add_argument("--limit", type=int, default=12, help="prompts of the end-to-end run")
     parser.add_argument("--target", default="inflated:7b", help="of the end-to-end run; smollm2 is the bundled model itself")
-    parser.add_argument("--trees", nargs="*", help="trees, each with a scheme if wished: 4x2x1,top")
+    parser.add_argument("--trees", nargs="*", help="trees, with a scheme if wished (4x2x1,top), or n-grams (4x2x1+32, none+63)")
     options = parser.parse_args(namespace=OPTIONS)
     torch.cuda.init()
     figures: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
@@ -242,9 +243,7 @@ def end_to_end() -> dict[str, float]:
     decoders = {"plain": plain.replace(tokenizer=None, compiled=True)}  # without detokenizing
     arms = {temperature: OPTIONS.trees or TREES[temperature > 0] for temperature in OPTIONS.temperatures}
     for spec in dict.fromkeys(tree for trees in arms.values() for tree in trees):
-        tree, _, scheme = spec.partition(",")
-        shape = NAMED_TREES.get(tree) or parse_dynamic(tree) or parse_tree(tree)
-        decoders[spec] = decoders["plain"].replace(drafter=TreeDrafter(head, shape, scheme or "auto"))
+        decoders[spec] = decoders["plain"].replace(drafter=drafter_of(spec, head, plain))
     prompts = [plain.encode(text, chat=True) for text in sample_prompts(OPTIONS.prompts, OPTIONS.limit)]
     longest = max(map(len, prompts)) + 129
     rows: dict[str, float] = {}
@@ -283,6 +282,17 @@ def end_to_end() -> dict[str, float]:
                 flush=True,
             )
     return rows
+
+
+def drafter_of(spec: str, head: FeatureHead, plain: Decoder) -> Drafter:
+    """Make a tree, with a scheme if wished, and so many candidates from n-grams beside it: 4x2x1,top or 4x2x1+32 or none+63."""
+    drawn, _, nodes = spec.partition("+")
+    tree, _, scheme = drawn.partition(",")
+    shape = NAMED_TREES.get(tree) or parse_dynamic(tree) or parse_tree(tree)
+    if not nodes:
+        return TreeDrafter(head, shape, scheme or "auto")
+    grams = gram_tree(["suffix", "corpus"], GramTreeOptions(nodes=int(nodes)).for_tokenizer(plain.tokenizer))
+    return grams if tree == "none" else Combination(TreeDrafter(head, shape, scheme or "auto"), grams)
 
 
 def batches() -> dict[str, float]:

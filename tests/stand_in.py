@@ -65,8 +65,8 @@ def round_recorder(workspace: Workspace, before: int = 1) -> StandIn:
     def owners() -> list[object]:
         session, state = workspace.session, workspace.state
         parts = [part for builder in session._builders for part in (builder, builder.source)]
-        for builder in session._builders:
-            parts += [vars(builder)[name] for name in ("policy", "_choice") if vars(builder).get(name) is not None]
+        for part in list(parts):
+            parts += [vars(part)[name] for name in ("policy", "_choice", "texts") if vars(part).get(name) is not None]
         return [state, state.warper, session, *parts, *workspace.contexts]
 
     return StandIn(owners, before)

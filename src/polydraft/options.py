@@ -85,9 +85,11 @@ class DrafterOptions:
     """Drafting and verification."""
 
     drafter: str = field(default=AUTO, metadata=_NGRAMS)
-    """Who proposes: auto (the draft), self-draft, ngram, lookup, suffix, corpus, or several such as lookup+model.
+    """Who proposes: auto (the draft), united (with n-grams at T=0), self-draft, ngram, lookup, suffix, corpus, or several such
+    as lookup+model.
 
-    N-grams need no draft; ``"model"`` stands for the draft in a combination."""
+    N-grams need no draft; ``"model"`` stands for the draft in a combination. With the draft that `load` picked by itself,
+    ``"auto"`` on a GPU is ``"united"``."""
     decision: str | None = None
     """Decision model that ends drafting early: a folder, auto for the shipped one, or if-shipped for that one or none."""
     stop_below: float = 0.4

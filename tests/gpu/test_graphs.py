@@ -60,7 +60,7 @@ def test_replayed_rounds_give_the_same_texts(name: str, kind: str, sampling: Sam
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["none", "model", "head", "dynamic", "dynamic-head"])
+@pytest.mark.parametrize("kind", ["none", "model", "head", "dynamic", "dynamic-head", "lookup", "lookup+head"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_rounds_that_run_ahead_give_the_same_texts(name: str, kind: str, temperature: float) -> None:
     target, drafter = build(name, kind)
@@ -86,7 +86,7 @@ def test_rounds_that_run_ahead_give_the_same_texts(name: str, kind: str, tempera
             texts = [[*text, *one.token_ids, 5] for text, one in zip(texts, results, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["none", "model", "head"])
+@pytest.mark.parametrize("kind", ["none", "model", "head", "lookup", "lookup+head"])
 def test_neither_running_ahead_nor_ending_waits_for_the_device(kind: str) -> None:
     """The host waits for the event of an outcome's copy, which is no look at the device."""
     target, drafter = build("llama", kind)

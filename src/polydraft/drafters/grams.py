@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 from polydraft.drafters.builder import Builder
+from polydraft.drafters.device_trie import DeviceTrieBuilder, on_device
 from polydraft.drafters.drafter import DRAFTERS, Drafter, Parts
 from polydraft.drafters.gram_options import GramTreeOptions, Sizes
 from polydraft.drafters.riders import RiderOptions, Riders
 from polydraft.drafters.session import DraftSession
 from polydraft.drafters.source import Source
-from polydraft.drafters.trie import Limits, TokenTrie, as_draft_tree, grow, rounded
+from polydraft.drafters.trie import Limits, TokenTrie, as_draft_tree, check_node_walk, grow, rounded
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
 from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory, Match
 from polydraft.sampling import RowParams
 from polydraft.schemes import Naive
 from polydraft.trees import DraftTree
-from polydraft.walks import AUTO, FlatBlocksWalk, NodeWalk, Verdict, Walk
+from polydraft.walks import FlatBlocksWalk, NodeWalk, Verdict, Walk
 
 GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
     "self-draft": ("context", "corpus"),
@@ -57,9 +58,11 @@ class GramTree(Drafter):
         """Go to work on a batch."""
         return DraftSession(self.name, certain=self.builder(len(params), target, self.name))
 
-    def builder(self, batch_size: int, target: LanguageModel, name: str) -> "TrieBuilder":
+    def builder(self, batch_size: int, target: LanguageModel, name: str) -> Builder:
         """Return what builds the tries of a batch, for a drafter of some name."""
         sizes = self.options.on(target.device)
+        if self.lossless and on_device(self.caches, sizes, target.device):
+            return DeviceTrieBuilder(self.caches, sizes, batch_size, target.device, name)
         source = GramSource(self.caches, Riders(sizes.riders, target), self.options.caches.gram, batch_size)
         return TrieBuilder(source, sizes, self.options, target.device, name)
 
@@ -138,6 +141,7 @@ class TrieBuilder(Builder):
     """
 
     elastic = True
+    on_host = True
     scheme = Naive()
     """Tokens follow the target's own draw, whatever was proposed."""
 
@@ -191,14 +195,6 @@ class TrieBuilder(Builder):
     def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str]:
         """Name the cache that proposed each token."""
         return self._tries[row].followed(tokens)
-
-
-def check_node_walk(name: str, wish: str) -> None:
-    """Refuse walks over whole paths, whose acceptance is reckoned from the law that every child was drawn from."""
-    if wish not in (AUTO, NodeWalk.name):
-        raise UsageError(
-            f"walk {wish!r} cannot verify n-grams, which drafter {name!r} proposes; allowed: auto, {NodeWalk.name}"
-        )
 
 
 def gram_tree(names: Sequence[str], options: GramTreeOptions) -> GramTree:

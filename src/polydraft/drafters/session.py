@@ -1,6 +1,7 @@
 """One class for every drafter at work: it joins builders, and their sources, to the rounds of a batch."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,8 @@ from polydraft.trees import DraftTree, Topology, union
 from polydraft.walks import Verdict, Walk, resolve_walk
 
 _NAIVE = Naive()
+_WITH_STREAMS = ("cuda",)
+"""Devices that work on several things at once."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class DraftSession:
         self._own_nodes = 0 if drawn is None else drawn.num_nodes
         self._own_kept: list[int] = []
         """Where there are two trees: how many nodes of the drawn one, root included, each row's last path has."""
+        self._side: torch.cuda.Stream | None = None
+        """Where n-grams are looked up beside a drawn tree, on devices that have streams."""
         self._widths = [0, 0, 0, 0]
         """How many numbers each part reports."""
 
@@ -97,9 +102,15 @@ class DraftSession:
         """How much of the next round can be recorded."""
         never = next((builder.obstacle for builder in self._builders if builder.obstacle), None)
         not_now = next((builder.source.obstacle for builder in self._builders if builder.source.obstacle), None)
-        waits = any(builder.learns or builder.source.learns for builder in self._builders)
+        waits = any(builder.learns or builder.source.learns for builder in self._builders) or self._catches_up
         kind = tuple(builder.kind for builder in self._builders)
-        return Recordable(never, not_now, None if self._certain is None else self._host_tree, waits, kind)
+        on_host = self._certain is not None and self._certain.on_host
+        return Recordable(never, not_now, self._host_tree if on_host else None, waits, kind)
+
+    @property
+    def _catches_up(self) -> bool:
+        """Whether the draft has to read tokens of n-grams between two rounds."""
+        return self._drawn is not None and self._certain is not None and not self._drawn.source.follows_any_path
 
     @property
     def num_kinds(self) -> int:
@@ -186,18 +197,36 @@ class DraftSession:
                 return DraftTree.from_topology(Topology(), pending_B1, (), torch.zeros_like(pending_B1[0]))
             return host_tree or self._host_tree(tail_B2, uniforms_BU)
         certain = host_tree
-        if certain is None and self._certain is not None:
-            certain = self._host_tree(tail_B2, uniforms_BU)
         self._drafted = not self._drawn.resting
+        with self._beside(tail_B2.device):
+            if certain is None and self._certain is not None:
+                certain = self._host_tree(tail_B2, uniforms_BU)
         drawn = self._drawn.build(tail_B2, uniforms_BU[:, : self._drawn.num_uniforms])
         if certain is None:
             return drawn
+        if self._side is not None:
+            torch.cuda.current_stream(tail_B2.device).wait_stream(self._side)
         self._own_nodes = drawn.tokens_BN.shape[1]
         return union(drawn, certain)
 
     def _host_tree(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         assert self._certain is not None
         return self._certain.build(tail_B2, uniforms_BU[:, 0 if self._drawn is None else self._drawn.num_uniforms :])
+
+    @contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """Let the device do what is asked here beside what is asked next: n-grams while a draft's passes follow each other.
+
+        What it leaves is used before the next round begins here, so that its memory is not taken too early.
+        """
+        if self._certain is None or self._certain.on_host or device.type not in _WITH_STREAMS:
+            yield
+            return
+        streams = torch.get_device_module(device)
+        self._side = self._side or streams.Stream(device)
+        self._side.wait_stream(streams.current_stream(device))
+        with streams.stream(self._side):
+            yield
 
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
         """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows.

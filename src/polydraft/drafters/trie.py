@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from polydraft.errors import UsageError
 from polydraft.models.language_model import brought
 from polydraft.ngrams import GramMemory
 from polydraft.trees import DraftTree
+from polydraft.walks import AUTO, NodeWalk
 
 WIDTH = 8
 """Most children of a node: a fixed number, so that shapes do not change from round to round."""
@@ -28,6 +30,14 @@ _SPARE = 0.25
 _HOPE = 0.5
 """Part of a node's chance that its children are thought to have before they are looked for. Looking takes most of the time, and
 for most nodes it does not come to it."""
+
+
+def check_node_walk(name: str, wish: str) -> None:
+    """Refuse walks over whole paths, whose acceptance is reckoned from the law that every child was drawn from."""
+    if wish not in (AUTO, NodeWalk.name):
+        raise UsageError(
+            f"walk {wish!r} cannot verify n-grams, which drafter {name!r} proposes; allowed: auto, {NodeWalk.name}"
+        )
 
 
 class TokenTrie:

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
 
 from polydraft.errors import UsageError
 from polydraft.registry import Registry
+
+if TYPE_CHECKING:
+    from polydraft.ngrams.tables import CorpusTables
 
 MOST_ORDER = 16
 """Longest n-gram, prefix and continuation together."""
@@ -113,9 +118,17 @@ class GramCache(ABC):
     """A kind of memory, free of any one text; what several memories may share, such as a corpus, is loaded once here."""
 
     name: ClassVar[str]
+    has_tensors: bool = False
+    """Whether a device can look up by itself what memories know, by `longest_match` or `tables`."""
+    longest_match: int = 0
+    """Most tokens at the text's end that a device finds in the text itself; 0 where that is not what memories do."""
 
     def __init__(self, options: GramOptions) -> None:
         self._options = options
+
+    def tables(self, nodes: int, depth: int, device: torch.device) -> "CorpusTables | None":
+        """Return what a device looks up beside the text, with up to `nodes` candidates at a place; None for nothing."""
+        return None
 
     @property
     def is_empty(self) -> bool:

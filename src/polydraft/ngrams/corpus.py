@@ -14,6 +14,8 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from polydraft.errors import UsageError
 from polydraft.ngrams.cache import (
     GRAM_CACHES,
@@ -28,6 +30,7 @@ from polydraft.ngrams.cache import (
     share_chance,
 )
 from polydraft.ngrams.gram_trie import ABSENT, GramTrie, load_trie
+from polydraft.ngrams.tables import CorpusTables
 
 SHIPPED_CORPORA = {"smollm2-corpus": Path(__file__).parent.parent / "drafts" / "smollm2-corpus" / "corpus.grams"}
 """Corpus caches that come with this package, by name."""
@@ -157,15 +160,26 @@ class CorpusCache(GramCache):
     """What usually follows the last few tokens, counted in a corpus beforehand."""
 
     name = "corpus"
+    has_tensors = True
 
     def __init__(self, options: GramOptions) -> None:
         super().__init__(options)
         self._trie, self._known = load_corpus(options.corpus, options.fingerprint), _Known()
+        self._tables: dict[tuple[object, ...], CorpusTables] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no corpus."""
         return self._trie is None
+
+    def tables(self, nodes: int, depth: int, device: torch.device) -> CorpusTables | None:
+        """Return the corpus as tensors, made when first asked for."""
+        if self._trie is None:
+            return None
+        wanted = (nodes, depth, device)
+        if wanted not in self._tables:
+            self._tables[wanted] = CorpusTables(self._trie, nodes, depth, device)
+        return self._tables[wanted]
 
     def open(self) -> _CorpusMemory:
         """Return the memory of a new text."""

@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ def weights_of(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Squeeze counts into a byte: eight times their binary logarithm, so 9 % exact, up to 4 thousand million."""
     weights: NDArray[np.float64] = np.minimum(np.rint(_UNIT * np.log2(counts)), 255)
     return weights.astype(np.uint8)
+
+
+def share_tenths() -> list[int]:
+    """Return how many tenths of a node's places have a child next, by how much lower the child's weight is."""
+    return [int(10 * exp(-less * _COST_UNIT)) for less in range(256)]
 
 
 @dataclass(frozen=True, eq=False)

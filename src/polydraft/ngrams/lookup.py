@@ -9,15 +9,26 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import log
 
-from polydraft.ngrams.cache import GRAM_CACHES, Distinct, GramCache, GramMemory, Match, Step, Way, best_paths, match_chance
+from polydraft.ngrams.cache import (
+    GRAM_CACHES,
+    Distinct,
+    GramCache,
+    GramMemory,
+    GramOptions,
+    Match,
+    Step,
+    Way,
+    best_paths,
+    match_chance,
+)
 
 ROOT = 0
 """State of the automaton that stands for the empty n-gram."""
 
 _MOST_VISITS = 32
 """Earlier places of one n-gram that are looked at in a round: many of them continue alike."""
-_MOST_COPIES = 8
-"""Those of each length that are followed token by token."""
+MOST_COPIES = 16
+"""Those that are followed token by token: of the longest matches, the most recent."""
 _MOST_STATES = 8
 """Ends of the text, longest first, whose continuations are asked for in a round."""
 _MOST_UPDATES = 32
@@ -108,9 +119,7 @@ class _LookupMemory(GramMemory):
         copies, known = list[_Copy](), set[int]()
         for size in range(len(tail), 0, -1):
             place = self._latest[size - 1].get(tail[-size:], 0)
-            for _ in range(_MOST_COPIES):
-                if not place:
-                    break
+            while place and len(copies) < MOST_COPIES:
                 if place not in known:
                     known.add(place)
                     copies.append((size, place))
@@ -122,6 +131,11 @@ class LookupCache(GramCache):
     """What followed the last few tokens earlier in the text (prompt lookup)."""
 
     name = "lookup"
+    has_tensors = True
+
+    def __init__(self, options: GramOptions) -> None:
+        super().__init__(options)
+        self.longest_match = options.max_match
 
     def open(self) -> _LookupMemory:
         """Return the memory of a new text."""
@@ -283,6 +297,9 @@ class SuffixCache(GramCache):
     """What followed the longest end of the text that was seen before (suffix automaton)."""
 
     name = "suffix"
+    has_tensors = True
+    longest_match = 12
+    """Chances rise no further. On a device, matches are those of `lookup`, only longer: the most recent go first."""
 
     def open(self) -> _SuffixMemory:
         """Return the memory of a new text."""

@@ -214,10 +214,10 @@ def _twins(drawn: DraftTree, certain: DraftTree) -> Tensor:
     batch_size, own, width = drawn.child_table_BNK.shape
     nodes_BX = torch.arange(own, device=drawn.tokens_BN.device).repeat_interleave(width).expand(batch_size, -1)
     parents_BN = torch.zeros_like(drawn.tokens_BN).scatter_(1, drawn.child_table_BNK.flatten(1), nodes_BX)
-    parents_BN[:, 0] = 0  # missing children all name the root
+    parents_BN[:, 0].zero_()  # missing children all name the root
     tables_BNK = torch.nn.functional.pad(certain.child_table_BNK, (0, 0, 0, 1))
     twins_BN = torch.full_like(drawn.tokens_BN, none)
-    twins_BN[:, 0] = 0
+    twins_BN[:, 0].zero_()
     for _ in range(min(drawn.depth, certain.depth)):
         above_BN = twins_BN.gather(1, parents_BN)
         children_BNK = tables_BNK.gather(1, above_BN[:, :, None].expand(-1, -1, tables_BNK.shape[2]))
@@ -225,5 +225,5 @@ def _twins(drawn: DraftTree, certain: DraftTree) -> Tensor:
         same_BNK = (children_BNK > 0) & (tokens_BNK == drawn.tokens_BN[:, :, None])
         child_BN = children_BNK.gather(2, same_BNK.to(torch.uint8).argmax(-1, keepdim=True))[..., 0]
         twins_BN = torch.where(same_BNK.any(-1), child_BN, none)
-        twins_BN[:, 0] = 0
+        twins_BN[:, 0].zero_()
     return twins_BN

@@ -1,0 +1,213 @@
+"""N-grams looked up on the device: the law of texts, recorded rounds, rows of their own, and nothing taken from the host."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from polydraft.certify.reference import greedy_text
+from polydraft.drafters import GRAM_DRAFTERS
+from polydraft.drafters.device_trie import DeviceGramSource, DeviceTrieBuilder
+from polydraft.engine import Decoder, Stats, StopReason
+from polydraft.engine.round import run_round
+from polydraft.engine.workspace import Workspace
+from polydraft.loading import _resolved
+from polydraft.models import TabularModel
+from polydraft.options import LoadOptions
+from polydraft.sampling import SamplingParams
+from stand_in import StandIn, round_recorder
+
+from .configurations import THRESHOLD, Configuration
+from .setups import GRAM_PROMPT, PENALTIES, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
+from .test_recorded_dynamic import Sealed
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLINGS: dict[str, Any] = {
+    "greedy": GREEDY,
+    "drawn": SamplingParams(),
+    "penalties": PENALTIES,
+    "mixed": [GREEDY, SamplingParams(), SamplingParams(temperature=0.7, top_k=9)],
+}
+PROMPTS = [[*prompt, *GRAM_PROMPT] for prompt in RAGGED_PROMPTS]
+SEEDS = [7, 8, 9]
+ALONE = [name for name in GRAM_DRAFTERS if name in ("lookup", "suffix", "corpus")]
+UNIONS = ["suffix+corpus", "lookup+model", "suffix+corpus+head", "corpus+dynamic-head"]
+
+every_drafter = pytest.mark.parametrize("drafter", [*ALONE, *UNIONS])
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, short_blocks: None) -> None:
+    """N-grams are tensors, nobody looks at values, and rounds may be recorded."""
+    monkeypatch.setattr("polydraft.drafters.device_trie._DEVICES", ("cpu",))
+    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
+    monkeypatch.setattr("polydraft.drafters.dynamic_builder._RECORDED", ("cpu",))
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    """Let the workspaces of decoders with `graphs` record; return their recorders."""
+    made: list[StandIn] = []
+    original = Workspace.__init__
+
+    def with_recorder(workspace: Workspace, target: Any, drafter: Any, params: Any, graphs: bool, *others: Any) -> None:
+        original(workspace, target, drafter, params, graphs, *others)
+        if graphs:
+            workspace.launcher.recorder = round_recorder(workspace)
+            made.append(workspace.launcher.recorder)
+
+    monkeypatch.setattr(Workspace, "__init__", with_recorder)
+    return made
+
+
+def decoder_of(drafter: str, **options: Any) -> Decoder:
+    own = make_decoder(drafter=drafter, scheme="auto")
+    return Decoder(own.target, own.drafter, **options)
+
+
+def texts(results: Any) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+@every_drafter
+def test_texts_follow_the_target_law(drafter: str) -> None:
+    configuration = Configuration(label=f"device {drafter}", drafter=drafter, scheme="auto", prompt=GRAM_PROMPT, samples=1_200)
+    results = configuration.generate()
+    assert min(configuration.p_values(results)) > THRESHOLD
+    assert set(results[0].stats.tokens_by_source) - {"target", "model", "head", "dynamic"}, "no n-gram was accepted"
+
+
+@every_drafter
+@every_sampling
+def test_recorded_rounds_that_run_ahead_give_the_same_texts(recorders: list[StandIn], drafter: str, sampling: str) -> None:
+    makers = [decoder_of(drafter), decoder_of(drafter, ahead=False), decoder_of(drafter, graphs=False)]
+    for prompts, limit in ((PROMPTS, 40), (PROMPTS[::-1], 9)):
+        options = {"sampling": SAMPLINGS[sampling], "max_new_tokens": limit, "seed": SEEDS}
+        ahead, recorded, eager = (decoder.generate(prompts, **options) for decoder in makers)
+        assert texts(ahead) == texts(recorded) == texts(eager)
+        assert [one.sources for one in ahead] == [one.sources for one in recorded] == [one.sources for one in eager]
+        figures = [results[0].stats for results in (ahead, recorded, eager)]
+        assert len({one.rounds for one in figures}) == 1
+        assert figures[0].accepts_by_depth == figures[1].accepts_by_depth == figures[2].accepts_by_depth
+        if limit == 40:
+            assert figures[1].replayed_rounds > figures[1].rounds / 2 and figures[2].replayed_rounds == 0
+            # A draft model must read what n-grams added, and penalties count what was emitted, before the next round.
+            waits = drafter == "lookup+model" or sampling == "penalties"
+            assert waits == (figures[0].rounds_ahead == 0)
+
+
+@every_drafter
+@every_sampling
+def test_rows_are_their_own(drafter: str, sampling: str) -> None:
+    decoder, params = decoder_of(drafter), SAMPLINGS[sampling]
+    together = decoder.generate(PROMPTS, sampling=params, max_new_tokens=25, seed=SEEDS)
+    for row, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS, strict=True)):
+        own = params[row] if isinstance(params, list) else params
+        assert decoder.generate(prompt, sampling=own, max_new_tokens=25, seed=[seed]).token_ids == together[row].token_ids
+        if own is GREEDY:
+            assert together[row].token_ids == greedy_text(TARGET, prompt, 25, GREEDY)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "suffix+corpus", "suffix+corpus+head"])
+def test_kept_texts_are_those_of_fresh_ones(recorders: list[StandIn], drafter: str) -> None:
+    decoder, prompts = decoder_of(drafter, eos_token_ids=[13]), PROMPTS
+    for turn in range(4):
+        fresh = decoder_of(drafter, eos_token_ids=[13], graphs=False).generate(prompts, max_new_tokens=9, seed=[turn] * 3)
+        kept = decoder.generate(prompts, max_new_tokens=9, seed=[turn] * 3, keep=True)
+        assert [(row.token_ids, row.sources) for row in kept] == [(row.token_ids, row.sources) for row in fresh]
+        prompts = [text + row.token_ids[: -1 - turn % 2] + [5, turn] for text, row in zip(prompts, fresh, strict=True)]
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "suffix+corpus+head"])
+def test_an_end_token_ends_the_text_wherever_it_falls(recorders: list[StandIn], drafter: str) -> None:
+    whole = decoder_of(drafter).generate(PROMPTS, max_new_tokens=24, seed=SEEDS)
+    inside = 0
+    for end in range(0, VOCABULARY, 4):
+        results = decoder_of(drafter, eos_token_ids=[end]).generate(PROMPTS, max_new_tokens=24, seed=SEEDS)
+        for full, short in zip(whole, results, strict=True):
+            ended = end in full.token_ids
+            length = full.token_ids.index(end) + 1 if ended else 24
+            assert (short.token_ids, short.sources) == (full.token_ids[:length], full.sources[:length])
+            assert short.stop_reason == (StopReason.EOS if ended else StopReason.LENGTH)
+            inside += ended and full.sources[length - 1] != "target"
+    assert inside > 0
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "suffix"])
+def test_texts_are_never_offered_to_other_rows_or_requests(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
+    # Two models' worth of tokens in one: each half never leads to the other, so a token of the other half has leaked.
+    table_VV = TabularModel.random(VOCABULARY, 1, seed=3)._logits_XV.clone()
+    half = VOCABULARY // 2
+    table_VV[:half, half:] = table_VV[half:, :half] = -1e9
+    seen: list[list[set[int]]] = []
+    original = DeviceTrieBuilder.build
+
+    def noting(builder: DeviceTrieBuilder, *inputs: Any) -> Any:
+        tree = original(builder, *inputs)
+        seen.append([set(row) - {-1} for row in tree.tokens_BN[:, 1:].tolist()])
+        return tree
+
+    monkeypatch.setattr(DeviceTrieBuilder, "build", noting)
+    decoder = Decoder(TabularModel(table_VV), make_decoder(drafter=drafter).drafter)
+    decoder.generate([[1, 2, 1, 2], [17, 18, 17, 18]], max_new_tokens=40, seed=1, keep=True)
+    first = len(seen)
+    decoder.generate([[17, 18, 17], [1, 2, 1, 2]], max_new_tokens=40, seed=1, keep=True)
+    for number, rows in enumerate(seen):
+        low, high = rows if number < first else rows[::-1]
+        assert max(low, default=0) < half <= min(high, default=half)
+    assert first > 10 and any(tokens for rows in seen for tokens in rows)
+
+
+@pytest.mark.parametrize("drafter", ["suffix+corpus", "suffix+corpus+head"])
+@every_sampling
+def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, drafter: str, sampling: str) -> None:
+    stream = decoder_of(drafter).stream(PROMPTS, sampling=SAMPLINGS[sampling], max_new_tokens=40, seed=0)
+    next(stream)  # tables are made once
+    run = stream._engine
+    session = run._session
+    assert isinstance(session._certain.source, DeviceGramSource)
+    can = session.recordable
+    assert can.never is None and can.host_tree is None and not can.waits
+    uniforms_BU = run._noise.uniforms(run._workspace.num_uniforms(run._walk))
+    originals = {"propose": session.propose, "commit": session.commit}
+
+    def sealed(name: str) -> Callable[..., Any]:
+        def work(*inputs: Any) -> Any:
+            with Sealed():
+                return originals[name](*inputs)
+
+        return work
+
+    with torch.inference_mode(), monkeypatch.context() as patch:
+        for name in originals:
+            patch.setattr(session, name, sealed(name))
+        run_round(run._workspace.state, run._walk, uniforms_BU, Stats())
+
+
+def test_united_asks_n_grams_for_one_greedy_text_alone(recorders: list[StandIn]) -> None:
+    decoder = decoder_of("united")
+    result = decoder.generate(PROMPTS[0], sampling=GREEDY, max_new_tokens=60)
+    assert result.token_ids == greedy_text(TARGET, PROMPTS[0], 60, GREEDY)
+    assert {"model", "suffix"} <= set(result.stats.tokens_by_source)
+    assert result.stats.replayed_rounds > 0
+    drawn = decoder.generate(PROMPTS[0], max_new_tokens=30, seed=1)
+    batch = decoder.generate(PROMPTS, sampling=GREEDY, max_new_tokens=30)
+    assert set(drawn.stats.tokens_by_source) == set(batch[0].stats.tokens_by_source) == {"model"}
+
+
+def test_a_gpu_and_the_shipped_draft_mean_united() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert _resolved(LoadOptions(), gpu, torch.bfloat16).drafter == "united"
+    assert _resolved(LoadOptions("inflated:7b"), gpu, torch.bfloat16).drafter == "united"
+    for options in (LoadOptions(tree="4x2x1"), LoadOptions(draft="none"), LoadOptions(walk="node"), LoadOptions("org/other")):
+        assert _resolved(options, gpu, torch.bfloat16).drafter == "auto"
+    assert _resolved(LoadOptions(), cpu, torch.bfloat16).drafter == "auto"
+
+
+def test_branches_and_context_caches_stay_on_the_host() -> None:
+    for drafter in ("self-draft", "ngram", "ngram+corpus"):
+        decoder = decoder_of(drafter)
+        stream = decoder.stream(PROMPTS[0], max_new_tokens=4)
+        assert stream._engine.session._certain.on_host
