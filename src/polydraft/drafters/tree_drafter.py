@@ -11,6 +11,7 @@ from polydraft.drafters.model_source import ModelSource
 from polydraft.drafters.session import DraftSession
 from polydraft.drafters.source import DistributionSource
 from polydraft.drafters.static_builder import DEFAULT_SCHEME, StaticBuilder, check_tree
+from polydraft.drafters.tree_choice import Timings, TreeChoice, smaller_trees
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import RowParams
@@ -40,6 +41,8 @@ class TreeDrafter(Drafter):
         Lets rows stop before the last level.
     costs : Costs, optional
         What levels and passes cost, for dynamic trees; measured when first needed, and kept for this machine, if not given.
+    by_load : bool
+        Let rows that share rounds have smaller trees than `shape`, a static one, where these bring more tokens over time.
     """
 
     def __init__(
@@ -51,11 +54,14 @@ class TreeDrafter(Drafter):
         draft_temperature: float | None = None,
         decision: Decision | None = None,
         costs: Costs | None = None,
+        by_load: bool = False,
     ) -> None:
         self.model: LanguageModel | FeatureHead = model
         self.topology: Topology | DynamicShape = shape
         self.scheme, self.draft_temperature, self.decision, self.costs = scheme, draft_temperature, decision, costs
         self.name = "dynamic" if self.dynamic else "head" if isinstance(model, FeatureHead) else "model"
+        self.by_load = by_load and decision is None and not self.dynamic
+        self._timings = Timings()
         if isinstance(shape, Topology):
             check_tree(shape, scheme, model.num_columns)
         elif scheme != "auto":
@@ -89,6 +95,7 @@ class TreeDrafter(Drafter):
                 draft_temperature=self.draft_temperature,
                 decision=self.decision,
                 compiled=compiled,
+                choice=TreeChoice((*smaller_trees(shape), shape), self._timings) if self.by_load else None,
             )
         costs = self.costs
         if costs is None and shape.adaptive:
@@ -138,7 +145,14 @@ def _head(parts: Parts, drafter: str) -> FeatureHead:
 
 
 def _static(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
-    return TreeDrafter(draft, parts.topology, parts.scheme, draft_temperature=parts.draft_temperature, decision=parts.decision)
+    return TreeDrafter(
+        draft,
+        parts.topology,
+        parts.scheme,
+        draft_temperature=parts.draft_temperature,
+        decision=parts.decision,
+        by_load=parts.by_load,
+    )
 
 
 def _dynamic(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
