@@ -68,8 +68,9 @@ def test_a_peer_is_started_measured_and_stopped(build, invoke, tmp_path):
 
 def test_a_peer_that_does_not_start_says_why(build, invoke, tmp_path):
     build.write_text(f"#!{sys.executable}\nraise SystemExit('no such tensor')\n")
-    code, _, err = measure(invoke, tmp_path / "model.gguf", tmp_path / "load.json")
-    assert code == 1 and "did not start (no such tensor)" in err
+    code, text, err = measure(invoke, tmp_path / "model.gguf", tmp_path / "load.json")
+    assert code == 1 and "did not start (no such tensor)" in err and "1 errors" in text
+    assert json.loads((tmp_path / "load.json").read_text())["arms"][0]["errors"] == 1
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):

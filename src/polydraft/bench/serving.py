@@ -161,14 +161,20 @@ def run_load(options: ServingLoad, prompts: Sequence[str], done: Callable[[str, 
     done : callable
         Told arm and number of each answer that is complete.
     """
-    from polydraft.bench.serving_peers import running
+    from polydraft.bench.serving_peers import command_of, running
 
+    for arm in options.arms.split():
+        if arm in PEERS:
+            command_of(arm, options.peer_model, 1, 0)  # refuses what is not there before anything takes time
     summaries = []
     for arm in options.arms.split():
         if arm in PEERS:
-            with running(arm, options.peer_model, options.concurrency or _PEER_SLOTS) as url:
-                client = Client(dataclasses.replace(options, url=url, model=None, api_key=None))
-                summaries.append(_measured(options, client, prompts, arm, done))
+            try:
+                with running(arm, options.peer_model, options.concurrency or _PEER_SLOTS) as url:
+                    client = Client(dataclasses.replace(options, url=url, model=None, api_key=None))
+                    summaries.append(_measured(options, client, prompts, arm, done))
+            except FailureError as error:  # a peer's failure is a result, and the others' figures are kept
+                summaries.append({"arm": arm, **summary(options, [Sample(error=str(error))], 1.0)})
         else:
             summaries.append(_measured(options, Client(options), prompts, arm, done))
     return summaries

@@ -85,6 +85,9 @@ def serve(source: str, out: Path | None, **options: Any) -> None:
         measured = {"options": {**vars(load), "api_key": None}, "arms": found}
         write_text(out, json.dumps(measured, indent=1) + "\n")
         write_text(out.with_suffix(".html"), render_load(measured))
+    for arm in found:
+        if arm["errors"] == arm["requests"]:
+            raise FailureError(f"arm {arm['arm']} gave no answer ({arm['first_error']}); the others' figures stand above")
 
 
 @command.command("merge", short_help="Join the shards of one run.")
