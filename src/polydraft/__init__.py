@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from polydraft.hf_generate import Speculate
     from polydraft.loading import load
     from polydraft.options import LoadOptions
-    from polydraft.sampling import SamplingParams
+    from polydraft.sampling import Grammar, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,7 @@ _HOMES = {
     "Decoder": "engine",
     "FailureError": "errors",
     "Generation": "engine",
+    "Grammar": "sampling",
     "LoadOptions": "options",
     "PolydraftError": "errors",
     "SamplingParams": "sampling",
@@ -39,6 +40,7 @@ __all__ = [
     "Decoder",
     "FailureError",
     "Generation",
+    "Grammar",
     "LoadOptions",
     "PolydraftError",
     "SamplingParams",

@@ -20,7 +20,7 @@ from polydraft.errors import UsageError
 from polydraft.loading import DEFAULT_TREE
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.hf import HFModel
-from polydraft.options import AUTO, TreeOptions
+from polydraft.options import AUTO, BY_LOAD, TreeOptions
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator, row_seed
 from polydraft.trees import Topology, parse_tree
@@ -72,7 +72,7 @@ class SpeculateOptions(TreeOptions):
     @property
     def topology(self) -> Topology:
         """The shape of the draft tree; refuses dynamic ones."""
-        return parse_tree(DEFAULT_TREE if self.tree == AUTO else self.tree)
+        return parse_tree(DEFAULT_TREE if self.tree == AUTO else self.tree.removeprefix(BY_LOAD))
 
 
 @documented(SpeculateOptions)

@@ -15,7 +15,7 @@ from polydraft.models.bundled import BUNDLED
 from polydraft.models.inflated import source_name
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import check_device_map, resolve_device, resolve_dtype
-from polydraft.options import AUTO, FLAT_BLOCKS, IF_SHIPPED, LoadOptions
+from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, IF_SHIPPED, LoadOptions
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_dynamic
 
@@ -78,6 +78,7 @@ def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | Fe
         grams=grams.for_tokenizer(loaded.tokenizer),
         dynamic=dynamic,
         decision=_decision(options, draft),
+        by_load=options.tree.startswith(BY_LOAD),
     )
     return Decoder(
         loaded.model,
@@ -105,6 +106,8 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
             tree = _static_tree(options.scheme, narrow)
         if plain and draft == AUTO and place.type == "cuda" and usual_draft != "none":
             drafter = UNITED
+        if place.type == "cuda" and plain and parse_dynamic(tree) is None:
+            tree = BY_LOAD + tree
     if draft == AUTO:
         draft = usual_draft if needs_draft(options.drafter) else "none"
     return dataclasses.replace(options, tree=tree, draft=draft, drafter=drafter)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 FLAT_BLOCKS = "flat-blocks"
 IF_SHIPPED = "if-shipped"
+BY_LOAD = "load:"
+"""Before a tree: that one, or a smaller one where many rows share rounds."""
 _FIRST = {"heading": "Options"}
 _NGRAMS = {"heading": "Drafting from n-grams"}
 _IN_PYTHON = {"has_text": False}
@@ -38,10 +40,11 @@ class TreeOptions:
 
     tree: str = field(default=AUTO, metadata=_FIRST)
     """Draft tree: children per level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], dynamic:64 (at most 64 nodes, chosen
-    each round), none, or auto.
+    each round), load:4x2x2x1x1 (or smaller, in batches), none, or auto.
 
-    See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"auto"`` is ``"4x2x2x1x1"``; with the draft that
-    `load` picked by itself, and no GPU, it is a dynamic tree, or a small one where scheme, walk, drafter or lossy are given."""
+    See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"auto"`` is ``"4x2x2x1x1"``, on a GPU
+    ``"load:4x2x2x1x1"`` unless scheme, walk or drafter are given; with the draft that `load` picked by itself, and no GPU, it
+    is a dynamic tree, or a small one where scheme, walk, drafter or lossy are given."""
     scheme: str = AUTO
     """How candidates are drawn and verified; 'polydraft info' lists the schemes.
 
@@ -77,7 +80,7 @@ class TreeOptions:
         from polydraft.trees import Topology, parse_dynamic, parse_tree
 
         dynamic = parse_dynamic(self.tree)
-        return (None, parse_tree(self.tree)) if dynamic is None else (dynamic, Topology())
+        return (None, parse_tree(self.tree.removeprefix(BY_LOAD))) if dynamic is None else (dynamic, Topology())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,22 @@ def test_emitted_law_is_the_target_law_on_the_fixture(name: str, count: int) -> 
 
 
 @every_scheme
+@pytest.mark.parametrize("left", [1, 2, 4])
+def test_emitted_law_of_masked_laws(name: str, left: int) -> None:
+    # Grammars mask both laws alike, often down to one token.
+    scheme = SCHEMES.get(name)()
+    target_CV, draft_CV = random_cases(6, cases=90, seed=60 + left)
+    chance_CV = torch.rand(90, 6, generator=torch.Generator().manual_seed(left), dtype=torch.float64)
+    allowed_CV = torch.zeros(90, 6, dtype=torch.bool).scatter(1, chance_CV.topk(left).indices, True)
+    masked = [law_CV * allowed_CV for law_CV in (target_CV, draft_CV)]
+    known_C = (masked[0].sum(1) > 0) & (masked[1].sum(1) > 0)
+    target_CV, draft_CV = (law_CV[known_C] / law_CV[known_C].sum(1, keepdim=True) for law_CV in masked)
+    for count in range(1, largest_count(scheme, 3) + 1):
+        error, improper = enumeration_error(scheme, target_CV, draft_CV, count)
+        assert max(error, improper) < TOLERANCE
+
+
+@every_scheme
 def test_missing_children_of_a_sparse_tree_change_nothing(name: str) -> None:
     scheme = SCHEMES.get(name)()
     target_CV, draft_CV = random_cases(4, cases=60, seed=5)

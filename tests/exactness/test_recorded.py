@@ -71,7 +71,7 @@ def test_a_draft_catches_up_with_n_grams_beyond_the_span_of_the_last_round(monke
     found = []
     for recorded in (True, False):
         decoder = Decoder(TARGET, drafter("lookup+model", "1"))
-        workspace = decoder._lend(RowParams((SamplingParams(temperature=0),)), keep=False)
+        workspace = decoder._lend(decoder.drafter, RowParams((SamplingParams(temperature=0),)), keep=False)
         monkeypatch.setattr(decoder, "_lend", lambda *_, workspace=workspace: workspace)
         if recorded:
             workspace.launcher.recorder = round_recorder(workspace, before=0)

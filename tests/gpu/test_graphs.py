@@ -152,7 +152,7 @@ def test_growing_past_a_span_records_anew_and_stays_right() -> None:
     prompt = list(range(1, 60))
     sampling = SamplingParams(temperature=0)
     decoder = Decoder(target, drafter)
-    for context in decoder._lend(RowParams((sampling,)), keep=False).contexts:
+    for context in decoder._lend(decoder.drafter, RowParams((sampling,)), keep=False).contexts:
         assert context.span is None
     import polydraft.models.language_model as language_model
 

@@ -1,5 +1,6 @@
 """Structured output: every text follows its grammar, and has the masked target's law, with speculation or without."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import chi_square_p_value
-from polydraft.sampling import SamplingParams
+from polydraft.errors import UsageError
+from polydraft.loading import load
+from polydraft.sampling import Grammar, SamplingParams, Warper
 from polydraft.sampling.grammar import Grammars
 
 SCHEMA = {
@@ -93,7 +97,7 @@ def test_bad_grammars_are_named(shared, wrong, param):
 @torch.inference_mode()
 def exact_law(decoder, grammars, prompt, texts):
     """Sum up the masked target's law of each text, without any of the machinery under test."""
-    processor = grammars.processor(grammars.compiled("json_schema", SCHEMA), len(prompt))
+    processor = grammars.processor(grammars.compiled(Grammar.json_schema(SCHEMA)), len(prompt))
     law = {}
     for text in texts:
         ids, chance = list(prompt), 1.0
@@ -105,17 +109,106 @@ def exact_law(decoder, grammars, prompt, texts):
     return law
 
 
-@pytest.mark.parametrize("drafted", [True, False])
-def test_the_law_is_the_masked_targets(tiny_decoder, grammars, drafted):
-    decoder = tiny_decoder if drafted else tiny_decoder.replace(drafter=None)
+def loaded(roomy, **options):
+    return load(roomy, dtype="float32", **options)
+
+
+DRAFTS = {
+    "static": {"draft": "early-exit:1", "tree": "3x2x1"},
+    "dynamic": {"draft": "early-exit:1", "tree": "dynamic:12"},
+    "n-grams": {"drafter": "lookup"},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_the_law_is_the_masked_targets(roomy, grammars, drafts):
+    decoder = loaded(roomy, **DRAFTS[drafts])
     values = itertools.product((True, False), SCHEMA["properties"]["b"]["enum"])
     texts = [json.dumps({"a": a, "b": b}) for a, b in values]
     prompt = decoder.encode("Say")
     law = exact_law(decoder, grammars, prompt, texts)
     assert sum(law.values()) == pytest.approx(1, abs=1e-4)
-    compiled, count = grammars.compiled("json_schema", SCHEMA), 600
-    sampling = [SamplingParams(processors=(grammars.processor(compiled, len(prompt)),)) for _ in range(count)]
+    sampling, count = SamplingParams(grammar=Grammar.json_schema(SCHEMA)), 600
     found = decoder.generate([prompt] * count, sampling=sampling, max_new_tokens=60, seed=8)
     counts = [sum(one.text == text for one in found) for text in texts]
     assert sum(counts) == count
     assert chi_square_p_value(np.array(counts), np.array([law[text] for text in texts])) > 1e-5
+    # One token per byte: most of the text is forced, and needs neither a draft nor a round of its own.
+    sources = {source for one in found for source in one.sources}
+    assert ("grammar" in sources) == (drafts in ("static", "dynamic"))
+    if drafts == "static":
+        assert found[0].stats.tokens_per_pass > 4
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafts", ["static", "none"])
+def test_texts_of_the_library_are_valid(roomy, drafts, count):
+    decoder = loaded(roomy, **DRAFTS[drafts])
+    for number in range(count):
+        schema = random_schema(number)
+        sampling = SamplingParams(temperature=(0, 0.7, 1.0)[number % 3], grammar=Grammar.json_schema(schema))
+        for found in decoder.generate(["Hello"] * 3, sampling=sampling, max_new_tokens=200, seed=number):
+            assert found.stop_reason == "eos" and list(json.loads(found.text)) == schema["required"], (schema, found.text)
+
+
+def test_the_library_has_regular_expressions_and_rules(tiny_decoder):
+    def text(grammar):
+        return tiny_decoder.generate("x", sampling=SamplingParams(grammar=grammar), max_new_tokens=60, seed=5).text
+
+    assert re.fullmatch("[a-c]{3}-[0-9]{2}", text(Grammar.regex("[a-c]{3}-[0-9]{2}")))
+    assert text(Grammar.lark('start: "yes" | "no"')) in ("yes", "no")
+    assert text(Grammar.json_object()).startswith("{")
+
+
+def test_a_text_of_the_server_is_the_librarys(shared, tiny_decoder):
+    body = {"prompt": "Say", "max_tokens": 80, "seed": 4, "response_format": schema_format(SCHEMA)}
+    sampling = SamplingParams(grammar=Grammar.json_schema(SCHEMA))
+    for temperature in (0, 1.0):
+        told = shared.post("/v1/completions", {**body, "temperature": temperature}).json()["choices"][0]
+        own = dataclasses.replace(sampling, temperature=temperature)
+        assert told["text"] == tiny_decoder.generate("Say", sampling=own, max_new_tokens=80, seed=4).text
+        assert told["speculation"]["accepted_tokens"]["grammar"] > 5
+
+
+def test_texts_without_a_grammar_keep_to_themselves(shared):
+    lanes = shared.service.scheduler._lanes
+    shared.post("/v1/completions", {"prompt": "x", "max_tokens": 20, "response_format": schema_format(SCHEMA)})
+    assert "auto+grammar" in lanes and lanes["auto+grammar"] is not lanes["auto"]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (lambda: SamplingParams(grammar="a+"), "allowed: Grammar.json_schema"),
+        (lambda: Grammar("yaml", "x"), "unknown kind of grammar 'yaml'"),
+        (lambda: Grammar.regex(5), "regex 5 is no grammar; allowed: text"),
+        (lambda: Grammar.json_schema("x"), "allowed: a JSON schema as a dict"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(grammar, message):
+    with pytest.raises(UsageError, match=message):
+        grammar()
+
+
+def test_what_grammars_cannot_do_is_refused(tiny_decoder):
+    some = SamplingParams(grammar=Grammar.regex("a+"))
+    with pytest.raises(UsageError, match="generate them apart"):
+        tiny_decoder.generate(["a", "b"], sampling=[some, SamplingParams()])
+    with pytest.raises(UsageError, match="cannot be used"):
+        tiny_decoder.generate("a", sampling=SamplingParams(grammar=Grammar.regex("(a")))
+    with pytest.raises(UsageError, match="need a tokenizer"):
+        tiny_decoder.replace(tokenizer=None).generate([1, 2], sampling=some)
+    with pytest.raises(UsageError, match="not for beams"):
+        BeamDecoder(tiny_decoder).search("a", sampling=some, beams=2)
+
+
+def test_masks_can_be_found_before_the_pass_is_over(tiny_decoder, grammars, monkeypatch):
+    processor = grammars.processor(grammars.compiled(Grammar.regex("ab|ac")), 1)
+    warper = Warper(SamplingParams(processors=(processor,)), tiny_decoder.target.vocab_size, [[0]], torch.device("cpu"))
+    a, b = tiny_decoder.tokenizer("ab")["input_ids"]
+    warper.foresee([[[-1], [a]]])
+    monkeypatch.setattr(processor, "_start", None)  # nothing is left to find
+    logits_12V = torch.zeros(1, 2, tiny_decoder.target.vocab_size)
+    probs_12V = warper.probs(logits_12V, torch.tensor([[[-1], [a]]]))
+    assert probs_12V[0, 0].nonzero().flatten().tolist() == [a] and probs_12V[0, 1, b] == 0.5

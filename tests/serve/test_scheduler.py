@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from exactness.setups import TARGET, make_decoder
+from exactness.setups import DRAFT, TARGET, make_decoder
+from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, StopReason, TokenSequence
 from polydraft.errors import FailureError, UsageError
 from polydraft.sampling import SamplingParams
@@ -18,6 +19,7 @@ from polydraft.sampling.categorical import row_generator
 from polydraft.serve.lane import LaneOptions
 from polydraft.serve.scheduler import Scheduler, drafting
 from polydraft.serve.ticket import BusyError, Ticket, UnavailableError
+from polydraft.trees import parse_tree
 
 OPTIONS = LaneOptions(slots=3, slot_tokens=128, chunk_tokens=16)
 
@@ -235,3 +237,28 @@ def test_many_trees_take_turns() -> None:
             scheduler.cancel(long[1])
 
     run(main())
+
+
+def test_a_warm_scheduler_gives_the_same_texts_and_says_when_it_is_ready() -> None:
+    async def main() -> None:
+        samplings = [SamplingParams(), SamplingParams(temperature=0)]
+        for made in (decoder(), Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("3x2x1"), by_load=True))):
+            scheduler = Scheduler(made, OPTIONS, max_queue=10, warm_up=samplings)
+            assert not scheduler.ready
+            scheduler.start()
+            one = ticket(sequence([1, 2, 3], 5))  # waits until it is warm
+            scheduler.submit(one)
+            assert await finished(one) == [None] and scheduler.ready
+            assert one.sequences[0].new_tokens == made.generate([1, 2, 3], max_new_tokens=12, seed=[5]).token_ids
+            await asyncio.to_thread(scheduler.drain, 5.0)
+
+    run(main())
+
+
+def test_who_leaves_does_not_wait_for_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polydraft.serve.lane.ROUNDS", 10**9)
+    monkeypatch.setattr("polydraft.serve.lane.NEW_TOKENS", 10**9)
+    scheduler = Scheduler(decoder(), OPTIONS, max_queue=10, warm_up=[SamplingParams()])
+    scheduler.start()
+    scheduler.drain(0.0)
+    assert not scheduler._thread.is_alive()

@@ -5,13 +5,20 @@ import gc
 import json
 import os
 import random
+import signal
+import sys
 import threading
+import time
+from pathlib import Path
 
 import httpx
 import pytest
 
+from polydraft.loading import load
 from polydraft.sampling import SamplingParams
 from polydraft.serve.ticket import Ticket
+
+from .test_command import process
 
 SCHEMAS = [
     {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False},
@@ -53,8 +60,12 @@ async def one_request(client, decoder, number, checked):
         schema = chance.choice(SCHEMAS)
         wish = {"type": "json_schema", "json_schema": {"schema": schema}}
         answer = await client.post("/v1/completions", json={**body, "max_tokens": 100, "response_format": wish})
+        assert answer.status_code in (200, 429)
         if answer.status_code == 200:
-            json.loads(answer.json()["choices"][0]["text"])
+            (choice,) = answer.json()["choices"]
+            assert choice["finish_reason"] in ("stop", "length")
+            if choice["finish_reason"] == "stop":
+                json.loads(choice["text"])
     else:
         slow = kind < 0.4
         text = ""
@@ -72,23 +83,30 @@ async def one_request(client, decoder, number, checked):
         checked.append((body, text))
 
 
+async def soak(url, decoder, count, seconds=0.0, first=0):
+    """Send requests, evenly over some seconds or as fast as they are answered; return answers with what was asked."""
+    checked = []
+    limits = httpx.Limits(max_connections=60)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        room, start = asyncio.Semaphore(40), time.monotonic()
+
+        async def limited(number):
+            await asyncio.sleep(max(start + number * seconds / count - time.monotonic(), 0))
+            async with room:
+                await one_request(client, decoder, first + number, checked)
+
+        await asyncio.gather(*map(limited, range(count)))
+    return checked
+
+
+def sample(checked, most):
+    return checked[:: max(len(checked) // most, 1)]
+
+
 @pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_soak(serving, tiny_decoder, count):
     server = serving(slots=4, max_queue=40)
-    checked = []
-
-    async def main():
-        limits = httpx.Limits(max_connections=60)
-        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
-            room = asyncio.Semaphore(40)
-
-            async def limited(number):
-                async with room:
-                    await one_request(client, tiny_decoder, number, checked)
-
-            await asyncio.gather(*map(limited, range(count)))
-
-    asyncio.run(main())
+    checked = asyncio.run(soak(server.url, tiny_decoder, count))
     for _ in range(500):
         if server.idle():
             break
@@ -98,6 +116,56 @@ def test_soak(serving, tiny_decoder, count):
     tickets = [one for one in gc.get_objects() if type(one) is Ticket]
     assert len(tickets) < 50, "requests that are over are forgotten"
     assert len(checked) > count / 3
-    for body, text in checked[:: max(len(checked) // (60 if count > 100 else 15), 1)]:
+    for body, text in sample(checked, 60 if count > 100 else 15):
         assert text == expected_text(tiny_decoder, body)
     assert threading.active_count() < 50 and len(os.listdir("/proc/self/fd")) < 200
+
+
+def held(one):
+    """Return what a process holds: bytes, threads, open files."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{one.pid}/status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]) * 1024, int(status["Threads"]), len(os.listdir(f"/proc/{one.pid}/fd"))
+
+
+async def last_requests(url, one):
+    """Send a signal while answers are on their way; return how each ended."""
+
+    async def ask(client, number):
+        body = {"prompt": "abc", "max_tokens": 60, "seed": number, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = [line async for line in answer.aiter_lines() if line]
+        return answer.status_code, lines[-1] if lines else ""
+
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        asked = [asyncio.create_task(ask(client, number)) for number in range(6)]
+        await asyncio.sleep(0.3)
+        one.send_signal(signal.SIGTERM)
+        return await asyncio.gather(*asked)
+
+
+@pytest.mark.slow
+def test_soak_of_a_process(roomy, capsys):
+    """Ten minutes; SOAK_TARGET=smollm2 takes the bundled pair, SOAK_SECONDS and SOAK_REQUESTS another size."""
+    target, count = os.environ.get("SOAK_TARGET", roomy), int(os.environ.get("SOAK_REQUESTS", "2000"))
+    seconds = float(os.environ.get("SOAK_SECONDS", "600"))
+    pair = {"target": target, "tree": "3x2x1", "draft": "early-exit:1" if target == roomy else "auto"}
+    given = [text for name, value in pair.items() for text in (f"--{name}", value)]
+    with process(*given, "--slots", "4", "--max-queue", "40", "--slot-tokens", "512") as (one, url):
+        threading.Thread(target=one.stderr.read, daemon=True).start()  # a full pipe would stop the server
+        decoder = load(**pair)
+        start, sizes, checked = time.monotonic(), [], []
+        for part in range(4):  # what the first part takes, others may use again
+            checked += asyncio.run(soak(url, decoder, count // 4, seconds / 4, part * count))
+            sizes.append(held(one))
+        took = time.monotonic() - start
+        ends = asyncio.run(last_requests(url, one))
+        assert one.wait(90) == 0
+    with capsys.disabled():
+        sys.stderr.write(f"\n{count} requests in {took:.0f} s, {len(checked)} whole streams; bytes, threads, files: {sizes}\n")
+    for status, last in ends:
+        assert (status == 200 and (last == "data: [DONE]" or "error" in last)) or status in (429, 503)
+    assert len(checked) > count / 4
+    for body, text in sample(checked, 40):
+        assert text == expected_text(decoder, body)
+    (first_bytes, first_threads, first_files), (last_bytes, last_threads, last_files) = sizes[0], sizes[-1]
+    assert last_bytes < 1.1 * first_bytes + 2**25 and last_threads <= first_threads + 8 and last_files <= first_files + 16

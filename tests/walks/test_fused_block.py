@@ -5,6 +5,7 @@ tests/gpu. Needs Triton (`pip install triton`) and no GPU.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -82,6 +83,18 @@ def test_verdicts_on_awkward_laws(scheme: Scheme, kernels: pytest.MonkeyPatch) -
     draft, laws, uniforms_BU = trees("3x1", 4, scheme, seed=3)
     found = BlockWalk().run(scheme, draft, laws, uniforms_BU)
     check_same(found, by_torch(BlockWalk(), scheme, draft, laws, uniforms_BU))
+
+
+@pytest.mark.parametrize("tree", ["1x1", "2x1"])
+def test_verdicts_on_trees_that_are_shallower_than_they_say(tree: str, kernels: pytest.MonkeyPatch) -> None:
+    # As trees by load are, whose outcomes all have the form of the largest one's.
+    draft, laws, _ = trees(tree, 4, HYBRID, seed=5)
+    deep = replace(draft, depth=5, laws=draft.laws + (draft.laws[-1][:, :1],) * (5 - draft.depth), reach=draft.depth)
+    numbers = BlockWalk().uniforms(HYBRID, 5)
+    uniforms_BU = torch.rand(4, numbers, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    found = BlockWalk().run(HYBRID, deep, laws, uniforms_BU)
+    check_same(found, by_torch(BlockWalk(), HYBRID, deep, laws, uniforms_BU))
+    assert found.path_BD.shape == (4, 6) and int(found.accepted_B.max()) > 0
 
 
 def borders(weights_V: Tensor) -> Tensor:

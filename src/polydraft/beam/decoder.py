@@ -167,6 +167,8 @@ class BeamDecoder:
 
 def check_law(options: BeamOptions, sampling: SamplingParams | None) -> SamplingParams:
     """Return the sampling parameters that count, refusing those that would be passed over in silence."""
+    if sampling is not None and sampling.grammar is not None:
+        raise UsageError("grammars are for single texts, not for beams; leave the grammar out")
     if options.mode == BeamMode.SAMPLE:
         params = sampling or _PLAIN
         if params.temperature == 0:

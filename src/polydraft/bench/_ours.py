@@ -194,7 +194,9 @@ def _decoded(spec: MethodSpec, bench: Bench, options: LoadOptions, target: Langu
     decoder = decoder.replace(tokenizer=None, target=decoder.target if target is None else target)
     topology = options.shape[1]
     parents = topology.parents if topology.depth else None
-    return _streamed(spec, bench, decoder.stream, parents, comparable=decoder.lossless, sampling=bench.params)
+    method = _streamed(spec, bench, decoder.stream, parents, comparable=decoder.lossless, sampling=bench.params)
+    longest = bench.longest_prompt + bench.max_new_tokens
+    return replace(method, warm_up=lambda: decoder.warm_up(sampling=bench.params, longest=longest))
 
 
 def _streamed(

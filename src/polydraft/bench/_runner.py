@@ -163,6 +163,8 @@ class Runner:
         """Let a method load, compile and allocate before it counts; a failure shows in its first measurement."""
         records = self._device.type == "cuda"
         try:
+            if method.warm_up is not None and records:
+                method.warm_up()
             for _ in range(_WARM_UPS_OF_GPUS if records else 1):
                 for count, _ in enumerate(method.generate(token_ids, self.seed), start=1):
                     if count >= _WARM_UP_TOKENS and not records:

@@ -54,6 +54,8 @@ class Method:
     """`(prompt, seed) -> tokens`, to the end of the text (an end-of-text token included) or `max_new_tokens`."""
     parents: tuple[int, ...] | None = None
     """Shape of a static draft tree, for the report."""
+    warm_up: Callable[[], Any] | None = None
+    """Does beforehand what first texts would wait for, where that is more than generating some."""
     comparable: bool = True
     """Whether its greedy text must be the target's: not so for a peer with other weights."""
 

@@ -1,5 +1,6 @@
 """A server under load: requests arrive by chance or by a number at a time, and are timed from outside."""
 
+import dataclasses
 import http.client
 import json
 import random
@@ -13,7 +14,9 @@ from urllib.parse import urlsplit
 from polydraft.errors import FailureError, UsageError
 
 AS_IS = "as-is"
-ARMS = ("auto", "off", AS_IS)
+PEERS = ("transformers", "llama.cpp")
+ARMS = ("auto", "off", AS_IS, *PEERS)
+_PEER_SLOTS = 8
 _PERCENTILES = (50, 95, 99)
 
 
@@ -26,7 +29,10 @@ class ServingLoad:
     model: str | None = None
     """Model to ask for  [default: the first that the server lists]."""
     arms: str = "auto off"
-    """What to compare: auto, off (ours, speculation on and off), as-is (any server, asked for nothing special)."""
+    """What to compare: auto, off (ours, speculation on and off), as-is (any server, asked for nothing special), transformers,
+    llama.cpp (peers, each started for its turn)."""
+    peer_model: str = "smollm2"
+    """Model of peers: a folder in Hugging Face format, or a GGUF file for llama.cpp."""
     requests: int = 64
     """Requests per arm."""
     rate: float | None = None
@@ -106,7 +112,7 @@ class Client:
         """Time one answer."""
         body: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "stream": True}
         body |= {"max_tokens": self._options.max_tokens, "temperature": self._options.temperature}
-        body |= {"stream_options": {"include_usage": True}} | ({} if arm == AS_IS else {"speculative": arm})
+        body |= {"stream_options": {"include_usage": True}} | ({"speculative": arm} if arm in ("auto", "off") else {})
         sample, start = Sample(), time.perf_counter()
         connection = http.client.HTTPConnection(self._host, self._port, timeout=600)
         try:
@@ -155,14 +161,32 @@ def run_load(options: ServingLoad, prompts: Sequence[str], done: Callable[[str, 
     done : callable
         Told arm and number of each answer that is complete.
     """
-    client = Client(options)
+    from polydraft.bench.serving_peers import command_of, running
+
+    for arm in options.arms.split():
+        if arm in PEERS:
+            command_of(arm, options.peer_model, 1, 0)  # refuses what is not there before anything takes time
     summaries = []
     for arm in options.arms.split():
-        client.ask(prompts[0], arm)  # the first answer warms the arm up, and is not counted
-        start = time.perf_counter()
-        samples = _run_arm(options, client, prompts, arm, done)
-        summaries.append({"arm": arm, **summary(options, samples, time.perf_counter() - start)})
+        if arm in PEERS:
+            try:
+                with running(arm, options.peer_model, options.concurrency or _PEER_SLOTS) as url:
+                    client = Client(dataclasses.replace(options, url=url, model=None, api_key=None))
+                    summaries.append(_measured(options, client, prompts, arm, done))
+            except FailureError as error:  # a peer's failure is a result, and the others' figures are kept
+                summaries.append({"arm": arm, **summary(options, [Sample(error=str(error))], 1.0)})
+        else:
+            summaries.append(_measured(options, Client(options), prompts, arm, done))
     return summaries
+
+
+def _measured(
+    options: ServingLoad, client: "Client", prompts: Sequence[str], arm: str, done: Callable[[str, int], None]
+) -> dict[str, Any]:
+    client.ask(prompts[0], arm)  # the first answer warms the arm up, and is not counted
+    start = time.perf_counter()
+    samples = _run_arm(options, client, prompts, arm, done)
+    return {"arm": arm, **summary(options, samples, time.perf_counter() - start)}
 
 
 def _run_arm(

@@ -63,14 +63,16 @@ def diff(before: Path, after: Path) -> None:
 @command.command("serve", short_help="Measure a server under load.")
 @options_of(ServingLoad)
 @click.option("--prompts", "source", default="builtin", show_default=True, help="Prompt file, dataset, or our own prompts.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="File for the figures, as JSON.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="File for the figures, as JSON; a page beside it.")
 def serve(source: str, out: Path | None, **options: Any) -> None:
     """Measure a running server: time to the first token, between tokens and in all, throughput, and goodput under limits.
 
-    Arms run one after the other, on the same prompts and arrivals. Measure peers by another --url with --arms as-is.
+    Arms run one after the other, on the same prompts and arrivals. transformers and llama.cpp start a peer's server for its
+    turn; any other server is measured by its --url with --arms as-is.
     """
+    from polydraft.bench.report.serving import render_load
     from polydraft.bench.serving import format_load, run_load
-    from polydraft.output import written_whole
+    from polydraft.output import write_text
     from polydraft.prompts import load_prompts
 
     load = ServingLoad(**options)
@@ -80,8 +82,12 @@ def serve(source: str, out: Path | None, **options: Any) -> None:
     for arm in found:
         click.echo(format_load(arm))
     if out is not None:
-        with written_whole(out) as partial:
-            partial.write_text(json.dumps({"options": {**vars(load), "api_key": None}, "arms": found}, indent=1) + "\n")
+        measured = {"options": {**vars(load), "api_key": None}, "arms": found}
+        write_text(out, json.dumps(measured, indent=1) + "\n")
+        write_text(out.with_suffix(".html"), render_load(measured))
+    for arm in found:
+        if arm["errors"] == arm["requests"]:
+            raise FailureError(f"arm {arm['arm']} gave no answer ({arm['first_error']}); the others' figures stand above")
 
 
 @command.command("merge", short_help="Join the shards of one run.")

@@ -86,18 +86,12 @@ class Task:
 
         request = {**self.choices.request(self.params), **changes}
         if self.schema is not None:
-            request["sampling"] = self._kept_to_schema(decoder)
+            from polydraft.sampling import Grammar
+
+            request["sampling"] = dataclasses.replace(self.params, grammar=Grammar.json_schema(self.schema))
         stream = decoder.stream(self.text, chat=not self.raw, **request)
         play(stream, printer)
         return stream.results()[0]
-
-    def _kept_to_schema(self, decoder: "Decoder") -> "SamplingParams":
-        from polydraft.sampling.grammar import JSON_SCHEMA, Grammars
-
-        grammars = Grammars(decoder.tokenizer, decoder.target.vocab_size, decoder.eos_token_ids)
-        length = len(decoder.encode(self.text, chat=not self.raw))
-        processor = grammars.processor(grammars.compiled(JSON_SCHEMA, self.schema), length)
-        return dataclasses.replace(self.params, processors=(processor,))
 
     def run_beams(self, beams: "BeamDecoder", options: "BeamOptions", printer: Any = None) -> "BeamGeneration":
         """Decode with beams."""

@@ -73,8 +73,11 @@ class Builder(ABC):
         # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
         return resolve_walk(wish, self.scheme, insist=self.asked_scheme == self.scheme.name)
 
-    def share(self, loads: Sequence[int]) -> None:  # noqa: B027 (most trees do not depend on it)
-        """Say how many rows share the rounds of each row, which may make smaller trees pay."""
+    def share(self, loads: Sequence[int], steady: bool) -> None:  # noqa: B027 (most trees do not depend on it)
+        """Say how many rows share the rounds of each row, which may make smaller trees pay.
+
+        `steady` if some row at work must have the trees that it would have alone.
+        """
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `begin`."""

@@ -23,6 +23,8 @@ class Drafter(ABC):
     """The draft, if there is one."""
     topology: Topology | DynamicShape | None = None
     """Shape of the trees that are drawn from it."""
+    by_load: bool = False
+    """Whether a batch's trees may be smaller than that, by what pays, unless its texts are to be steady."""
 
     @abstractmethod
     def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
@@ -53,6 +55,8 @@ class Parts:
     """Limits of a dynamic tree, which then takes the place of `topology`."""
     decision: Decision | None = None
     """Looks between levels whether to go on."""
+    by_load: bool = False
+    """Whether rows that share rounds may have smaller trees than `topology`."""
 
 
 DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")

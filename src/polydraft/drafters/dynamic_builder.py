@@ -176,7 +176,7 @@ class DynamicBuilder(Builder):
         width = max([self.shape.beam, *(level.nodes for level in self._room)])
         return self.source.lead + 1 + width * (self.shape.depth - 1)
 
-    def share(self, loads: Sequence[int]) -> None:
+    def share(self, loads: Sequence[int], steady: bool) -> None:
         """Let the policy and the choice of sizes reckon with it."""
         self.policy.share(loads)
         if self._choice is not None:
@@ -184,7 +184,7 @@ class DynamicBuilder(Builder):
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters."""
-        self._likeliest_B = torch.zeros(len(params), dtype=torch.bool, device=self._device)
+        self._likeliest_B = self._likeliest_B.new_zeros(len(params))
         self._distributions.resize(self._ranking_params(params))
         self.policy.resize(len(params))
         self._bare_laws = tuple(law_B1V[:1].expand(len(params), -1, -1) for law_B1V in self._bare_laws)

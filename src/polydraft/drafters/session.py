@@ -132,10 +132,13 @@ class DraftSession:
         """Whether the number of rows may change, see `resize`."""
         return all(builder.elastic for builder in self._builders)
 
-    def share(self, loads: Sequence[int]) -> None:
-        """Say how many rows share the rounds of each row, as far as that may matter to its drafts."""
+    def share(self, loads: Sequence[int], steady: bool) -> None:
+        """Say how many rows share the rounds of each row, as far as that may matter to its drafts.
+
+        `steady` if some row at work must have the trees that it would have alone.
+        """
         for builder in self._builders:
-            builder.share(loads)
+            builder.share(loads, steady)
 
     def resize(self, params: RowParams, most: int) -> None:
         """Have as many rows as there are parameters: the first ones stay as they are, further ones are to `begin`."""

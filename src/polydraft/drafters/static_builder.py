@@ -1,6 +1,6 @@
 """Trees of one static shape, drawn level by level."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from polydraft.decision import Decision
 from polydraft.drafters.builder import Builder, DraftDistributions
 from polydraft.drafters.source import DistributionSource
+from polydraft.drafters.tree_choice import TreeChoice
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import SCHEMES, Scheme
@@ -64,6 +65,8 @@ class StaticBuilder(Builder):
         Lets rows stop before the last level.
     compiled : bool
         Draw in a few kernels, compiled when first used, where it takes dozens otherwise.
+    choice : TreeChoice, optional
+        Chooses among smaller trees, and `topology`, from round to round.
     """
 
     elastic = True
@@ -79,6 +82,7 @@ class StaticBuilder(Builder):
         draft_temperature: float | None = None,
         decision: Decision | None = None,
         compiled: bool = False,
+        choice: TreeChoice | None = None,
     ) -> None:
         self.source: DistributionSource = source
         self.topology, self.num_nodes, self.depth = topology, topology.num_nodes, topology.depth
@@ -90,8 +94,10 @@ class StaticBuilder(Builder):
         self._greedy_B = torch.zeros(len(params), dtype=torch.bool, device=source.device)
         """Rows whose candidates are the likeliest tokens."""
         self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
-        self._plan = plan_passes(topology, source.device, source.lead)
-        self.levels = self._plan.levels
+        assert choice is None or decision is None
+        self._choice, self._vocab_size = choice, vocab_size
+        self._trees = (topology,) if choice is None else choice.trees
+        self._plans = [plan_passes(tree, source.device, source.lead) for tree in self._trees]
         self._laws: list[Tensor] = []
         self._drawn = 0
         """Levels that have drawn their children."""
@@ -113,9 +119,39 @@ class StaticBuilder(Builder):
         return _TOP if self._distributions.params.all_greedy else self._usual
 
     @property
+    def _place(self) -> int:
+        """Which of the trees the next round has."""
+        return 0 if self._choice is None else self._choice.place
+
+    @property
+    def levels(self) -> tuple["LevelPlan", ...]:
+        """The next round's passes."""
+        return self._plans[self._place].levels
+
+    @property
+    def kind(self) -> Hashable:
+        """The tree, where there are several."""
+        return None if self._choice is None else self._place
+
+    @property
+    def num_kinds(self) -> int:
+        """One per tree."""
+        return len(self._trees)
+
+    def rehearse(self, number: int | None) -> None:
+        """Let all rounds have one tree, the largest first."""
+        if self._choice is not None:
+            self._choice.rehearsed = None if number is None else max(self._choice.largest - number, 0)
+
+    def share(self, loads: Sequence[int], steady: bool) -> None:
+        """Keep to the largest tree for texts that depend on nothing but themselves, and for a row alone."""
+        if self._choice is not None:
+            self._choice.fixed = steady or len(loads) == 1
+
+    @property
     def num_uniforms(self) -> int:
         """One per candidate."""
-        return self.num_nodes - 1
+        return self._trees[self._place].num_nodes - 1
 
     @property
     def places(self) -> int:
@@ -130,15 +166,21 @@ class StaticBuilder(Builder):
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""
         self._distributions.begin(texts, rows, self._draft_params(params))
+        if self._choice is not None:
+            self._choice.pause()
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""
         self._distributions.advance(emitted)
+        if self._choice is not None:
+            accepted = [len(tokens) - 1 for tokens in emitted if tokens]
+            self._choice.settle((len(emitted), self.scheme.name), accepted)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Pass each level through the source and draw the next one."""
         tokens_BN = self.plant(tail_B2[:, 1])
-        features_BWF = self.source.root(tail_B2) if self.levels else None
+        # Where trees change, the source reads along even for one that is its root alone: its memory keeps its form.
+        features_BWF = self.source.root(tail_B2) if self.levels or self._choice is not None else None
         for level in self.levels:
             if level.first > 0:
                 tokens_BW, block = tokens_BN[:, level.first : level.stop], level.block.expand(len(tokens_BN))
@@ -159,7 +201,7 @@ class StaticBuilder(Builder):
         """Return the tokens of a new tree, all but the root still missing; `draw` fills them in."""
         self._laws, self._drawn = [], 0
         self._going_B = None if self.decision is None else torch.ones_like(root_B, dtype=torch.bool)
-        tokens_BN = torch.full((len(root_B), self.num_nodes), NO_TOKEN, device=root_B.device)
+        tokens_BN = torch.full((len(root_B), self._trees[self._place].num_nodes), NO_TOKEN, device=root_B.device)
         tokens_BN[:, 0] = root_B
         return tokens_BN
 
@@ -215,10 +257,10 @@ class StaticBuilder(Builder):
     def tree(self, tokens_BN: Tensor) -> DraftTree:
         """Return the grown tree."""
         laws, depth, vocabulary = tuple(self._laws), self._drawn, self._distributions.vocabulary
-        if depth == self.topology.depth:
-            return DraftTree.from_topology(
-                self.topology, tokens_BN, laws, self._plan.law_rows_N, self._distributions.vocabulary
-            )
+        topology, law_rows_N = self._trees[self._place], self._plans[self._place].law_rows_N
+        if depth == topology.depth:
+            whole = DraftTree.from_topology(topology, tokens_BN, laws, law_rows_N, vocabulary)
+            return whole if depth == self.depth else self._as_deep(whole)
         # An early stop is a slice. The tree says to be as deep as ever, so that a round's outcome keeps its form.
         tables, size = self._mask.stopped(depth), len(tokens_BN)
         nodes = len(tables.depths_N)
@@ -229,9 +271,20 @@ class StaticBuilder(Builder):
             tables.child_table_NK.expand(size, -1, -1),
             self.topology.depth,
             laws + laws[-1:] * (self.topology.depth - depth),
-            self._plan.law_rows_N[:nodes].expand(size, -1),
+            law_rows_N[:nodes].expand(size, -1),
             vocabulary,
         )
+
+    def _as_deep(self, tree: DraftTree) -> DraftTree:
+        """Let a smaller tree have the outcome of the largest one."""
+        laws, missing = tree.laws, self.depth - tree.depth
+        if laws:
+            laws += (laws[-1][:, :1],) * missing
+        elif not self.scheme.follows_target:  # of a root alone: no child was drawn, so any law will do
+            columns = self._vocab_size if tree.vocabulary is None else len(tree.vocabulary.tokens_D)
+            law_111 = torch.full((1, 1, 1), 1 / columns, device=self.source.device)
+            laws = (law_111.expand(len(tree.tokens_BN), 1, columns),) * missing
+        return replace(tree, depth=self.depth, laws=laws, reach=tree.depth)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from polydraft.drafters.session import DraftSession
 from polydraft.drafters.source import DistributionSource
 from polydraft.drafters.static_builder import DEFAULT_SCHEME, StaticBuilder, check_tree
 from polydraft.drafters.trie import check_node_walk
+from polydraft.drafters.tree_choice import Timings, TreeChoice, smaller_trees
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.ngrams import load_corpus
@@ -46,6 +47,8 @@ class TreeDrafter(Drafter):
         Lets rows stop before the last level.
     costs : Costs, optional
         What levels and passes cost, for dynamic trees; measured when first needed, and kept for this machine, if not given.
+    by_load : bool
+        Let rows that share rounds have smaller trees than `shape`, a static one, where these bring more tokens over time.
     """
 
     def __init__(
@@ -57,11 +60,14 @@ class TreeDrafter(Drafter):
         draft_temperature: float | None = None,
         decision: Decision | None = None,
         costs: Costs | None = None,
+        by_load: bool = False,
     ) -> None:
         self.model: LanguageModel | FeatureHead = model
         self.topology: Topology | DynamicShape = shape
         self.scheme, self.draft_temperature, self.decision, self.costs = scheme, draft_temperature, decision, costs
         self.name = "dynamic" if self.dynamic else "head" if isinstance(model, FeatureHead) else "model"
+        self.by_load = by_load and decision is None and not self.dynamic
+        self._timings = Timings()
         if isinstance(shape, Topology):
             check_tree(shape, scheme, model.num_columns)
         elif scheme != "auto":
@@ -95,6 +101,7 @@ class TreeDrafter(Drafter):
                 draft_temperature=self.draft_temperature,
                 decision=self.decision,
                 compiled=compiled,
+                choice=TreeChoice((*smaller_trees(shape), shape), self._timings) if self.by_load else None,
             )
         costs = self.costs
         if costs is None and shape.adaptive:
@@ -154,8 +161,9 @@ class United(TreeDrafter):
         *,
         draft_temperature: float | None = None,
         decision: Decision | None = None,
+        by_load: bool = False,
     ) -> None:
-        super().__init__(model, shape, scheme, draft_temperature=draft_temperature, decision=decision)
+        super().__init__(model, shape, scheme, draft_temperature=draft_temperature, decision=decision, by_load=by_load)
         small = TreeDrafter(model, UNITED_TREE, draft_temperature=draft_temperature, decision=decision)
         self.union = Combination(small, grams)
 
@@ -178,7 +186,14 @@ def _head(parts: Parts, drafter: str) -> FeatureHead:
 
 
 def _static(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
-    return TreeDrafter(draft, parts.topology, parts.scheme, draft_temperature=parts.draft_temperature, decision=parts.decision)
+    return TreeDrafter(
+        draft,
+        parts.topology,
+        parts.scheme,
+        draft_temperature=parts.draft_temperature,
+        decision=parts.decision,
+        by_load=parts.by_load,
+    )
 
 
 def _dynamic(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
@@ -213,8 +228,15 @@ def _build_united(parts: Parts) -> United:
     grams = replace(parts.grams, nodes=parts.grams.nodes or UNITED_GRAMS)
     known = load_corpus(grams.caches.corpus, grams.caches.fingerprint) is not None
     beside = gram_tree(["suffix", "corpus"] if known else ["suffix"], grams)
-    temperature, decision = parts.draft_temperature, parts.decision
-    return United(draft, parts.topology, parts.scheme, beside, draft_temperature=temperature, decision=decision)
+    return United(
+        draft,
+        parts.topology,
+        parts.scheme,
+        beside,
+        draft_temperature=parts.draft_temperature,
+        decision=parts.decision,
+        by_load=parts.by_load,
+    )
 
 
 AUTO = "auto"

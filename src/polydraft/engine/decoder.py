@@ -9,7 +9,9 @@ from contextlib import nullcontext
 from typing import Any, Unpack, overload
 
 from polydraft.drafters import Drafter, Plain
+from polydraft.drafters.forced import with_forced
 from polydraft.engine.loop import Engine
+from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, rehearsing
 from polydraft.engine.request import Options, Request, rows_of, token_ids
 from polydraft.engine.sequence import Generation, TokenSequence
 from polydraft.engine.stream import Stream
@@ -18,15 +20,12 @@ from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
 from polydraft.sampling import RowParams, SamplingParams, check_params
+from polydraft.sampling.grammar import Grammars
 from polydraft.walks import AUTO, WALKS
 
 Prompt = str | Sequence[int]
 _MOST_SPARE = 2
 _PLAIN_SAMPLING = SamplingParams()
-_USUAL_LENGTH = 512
-_SHORTEST_POWER = 5
-_WARM_ROUNDS, _WARM_TOKENS = 4, 24
-"""A round is recorded when it comes for the second time; four of them, and room for their tokens."""
 
 
 class Decoder:
@@ -86,6 +85,10 @@ class Decoder:
         self.eos_token_ids = tuple(eos_token_ids)
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
         self.graphs, self.compiled, self.ahead = graphs, compiled, ahead
+        self._grammars: Grammars | None = None
+        """Made when first asked for: that takes a second."""
+        self._with_forced = with_forced(self.drafter)
+        """Who drafts for texts with grammars."""
         self._kept: tuple[Drafter, Workspace] | None = None
         self._spare: deque[tuple[Drafter, Workspace]] = deque(maxlen=_MOST_SPARE)
         """Workspaces of a GPU, whose recorded rounds are worth keeping."""
@@ -130,7 +133,8 @@ class Decoder:
         max_new_tokens : int or one for each prompt, default 128
             Exact upper limit for each text.
         seed : int or one for each prompt, optional
-            Same seed, same text; drawn at random, and reported in `settings`, if not given.
+            Same seed, same text; drawn at random, and reported in `settings`, if not given. Trees that follow the load do not
+            do so for texts with a seed, above temperature 0.
         stop : str or list of str, or one list for each prompt, optional
             Strings that end a text.
         chat : bool, default False
@@ -165,6 +169,7 @@ class Decoder:
         params = request.row_params(len(texts))
         for row in params:
             check_params(row, self.target.vocab_size)
+        drafter, params = self._constrained(params, texts)
         assemblers = [self.assembler(strings) for strings in request.row_stops(len(texts))]
         limits = request.row_limits(len(texts))
         sequences = [
@@ -177,22 +182,24 @@ class Decoder:
                 eos_token_ids=frozenset(self.eos_token_ids),
                 assembler=assembler,
                 max_positions=self.target.max_positions,
+                # The likeliest token is the likeliest whatever was drafted; what a seed gives depends on the trees.
+                steady=not drafter.by_load or (options.get("seed") is not None and own.temperature > 0),
             )
             for row, (text, own, generator, limit, assembler) in enumerate(
                 zip(texts, params, request.generators(len(texts)), limits, assemblers, strict=True)
             )
         ]
         with self._turn if request.keep else nullcontext():
-            workspace = self._lend(params, request.keep)
+            workspace = self._lend(drafter, params, request.keep)
             engine = Engine(
                 target=self.target,
-                drafter=self.drafter,
+                drafter=drafter,
                 workspace=workspace,
                 walk=self.walk,
                 sequences=sequences,
                 keep=request.keep,
             )
-            self._put_back(workspace, request.keep)
+            self._put_back(drafter, workspace, request.keep)
         settings = {
             "seeds": request.seeds(len(texts)),
             "max_new_tokens": request.max_new_tokens,
@@ -206,13 +213,14 @@ class Decoder:
         *,
         sampling: SamplingParams = _PLAIN_SAMPLING,
         batch_size: int = 1,
-        longest: int = _USUAL_LENGTH,
+        longest: int = USUAL_LENGTH,
         progress: Callable[[int], None] | None = None,
     ) -> float:
         """Do beforehand what first requests would wait for, and return the seconds that it took.
 
         Kernels are compiled, costs measured where the tree asks for them, and on a GPU rounds are recorded for texts of all
-        lengths up to `longest`. Later requests with the same sampling parameters and batch size find it done.
+        lengths up to `longest`. Later requests with the same sampling parameters and batch size find it done. On a CPU the
+        texts are short whatever `longest` says.
 
         Parameters
         ----------
@@ -233,27 +241,20 @@ class Decoder:
             raise UsageError(f"batch_size={batch_size}, longest={longest} is out of range; allowed: from 1, and from 2 up")
         start = time.perf_counter()
         longest = min(longest, self.target.max_positions or longest)
-        lengths = [longest - 1]
-        if self.target.device.type == "cuda":
-            # A recording serves up to the next power of two. Long ones first: memory that grows would make others worthless.
-            lengths = [min(2**power, longest - 1) for power in range((longest - 1).bit_length(), _SHORTEST_POWER, -1)]
-        for length in lengths or [longest - 1]:
+        for length in lengths_of(longest, self.target.device):
             if progress is not None:
                 progress(length)
-            new_tokens = min(_WARM_TOKENS, longest - 1)
-            prompt = [token % self.target.vocab_size for token in range(max(length + 1 - new_tokens, 1))]
+            new_tokens = min(NEW_TOKENS, longest - 1)
+            prompt = prompt_of(length, new_tokens, self.target.vocab_size)
             number, kinds = 0, 1
             while number < kinds:
                 stream = self.stream([prompt] * batch_size, sampling=sampling, max_new_tokens=new_tokens, seed=0)
-                session, kinds = stream.session, stream.session.num_kinds
-                session.rehearse(number)
-                try:
+                kinds = stream.session.num_kinds
+                with rehearsing(stream.session, number):
                     for _ in stream:
-                        if stream.stats.rounds >= _WARM_ROUNDS:
+                        if stream.stats.rounds >= ROUNDS:
                             stream.close()
                             break
-                finally:
-                    session.rehearse(None)
                 number += 1
         return time.perf_counter() - start
 
@@ -284,28 +285,47 @@ class Decoder:
         _check_text(text)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _lend(self, params: RowParams, keep: bool) -> Workspace:
+    def _constrained(self, params: RowParams, texts: Sequence[Sequence[int]]) -> tuple[Drafter, RowParams]:
+        """Return who drafts, and the rows' parameters with grammars put to work."""
+        wanted = [own.grammar for own in params]
+        if not any(wanted):
+            return self.drafter, params
+        if not all(wanted):
+            raise UsageError("some texts of this batch have a grammar and others have none; generate them apart")
+        with self._lending:
+            if self._grammars is None:
+                if self.tokenizer is None:
+                    raise UsageError("grammars need a tokenizer; pass tokenizer=... to the Decoder")
+                self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
+        compiled = {id(grammar): self._grammars.compiled(grammar) for grammar in wanted if grammar is not None}
+        rows = [
+            own.following(self._grammars.processor(compiled[id(own.grammar)], len(text)))
+            for own, text in zip(params, texts, strict=True)
+        ]
+        return self._with_forced, RowParams(tuple(rows))
+
+    def _lend(self, drafter: Drafter, params: RowParams, keep: bool) -> Workspace:
         """Return memories for a batch that nobody else is given until they are put back: kept or spare ones, else new ones."""
         with self._lending:
-            if keep and self._kept is not None and self._fits(self._kept, params):
+            if keep and self._kept is not None and _fits(self._kept, drafter, params):
                 return self._kept[1]
             for found in self._spare:
-                if self._fits(found, params) and found[1].ownership.idle:
+                if _fits(found, drafter, params) and found[1].ownership.idle:
                     self._spare.remove(found)
                     return found[1]
-        return Workspace(self.target, self.drafter, params, self.graphs, self.compiled, self.ahead)
+        return Workspace(self.target, drafter, params, self.graphs, self.compiled, self.ahead)
 
-    def _put_back(self, workspace: Workspace, keep: bool) -> None:
+    def _put_back(self, drafter: Drafter, workspace: Workspace, keep: bool) -> None:
         """Let later calls find memories that a run has taken."""
         with self._lending:
             if keep:
-                self._kept = (self.drafter, workspace)
+                self._kept = (drafter, workspace)
             elif workspace.records:
-                self._spare.append((self.drafter, workspace))
+                self._spare.append((drafter, workspace))
 
-    def _fits(self, found: tuple[Drafter, Workspace], params: RowParams) -> bool:
-        drafter, workspace = found
-        return drafter is self.drafter and workspace.params == params
+
+def _fits(found: tuple[Drafter, Workspace], drafter: Drafter, params: RowParams) -> bool:
+    return found[0] is drafter and found[1].params == params
 
 
 def _check_text(text: str) -> None:

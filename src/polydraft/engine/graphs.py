@@ -17,7 +17,7 @@ from polydraft.models import Context
 from polydraft.trees import DraftTree
 from polydraft.walks import Walk
 
-_MOST_RECORDINGS = 32
+_MOST_RECORDINGS = 128
 _LOGGER = logging.getLogger("polydraft")
 _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Why passes of a model are not recorded, as far as it was said."""

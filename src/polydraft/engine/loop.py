@@ -271,8 +271,10 @@ class Engine:
 
     def _share(self) -> None:
         """Tell the drafter how many texts are at work."""
-        load = sum(self._active())
-        self._session.share([1 if one is None or one.steady else load for one in self.slots])
+        active = self._active()
+        loads = [1 if one is None or one.steady else sum(active) for one in self.slots]
+        steady = any(one is not None and one.steady and works for one, works in zip(self.slots, active, strict=True))
+        self._session.share(loads, steady)
 
     def _runs_ahead(self, now: Launched) -> bool:
         """Whether to launch one more round: some sequence goes on after this one unless it meets an end that is no limit."""

@@ -116,9 +116,13 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
     own_BU, walk_BU = uniforms_BU[:, : session.num_uniforms], uniforms_BU[:, session.num_uniforms :]
     with stats.clock("draft"):
         draft = session.propose(state.tail_B2, own_BU, host_tree)
+    foreseen = state.warper.params.has_processors and state.target.device.type != "cpu"
+    paths = draft.without_riders().paths().tolist() if foreseen else []  # before the pass is launched, or it is waited for
     with stats.clock("target"):
         features_BNF = target_context.extend(draft.tokens_BN, draft.block())
     with stats.clock("verify"):
+        if foreseen:
+            state.warper.foresee(paths)
         target_laws = distributions(state, features_BNF[:, : features_BNF.shape[1] - draft.riders])
         candidates = draft.without_riders()
         compiled = state.compiled and not walk.has_kernels(session.scheme, candidates)

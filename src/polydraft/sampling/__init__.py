@@ -1,6 +1,7 @@
 """From logits to probabilities to tokens: the only place that knows temperature, top-k, penalties and random numbers."""
 
 from polydraft.sampling.categorical import NO_TOKEN, Noise, draw_distinct, draw_independent, draw_one
+from polydraft.sampling.grammar import Grammar
 from polydraft.sampling.params import IDLE, RowParams, SamplingParams, check_draft_temperature
 from polydraft.sampling.vocabulary import PartialVocabulary
 from polydraft.sampling.warper import Warper, check_params
@@ -8,6 +9,7 @@ from polydraft.sampling.warper import Warper, check_params
 __all__ = [
     "IDLE",
     "NO_TOKEN",
+    "Grammar",
     "Noise",
     "PartialVocabulary",
     "RowParams",

@@ -7,19 +7,63 @@ grammar too, and verification is as exact as without one.
 import copy
 import json
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.errors import UsageError, shown
+from polydraft.errors import UsageError, shown, unknown_name
 
 JSON_SCHEMA, JSON_OBJECT, REGEX, LARK = "json_schema", "json_object", "regex", "grammar"
 KINDS = (JSON_SCHEMA, JSON_OBJECT, REGEX, LARK)
 _MOST_STATES = 512
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is spelled: as most of it is, and so that no text can go on with blanks for ever."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What texts are to follow, for `SamplingParams(grammar=...)`; needs ``pip install 'polydraft[serve]'``.
+
+    Examples
+    --------
+    >>> sampling = SamplingParams(grammar=Grammar.json_schema({"type": "boolean"}))  # doctest: +SKIP
+    """
+
+    kind: str
+    """One of `KINDS`."""
+    given: Any = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise unknown_name("kind of grammar", str(self.kind), KINDS)
+        fits = {JSON_SCHEMA: isinstance(self.given, Mapping | bool), JSON_OBJECT: self.given is None}
+        if not fits.get(self.kind, isinstance(self.given, str)):
+            allowed = {JSON_SCHEMA: "a JSON schema as a dict", JSON_OBJECT: "nothing"}.get(self.kind, "text")
+            raise UsageError(f"{self.kind} {shown(self.given)} is no grammar; allowed: {allowed}")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> "Grammar":
+        """Texts are JSON of a schema."""
+        return cls(JSON_SCHEMA, schema)
+
+    @classmethod
+    def json_object(cls) -> "Grammar":
+        """Texts are JSON objects."""
+        return cls(JSON_OBJECT)
+
+    @classmethod
+    def regex(cls, expression: str) -> "Grammar":
+        """Whole texts match a regular expression."""
+        return cls(REGEX, expression)
+
+    @classmethod
+    def lark(cls, rules: str) -> "Grammar":
+        """Texts follow a grammar in Lark's notation."""
+        return cls(LARK, rules)
 
 
 class Grammars:
@@ -47,19 +91,11 @@ class Grammars:
         except ValueError as error:
             raise UsageError(f"grammars do not work with this tokenizer ({error})") from None
 
-    def compiled(self, kind: str, given: Any) -> str:
-        """Check a grammar and return it in the form that `processor` takes.
-
-        Parameters
-        ----------
-        kind : str
-            One of `KINDS`.
-        given : str or dict
-            A JSON schema, a regular expression, or a grammar in Lark's notation; nothing for ``"json_object"``.
-        """
+    def compiled(self, wanted: Grammar) -> str:
+        """Check a grammar and return it in the form that `processor` takes."""
         from llguidance import LLMatcher
 
-        assert kind in KINDS, kind
+        kind, given = wanted.kind, wanted.given
         try:
             if kind == REGEX:
                 grammar = LLMatcher.grammar_from_regex(given)
@@ -100,6 +136,15 @@ class GrammarProcessor:
         if state is None:  # a node that no walk reaches: its token was ruled out above it
             return scores_1V
         return scores_1V.masked_fill(~state[1].to(scores_1V.device), -torch.inf)
+
+    def forced(self, text: Sequence[int], most: int) -> list[int]:
+        """Return the tokens that a text goes on with as far as its grammar leaves it no choice, `most` of them at most."""
+        state = self._state(tuple(text[self._prompt_length :]))
+        return [] if state is None else list(state[0].compute_ff_tokens())[:most]
+
+    def foresee(self, text: Sequence[int]) -> None:
+        """Find out beforehand what may follow a text."""
+        self._state(tuple(text[self._prompt_length :]))
 
     def _state(self, tokens: tuple[int, ...]) -> tuple[Any, Tensor] | None:
         """Return the grammar's state after some tokens with what may follow; None if they do not follow it themselves."""

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from polydraft.errors import UsageError, shown
+from polydraft.sampling.grammar import Grammar
 
 LARGEST = 3.4028234663852886e38
 """Largest number of float32, in which penalties are computed."""
@@ -46,6 +47,9 @@ class SamplingParams:
     """Token id to a number added to its logit."""
     processors: tuple[Any, ...] = field(default=(), hash=False)
     """Hugging Face `LogitsProcessor` objects, called as `processor(input_ids, scores)` with each node's own ancestors."""
+    grammar: Grammar | None = field(default=None, hash=False)
+    """What the text is to follow: a JSON schema, a regular expression, or rules in Lark's notation. It is the last of the
+    `processors`."""
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -73,6 +77,10 @@ class SamplingParams:
                 "(input_ids, scores) -> scores"
             )
         object.__setattr__(self, "processors", tuple(processors))
+        grammar: Any = self.grammar
+        if grammar is not None and not isinstance(grammar, Grammar):
+            allowed = "Grammar.json_schema({...}), Grammar.json_object(), Grammar.regex(...), Grammar.lark(...)"
+            raise UsageError(f"grammar={shown(grammar)}; allowed: {allowed}")
         self._check_reach()
 
     def _check_bias(self) -> None:
@@ -109,8 +117,16 @@ class SamplingParams:
     def needs_history(self) -> bool:
         """Whether a law depends on which tokens came before, beyond what the model itself sees."""
         return (
-            self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0 or bool(self.processors)
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or bool(self.processors)
+            or self.grammar is not None
         )
+
+    def following(self, grammar: Any) -> "SamplingParams":
+        """Return them with the processor of a grammar in place of it."""
+        return dataclasses.replace(self, processors=(*self.processors, grammar), grammar=None)
 
 
 def _check(name: str, value: float, fits: bool, allowed: str) -> None:

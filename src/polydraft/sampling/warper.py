@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.sampling.categorical import NO_TOKEN
+from polydraft.sampling.grammar import GrammarProcessor
 from polydraft.sampling.params import DEFAULTS, RowParams, SamplingParams
 from polydraft.sampling.vocabulary import PartialVocabulary
 
@@ -79,6 +80,7 @@ class Warper:
 
     def _set(self, params: RowParams) -> None:
         """Write the parameters of all rows."""
+        assert all(row.grammar is None for row in params), "grammars have become processors"
         self.params = params
         # Rows that take the likeliest token have their distribution computed like all others, and not used.
         drawn = params if params.all_greedy else params.map(_as_if_drawn)
@@ -233,6 +235,17 @@ class Warper:
                     scores_1V = self._vocabulary.spread(scores_1V, fill=-torch.inf)
                 result_BGV[row, node] = self._known(self._through(row, params.processors, input_ids, scores_1V))[0]
         return result_BGV
+
+    def foresee(self, paths: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Let grammars find out what may follow some nodes, while the device works on these nodes' logits.
+
+        `paths` are those that `probs` will get, on the host.
+        """
+        for row, (own, params) in enumerate(zip(paths, self.params, strict=True)):
+            grammars = [processor for processor in params.processors if isinstance(processor, GrammarProcessor)]
+            for path in own if grammars else ():
+                for grammar in grammars:
+                    grammar.foresee(self._history[row] + [token for token in path if token != NO_TOKEN])
 
     def _through(self, row: int, processors: Sequence[Any], input_ids: Tensor, scores_1V: Tensor) -> Tensor:
         """Let the processors of a row change its scores."""

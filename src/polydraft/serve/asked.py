@@ -7,7 +7,7 @@ from typing import Any
 
 from polydraft.errors import UsageError, shown, unknown_name
 from polydraft.sampling import SamplingParams
-from polydraft.sampling.grammar import JSON_OBJECT, JSON_SCHEMA, LARK, REGEX
+from polydraft.sampling.grammar import LARK, REGEX, Grammar
 from polydraft.serve.problems import RequestError
 from polydraft.serve.ticket import AUTO, OFF
 
@@ -47,8 +47,8 @@ class Asked:
     top_logprobs: int | None = None
     speculative: str = AUTO
     """``"auto"``, ``"off"``, or a tree."""
-    grammar: tuple[str, Any] | None = None
-    """Kind and content of a grammar that the texts follow, see `polydraft.sampling.grammar`."""
+    grammar: Grammar | None = None
+    """What the texts are to follow."""
     trace: bool = False
     """Whether to say of every token where it came from."""
 
@@ -208,20 +208,20 @@ def _speculative(value: Any) -> tuple[str, bool]:
     return (OFF if tree == "none" else tree), trace
 
 
-def _grammar(left: dict[str, Any]) -> tuple[str, Any] | None:
+def _grammar(left: dict[str, Any]) -> Grammar | None:
     """Read what the texts are to follow: one of three parameters says so."""
-    found: dict[str, tuple[str, Any]] = {}
+    found: dict[str, Grammar] = {}
     for name in (REGEX, LARK):
         if text := _text(left, name):
-            found[name] = name, text
+            found[name] = Grammar(name, text)
     response = left.pop("response_format", None)
     match response:
         case None | {"type": "text"}:
             pass
         case {"type": "json_object", **rest} if not rest:
-            found["response_format"] = JSON_OBJECT, None
+            found["response_format"] = Grammar.json_object()
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
-            found["response_format"] = JSON_SCHEMA, schema
+            found["response_format"] = Grammar.json_schema(schema)
         case _:
             allowed = '{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}}}'
             raise _wrong("response_format", response, allowed)

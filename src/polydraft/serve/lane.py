@@ -2,12 +2,16 @@
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
+from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, rehearsing
 from polydraft.engine.sequence import Emitted
 from polydraft.engine.workspace import Workspace
-from polydraft.sampling import IDLE, RowParams
+from polydraft.sampling import IDLE, RowParams, SamplingParams
+from polydraft.sampling.categorical import row_generator
 from polydraft.serve.ticket import Progress, Ticket
 
 
@@ -61,6 +65,32 @@ class Lane:
         if emitted.stop_reason is not None:
             del self.running[emitted.row]
         return ticket, Progress(index, emitted, ticket.sequences[index].failure)
+
+    def warm_up(self, samplings: Sequence[SamplingParams], stopped: Callable[[], bool]) -> None:
+        """Rehearse rounds of all kinds, for texts of usual lengths, as many as there are slots, until told to stop."""
+        engine, target = self._opened(), self.decoder.target
+        longest = min(USUAL_LENGTH, self._options.slot_tokens)
+        for params in samplings:
+            for length in lengths_of(longest, target.device):
+                prompt = prompt_of(length, min(NEW_TOKENS, longest - 1), target.vocab_size)
+                for number in range(engine.session.num_kinds):
+                    with rehearsing(engine.session, number):
+                        self._rehearse(engine, prompt, params, stopped)
+                    if stopped():
+                        return
+
+    def _rehearse(self, engine: Engine, prompt: list[int], params: SamplingParams, stopped: Callable[[], bool]) -> None:
+        """Run some rounds with a text in every slot, and let the texts go."""
+        options: dict[str, Any] = {"prompt": prompt, "params": params, "max_new_tokens": NEW_TOKENS, "steady": False}
+        sequences = [TokenSequence(generator=row_generator(row), **options) for row in range(self._options.slots)]
+        for sequence in sequences:
+            engine.add(sequence)
+        last = engine.stats.rounds + ROUNDS
+        while not engine.done and engine.stats.rounds < last and not stopped():
+            engine.step()
+        for sequence in sequences:
+            if not sequence.done:
+                engine.end(sequence, StopReason.CANCELLED, 0)
 
     def cancel(self, ticket: Ticket) -> list[TokenSequence]:
         """End all texts of a request; return them."""

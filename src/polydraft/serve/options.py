@@ -42,6 +42,8 @@ class ServeOptions:
     """On SIGTERM, time for running answers to end."""
     cors: tuple[str, ...] = ()
     """Web page that may call from a browser, such as https://example.org; may be given several times."""
+    warm_up: bool | None = None
+    """Before requests are taken, record and time rounds for texts of usual lengths  [default: on a GPU]."""
     log_texts: bool = False
     """Log prompts and answers; otherwise only their sizes are logged."""
 

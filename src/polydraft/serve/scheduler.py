@@ -4,20 +4,23 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from polydraft.drafters import Plain, TreeDrafter
+from polydraft.drafters.forced import with_forced
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.sequence import Emitted
 from polydraft.errors import FailureError, UsageError
+from polydraft.sampling import SamplingParams
 from polydraft.serve.lane import Lane, LaneOptions
-from polydraft.serve.ticket import AUTO, OFF, BusyError, Progress, Ticket, UnavailableError
+from polydraft.serve.ticket import AUTO, CONSTRAINED, OFF, BusyError, Progress, Ticket, UnavailableError
 from polydraft.trees import DynamicShape, parse_dynamic, parse_tree
 
 _LOGGER = logging.getLogger("polydraft.serve")
-_MOST_LANES = 3
+_LASTING, _MOST_OTHERS = (AUTO, AUTO + CONSTRAINED), 2
+"""Lanes that stay once they are there, and how many others there may be."""
 _MOST_NODES = 128
 """Of a tree that a request asks for."""
 _MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
@@ -36,10 +39,21 @@ class Scheduler:
         Texts that may wait beyond those that have slots.
     observer : callable, optional
         Sees all that happens, in the scheduler's thread.
+    warm_up : sequence of SamplingParams
+        Rehearse rounds with these before any request is served.
     """
 
-    def __init__(self, decoder: Decoder, options: LaneOptions, *, max_queue: int, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        options: LaneOptions,
+        *,
+        max_queue: int,
+        observer: Observer | None = None,
+        warm_up: Sequence[SamplingParams] = (),
+    ) -> None:
         self.decoder, self.options, self._observer = decoder, options, observer
+        self._rehearsed, self._cold = warm_up, bool(warm_up)
         self._limit = options.slots + max_queue
         self._lanes: OrderedDict[str, Lane] = OrderedDict({AUTO: Lane(decoder, options)})
         self._changed = threading.Condition()
@@ -58,7 +72,7 @@ class Scheduler:
     @property
     def ready(self) -> bool:
         """Whether requests are taken."""
-        return self._thread.is_alive() and not self._draining
+        return self._thread.is_alive() and not self._draining and not self._cold
 
     @property
     def running(self) -> int:
@@ -114,6 +128,8 @@ class Scheduler:
             self._thread.join()
 
     def _run(self) -> None:
+        if self._cold:
+            self._warm_up()
         while self._has_work():
             for lane in tuple(self._lanes.values()):
                 if lane.busy:
@@ -129,6 +145,16 @@ class Scheduler:
         for lane in tuple(self._lanes.values()):
             self._tell(_ended(lane.reset(waiting_too=True), gone))
 
+    def _warm_up(self) -> None:
+        start, lane = time.perf_counter(), self._lanes[AUTO]
+        try:
+            lane.warm_up(self._rehearsed, lambda: self._draining)
+        except Exception as error:  # requests will meet it again, and are told then
+            _LOGGER.error("warming up failed: %s: %s", type(error).__name__, error)
+            lane.reset()
+        _LOGGER.info("warmed up in %.1f seconds", time.perf_counter() - start)
+        self._cold = False
+
     def _has_work(self) -> bool:
         """Wait for something to do, take in who came and let go who left; say whether to go on."""
         with self._changed:
@@ -141,7 +167,7 @@ class Scheduler:
             stopping = self._stopping
         for ticket in came:
             try:
-                lane = self._lane(ticket.speculative)
+                lane = self._lane(ticket)
                 lane.waiting.extend((ticket, index) for index in range(len(ticket.sequences)))
             except Exception as error:
                 self._tell(_ended([(ticket, index) for index in range(len(ticket.sequences))], error))
@@ -159,18 +185,24 @@ class Scheduler:
             self._open.pop(ticket, None)
             self._changed.notify_all()
 
-    def _lane(self, speculative: str) -> Lane:
+    def _lane(self, ticket: Ticket) -> Lane:
         """Return the lane for a way of drafting; make one, in place of an idle one, if there are many."""
-        key = AUTO if speculative == OFF and isinstance(self.decoder.drafter, Plain) else speculative
+        key = ticket.lane
+        if ticket.speculative == OFF and isinstance(self.decoder.drafter, Plain):
+            key = key.replace(OFF, AUTO)
         if key not in self._lanes:
-            idle = next((name for name, lane in self._lanes.items() if name != AUTO and not lane.busy), None)
-            if len(self._lanes) >= _MOST_LANES:
+            others = [name for name in self._lanes if name not in _LASTING]
+            if key not in _LASTING and len(others) >= _MOST_OTHERS:
+                idle = next((name for name in others if not self._lanes[name].busy), None)
                 if idle is None:
                     raise UnavailableError(
-                        f"requests with {_MOST_LANES - 1} other trees are running; come back later, or use auto"
+                        f"requests with {_MOST_OTHERS} other trees are running; come back later, or use auto"
                     )
                 del self._lanes[idle]
-            self._lanes[key] = Lane(drafting(self.decoder, key), self.options)
+            decoder = drafting(self.decoder, ticket.speculative)
+            if ticket.constrained:
+                decoder = decoder.replace(drafter=with_forced(decoder.drafter))
+            self._lanes[key] = Lane(decoder, self.options)
         self._lanes.move_to_end(key)
         return self._lanes[key]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import dataclasses
 import secrets
 import threading
 from typing import Any
@@ -13,7 +12,7 @@ from polydraft.errors import UsageError
 from polydraft.models import check_prompts
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator, row_seed
-from polydraft.sampling.grammar import Grammars
+from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.answers import Answer
 from polydraft.serve.asked import Asked
 from polydraft.serve.lane import LaneOptions
@@ -23,6 +22,8 @@ from polydraft.serve.problems import RequestError
 from polydraft.serve.scheduler import Scheduler, drafting
 from polydraft.serve.ticket import AUTO, OFF, Ticket
 from polydraft.serve.token_texts import TokenTexts
+
+_USUAL_PARAMS = (SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0))
 
 
 class Service:
@@ -42,7 +43,14 @@ class Service:
         self.slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
         self.metrics = Metrics()
         lanes = LaneOptions(slots=options.slots, slot_tokens=self.slot_tokens, chunk_tokens=options.chunk_tokens)
-        self.scheduler = Scheduler(decoder, lanes, max_queue=options.max_queue, observer=self.metrics.saw)
+        warm_up = decoder.target.device.type == "cuda" if options.warm_up is None else options.warm_up
+        self.scheduler = Scheduler(
+            decoder,
+            lanes,
+            max_queue=options.max_queue,
+            observer=self.metrics.saw,
+            warm_up=_USUAL_PARAMS if warm_up else (),
+        )
         self.metrics.watch(self.scheduler)
         # A tokenizer may not encode in one thread while it decodes in another: the engine's thread and the event loop have
         # theirs.
@@ -110,7 +118,7 @@ class Service:
             check_params(asked.params, target.vocab_size)
         except UsageError as error:
             raise RequestError(str(error), param=_sampling_name(str(error)) or _prompt(asked)) from None
-        grammar = None if asked.grammar is None else self._compiled(*asked.grammar)
+        grammar = None if asked.grammar is None else self._compiled(asked.grammar)
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         texts = [prompt for prompt in prompts for _ in range(asked.n)]
         limits = {id(prompt): self._limit(len(prompt), asked) for prompt in prompts}
@@ -118,6 +126,7 @@ class Service:
             [self._sequence(text, limits[id(text)], row_seed(seed, row), asked, grammar) for row, text in enumerate(texts)],
             asked.speculative,
             loop,
+            constrained=grammar is not None,
         )
 
     def _limit(self, length: int, asked: Asked) -> int:
@@ -132,22 +141,23 @@ class Service:
             )
         return room if asked.max_new_tokens is None else asked.max_new_tokens
 
-    def _compiled(self, kind: str, given: Any) -> str:
+    def _compiled(self, wanted: Grammar) -> str:
         """Check a grammar."""
         try:
             with self._encoding:
                 if self._grammars is None:
                     decoder = self.decoder
                     self._grammars = Grammars(self._encoder.tokenizer, decoder.target.vocab_size, decoder.eos_token_ids)
-            return self._grammars.compiled(kind, given)
+            return self._grammars.compiled(wanted)
         except UsageError as error:
-            raise RequestError(str(error), param="response_format" if kind.startswith("json") else kind) from None
+            name = "response_format" if wanted.kind.startswith("json") else wanted.kind
+            raise RequestError(str(error), param=name) from None
 
     def _sequence(self, prompt: list[int], limit: int, seed: int, asked: Asked, grammar: str | None) -> TokenSequence:
         params = asked.params
         if grammar is not None:
             assert self._grammars is not None
-            params = dataclasses.replace(params, processors=(self._grammars.processor(grammar, len(prompt)),))
+            params = params.following(self._grammars.processor(grammar, len(prompt)))
         # The likeliest token is the likeliest whatever was drafted; what a seed gives depends on the trees.
         steady = asked.seed is not None and asked.params.temperature > 0
         options: dict[str, Any] = {

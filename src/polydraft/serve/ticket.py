@@ -9,6 +9,7 @@ from polydraft.engine.sequence import Emitted, TokenSequence
 from polydraft.errors import FailureError
 
 AUTO, OFF = "auto", "off"
+CONSTRAINED = "+grammar"
 
 
 class UnavailableError(FailureError):
@@ -43,6 +44,8 @@ class Ticket:
     """``"auto"``, ``"off"``, or a tree."""
     loop: asyncio.AbstractEventLoop | None = None
     """Whose handler waits; None for tickets that nobody listens to."""
+    constrained: bool = False
+    """Whether its texts follow a grammar."""
     arrived: float = field(default_factory=time.perf_counter)
     admitted: dict[int, float] = field(default_factory=dict)
     """When each text got its slot."""
@@ -50,6 +53,11 @@ class Ticket:
     """When each text got its last tokens."""
     cancelled: bool = False
     _events: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
+
+    @property
+    def lane(self) -> str:
+        """Name of those that it may share rounds with: masks from the host would keep others' rounds from being recorded."""
+        return self.speculative + (CONSTRAINED if self.constrained else "")
 
     async def next(self) -> Progress:
         """Wait for what happens next."""

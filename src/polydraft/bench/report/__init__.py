@@ -1,19 +1,15 @@
 """`report.html`: one page, no requests, made from `results.json` (docs/bench-results.md)."""
 
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from polydraft.bench import BASELINE
 from polydraft.bench.report import _charts, _sections, values
+from polydraft.bench.report._page import page
 from polydraft.output import write_text
-from polydraft.svg import escape
 
 __all__ = ["render", "write_report"]
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""The browser itself refuses any request of this page."""
 
 _HEADS = {
     "figures": ("All figures", "One row per method; a pass is one forward pass of the target."),
@@ -41,10 +37,6 @@ _HEADS = {
 }
 """Title and first sentence of each section, by anchor."""
 _QUEUED = '<p class="lead">On a GPU, a part counts only the time to queue its work; waiting for all of it counts as verify.</p>'
-
-
-def _file(name: str) -> str:
-    return (files("polydraft.bench.report") / name).read_text(encoding="utf-8")
 
 
 def _section(anchor: str, body: str) -> str:
@@ -92,31 +84,12 @@ def render(results: dict[str, Any]) -> str:
         "measurement": _sections.provenance(results),
     }
     links = "".join(f'<li><a href="#{anchor}">{anchor.capitalize()}</a></li>' for anchor in bodies)
-    title = f"polydraft bench: {escape(settings.get('target') or '–')}, {escape(settings.get('draft') or '–')}"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-{_file("style.css")}</style>
-</head>
-<body>
-<a class="skip" href="#figures">Skip to the figures</a>
-<main>
-{_sections.header(results)}
+    title = f"polydraft bench: {settings.get('target') or '–'}, {settings.get('draft') or '–'}"
+    sections = "".join(_section(anchor, body) for anchor, body in bodies.items())
+    body = f"""{_sections.header(results)}
 <nav aria-label="Sections"><ul>{links}</ul></nav>
-{"".join(_section(anchor, body) for anchor, body in bodies.items())}
-</main>
-<script>
-{_file("script.js")}</script>
-</body>
-</html>
-"""
+{sections}"""
+    return page(title, body, before='<a class="skip" href="#figures">Skip to the figures</a>\n', script="script.js")
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:

@@ -40,6 +40,19 @@ def _grid(scale: svg.Scale) -> list[str]:
     return [svg.line(scale.x(tick), 0, scale.x(tick), _ROW, "grid") for tick in scale.ticks()]
 
 
+def bars(figures: Mapping[str, float], scale: svg.Scale) -> str:
+    """Draw one bar from nought per name."""
+    drawn = "".join(
+        _row(
+            f"<code>{escape(name)}</code>",
+            svg.fluid(_ROW, [*_grid(scale), svg.rect(0, 5, scale.x(value), _ROW - 10, "bar noise")]),
+            f"<strong>{values.number(value, 1)}</strong>",
+        )
+        for name, value in figures.items()
+    )
+    return f'<div class="card">{drawn}{_axis(scale, "")}</div>'
+
+
 def speedup_scale(methods: Mapping[str, Figures]) -> svg.Scale:
     """One scale for all categories, from nought to the highest interval."""
     everything = [part for figures in methods.values() for part in (figures, *(figures.get("categories") or {}).values())]

@@ -138,7 +138,8 @@ def headline_table(methods: Mapping[str, Figures]) -> str:
 <thead role="rowgroup"><tr role="row">{head}</tr></thead><tbody role="rowgroup">{"".join(rows)}</tbody></table>"""
 
 
-def _facts_table(title: str, facts: Figures) -> str:
+def facts_table(title: str, facts: Figures) -> str:
+    """Names and values, one row each."""
     rows = "".join(
         f'<tr><th scope="row">{escape(str(name).replace("_", " "))}</th><td>{values.plain(value)}</td></tr>'
         for name, value in facts.items()
@@ -167,8 +168,8 @@ def provenance(results: Figures) -> str:
     return f"""<p>Times are wall-clock seconds of whole generations, prefill included, on synchronised devices. Each prompt
 counts with the median seconds per token over its repeats.</p>
 <pre class="command"><code>{values.plain(written)}</code></pre>
-<div class="panels facts-grid">{_facts_table("Settings", settings)}{_facts_table("Machine", machine)}
-{_facts_table("Versions", results.get("versions") or {})}{_facts_table("Run", run)}</div>"""
+<div class="panels facts-grid">{facts_table("Settings", settings)}{facts_table("Machine", machine)}
+{facts_table("Versions", results.get("versions") or {})}{facts_table("Run", run)}</div>"""
 
 
 def sources_of(samples: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,0 +1,140 @@
+"""Batches and the server's scheduler, speculation on against off, without HTTP.
+
+python benchmarks/serving.py --target inflated:7b --prompts spec_bench.jsonl     # a GPU, 4 minutes
+python benchmarks/serving.py --target smollm2 --streams 1,8 --tokens 32 --only streams
+
+Batches: tokens per second of `generate` after its prompts are read, plain and with trees by load. Streams: so many clients,
+each asking again as soon as it is answered; tokens per second of all, and p50 and p99 of the time between two of a client's
+rounds, per token. Texts never end early.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from polydraft import SamplingParams, load
+from polydraft.engine import Decoder, TokenSequence
+from polydraft.prompts import load_prompts
+from polydraft.sampling.categorical import row_generator
+from polydraft.serve.lane import LaneOptions
+from polydraft.serve.scheduler import Scheduler
+from polydraft.serve.ticket import AUTO, OFF, Ticket
+
+LONGEST, CHUNK = 512, 256
+
+
+def batches(options: argparse.Namespace, decoder: Decoder, prompts: list[list[int]]) -> dict[str, Any]:
+    """Time batches, arms in turn."""
+    sampling, found = SamplingParams(temperature=options.temperature), {}
+    arms = {"plain": decoder.replace(drafter=None), "auto": decoder}
+    for rows in options.streams:
+        texts = [prompts[row % len(prompts)] for row in range(rows)]
+        longest = max(map(len, texts)) + options.tokens
+        warm = {name: one.warm_up(sampling=sampling, batch_size=rows, longest=longest) for name, one in arms.items()}
+        rates: dict[str, list[float]] = {name: [] for name in arms}
+        per_pass = {}
+        for _ in range(options.repeat):
+            for name, one in arms.items():
+                stats = one.generate(texts, sampling=sampling, max_new_tokens=options.tokens)[0].stats
+                rates[name].append(stats.new_tokens / stats.decode_seconds)
+                per_pass[name] = stats.tokens_per_pass
+        plain, auto = (statistics.median(rates[name]) for name in arms)
+        found[f"batch {rows}"] = {"plain": plain, "auto": auto, "ratio": auto / plain, "per_pass": per_pass, "warm_up": warm}
+        print(f"batch {rows}: plain {plain:.0f}, auto {auto:.0f} tokens/s ({auto / plain:.2f}x), "
+              f"{per_pass['auto']:.2f} per pass, warm-up {warm['auto']:.1f} s", flush=True)  # fmt: skip
+    return found
+
+
+async def one_client(
+    scheduler: Scheduler, arm: str, prompts: list[list[int]], number: int, options: argparse.Namespace, gaps: list[float]
+) -> None:
+    """Ask some times, one after the other."""
+    params = SamplingParams(temperature=options.temperature)
+    for turn in range(options.turns):
+        text = TokenSequence(
+            prompt=prompts[(number + turn) % len(prompts)],
+            params=params,
+            generator=row_generator(1000 * turn + number),
+            max_new_tokens=options.tokens,
+            max_positions=LONGEST,
+            steady=False,
+        )
+        ticket, last = Ticket([text], arm, asyncio.get_running_loop()), 0.0
+        scheduler.submit(ticket)
+        while True:
+            progress = await ticket.next()
+            now = time.perf_counter()
+            if progress.error is not None:
+                raise progress.error
+            if last:
+                gaps += [(now - last) / len(progress.emitted.token_ids)] * len(progress.emitted.token_ids)
+            last = now
+            if progress.emitted.stop_reason is not None:
+                break
+
+
+async def streams(options: argparse.Namespace, decoder: Decoder, prompts: list[list[int]]) -> dict[str, Any]:
+    """Time many clients of a scheduler with as many slots."""
+    found, warm = {}, [SamplingParams(temperature=options.temperature)] if options.warm else []
+    for count in options.streams:
+        size = LaneOptions(slots=count, slot_tokens=LONGEST, chunk_tokens=CHUNK)
+        row: dict[str, Any] = {}
+        for arm, own in ((OFF, decoder.replace(drafter=None)), (AUTO, decoder)):
+            scheduler, gaps = Scheduler(own, size, max_queue=count, warm_up=warm), list[float]()
+            scheduler.start()
+            while not scheduler.ready:
+                await asyncio.sleep(0.05)
+            start = time.perf_counter()
+            clients = [one_client(scheduler, AUTO, prompts, number, options, gaps) for number in range(count)]
+            await asyncio.gather(*clients)
+            seconds = time.perf_counter() - start
+            await asyncio.to_thread(scheduler.drain, 5.0)
+            ordered = sorted(gaps)
+            row[arm] = {
+                "tokens_per_second": count * options.turns * options.tokens / seconds,
+                "p50": ordered[len(ordered) // 2],
+                "p99": ordered[len(ordered) * 99 // 100],
+            }
+        ratio = row[AUTO]["tokens_per_second"] / row[OFF]["tokens_per_second"]
+        found[f"streams {count}"] = {**row, "ratio": ratio}
+        times = ", ".join(f"{arm} {row[arm]['p50'] * 1000:.1f}/{row[arm]['p99'] * 1000:.1f}" for arm in (OFF, AUTO))
+        print(f"streams {count}: off {row[OFF]['tokens_per_second']:.0f}, auto {row[AUTO]['tokens_per_second']:.0f} tokens/s "
+              f"({ratio:.2f}x); ms per token p50/p99: {times}", flush=True)  # fmt: skip
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="inflated:7b")
+    parser.add_argument("--tree", default="auto")
+    parser.add_argument("--prompts", default="builtin")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--streams", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4, 16, 64])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--cold", dest="warm", action="store_false", help="leave the scheduler's warm-up out")
+    parser.add_argument("--only", choices=["batches", "streams"])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    start = time.perf_counter()
+    decoder = load(options.target, tree=options.tree).replace(eos_token_ids=())
+    texts = [decoder.encode(prompt.text, chat=True) for prompt in load_prompts(options.prompts, 64)]
+    prompts = [text for text in texts if len(text) + options.tokens < LONGEST]
+    print(f"loaded in {time.perf_counter() - start:.1f} s; {decoder.drafter.name} {decoder.drafter.topology}", flush=True)
+    found: dict[str, Any] = {}
+    if options.only != "streams":
+        found |= batches(options, decoder, prompts)
+    if options.only != "batches":
+        found |= asyncio.run(streams(options, decoder, prompts))
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

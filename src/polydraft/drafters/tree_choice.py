@@ -1,0 +1,165 @@
+"""Which of a few static trees the rounds of a batch have: the one that brings most tokens over time.
+
+A pass costs by all its tokens, so the more rows share it the smaller the tree that pays, down to none. How long rounds take is
+not modelled: they are timed as they run, for each tree and each number of rows, recordings, launches and host work included.
+
+The choice depends on past rounds only, so any choice is exact. It depends on the machine, too: texts that a seed must give
+again have the largest tree in all their rounds.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from polydraft.theory import tree_tokens
+from polydraft.trees import Topology, parse_tree
+
+_SMALLER = ("none", "chain:2", "2x1", "4x2x1")
+_FAIR = (0.55, 0.14, 0.06, 0.04)
+"""Chances that a fair draft's first child is accepted, its second, and so on: they say how trees compare, see `_worth`."""
+_PRIOR, _WORTH_MEMORY = 16.0, 0.97
+"""Rounds that the first belief in the draft weighs, and how much of what a round taught is left after the next one."""
+_SETTLED = 4
+"""Rounds of one tree before they are timed: one may still be under way with the last tree, one runs unrecorded, and one is
+recorded."""
+_SAMPLES = 4
+"""Timed rounds before a tree is judged: the fastest of them, as disturbances only ever slow down."""
+_TIME_MEMORY, _MOST_SLOWER = 0.95, 1.25
+"""How much of a mean time is left after the next round, and how much slower than the mean a round counts at most."""
+_HOPELESS = 0.85
+"""A tree that brings so much less than the best one so far: larger ones are not tried."""
+_STAY = 1.02
+"""How much better another tree must be: a change costs a round's head start."""
+_AGAIN = 4096
+"""Rounds after which the trees next to the best one are timed anew: texts grow longer, and other drafts fare better."""
+
+
+def smaller_trees(largest: Topology) -> tuple[Topology, ...]:
+    """Return the trees that may stand in for one where many rows share a pass, smallest first; the first is the root alone."""
+    found = (parse_tree(text) for text in _SMALLER)
+    return tuple(
+        tree
+        for tree in found
+        if tree.num_nodes < largest.num_nodes and tree.depth <= largest.depth and tree.max_children <= largest.max_children
+    )
+
+
+@dataclass(slots=True)
+class _Timed:
+    """What rounds of one tree took."""
+
+    seconds: float
+    samples: int = 1
+
+    def note(self, seconds: float) -> None:
+        self.samples += 1
+        if self.samples <= _SAMPLES:
+            self.seconds = min(self.seconds, seconds)
+        else:
+            self.seconds += (1 - _TIME_MEMORY) * (min(seconds, _MOST_SLOWER * self.seconds) - self.seconds)
+
+
+class Timings:
+    """How long rounds took on this machine, by what else matters to them and by tree; all batches of a drafter share it."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Hashable, int], _Timed] = {}
+        self._rounds: dict[Hashable, int] = {}
+
+    def note(self, situation: Hashable, place: int, seconds: float) -> None:
+        """Take note of one round."""
+        known = self._found.get((situation, place))
+        if known is None:
+            self._found[situation, place] = _Timed(seconds)
+        else:
+            known.note(seconds)
+        self._rounds[situation] = self._rounds.get(situation, 0) + 1
+        if self._rounds[situation] % _AGAIN == 0:
+            for neighbour in (place - 1, place + 1):
+                self._found.pop((situation, neighbour), None)
+
+    def seconds(self, situation: Hashable, place: int) -> float | None:
+        """Return what a round takes; None if too few were timed."""
+        known = self._found.get((situation, place))
+        return None if known is None or known.samples < _SAMPLES else known.seconds
+
+
+class TreeChoice:
+    """The choice of one batch.
+
+    It climbs from the smallest tree as long as larger ones bring more, or nearly as much, tokens over time, and goes on with
+    the best. What is known of the machine already is not tried again.
+
+    Parameters
+    ----------
+    trees : sequence of Topology
+        Smallest first; the last is the one that was asked for.
+    timings : Timings
+    clock : callable
+        Seconds.
+    """
+
+    def __init__(self, trees: Sequence[Topology], timings: Timings, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.trees, self._timings, self._clock = tuple(trees), timings, clock
+        self._fair = [tree_tokens(tree, _FAIR) - 1 for tree in trees]
+        self._expected = self._accepted = _PRIOR * self._fair[-1]
+        """Accepted tokens that a fair draft would have brought lately, and those that there were."""
+        self.largest = len(self.trees) - 1
+        self._place = self.largest
+        self._last: tuple[Hashable, int] | None = None
+        self._settled = 0
+        self._before: float | None = None
+        self.fixed = True
+        """Whether all rounds have the largest tree."""
+        self.rehearsed: int | None = None
+        """Place of the tree that all rounds have whatever pays: in rehearsals."""
+
+    @property
+    def place(self) -> int:
+        """Which tree the next round has."""
+        if self.rehearsed is not None:
+            return self.rehearsed
+        return self.largest if self.fixed else self._place
+
+    def pause(self) -> None:
+        """Take note that the next round does not follow the last one at once."""
+        self._before = None
+
+    def settle(self, situation: Hashable, accepted: Sequence[int]) -> None:
+        """Learn from a round and choose the next one's tree.
+
+        Parameters
+        ----------
+        situation : hashable
+            What rounds of one tree take different times by: the number of rows, how children are drawn.
+        accepted : sequence of int
+            Drafted tokens that each row at work accepted.
+        """
+        now, here = self._clock(), (situation, self.place)
+        self._settled = self._settled + 1 if here == self._last else 1
+        self._last = here
+        if self._settled > 1 and accepted:
+            self._expected = _WORTH_MEMORY * self._expected + self._fair[self.place]
+            self._accepted = _WORTH_MEMORY * self._accepted + sum(accepted) / len(accepted)
+        if self._settled > _SETTLED and self._before is not None:
+            self._timings.note(situation, self.place, now - self._before)
+        self._before = now
+        self._place = self._best(situation)
+
+    @property
+    def _worth(self) -> float:
+        """Accepted tokens for each that a fair draft would have brought."""
+        return self._accepted / max(self._expected, 1e-9)
+
+    def _best(self, situation: Hashable) -> int:
+        """Return the tree that brings most tokens over time, or the next one to be tried."""
+        rates: dict[int, float] = {}
+        for place, fair in enumerate(self._fair):
+            seconds = self._timings.seconds(situation, place)
+            if seconds is None:
+                return place
+            rates[place] = (1 + self._worth * fair) / seconds
+            if rates[place] < _HOPELESS * max(rates.values()):
+                break
+        best = max(rates, key=lambda place: rates[place])
+        return best if rates[best] > _STAY * rates.get(self._place, 0.0) else self._place

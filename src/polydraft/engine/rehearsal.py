@@ -1,0 +1,38 @@
+"""Rounds before they count: what first requests would wait for is done beforehand."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from polydraft.drafters import DraftSession
+
+ROUNDS, NEW_TOKENS = 10, 64
+"""A round is recorded when it comes for the second time, and timed once it is recorded; and room for the tokens of so many."""
+USUAL_LENGTH = 512
+_SHORTEST_POWER = 5
+_SHORT = 2 * NEW_TOKENS
+
+
+def lengths_of(longest: int, device: torch.device) -> list[int]:
+    """Return the lengths of texts to rehearse, so that none up to `longest` meets anything new."""
+    if device.type != "cuda":  # nothing there depends on the length, and reading takes its time
+        return [min(longest - 1, _SHORT)]
+    # A recording serves up to the next power of two. Long ones first: memory that grows would make others worthless.
+    powers = range((longest - 1).bit_length(), _SHORTEST_POWER, -1)
+    return [min(2**power, longest - 1) for power in powers] or [longest - 1]
+
+
+def prompt_of(length: int, new_tokens: int, vocab_size: int) -> list[int]:
+    """Return a text that is `length` tokens long before its last new one."""
+    return [token % vocab_size for token in range(max(length + 1 - new_tokens, 1))]
+
+
+@contextmanager
+def rehearsing(session: DraftSession, number: int) -> Iterator[None]:
+    """Let rounds be of one kind."""
+    session.rehearse(number)
+    try:
+        yield
+    finally:
+        session.rehearse(None)

@@ -1,0 +1,109 @@
+"""The choice among static trees by what rounds take: the best one is found soon, whatever the number of rows."""
+
+import pytest
+
+from polydraft.drafters.tree_choice import _AGAIN, _FAIR, Timings, TreeChoice, smaller_trees
+from polydraft.theory import cost_curve, tree_tokens
+from polydraft.trees import Topology, parse_tree
+
+LARGEST = parse_tree("4x2x2x1x1")
+TREES = (*smaller_trees(LARGEST), LARGEST)
+# Free up to some hundred tokens, by the token from there on.
+GPU = cost_curve({1: 1.0, 128: 1.1, 256: 1.5, 512: 2.6, 4096: 20.0})
+ROWS = [2, 4, 8, 16, 32, 64]
+
+
+class Machine:
+    """Rounds that take the time that their trees and rows say."""
+
+    def __init__(self, rows: int, acceptance: float = 1.0) -> None:
+        self.rows, self.acceptance, self.now = rows, acceptance, 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def tokens(self, tree: Topology) -> float:
+        return 1 + self.acceptance * (tree_tokens(tree, _FAIR) - 1)
+
+    def seconds(self, tree: Topology) -> float:
+        return GPU(self.rows * tree.num_nodes) + 0.04 * tree.depth + 0.02
+
+    def rate(self, tree: Topology) -> float:
+        return self.tokens(tree) / self.seconds(tree)
+
+    def run(self, choice: TreeChoice, rounds: int) -> list[Topology]:
+        used = []
+        for _ in range(rounds):
+            tree = choice.trees[choice.place]
+            used.append(tree)
+            self.now += self.seconds(tree)
+            choice.settle(self.rows, [self.tokens(tree) - 1] * self.rows)
+        return used
+
+
+def chosen(machine: Machine, timings: Timings, rounds: int = 120) -> list[Topology]:
+    choice = TreeChoice(TREES, timings, machine.clock)
+    choice.fixed = False
+    return machine.run(choice, rounds)
+
+
+def test_smaller_trees_fit_into_the_largest() -> None:
+    assert [str(tree) for tree in TREES] == ["none", "1x1", "2x1", "4x2x1", "4x2x2x1x1"]
+    assert [str(tree) for tree in smaller_trees(parse_tree("2x2"))] == ["none", "1x1", "2x1"]
+    assert [str(tree) for tree in smaller_trees(parse_tree("chain:2"))] == ["none"]
+
+
+@pytest.mark.parametrize("acceptance", [0.4, 1.0, 1.4])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_best_tree_is_found_and_plain_decoding_is_never_beaten_by_it(rows: int, acceptance: float) -> None:
+    machine = Machine(rows, acceptance)
+    used = chosen(machine, Timings())
+    assert machine.rate(used[-1]) > 0.97 * max(map(machine.rate, TREES))
+    assert machine.rate(used[-1]) >= 0.98 * machine.rate(TREES[0])
+    again = chosen(machine, Timings(), 60)
+    assert again == used[:60], "the same machine, the same choice"
+
+
+def test_what_is_known_is_not_tried_again() -> None:
+    timings = Timings()
+    last = chosen(Machine(16), timings)[-1]
+    assert chosen(Machine(16), timings, 20)[1:] == [last] * 19
+    assert chosen(Machine(64), timings)[-1].num_nodes < last.num_nodes
+
+
+def test_trees_far_beyond_what_pays_are_not_tried() -> None:
+    assert LARGEST not in chosen(Machine(64), Timings())[1:]
+
+
+def test_neighbours_are_tried_again_now_and_then() -> None:
+    used = chosen(Machine(16), Timings(), _AGAIN + 300)
+    late = used[150:]
+    assert len(set(late)) > 1 and late[-1] == used[149]
+
+
+def test_one_slow_round_changes_nothing() -> None:
+    machine, timings = Machine(16), Timings()
+    choice = TreeChoice(TREES, timings, machine.clock)
+    choice.fixed = False
+    before = machine.run(choice, 120)[-1]
+    machine.now += 100.0
+    assert machine.run(choice, 30) == [before] * 30
+    machine.now += 100.0
+    choice.pause()
+    assert machine.run(choice, 30) == [before] * 30
+
+
+def test_steady_texts_have_the_largest_tree() -> None:
+    machine = Machine(64)
+    choice = TreeChoice(TREES, Timings(), machine.clock)
+    assert machine.run(choice, 30) == [LARGEST] * 30
+
+
+def test_rehearsals_teach_what_rounds_take() -> None:
+    machine, timings = Machine(16), Timings()
+    for place in range(len(TREES)):
+        choice = TreeChoice(TREES, timings, machine.clock)
+        choice.rehearsed = place
+        assert machine.run(choice, 10) == [TREES[place]] * 10
+    used = chosen(machine, timings, 10)
+    assert machine.rate(used[-1]) == max(map(machine.rate, TREES)) and len(set(used)) <= 2

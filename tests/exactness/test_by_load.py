@@ -1,0 +1,161 @@
+"""Static trees that follow the load: any choice is exact, recorded or not, and texts with a seed do not notice."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from polydraft.certify.reference import greedy_text
+from polydraft.drafters import TreeDrafter
+from polydraft.drafters.tree_choice import TreeChoice, smaller_trees
+from polydraft.engine import Decoder, Engine, Generation, TokenSequence
+from polydraft.engine.workspace import Workspace
+from polydraft.sampling import IDLE, RowParams, SamplingParams
+from polydraft.sampling.categorical import row_generator
+from polydraft.trees import parse_tree
+from stand_in import StandIn, round_recorder
+
+from .configurations import Configuration
+from .setups import DRAFT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET
+
+pytestmark = pytest.mark.usefixtures("short_blocks")
+
+TREE = parse_tree("4x2x1")
+PLACES = len(smaller_trees(TREE)) + 1
+MODELS = {"model": DRAFT, "head": HEAD}
+GREEDY = SamplingParams(temperature=0)
+SAMPLINGS: dict[str, Any] = {
+    "greedy": GREEDY,
+    "drawn": SamplingParams(),
+    "penalties": PENALTIES,
+    "mixed": [GREEDY, SamplingParams(), SamplingParams(temperature=0.7, top_k=9)],
+}
+SEEDS = [5, 6, 7]
+
+both_models = pytest.mark.parametrize("model", MODELS)
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
+
+
+@pytest.fixture
+def every_tree(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the choice go round all trees, each for some rounds, even for texts with a seed."""
+    monkeypatch.setattr(TreeChoice, "fixed", property(lambda self: False, lambda self, value: None), raising=False)
+
+    def take_turns(rounds: int) -> None:
+        def settle(choice: TreeChoice, situation: Any, accepted: Any) -> None:
+            turns = vars(choice).setdefault("turns", itertools.count(1))
+            choice._place = next(turns) // rounds % PLACES
+
+        monkeypatch.setattr(TreeChoice, "settle", settle)
+
+    take_turns(1)
+    return take_turns
+
+
+def by_load(model: str = "model", **options: Any) -> Decoder:
+    return Decoder(TARGET, TreeDrafter(MODELS[model], TREE, by_load=True), **options)
+
+
+def texts(results: list[Generation]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+@both_models
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(), SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3)],
+    ids=["plain", "truncated"],
+)
+def test_texts_follow_the_target_law(
+    every_tree: object, monkeypatch: pytest.MonkeyPatch, model: str, sampling: SamplingParams
+) -> None:
+    configuration = Configuration(label=f"by load: {model} {sampling.top_p}", sampling=sampling, samples=2_000)
+    monkeypatch.setattr(Configuration, "decoder", lambda self: by_load(model))
+    results = configuration.generate()
+    # Fifteen tests on each of four decoders: false alarm below 1e-4 together.
+    assert min(configuration.p_values(results)) > 1e-4 / (15 * 4)
+    assert results[0].stats.drafted_tokens > 0
+
+
+@both_models
+@every_sampling
+def test_greedy_rows_have_the_greedy_text(every_tree: object, model: str, sampling: str) -> None:
+    params = SAMPLINGS[sampling]
+    results = by_load(model).generate(RAGGED_PROMPTS, sampling=params, max_new_tokens=25, seed=SEEDS)
+    for row, (prompt, result) in enumerate(zip(RAGGED_PROMPTS, results, strict=True)):
+        if (params[row] if isinstance(params, list) else params) is GREEDY:
+            assert result.token_ids == greedy_text(TARGET, prompt, 25, GREEDY)
+
+
+@both_models
+@every_sampling
+@pytest.mark.parametrize("ahead", [True, False])
+def test_recorded_rounds_give_the_same_texts(
+    every_tree: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, model: str, sampling: str, ahead: bool
+) -> None:
+    every_tree(5)
+    made: list[StandIn] = []
+    original = Workspace.__init__
+
+    def with_recorder(workspace: Workspace, target: Any, drafter: Any, params: Any, graphs: bool, *others: Any) -> None:
+        original(workspace, target, drafter, params, graphs, *others)
+        if graphs:
+            workspace.launcher.recorder = round_recorder(workspace)
+            made.append(workspace.launcher.recorder)
+
+    monkeypatch.setattr(Workspace, "__init__", with_recorder)
+    recorded, eager = by_load(model, ahead=ahead), by_load(model, graphs=False)
+    options = {"sampling": SAMPLINGS[sampling], "max_new_tokens": 60, "seed": SEEDS}
+    results, expected = (decoder.generate(RAGGED_PROMPTS, **options) for decoder in (recorded, eager))
+    (recorder,) = made
+    if not ahead:  # a round that runs ahead has the last one's tree, so that turns are longer
+        assert texts(results) == texts(expected)
+    for result, other, prompt in zip(results, expected, RAGGED_PROMPTS, strict=True):
+        if sampling == "greedy":
+            assert result.token_ids == other.token_ids == greedy_text(TARGET, prompt, 60, GREEDY)
+    assert {kind[-3][4] for kind in recorder.kinds} == {(place,) for place in range(PLACES)}
+    assert results[0].stats.replayed_rounds > results[0].stats.rounds / 2
+
+
+@both_models
+def test_a_draft_equal_to_the_target_is_always_accepted(every_tree: object, model: str) -> None:
+    # Errors in the draft's own memory while trees come and go cost acceptance: only this sees them.
+    decoder = Decoder(TARGET, TreeDrafter(TARGET, TREE, by_load=True))
+    stats = decoder.generate(RAGGED_PROMPTS * 3, sampling=GREEDY, max_new_tokens=60)[0].stats
+    assert stats.accepts_by_depth == stats.offers_by_depth and stats.passes > stats.offers_by_depth[0] > 0
+
+
+def test_texts_with_a_seed_have_the_tree_that_was_asked_for() -> None:
+    fixed = Decoder(TARGET, TreeDrafter(DRAFT, TREE))
+    options = {"max_new_tokens": 40, "seed": SEEDS}
+    assert texts(by_load().generate(RAGGED_PROMPTS, **options)) == texts(fixed.generate(RAGGED_PROMPTS, **options))
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_other_texts_have_smaller_trees_where_these_pay(steady: bool) -> None:
+    decoder = by_load()
+    workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * 4))
+    engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=workspace)
+    sequences = [
+        TokenSequence(
+            prompt=[1, 2, 3 + row], params=SamplingParams(), generator=row_generator(row), max_new_tokens=80, steady=steady
+        )
+        for row in range(4)
+    ]
+    for sequence in sequences:
+        engine.add(sequence)
+    while not engine.done:
+        engine.step()
+    drafted = {one.speculation.drafted_tokens / one.speculation.rounds for one in sequences}
+    assert drafted == {TREE.num_nodes - 1} if steady else max(drafted) < TREE.num_nodes - 1
+    if steady:
+        alone = [decoder.generate([1, 2, 3 + row], max_new_tokens=80, seed=[row]).token_ids for row in range(4)]
+        assert [one.new_tokens for one in sequences] == alone
+
+
+def test_a_warm_decoder_has_tried_every_tree() -> None:
+    decoder = by_load()
+    decoder.warm_up(batch_size=3, longest=80)
+    found = decoder.drafter._timings
+    assert all(found.seconds((3, "hybrid"), place) is not None for place in range(PLACES))
