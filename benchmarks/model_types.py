@@ -44,6 +44,10 @@ _QSA = {
     "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64, "indexer_compress_ratio": 4,
     "ple_layer_ids": [1], "eos_token_id": 2,
 }  # fmt: skip
+_ZAMBA2 = {
+    "hidden_size": 32, "attention_hidden_size": 64, "attention_head_dim": 16, "num_attention_heads": 4, "n_mamba_heads": 8,
+    "num_key_value_heads": 4, "mamba_headdim": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 8,
+}  # fmt: skip
 # What default configurations lack, or what a decoder is built with.
 MORE: dict[str, dict[str, Any]] = {
     **{name: {"is_decoder": True} for name in _ENCODERS},
@@ -57,6 +61,8 @@ MORE: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "xlnet": {"d_model": 64, "n_head": 4},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "bamba": {"hidden_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16},
+    "zamba2": _ZAMBA2,
     "rwkv": {"attention_hidden_size": 64},
     "qwen4_exp_text": _QSA,
     "qwen4_exp": {"text_config": _QSA},

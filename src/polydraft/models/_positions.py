@@ -167,7 +167,7 @@ def _inkling(model: Any) -> ToldPositions:
 
 def _relative(module: Any, now: _Pass, arguments: dict[str, Any]) -> Tensor:
     """Return what Inkling adds to attention for the distance between two tokens, by positions instead of slots."""
-    logits_BHTX = (arguments["relative_states"] @ module.proj).transpose(1, 2)
+    logits_BHTX: Tensor = (arguments["relative_states"] @ module.proj).transpose(1, 2)
     distance_B1TS = (now.positions_BT[:, :, None] - now.cache.positions_BS[:, None, :])[:, None]
     index_BHTS = distance_B1TS.clamp(0, module.rel_extent - 1).expand(-1, logits_BHTX.shape[1], -1, -1)
     outside_B1TS = (distance_B1TS < 0) | (distance_B1TS >= module.rel_extent)

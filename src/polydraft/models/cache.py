@@ -18,7 +18,7 @@ def stored_layers(model: Any) -> int | None:
     A model that keeps them elsewhere than in a cache of `transformers` is refused.
     """
     tokens_BT = torch.tensor([[0, 1]], device=home_device(model))
-    cache = getattr(model(input_ids=tokens_BT, use_cache=True), "past_key_values", None)
+    cache: Any = getattr(model(input_ids=tokens_BT, use_cache=True), "past_key_values", None)
     if type(cache) is not DynamicCache:
         kept = "returns no keys and values to go on from" if cache is None else f"keeps its keys in a {type(cache).__name__}"
         raise UsageError(

@@ -113,9 +113,9 @@ def _fewer(values: dict[str, Any], narrow: bool) -> dict[str, Any]:
             values[key] = None if value is None else {"pad": 0, "bos": 1}.get(key.removesuffix("_token_id"), 2)
         elif key == "per_layer_config" and isinstance(value, dict):
             parts = {int(layer): part for layer, part in value.items()}
-            kept = {place: parts[layer] for place, layer in enumerate(layers) if layer in parts}
-            values[key] = {place: _fewer(part, narrow) for place, part in kept.items()}
-            for place, part in kept.items():
+            own = {place: parts[layer] for place, layer in enumerate(layers) if layer in parts}
+            values[key] = {place: _fewer(part, narrow) for place, part in own.items()}
+            for place, part in own.items():
                 if narrow and part.get("head_dim", old_size) != old_size:
                     values[key][place]["head_dim"] = _NARROW["global_head_dim"]
         elif isinstance(value, bool) or not isinstance(value, int | list):
@@ -319,7 +319,10 @@ def _cached(model: "HFModel", text: list[int], start: int) -> list[Tensor]:
     argument = "past_key_values" if model.recurrence is None else model.recurrence.cache_argument
     for first, last in [(0, start), *((place, place + 1) for place in range(start, len(text)))]:
         tokens_BT = torch.tensor([text[first:last]], device=model.device)
-        outputs = model.hf_model(input_ids=tokens_BT, use_cache=True, **{argument: cache})
+        options: dict[str, Any] = {argument: cache}
+        if model.takes_positions:
+            options["position_ids"] = torch.arange(first, last, device=model.device)[None]
+        outputs = model.hf_model(input_ids=tokens_BT, use_cache=True, **options)
         cache = outputs[argument]
         rows.append(outputs.logits[0, -1].cpu())
     return rows
@@ -339,7 +342,7 @@ def _by_steps(model: "HFModel", paths: Sequence[Sequence[int]], start: int) -> T
     with torch.no_grad():
         for first, last in [(0, start), *((place, place + 1) for place in range(start, longest))]:
             options = {model.recurrence.cache_argument: cache}
-            if model.recurrence.takes_positions:  # as `generate` does; Bamba counts from 0 otherwise
+            if model.takes_positions:  # as `generate` does; Bamba counts from 0 otherwise
                 options["position_ids"] = places_1T[:, first:last].expand(len(paths), -1)
             outputs = model.hf_model(input_ids=tokens_BT[:, first:last], use_cache=True, **options)
             cache = outputs[model.recurrence.cache_argument]

@@ -1,6 +1,7 @@
 """Hugging Face causal language models as `LanguageModel`s, without touching their code; their first layers as drafts."""
 
 import copy
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -156,6 +157,8 @@ class HFModel(LanguageModel):
         self.kinds = attention_kinds(self.config)
         """Kinds of attention, each with a mask of its own."""
         self._additive_mask = self.config._attn_implementation == "eager"
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        """Whether `generate` tells the model where tokens stand; RoBERTa counts from another number than it is told."""
         self._positions = told_positions(model)
         self.stored_layers: int | None = self.num_layers
         """Layers that keep keys and values, all of one shape; None where shapes differ."""
@@ -272,7 +275,9 @@ class HFModel(LanguageModel):
 
     def _near(self, kind: str, position_BT1: Tensor, slot_position_B1S: Tensor) -> Tensor:
         if kind == CHUNKED:
+            assert self.chunk is not None
             return position_BT1 // self.chunk == slot_position_B1S // self.chunk
+        assert self.window is not None
         return position_BT1 - slot_position_B1S < self.window
 
     def _formatted(self, visible_BTS: Tensor) -> Tensor:
@@ -294,8 +299,11 @@ class HFModel(LanguageModel):
 
     def plain(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits that the model itself gives for whole texts, with neither mask nor cache."""
+        options: dict[str, Tensor] = {}
+        if self.takes_positions:
+            options["position_ids"] = torch.arange(tokens_BT.shape[1], device=self.device).expand_as(tokens_BT)
         with torch.no_grad():
-            logits_BTV: Tensor = self.hf_model(input_ids=tokens_BT, use_cache=False).logits
+            logits_BTV: Tensor = self.hf_model(input_ids=tokens_BT, use_cache=False, **options).logits
         return logits_BTV
 
 

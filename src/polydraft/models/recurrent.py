@@ -53,8 +53,6 @@ class Recurrence:
     states: tuple[StateShape, ...]
     cache_argument: str
     """Under which name the model takes its cache."""
-    takes_positions: bool
-    """Whether the model can be told where tokens stand."""
 
 
 class _Watch:
@@ -123,7 +121,6 @@ def find_recurrence(model: Any) -> Recurrence | None:
         mixers=tuple(watch.mixers.values()),
         states=tuple(_shapes(cache, _first_end(text_config(model)))),
         cache_argument=argument,
-        takes_positions="position_ids" in parameters,
     )
 
 
