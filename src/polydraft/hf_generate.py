@@ -19,6 +19,7 @@ from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.loading import DEFAULT_TREE
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
+from polydraft.models.families import text_config
 from polydraft.models.hf import HFModel
 from polydraft.options import AUTO, BY_LOAD, TreeOptions
 from polydraft.sampling import RowParams, SamplingParams
@@ -125,7 +126,8 @@ class Speculate:
         """Decode; `generate` calls this with everything prepared, and returns what this returns."""
         target = self._wrapped(model)
         dropped = _dropped_arguments()
-        _refuse(generation_config, logits_processor, {**model_kwargs, **dropped})
+        asked = {name: value for name, value in {**model_kwargs, **dropped}.items() if not _tells_of_text(model, name, value)}
+        _refuse(generation_config, logits_processor, asked, model.generation_config)
         streamer = dropped.get("streamer") if streamer is None else streamer
         paddings, prompts = _split_padding(input_ids, model_kwargs)
         check_prompts(prompts, target.max_positions, target.vocab_size)
@@ -266,9 +268,11 @@ def _dropped_arguments() -> dict[str, Any]:
     return {} if frame is None else {name: frame.f_locals.get(name) for name in names}
 
 
-def _refuse(config: Any, processors: Sequence[Any], arguments: dict[str, Any]) -> None:
-    """Raise a `UsageError` that names whatever was asked for and cannot be done."""
+def _refuse(config: Any, processors: Sequence[Any], arguments: dict[str, Any], usual: Any) -> None:
+    """Raise a `UsageError` that names whatever was asked for and cannot be done; `usual` is what the model does unasked."""
     asked = {name: getattr(config, name, None) for name in _HARMLESS}
+    if asked["use_cache"] == usual.use_cache:  # MPT's is off, which costs time and changes no text
+        del asked["use_cache"]
     refused = [f"{name}={value!r}" for name, value in asked.items() if value not in _HARMLESS[name]]
     for name, value in arguments.items():
         prepared = name in _PREPARED and not getattr(value, "_is_user_defined", False)
@@ -281,6 +285,12 @@ def _refuse(config: Any, processors: Sequence[Any], arguments: dict[str, Any]) -
         raise UsageError(f"{refused[0]} does not work with custom_generate=Speculate(...); leave it out")
 
 
+def _tells_of_text(model: Any, name: str, value: Any) -> bool:
+    """Whether an argument only tells a multimodal model that all tokens are text, as its processor does."""
+    kinds = ("mm_token_type_ids", *(("token_type_ids",) if text_config(model) is not model.config else ()))
+    return name in kinds and isinstance(value, Tensor) and not bool(value.any())
+
+
 def _split_padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
     """Cut the padding off the left of each row; return it and the texts."""
     mask_BL = model_kwargs.get("attention_mask")
@@ -289,7 +299,8 @@ def _split_padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[lis
         raise UsageError("attention_mask hides tokens in the middle or at the end; allowed: padding on the left only")
     positions_BL = model_kwargs.get("position_ids")
     expected_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
-    if positions_BL is not None and (positions_BL.dim() != 2 or not ((positions_BL == expected_BL) | (mask_BL == 0)).all()):
+    # Multimodal models have several positions per token, which for text are all the same.
+    if positions_BL is not None and not ((positions_BL == expected_BL) | (mask_BL == 0)).all():
         raise UsageError("position_ids other than 0, 1, 2, ... do not work with custom_generate=Speculate(...); leave them out")
     pairs = list(zip(input_ids.tolist(), (mask_BL == 0).sum(dim=1).tolist(), strict=True))
     return [row[:cut] for row, cut in pairs], [row[cut:] for row, cut in pairs]

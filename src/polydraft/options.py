@@ -27,7 +27,7 @@ class PairOptions:
     """Options."""
 
     target: str = field(default="smollm2", kw_only=False)
-    """Target model: smollm2 (bundled), a folder, a hub name, or inflated:7b (bundled, at a large model's cost)."""
+    """Target model: smollm2 (bundled), a folder, a GGUF file, a hub name, or inflated:7b (bundled, at a large model's cost)."""
     draft: str = field(default=AUTO, kw_only=False)
     """Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto.
 

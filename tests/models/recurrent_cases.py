@@ -1,5 +1,6 @@
 """Tiny models with recurrent layers of every family that the tests cover."""
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -143,3 +144,14 @@ def build(model_type: str, seed: int = 0, **options: Any) -> Any:
         sharpen(model)
     model.generation_config.eos_token_id = None
     return model
+
+
+def noisy(model: Any) -> Any:
+    """Make a draft that agrees in part."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.dim() > 1:
+                weight.add_(0.05 * weight.std() * torch.randn(weight.shape, generator=generator))
+    return draft

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from recurrent_cases import CASES, build
+from recurrent_cases import CASES, build, noisy
 
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import FALSE_ALARM, chi_square_p_value
@@ -25,16 +25,6 @@ PROMPTS = [torch.randint(5, 90, (length,), generator=torch.Generator().manual_se
 everything = pytest.mark.parametrize(
     "model_type", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-
-
-def noisy(model):
-    draft = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            if weight.dim() > 1:
-                weight.add_(0.05 * weight.std() * torch.randn(weight.shape, generator=generator))
-    return draft
 
 
 def plain(model, prompt, count=24):

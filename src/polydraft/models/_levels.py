@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from polydraft.errors import UsageError
 from polydraft.models._forwards import ReplacedForwards
-from polydraft.models.cache import SlotCache
-from polydraft.models.recurrent import Recurrence, StateName, StateShape
+from polydraft.models.cache import SpreadCache
+from polydraft.models.recurrent import StateName, StateShape
 from polydraft.trees import Block
 
 
@@ -62,12 +62,14 @@ def text_steps(counts: Sequence[int], device: torch.device) -> Iterator[Step]:
 
 
 class NodeStates:
-    """States of the committed text and of all uncommitted places, zero where nothing was read."""
+    """States of the committed text and of all uncommitted places."""
 
     def __init__(self, shapes: Sequence[StateShape], batch_size: int, device: torch.device) -> None:
         self._states = {
-            shape.name: torch.zeros(batch_size, 1, *shape.sizes, dtype=shape.dtype, device=device) for shape in shapes
+            shape.name: torch.full((batch_size, 1, *shape.sizes), shape.start, dtype=shape.dtype, device=device)
+            for shape in shapes
         }
+        self._starts = {shape.name: shape.start for shape in shapes}
         self._rows_B1 = torch.arange(batch_size, device=device)[:, None]
 
     def reserve(self, places: int) -> None:
@@ -92,8 +94,8 @@ class NodeStates:
 
     def forget(self, row: int, everywhere: bool = False) -> None:
         """Begin a new text; if told so, clear uncommitted places too."""
-        for states_BU in self._states.values():
-            states_BU[row, : None if everywhere else 1] = 0
+        for name, states_BU in self._states.items():
+            states_BU[row, : None if everywhere else 1] = self._starts[name]
 
     @property
     def nbytes(self) -> int:
@@ -101,22 +103,36 @@ class NodeStates:
         return sum(states_BU.nbytes for states_BU in self._states.values())
 
 
-class HybridCache(SlotCache):
+class _SlotPositions:
+    """Stands for a layer where a model's indexer looks for the positions of what is stored."""
+
+    is_sliding = is_compileable = False
+
+    def __init__(self, cache: "HybridCache") -> None:
+        self._cache = cache
+
+    @property
+    def indexer_position_ids(self) -> Tensor:
+        """Positions of all slots in use, `[3, B, S]`; the model appends those of the tokens that it reads."""
+        return self._cache.positions_BS.expand(3, -1, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Forget what the model would keep: slots know their positions."""
+
+
+class HybridCache(SpreadCache):
     """Slots for the layers with attention, and for a mixer that is running the states of its step."""
 
-    def __init__(self, recurrence: Recurrence, capacity: int, owner: str) -> None:
-        super().__init__(len(recurrence.attention_layers), capacity, owner)
-        self._place_of = {layer: place for place, layer in enumerate(recurrence.attention_layers)}
+    def __init__(self, num_layers: int, capacity: int, owner: str) -> None:
+        super().__init__(num_layers, capacity, owner)
         self.current: dict[StateName, Tensor] = {}
         """States in use."""
         self.states: NodeStates | None = None
         self.step: Step | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store one layer's new keys and values; return all that are in use."""
-        return super().update(key_states, value_states, self._place_of[layer_idx], *args, **kwargs)
+        self.positions_BS = torch.empty(0, 0, dtype=torch.long)
+        """Positions of the slots in use."""
+        self.layers = [_SlotPositions(self)] * num_layers
 
     def _state(self, name: StateName) -> Tensor:
         assert self.states is not None and self.step is not None, "states are asked for by mixers only"
@@ -144,7 +160,7 @@ class HybridCache(SlotCache):
         return self._state((layer_idx, "recurrent", state_idx)).copy_(recurrent_states)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether there is a state; one of zeros stands for no text."""
+        """Whether there is a state; the one that a text begins with counts."""
         return True
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -179,18 +195,21 @@ class _Mixer:
     def __call__(self, *args: Any, **options: Any) -> Any:
         forward = type(self._module).forward
         plan = _HERE.plan
-        if plan is None:
+        if plan is None or plan.cache.step is not None:  # a mixer inside another one reads that one's tokens
             return forward(self._module, *args, **options)
-        result_BTF: Tensor | None = None
+        results: list[Tensor] = []
+        alone = True
         for step in plan.steps:
-            output_RCF = self._read(plan, step, args, options)
-            if result_BTF is None:
-                result_BTF = output_RCF.new_zeros(*plan.size, *output_RCF.shape[2:])
-            result_BTF[step.rows_R1, step.columns_RC] = output_RCF
-        assert result_BTF is not None
-        return result_BTF
+            output = self._read(plan, step, args, options)
+            alone = isinstance(output, Tensor)
+            outputs = (output,) if alone else output
+            if not results:
+                results = [part_RCF.new_zeros(*plan.size, *part_RCF.shape[2:]) for part_RCF in outputs]
+            for result_BTF, part_RCF in zip(results, outputs, strict=True):
+                result_BTF[step.rows_R1, step.columns_RC] = part_RCF
+        return results[0] if alone else tuple(results)
 
-    def _read(self, plan: _Plan, step: Step, args: Any, options: dict[str, Any]) -> Tensor:
+    def _read(self, plan: _Plan, step: Step, args: Any, options: dict[str, Any]) -> Any:
         def part(value: Any) -> Any:
             if isinstance(value, Tensor) and value.shape[:2] == plan.size:
                 return value[step.rows_R1, step.columns_RC]
@@ -200,13 +219,12 @@ class _Mixer:
         cache.step, cache.current = step, {}
         # Masks are about padding, and no step has any.
         own = {name: None if name.endswith("mask") else part(value) for name, value in options.items()}
-        output_RCF: Tensor = type(self._module).forward(self._module, *map(part, args), **own)
-        assert isinstance(output_RCF, Tensor), type(output_RCF)
+        output = type(self._module).forward(self._module, *map(part, args), **own)
         assert cache.states is not None
         for name, states_R in cache.current.items():
             cache.states.put(name, step, states_R)
         cache.step, cache.current = None, {}
-        return output_RCF
+        return output
 
 
 class Mixers:
@@ -217,6 +235,7 @@ class Mixers:
 
     def reading(self, steps: Sequence[Step], cache: HybridCache, size: tuple[int, int]) -> AbstractContextManager[None]:
         """Let mixers read by steps while this thread is inside."""
+        cache.step, cache.current = None, {}  # a pass may have been interrupted
         return _Reading(self._forwards, _Plan(steps, cache, size))
 
 

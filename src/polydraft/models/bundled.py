@@ -2,14 +2,10 @@
 
 import importlib.metadata
 import importlib.util
-import logging
-import os
 from pathlib import Path
 
-from polydraft.errors import FailureError, UsageError
-from polydraft.output import cache_root, partial_beside
-
-logger = logging.getLogger(__name__)
+from polydraft.errors import UsageError
+from polydraft.output import cache_root
 
 BUNDLED = "smollm2"
 """Name under which the bundled target is asked for."""
@@ -42,30 +38,6 @@ def bundled_folder() -> Path:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    """Dequantise into a temporary folder, then rename, so that a kill leaves nothing half-written."""
-    for module in ("gguf", "accelerate"):
-        if importlib.util.find_spec(module) is None:
-            raise UsageError(f"reading {source.name} needs the package {module}; get it with: pip install 'polydraft[gguf]'")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from polydraft.models.gguf_files import convert  # late: it loads torch
 
-    with partial_beside(folder) as partial:
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            partial.mkdir()
-        except OSError as error:
-            reason = f"cannot write to {folder.parent} ({error.strerror})"
-            raise FailureError(f"{reason}; set POLYDRAFT_CACHE to another folder") from None
-        logger.info("converting %s for faster starts, once (about 30 s) ...", source.name)
-        try:
-            model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-            # Otherwise save_pretrained refuses: it takes the dequantised weights for quantised ones.
-            model.hf_quantizer = None
-            if hasattr(model.config, "quantization_config"):
-                del model.config.quantization_config
-            model.save_pretrained(partial)
-            AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(partial)
-            if not (folder / "config.json").exists():  # another process may have been faster
-                os.replace(partial, folder)
-        except OSError as error:
-            raise FailureError(f"could not convert {source.name} into {folder}: {error}") from None
+    convert(source, folder)

@@ -5,9 +5,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
-from polydraft.errors import FailureError
+from polydraft.errors import FailureError, UsageError
+from polydraft.models.families import text_config
+from polydraft.models.placement import home_device
+
+
+def stored_layers(model: Any) -> int | None:
+    """Return how many layers of a model keep keys and values, all of one shape; None where shapes differ or there is more.
+
+    A model that keeps them elsewhere than in a cache of `transformers` is refused.
+    """
+    tokens_BT = torch.tensor([[0, 1]], device=home_device(model))
+    cache: Any = getattr(model(input_ids=tokens_BT, use_cache=True), "past_key_values", None)
+    if type(cache) is not DynamicCache:
+        kept = "returns no keys and values to go on from" if cache is None else f"keeps its keys in a {type(cache).__name__}"
+        raise UsageError(
+            f"model type {text_config(model).model_type!r} {kept}, and trees need them in a DynamicCache of transformers; "
+            "use another model"
+        )
+    filled = [layer for layer in cache.layers if layer.keys is not None]
+    shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in filled}
+    more = any(getattr(layer, "indexer_keys", None) is not None for layer in filled)
+    return None if more or len(shapes) != 1 or len(filled) < len(cache.layers) else len(filled)
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -154,45 +175,78 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
 
 class SpreadCache(SlotCache):
-    """Keys and values that stay with their layers, wherever these are: one cache per layer."""
+    """Keys and values that stay with their layers, wherever these are and whatever shapes they have: one cache per layer.
+
+    The keys of sparse layers' indexers lie in slots too, beside those of the layers.
+    """
 
     def __init__(self, num_layers: int, capacity: int, owner: str = "this model") -> None:
         super().__init__(num_layers, capacity, owner)
-        self._parts = [SlotCache(1, capacity, owner) for _ in range(num_layers)]
+        self._parts: dict[tuple[str, int], SlotCache] = {}
+
+    def _part(self, kind: str, layer: int) -> SlotCache:
+        if (kind, layer) not in self._parts:
+            self._parts[kind, layer] = SlotCache(1, self.capacity, self._owner)
+        return self._parts[kind, layer]
+
+    def _store(self, kind: str, layer: int, keys_BHTC: Tensor, values_BHTC: Tensor) -> tuple[Tensor, Tensor]:
+        part = self._part(kind, layer)
+        part.aim(self._slots_BT.to(keys_BHTC.device), self._first_slot, self._used)
+        return part.update(keys_BHTC, values_BHTC, 0)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store one layer's new keys and values; return all that are in use."""
-        part = self._parts[layer_idx]
-        part.aim(self._slots_BT.to(key_states.device), self._first_slot, self._used)
-        return part.update(key_states, value_states, 0)
+        return self._store("layer", layer_idx, key_states, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Store new keys `[B, T, C]` of the indexer in a sparse layer; return all that are in use."""
+        keys_B1TC = indexer_key_states[:, None]
+        return self._store("indexer", layer_idx, keys_B1TC, keys_B1TC[..., :0])[0][:, 0]
 
     def take(self, other: SlotCache, rows: Tensor, source_BD: Tensor, own_rows: Tensor, target_BD: Tensor) -> None:
         """Copy slots from the rows of another such cache."""
         assert isinstance(other, SpreadCache)
-        for mine, theirs in zip(self._parts, other._parts, strict=True):
-            if mine.keys_LBHSC is not None:
-                mine.take(theirs, *(index.to(mine.keys_LBHSC.device) for index in (rows, source_BD, own_rows, target_BD)))
+        for name, mine in self._parts.items():
+            if mine.keys_LBHSC is not None and name in other._parts:
+                indices = (index.to(mine.keys_LBHSC.device) for index in (rows, source_BD, own_rows, target_BD))
+                mine.take(other._parts[name], *indices)
+
+    def part(self, rows: slice) -> "SpreadCache":
+        """Return a cache of some adjacent rows, which shares their storage; there must be some."""
+        part = copy.copy(self)
+        part._parts = {name: one.part(rows) for name, one in self._parts.items()}
+        return part
+
+    def resize(self, rows: int, most: int) -> None:
+        """Use so many rows; where there is no storage for them yet, make some for `most`."""
+        for one in self._parts.values():
+            one.resize(rows, most)
 
     def clear(self, row: int) -> None:
         """Forget what a row holds."""
-        for one in self._parts:
+        for one in self._parts.values():
             one.clear(row)
 
     def fill(self, other: SlotCache, copies: int, used: int) -> None:
         """Take over the first slots of another such cache, each of its rows `copies` times."""
         assert isinstance(other, SpreadCache)
-        for mine, theirs in zip(self._parts, other._parts, strict=True):
-            mine.fill(theirs, copies, used)
+        for name, theirs in other._parts.items():
+            self._part(*name).fill(theirs, copies, used)
 
     def grow(self, capacity: int) -> None:
         """Enlarge the storage, keeping its content."""
         self.capacity = capacity
-        for part in self._parts:
-            part.grow(capacity)
+        for one in self._parts.values():
+            one.grow(capacity)
+
+    @property
+    def address(self) -> int:
+        """Where the storage begins, 0 while there is none."""
+        return next((one.address for one in self._parts.values()), 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values held, on all devices."""
-        return sum(part.nbytes for part in self._parts)
+        return sum(one.nbytes for one in self._parts.values())

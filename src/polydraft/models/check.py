@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import PolydraftError, UsageError
-from polydraft.models.families import FAMILIES, first_line
+from polydraft.models.families import first_line
 from polydraft.trees import Block, parse_tree
 
 if TYPE_CHECKING:
@@ -39,22 +39,25 @@ _EXPERTS = r"num_experts|num_local_experts|n_routed_experts|moe_num_experts"
 _PER_TOKEN = r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts"
 _HEADS = r"(num_attention_|n_|num_|attention_|(num_)?(decoder|encoder)_attention_|swa_num_attention_)heads?"
 _KEY_HEADS = r"(num_|swa_num_)?(key_value|kv)_heads|num_query_groups"
-_HEAD_SIZES = r"(swa_|attention_|global_)?head_dim|kv_channels|d_kv|attention_head_size"
+_HEAD_SIZES = r"(swa_|attention_)?head_dim|kv_channels|d_kv|attention_head_size"
 _WIDTHS = r"hidden_size|n_embd|d_model|dim_model|embedding_size|word_embed_proj_dim|emb_dim|.*_embedding_size"
 _INNER = r".*intermediate_size(_mlp)?|.*ffn_dim|.*ffn_hidden_size|dim_ff|dff|feed_forward_size|n_inner|ffn_embed_dim"
 _NUMBERS = {
     _POSITIONS: POSITIONS,
     "original_max_position_embeddings": POSITIONS // 2,
     WINDOWS: WINDOW,
+    "index_topk|indexer_budget": WINDOW,  # what sparse layers choose: fewer tokens than there are
+    "indexer_compress_ratio": 2,
     _PERIODS: 2,
     _EXPERTS: 4,
     _PER_TOKEN: 2,
     "n_group|topk_group|num_expert_group|first_k_dense_replace|num_dense_layers": 1,
-    r"(type_)?vocab_size(_per_layer_input)?|n_words": _VOCABULARY,
+    r"(type_)?vocab_size(_per_layer_input)?|n_words|ngram_vocab_size_base": _VOCABULARY,
 }
 _NARROW = {
     _HEADS: 4,
     _HEAD_SIZES: 16,
+    "global_head_dim": 32,  # not that of other layers, so that there are two shapes
     _WIDTHS: 64,
     _INNER: 48,
     "rotary_dim|qk_(rope|nope)_head_dim": 8,
@@ -96,16 +99,25 @@ def twin_config(config: Any, narrow: bool = True) -> Any:
 
 def _fewer(values: dict[str, Any], narrow: bool) -> dict[str, Any]:
     """Return the values of a configuration, and of those inside it, with fewer of everything."""
+    old_size = _head_size(values)
     values = {key: _fewer(value, narrow) if _is_nested(value) else value for key, value in values.items()}
     numbers = _NUMBERS | (_NARROW if narrow else {})
     heads = next((value for key, value in values.items() if re.fullmatch(_HEADS, key) and isinstance(value, int)), 0)
     layers = _kept_layers(values)
     for key, value in values.items():
-        if key.endswith("_token_id"):
+        if key == "num_layers_per_stack":  # HRM, which derives one number of layers from the other
+            values[key] = None
+        elif key == "ple_layer_ids":  # numbers of layers, counted from 1
+            values[key] = [1] if value else value
+        elif key.endswith("_token_id"):
             values[key] = None if value is None else {"pad": 0, "bos": 1}.get(key.removesuffix("_token_id"), 2)
         elif key == "per_layer_config" and isinstance(value, dict):
             parts = {int(layer): part for layer, part in value.items()}
-            values[key] = {place: _fewer(parts[layer], narrow) for place, layer in enumerate(layers) if layer in parts}
+            own = {place: parts[layer] for place, layer in enumerate(layers) if layer in parts}
+            values[key] = {place: _fewer(part, narrow) for place, part in own.items()}
+            for place, part in own.items():
+                if narrow and part.get("head_dim", old_size) != old_size:
+                    values[key][place]["head_dim"] = _NARROW["global_head_dim"]
         elif isinstance(value, bool) or not isinstance(value, int | list):
             continue
         elif isinstance(value, list):
@@ -123,7 +135,18 @@ def _fewer(values: dict[str, Any], narrow: bool) -> dict[str, Any]:
     for key, value in values.items():
         if layers and re.fullmatch(_LAYERS, key) and isinstance(value, int):
             values[key] = len(layers)
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and isinstance(rope.get("mrope_section"), list) and old_size:
+        # Channels of a head shared out among three coordinates; what rounding leaves goes to the first.
+        section, new_size = rope["mrope_section"], _head_size(values)
+        parts = [part * new_size // old_size for part in section]
+        rope["mrope_section"] = [parts[0] + sum(section) * new_size // old_size - sum(parts), *parts[1:]]
     return values
+
+
+def _head_size(values: dict[str, Any]) -> int:
+    size, width, heads = (values.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    return int(size or (width // heads if width and heads else 0))
 
 
 def _num_weights(model_class: Any, config: Any) -> int:
@@ -195,12 +218,15 @@ def check_habits(model: "HFModel", wrap: Callable[[Any], "HFModel"]) -> bool:
 def _check_twin(model: "HFModel") -> bool:
     """Go past all windows and up to the end of the context; see `check_habits`."""
     limit = model.max_positions or POSITIONS
+    # First what makes every tree wrong, so that it is what a refusal names.
+    texts = _texts(model, [_PAST_WINDOWS])
+    _check_causal(model, texts, _plain(model, texts), _EXACT)
+    if model.recurrence is None:
+        _check_cached(model, texts[0])
+    else:
+        _check_alone(model, texts[0])
     _check(model, [min(_PAST_WINDOWS, limit - 3), WINDOW + 1, 3], _EXACT)
     _check(model, [limit - 2, 3], _EXACT)
-    if model.recurrence is None:
-        _check_cached(model, _texts(model, [_PAST_WINDOWS])[0])
-    else:
-        _check_alone(model, _texts(model, [_PAST_WINDOWS])[0])
     if model.max_positions is None or not model.steady_positions:
         return model.max_positions is None
     model.max_positions = None
@@ -226,11 +252,7 @@ def _check(model: "HFModel", lengths: Sequence[int], tolerance: float, tree: str
         text[:-1] + [tree[node] for node in branch] for text, tree in zip(texts, trees, strict=True) for branch in branches
     ]
     expected_BTV = _plain(model, paths)
-    if _sees_later_tokens(model, paths, expected_BTV, tolerance):
-        raise UsageError(
-            f"model type {kind!r} is not causal: its plain pass lets tokens see later ones; load a causal language model, "
-            "or this one with is_decoder=True if it has such a switch"
-        )
+    _check_causal(model, paths, expected_BTV, tolerance)
     if model.recurrence is not None:
         for row, text in enumerate(texts):
             own = slice(row * len(branches), (row + 1) * len(branches))
@@ -246,7 +268,7 @@ def _check(model: "HFModel", lengths: Sequence[int], tolerance: float, tree: str
         raise
     except Exception as error:
         raise UsageError(
-            f"model type {kind!r} cannot score trees ({first_line(error)}); supported and tested: {', '.join(FAMILIES)}"
+            f"model type {kind!r} cannot score trees ({first_line(error)}); docs/models.md lists what works"
         ) from error
     what = "tree masks" if model.recurrence is None else "the states of its recurrent layers"
     for number, path in enumerate(paths):
@@ -255,14 +277,18 @@ def _check(model: "HFModel", lengths: Sequence[int], tolerance: float, tree: str
         if _differ(expected_BTV[number, places], got_BNV[row, branches[branch]], tolerance):
             raise UsageError(
                 f"model type {kind!r} does not follow {what} (logits in a tree differ from those along its path, in a "
-                f"text of {lengths[row]} tokens); supported and tested: {', '.join(FAMILIES)}"
+                f"text of {lengths[row]} tokens); docs/models.md lists what works"
             )
 
 
-def _sees_later_tokens(model: "HFModel", paths: list[list[int]], expected_BTV: Tensor, tolerance: float) -> bool:
-    """Whether logits change when the last token of each text goes."""
+def _check_causal(model: "HFModel", paths: list[list[int]], expected_BTV: Tensor, tolerance: float) -> None:
+    """Refuse a model whose logits change when the last token of a text goes."""
     ends = torch.arange(len(paths)), torch.tensor([len(path) - 2 for path in paths])
-    return _differ(expected_BTV[ends], _plain(model, [path[:-1] for path in paths])[ends], tolerance)
+    if _differ(expected_BTV[ends], _plain(model, [path[:-1] for path in paths])[ends], tolerance):
+        raise UsageError(
+            f"model type {model.config.model_type!r} is not causal: its plain pass lets tokens see later ones; load a causal "
+            "language model, or this one with is_decoder=True if it has such a switch"
+        )
 
 
 def _check_cached(model: "HFModel", text: list[int]) -> None:
@@ -272,7 +298,7 @@ def _check_cached(model: "HFModel", text: list[int]) -> None:
     if _differ(expected_TV, torch.stack(_cached(model, text, start)), _EXACT):
         raise UsageError(
             f"model type {model.config.model_type!r} gives different logits with and without a cache (past its window, say), "
-            f"so none of its texts can be called correct; supported and tested: {', '.join(FAMILIES)}"
+            f"so none of its texts can be called correct; docs/models.md lists what works"
         )
 
 
@@ -293,7 +319,10 @@ def _cached(model: "HFModel", text: list[int], start: int) -> list[Tensor]:
     argument = "past_key_values" if model.recurrence is None else model.recurrence.cache_argument
     for first, last in [(0, start), *((place, place + 1) for place in range(start, len(text)))]:
         tokens_BT = torch.tensor([text[first:last]], device=model.device)
-        outputs = model.hf_model(input_ids=tokens_BT, use_cache=True, **{argument: cache})
+        options: dict[str, Any] = {argument: cache}
+        if model.takes_positions:
+            options["position_ids"] = torch.arange(first, last, device=model.device)[None]
+        outputs = model.hf_model(input_ids=tokens_BT, use_cache=True, **options)
         cache = outputs[argument]
         rows.append(outputs.logits[0, -1].cpu())
     return rows
@@ -313,7 +342,7 @@ def _by_steps(model: "HFModel", paths: Sequence[Sequence[int]], start: int) -> T
     with torch.no_grad():
         for first, last in [(0, start), *((place, place + 1) for place in range(start, longest))]:
             options = {model.recurrence.cache_argument: cache}
-            if model.recurrence.takes_positions:  # as `generate` does; Bamba counts from 0 otherwise
+            if model.takes_positions:  # as `generate` does; Bamba counts from 0 otherwise
                 options["position_ids"] = places_1T[:, first:last].expand(len(paths), -1)
             outputs = model.hf_model(input_ids=tokens_BT[:, first:last], use_cache=True, **options)
             cache = outputs[model.recurrence.cache_argument]

@@ -19,11 +19,19 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+WHOLE_KINDS = {FULL, "indexed_attention", "hybrid"}
+"""Kinds of attention that see the whole text; an indexer chooses among what its mask lets it see."""
+_SLIDING_KINDS = {SLIDING, "hybrid_sliding"}
 _RECURRENT_WORDS = ("mamba", "rwkv", "recurrent", "jamba", "xlstm", "hyena", "lfm2", "retnet")
 _RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
-_HARMLESS_KINDS = {FULL, SLIDING, "mlp", "moe"}  # layers without attention keep nothing of a text
-_ALIBI = {"bloom", "mpt"}
+_HARMLESS_KINDS = {*WHOLE_KINDS, SLIDING, CHUNKED, "mlp", "moe"}  # layers without attention keep nothing of a text
+_MISFITS = {
+    "compressed_sparse_attention": "keep one key per group of tokens, from which no branch can be masked",
+    "heavily_compressed_attention": "keep one key per group of tokens, from which no branch can be masked",
+    "minimax_m3_sparse": "choose blocks of slots, in which the branches of a tree would stand side by side",
+}
+"""Kinds of layers that cannot read trees, and why."""
 _STEADY_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 """Kinds of rotary positions that do not depend on how long the text is."""
 _FORGETFUL = {"phi4_multimodal"}
@@ -150,9 +158,20 @@ def layer_kinds(config: Any) -> list[str]:
     return [SLIDING if sliding else FULL] * config.num_hidden_layers
 
 
+def attention_kinds(config: Any) -> list[str]:
+    """Return the kinds of attention that need masks of their own, at least one."""
+    kinds = set(layer_kinds(config))
+    return sorted(kinds & (WHOLE_KINDS | _SLIDING_KINDS | {CHUNKED})) or [FULL]
+
+
+def chunk_size(config: Any) -> int | None:
+    """Return how many tokens a chunk has, in which tokens see each other; None where no layer has chunks."""
+    return config.attention_chunk_size if CHUNKED in layer_kinds(config) else None
+
+
 def window_size(config: Any) -> int | None:
     """Return how many tokens back sliding layers see, the token itself included; None where no layer slides."""
-    if SLIDING not in layer_kinds(config):
+    if not _SLIDING_KINDS & set(layer_kinds(config)):
         return None
     size: int | None = getattr(config, "sliding_window", None)
     return size if size is not None else getattr(config, "window_size", None)
@@ -160,7 +179,7 @@ def window_size(config: Any) -> int | None:
 
 def steady_positions(config: Any) -> bool:
     """Whether positions are computed, by the same rule at every length, so that a text may outgrow the context."""
-    if config.model_type in _FORGETFUL:
+    if config.model_type in _FORGETFUL or _scale_step(config) is not None:
         return False
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
@@ -173,13 +192,25 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def _scale_step(config: Any) -> int | None:
+    """Return at how many tokens Llama 4 and Inkling scale their queries otherwise, by the number of slots before them."""
+    if (floor := getattr(config, "log_scaling_n_floor", None)) is not None:
+        return int(floor) + 1
+    tuned = getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [True])
+    return int(config.floor_scale) if tuned else None
+
+
 def context_limit(config: Any) -> int | None:
     """Return how many positions a model has.
 
     With `longrope` only those before its frequencies change: a pass across the change would turn all of its tokens by the
-    new ones, and `transformers` itself reads the whole text anew there, or forgets it.
+    new ones, and `transformers` itself reads the whole text anew there, or forgets it. The same holds for the
+    scales of Llama 4 and Inkling, which in a tree would be those of other positions.
     """
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    limit: int | None = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    if (step := _scale_step(config)) is not None:
+        return step - 1 if limit is None else min(limit, step - 1)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope" and config.model_type not in _FORGETFUL:
         return limit
@@ -217,22 +248,18 @@ def refuse_unsupported(model: Any) -> None:
             )
     if not hasattr(config, "layer_types") and not hasattr(config, "num_hidden_layers"):
         raise UsageError(f"model type {kind!r} does not say how many layers it has; use another model")
-    kinds = set(layer_kinds(config))
-    others = sorted(kinds - _RECURRENT_KINDS - _HARMLESS_KINDS - {"chunked_attention"})
+    others = sorted(set(layer_kinds(config)) - _RECURRENT_KINDS - _HARMLESS_KINDS)
     if others:
+        reason = _MISFITS.get(others[0], "take no tree masks")
         raise UsageError(
-            f"model type {kind!r} has layers of kinds that take no tree masks ({', '.join(others)}); use a model with full or "
-            "sliding attention"
+            f"model type {kind!r} has layers of kinds that {reason} ({', '.join(others)}); use a model with full, sliding or "
+            "chunked attention"
         )
-    if "chunked_attention" in kinds:
-        raise UsageError(f"model type {kind!r} has chunked attention layers, which are not supported; use another model")
     if window_size(config) == 1:
         raise UsageError(
             f"model type {kind!r} has a window of 1 token, for which transformers gives different logits with and without a "
             "cache; use a wider window"
         )
-    if kind in _ALIBI or getattr(config, "alibi", False):
-        raise UsageError(f"model type {kind!r} uses ALiBi, which ignores position ids and tree masks; use another model")
     implementation = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         raise UsageError(

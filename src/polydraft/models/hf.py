@@ -1,6 +1,7 @@
 """Hugging Face causal language models as `LanguageModel`s, without touching their code; their first layers as drafts."""
 
 import copy
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,15 +15,19 @@ from polydraft.models._bodies import GPT_NEO, GPTNeoBody, LeanBody, lean_body
 from polydraft.models._fused import MOST_TOKENS, TreeView, fused_body, invariant_obstacle, is_plain
 from polydraft.models._invariant import invariant_linear
 from polydraft.models._native import native_body, native_linear, native_product
-from polydraft.models.cache import SlotCache, SpreadCache
+from polydraft.models._positions import told_positions
+from polydraft.models.cache import SlotCache, SpreadCache, stored_layers
 from polydraft.models.check import check_habits
 from polydraft.models.families import (
+    CHUNKED,
     FAMILIES,
     FULL,
     SLIDING,
+    WHOLE_KINDS,
+    attention_kinds,
+    chunk_size,
     context_limit,
     first_line,
-    layer_kinds,
     refuse_unsupported,
     steady_positions,
     text_config,
@@ -31,7 +36,7 @@ from polydraft.models.families import (
 from polydraft.models.language_model import Context, LanguageModel, by_rows
 from polydraft.models.native_linear import NativeLinears, native_linears
 from polydraft.models.placement import home_device, spread_obstacle
-from polydraft.models.quantised import Int8Linear, int8_body, is_quantised
+from polydraft.models.quantised import int8_body, is_quantised
 from polydraft.models.recurrent import find_recurrence
 from polydraft.models.tree_attention import obstacle
 from polydraft.native import NativeBody, NativeProduct, Rows
@@ -104,7 +109,7 @@ class HFModel(LanguageModel):
         except Exception as error:
             raise UsageError(
                 f"model type {text_config(model).model_type!r} does not work as a causal language model ({first_line(error)}); "
-                f"supported and tested: {', '.join(FAMILIES)}"
+                f"docs/models.md lists what works"
             ) from error
         if invariant and not self.invariant:
             raise UsageError(f"model {self.name!r} cannot be invariant: {self._invariant_obstacle()}; leave out --invariant")
@@ -138,8 +143,9 @@ class HFModel(LanguageModel):
         self.dtype = model.dtype
         self.int8 = is_quantised(model)
         """Whether the weights are in int8; `dtype` is that of all else."""
-        table = model.get_output_embeddings()  # of one in int8, the weight would be made to be counted
-        self.vocab_size = int(table.out_features if isinstance(table, Int8Linear) else table.weight.shape[0])
+        table = model.get_output_embeddings()
+        # Quantised ones have weights of other shapes.
+        self.vocab_size = int(getattr(table, "out_features", None) or table.weight.shape[0])
         self.hidden_size = int(self.config.hidden_size)
         self.taps: tuple[int, ...] = ()
         """Layers, counted from 1, whose outputs stand beside the last hidden states in the features."""
@@ -147,12 +153,20 @@ class HFModel(LanguageModel):
         self.num_layers = int(self.config.num_hidden_layers)
         self.steady_positions = steady_positions(self.config)
         self._goes_on = self.max_positions is None or self.steady_positions
-        self.window = window_size(self.config)
-        self.mixed_layers = {FULL, SLIDING} <= set(layer_kinds(self.config))
+        self.window, self.chunk = window_size(self.config), chunk_size(self.config)
+        self.kinds = attention_kinds(self.config)
+        """Kinds of attention, each with a mask of its own."""
         self._additive_mask = self.config._attn_implementation == "eager"
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        """Whether `generate` tells the model where tokens stand; RoBERTa counts from another number than it is told."""
+        self._positions = told_positions(model)
+        self.stored_layers: int | None = self.num_layers
+        """Layers that keep keys and values, all of one shape; None where shapes differ."""
         with torch.no_grad():
+            if self.recurrence is None and self.config.model_type not in FAMILIES:
+                self.stored_layers = stored_layers(model)
             self._split_head = self._head_can_be_split()
-            self._lean = lean_body(model) if lean and self._split_head and not self.mixed_layers else None
+            self._lean = lean_body(model) if lean and self._split_head and len(self.kinds) == 1 else None
             self.fused = fused_body(self._lean, self.device, self.dtype, self._asks_invariant)
             self._body: LeanBody | GPTNeoBody | None = self._lean
             if self.config.model_type == GPT_NEO:
@@ -221,6 +235,13 @@ class HFModel(LanguageModel):
             "past_key_values" if self.recurrence is None else self.recurrence.cache_argument: cache,
             "use_cache": True,
         }
+        if self._positions is None:
+            return self._features(inputs)
+        inputs["attention_mask"] = None if self._positions.brings_masks else mask
+        with self._positions.told(positions_BT, mask, cache):
+            return self._features(inputs)
+
+    def _features(self, inputs: dict[str, Any]) -> Tensor:
         if self._split_head:
             outputs = self.hf_model.base_model(**inputs, output_hidden_states=bool(self.taps))
             last_BTF = outputs.last_hidden_state.to(self.device)
@@ -229,14 +250,35 @@ class HFModel(LanguageModel):
         logits_BTV: Tensor = self.hf_model(**inputs).logits
         return logits_BTV
 
+    @property
+    def sees_everything(self) -> bool:
+        """Whether every token sees all of its text, so that a token alone needs no mask."""
+        return self.window is None and self.chunk is None and self._positions is None
+
     def mask(self, visible_BTS: Tensor, positions_BT: Tensor, slot_positions_BS: Tensor) -> Any:
         """Return the mask in the form this model takes: a tensor, or one per kind of layer."""
-        full = self._formatted(visible_BTS)
-        if self.window is None:
-            return full
-        near_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None, :] < self.window
-        sliding = self._formatted(visible_BTS & near_BTS)
-        return {FULL: full, SLIDING: sliding} if self.mixed_layers else sliding
+        if self._positions is not None and self._positions.brings_masks:
+            return self._positions.biased(visible_BTS, slot_positions_BS, self.dtype)
+        masks: dict[str, Tensor] = {}
+        for kind in self.kinds:
+            seen_BTS = visible_BTS
+            if kind not in WHOLE_KINDS:
+                seen_BTS = visible_BTS & self._near(kind, positions_BT[:, :, None], slot_positions_BS[:, None, :])
+            masks[kind] = self._formatted(seen_BTS)
+        if len(masks) == 1:
+            return masks[self.kinds[0]]
+        if self.recurrence is None:
+            return masks
+        # Some ask by the kind of a layer, some by the kind of mask that it wants.
+        wanted = {FULL: masks.get("hybrid"), SLIDING: masks.get("hybrid_sliding"), "conv": None, "linear_attention": None}
+        return wanted | masks
+
+    def _near(self, kind: str, position_BT1: Tensor, slot_position_B1S: Tensor) -> Tensor:
+        if kind == CHUNKED:
+            assert self.chunk is not None
+            return position_BT1 // self.chunk == slot_position_B1S // self.chunk
+        assert self.window is not None
+        return position_BT1 - slot_position_B1S < self.window
 
     def _formatted(self, visible_BTS: Tensor) -> Tensor:
         mask_B1TS = visible_BTS[:, None]
@@ -257,8 +299,11 @@ class HFModel(LanguageModel):
 
     def plain(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits that the model itself gives for whole texts, with neither mask nor cache."""
+        options: dict[str, Tensor] = {}
+        if self.takes_positions:
+            options["position_ids"] = torch.arange(tokens_BT.shape[1], device=self.device).expand_as(tokens_BT)
         with torch.no_grad():
-            logits_BTV: Tensor = self.hf_model(input_ids=tokens_BT, use_cache=False).logits
+            logits_BTV: Tensor = self.hf_model(input_ids=tokens_BT, use_cache=False, **options).logits
         return logits_BTV
 
 
@@ -274,9 +319,9 @@ class HFContext(Context):
     def __init__(self, model: HFModel, batch_size: int, capacity: int) -> None:
         super().__init__(batch_size, capacity, model.device, model.max_positions)
         self._model = model
-        self.cache = (SlotCache if model.spread is None else SpreadCache)(
-            model.num_layers, capacity, f"model type {model.config.model_type!r}"
-        )
+        layers = model.stored_layers if model.spread is None else None
+        owner = f"model type {model.config.model_type!r}"
+        self.cache = SpreadCache(model.num_layers, capacity, owner) if layers is None else SlotCache(layers, capacity, owner)
         self.elastic = model.spread is None
         self._checked = False
         """Whether the native body was found in order since the last text began."""
@@ -310,7 +355,7 @@ class HFContext(Context):
         aligned = self.aligned
         self.cache.aim(slots_BT, used - size if aligned else None, used)
         # One token that sees everything needs no mask, which spares attention a slower path.
-        plain = aligned and size == 1 and self._model.window is None
+        plain = aligned and size == 1 and self._model.sees_everything
         mask = None if plain else self._model.mask(visible_BTS, positions_BT, self._positions_BS[:, :used])
         # A draft's table may lack padding rows that the target's has; such tokens are never drawn, but may be read.
         known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)

@@ -1,4 +1,4 @@
-"""Models by name: bundled, in a folder, or on the Hugging Face hub, and what to do where there is no network."""
+"""Models by name: bundled, in a folder or a GGUF file, or on the Hugging Face hub, and what to do where there is no network."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
 from polydraft.models.eagle3 import is_eagle3, load_eagle3
 from polydraft.models.feature_head import FeatureHead
+from polydraft.models.gguf_files import converted_folder, gguf_source
 from polydraft.models.head_folder import is_head, load_head, load_vocabulary
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
@@ -68,7 +69,7 @@ def load_model(
     native: bool = True,
     invariant: bool | None = None,
 ) -> Loaded:
-    """Load a model by name: the bundled one, a folder, a name on the Hugging Face hub, or one of these inflated.
+    """Load a model by name: the bundled one, a folder, a GGUF file, a name on the Hugging Face hub, or one of these inflated.
 
     With a device map (`polydraft.models.placement`) the model goes over several devices instead of to `device`. With dtype int8
     its weights are quantised (`polydraft.models.quantised`). `native` and `invariant` are those of `HFModel`.
@@ -82,9 +83,12 @@ def load_model(
         return _load_inflated(name, device, dtype, native, invariant)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    allowed = f"{BUNDLED}, a folder, or a hub name"
-    check_name("model", name, allowed)
-    folder = str(bundled_folder()) if name == BUNDLED else name
+    allowed = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
+    if (source := gguf_source(name)) is not None:
+        folder = str(converted_folder(source, torch.float32 if dtype == torch.int8 else dtype))
+    else:
+        check_name("model", name, allowed)
+        folder = str(bundled_folder()) if name == BUNDLED else name
     options = hub_options(folder)
     layout = {} if device_map is None else layout_options(device_map)
     try:
@@ -198,7 +202,7 @@ def head_on_hub(name: str) -> Path | None:
     """Return the folder of a head that a hub has under this name; None where it has none, or another kind of model."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    if os.path.isdir(name) or not name.strip() or name.startswith((".", "/", "~")):
+    if os.path.isdir(name) or not name.strip() or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
         return None
     try:
         options = hub_options(name)

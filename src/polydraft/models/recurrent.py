@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -39,6 +40,8 @@ class StateShape:
     name: StateName
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    start: int = 0
+    """What it is full of when a text begins."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,12 +51,8 @@ class Recurrence:
     mixers: tuple[nn.Module, ...]
     """The modules that ask a cache for states; the innermost ones, which read all tokens of a pass in turn."""
     states: tuple[StateShape, ...]
-    attention_layers: tuple[int, ...]
-    """Layers that store keys and values."""
     cache_argument: str
     """Under which name the model takes its cache."""
-    takes_positions: bool
-    """Whether the model can be told where tokens stand."""
 
 
 class _Watch:
@@ -62,7 +61,6 @@ class _Watch:
     def __init__(self, model: nn.Module) -> None:
         self.running: list[nn.Module] = []
         self.mixers: dict[int, nn.Module] = {}
-        self.attention_layers: set[int] = set()
         self._handles = [module.register_forward_pre_hook(self._begin) for module in model.modules()]
         self._handles += [module.register_forward_hook(self._end, always_call=True) for module in model.modules()]
 
@@ -79,13 +77,6 @@ class _Watch:
     def spy(self, cache: Any) -> None:
         for method in _ASKED:
             setattr(cache, method, self._noting(getattr(cache, method)))
-        update = cache.update
-
-        def noting(keys: Any, values: Any, layer_idx: int, *args: Any, **options: Any) -> Any:
-            self.attention_layers.add(layer_idx)
-            return update(keys, values, layer_idx, *args, **options)
-
-        cache.update = noting
 
     def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **options: Any) -> Any:
@@ -111,6 +102,11 @@ def find_recurrence(model: Any) -> Recurrence | None:
                 f"model type {kind!r} has recurrent layers and keeps their state {where}, where it cannot be copied for "
                 "every candidate; use a model that keeps it in the DynamicCache of transformers, or an attention-only one"
             )
+        if not all(hasattr(cache, method) for method in _ASKED):
+            raise UsageError(
+                f"model type {kind!r} has recurrent layers, and transformers {transformers.__version__} does not hand out "
+                "their states; use 5.22 or newer"
+            )
         watch = _Watch(model)
         try:
             watch.spy(cache)
@@ -123,20 +119,26 @@ def find_recurrence(model: Any) -> Recurrence | None:
         raise UsageError(f"model type {kind!r} has recurrent layers, which must be in one place, but {spread}")
     return Recurrence(
         mixers=tuple(watch.mixers.values()),
-        states=tuple(_shapes(cache)),
-        attention_layers=tuple(sorted(watch.attention_layers)),
+        states=tuple(_shapes(cache, _first_end(text_config(model)))),
         cache_argument=argument,
-        takes_positions="position_ids" in parameters,
     )
 
 
-def _shapes(cache: DynamicCache) -> list[StateShape]:
+def _first_end(config: Any) -> int:
+    """Return the end-of-text token, the first if there are several."""
+    end = getattr(config, "eos_token_id", None)
+    return int((end[0] if end else 0) if isinstance(end, list) else end or 0)
+
+
+def _shapes(cache: DynamicCache, end: int) -> list[StateShape]:
     shapes = []
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             for kind, states in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
                 for index, state in states.items():
                     if state is not None:
+                        # A state of whole numbers is one of token ids, as if another text had ended.
+                        start = 0 if state.is_floating_point() else end
                         sizes = tuple(state.shape[1:])
-                        shapes.append(StateShape(name=(number, kind, index), sizes=sizes, dtype=state.dtype))
+                        shapes.append(StateShape(name=(number, kind, index), sizes=sizes, dtype=state.dtype, start=start))
     return shapes

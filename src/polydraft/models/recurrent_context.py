@@ -23,7 +23,7 @@ class RecurrentContext(HFContext):
         self.elastic = False
         assert model.recurrence is not None
         self._mixers = Mixers(model.recurrence.mixers)
-        cache = HybridCache(model.recurrence, capacity, f"model type {model.config.model_type!r}")
+        cache = HybridCache(model.num_layers, capacity, f"model type {model.config.model_type!r}")
         self.cache, self._hybrid = cache, cache
         self._states = cache.states = NodeStates(model.recurrence.states, batch_size, self.device)
         self._depths_BU = torch.zeros(batch_size, 0, dtype=torch.long, device=self.device)
@@ -36,6 +36,10 @@ class RecurrentContext(HFContext):
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
         with self._mixers.reading(self._steps(block), self._hybrid, (self.batch_size, block.size)):
             return super().extend(tokens_BT, block)
+
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        self._hybrid.positions_BS = self._positions_BS[:, : visible_BTS.shape[2]]
+        return super()._forward(tokens_BT, positions_BT, slots_BT, visible_BTS)
 
     def _steps(self, block: Block) -> list[Step]:
         if self._counts is not None:

@@ -1,0 +1,137 @@
+"""Models in GGUF files: made into folders that `transformers` reads quickly, once, in the cache."""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polydraft.errors import FailureError, UsageError
+from polydraft.output import cache_root, partial_beside
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"GGUF"
+_SAMPLE = 1 << 20
+"""Bytes at either end of a file that, with its size, tell it from others."""
+
+
+def gguf_source(name: str) -> Path | None:
+    """Return the GGUF file that a name stands for: the file itself, or the only one in a folder without a config.json."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise UsageError(f"cannot load model {name!r}: there is no such file; name a GGUF file or a folder with one")
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
+        raise UsageError(f"folder {name!r} has {len(files)} GGUF files ({names}); name one of them, such as {files[0]}")
+    return files[0] if files else None
+
+
+def converted_folder(source: Path, dtype: torch.dtype) -> Path:
+    """Return a folder with a GGUF file's model in a number format, converting it the first time."""
+    kind = str(dtype).removeprefix("torch.")
+    folder = cache_root() / f"{source.stem[:80]}-{_fingerprint(source)}-{kind}"
+    if not (folder / "config.json").exists():
+        convert(source, folder, dtype)
+    return folder
+
+
+def convert(source: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Dequantise into a temporary folder, then rename, so that a kill leaves nothing half-written."""
+    for module in ("gguf", "accelerate"):
+        if importlib.util.find_spec(module) is None:
+            raise UsageError(f"reading {source.name} needs the package {module}; get it with: pip install 'polydraft[gguf]'")
+    needed = _num_weights(source) * dtype.itemsize
+    with partial_beside(folder) as partial:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            partial.mkdir()
+        except OSError as error:
+            reason = f"cannot write to {folder.parent} ({error.strerror})"
+            raise FailureError(f"{reason}; set POLYDRAFT_CACHE to another folder") from None
+        if (free := shutil.disk_usage(folder.parent).free) < 1.02 * needed:
+            raise FailureError(
+                f"{source.name} needs {_gigabytes(needed)} in {folder.parent}, where {_gigabytes(free)} are free; set "
+                "POLYDRAFT_CACHE to a folder with more"
+            )
+        logger.info("converting %s, once: %s in %s ...", source.name, _gigabytes(needed), folder)
+        try:
+            with _progress_bars():
+                _save(source, partial, dtype)
+            if not (folder / "config.json").exists():  # another process may have been faster
+                os.replace(partial, folder)
+        except OSError as error:
+            raise FailureError(f"could not convert {source.name} into {folder}: {error}") from None
+        except Exception as error:  # of architectures that are not known there; tokenizers raise nothing narrower
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UsageError(f"transformers cannot read {source.name} ({reason}); use the model in its own format") from None
+
+
+def _save(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options: dict[str, Any] = {"gguf_file": source.name}
+    # Newer releases may keep weights in the file's blocks, for kernels that not every machine has.
+    if (config_class := getattr(transformers, "GgufConfig", None)) is not None:
+        options["quantization_config"] = config_class(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=dtype, **options)
+    # Otherwise save_pretrained refuses: it takes the dequantised weights for quantised ones.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+
+
+def _num_weights(source: Path) -> int:
+    from gguf import GGUFReader
+
+    try:
+        return sum(int(tensor.n_elements) for tensor in GGUFReader(source).tensors)
+    except Exception as error:  # whatever the reader makes of bytes that are something else
+        what = "is no GGUF file" if not _begins(source) else "is damaged or of a newer kind"
+        raise FailureError(f"{source} {what} ({type(error).__name__}); download it again") from None
+
+
+def _begins(source: Path) -> bool:
+    with source.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def _fingerprint(source: Path) -> str:
+    """Return what tells a file from others, whatever it is called and wherever it is."""
+    size = source.stat().st_size
+    with source.open("rb") as file:
+        head = file.read(_SAMPLE)
+        file.seek(max(size - _SAMPLE, 0))
+        return hashlib.sha256(b"%d|%b%b" % (size, head, file.read())).hexdigest()[:12]
+
+
+def _gigabytes(number: float) -> str:
+    return f"{number / 1e9:.1f} GB"
+
+
+@contextmanager
+def _progress_bars() -> Iterator[None]:
+    """Show how far loading and saving are, even where commands keep such bars off the screen."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.enable_progress_bar()
+    try:
+        yield
+    finally:
+        if not shown:
+            transformers_logging.disable_progress_bar()
