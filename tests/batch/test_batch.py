@@ -217,7 +217,7 @@ def test_memory_does_not_grow_with_rows(decoder: Decoder, tmp_path: Path) -> Non
         nonlocal most
         if row % 50 == 0:
             gc.collect()
-            most = max(most, sum(isinstance(one, TokenSequence) for one in gc.get_objects()))
+            most = max(most, sum(type(one) is TokenSequence for one in gc.get_objects()))
 
     prompts = Prompts(file, 2**20)
     results = ResultFile(tmp_path / "out.jsonl", {}, resume=False)

@@ -2,7 +2,7 @@
 
 A pass reads all weights and the cached keys and values, and computes with every weight for every token. On the one GPU where
 this could be checked both times add up rather than hide each other (docs/tune.md): an H200 takes 3.97 ms for a token of the 7B
-shape, 4.19 for 16 and 4.77 for 64; these formulas say 3.94, 4.16 and 4.81.
+shape, 4.19 for 16 and 4.77 for 64; these formulas say 4.00, 4.20 and 4.85.
 """
 
 import re
