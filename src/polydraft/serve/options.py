@@ -78,36 +78,6 @@ class ServeOptions:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaOptions:
-    """Replicas."""
-
-    ray: bool = False
-    """Serve by Ray Serve: several processes, on one machine or a cluster, behind one address."""
-    replicas: int = 1
-    """With --ray: processes that each hold the models."""
-    max_replicas: int | None = None
-    """With --ray: let replicas grow to so many by the number of texts at work  [default: --replicas]."""
-    replica_cpus: float = 1.0
-    """With --ray: CPUs of each replica, and its threads."""
-    replica_gpus: float = 0.0
-    """With --ray: GPUs of each replica."""
-
-    def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("replicas", self.replicas, 1, 1024),
-            ("max-replicas", self.max_replicas or self.replicas, self.replicas, 1024),
-            ("replica-cpus", self.replica_cpus, 0.1, 1024),
-            ("replica-gpus", self.replica_gpus, 0, 64),
-        ):
-            if not low <= value <= high:
-                raise UsageError(f"--{name} {value:g} is out of range; allowed: {low} to {high}")
-        if not self.ray and self != ReplicaOptions():
-            raise UsageError(
-                "--replicas, --max-replicas, --replica-cpus and --replica-gpus go with --ray; add it, or leave them out"
-            )
-
-
 _SHORTEST_KEY = 8
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("port", 0, 65535),

@@ -25,8 +25,8 @@ from polydraft.tune.rounds import Rounds, Run, Use, in_batches, pass_seconds
 
 _PROBE_BATCH = 8
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_ROUNDS = 12
-"""Of each setting whose rounds are timed and nothing else."""
+_ROUNDS, _TURNS = 8, 2
+"""Of each setting whose rounds are timed and nothing else; settings take turns, as machines are not always equally fast."""
 _TIMED = ("none", "4", "chain:4", "2x2x2", "4x2x2x1x1")
 _MOST_TOKENS = {"cpu": 320, "cuda": 2048}
 """Of a round that is only timed: larger ones take long and teach nothing new, as passes cost by their tokens there."""
@@ -130,14 +130,13 @@ class Tuning:
     def _decoder(self, tree: str, drafter: str = AUTO) -> Decoder:
         return make_decoder(LoadOptions(tree=tree, drafter=drafter), self._loaded, self._draft)
 
-    def _observed(self, decoder: Decoder, use: Use, batch: int, what: str, *, robust: bool = False) -> Rounds:
-        """Let a setting write all prompts."""
-        run, parts = Run(decoder, use, batch), in_batches(self._prompts, batch)
+    def _observed(self, tree: str, use: Use, batch: int, what: str) -> Rounds:
+        """Let a static tree write all prompts."""
+        run, parts = Run(self._decoder(tree), use, batch), in_batches(self._prompts, batch)
         for number, part in enumerate(parts):
             self._observer(f"T={use.temperature:g}: {what}", number, len(parts))
             run.generate(part, first=number * batch)
-        self._observer(f"T={use.temperature:g}: {what}", len(parts), len(parts))
-        return run.rounds(robust=robust)
+        return run.rounds(robust=True)
 
     @cached_property
     def _passes(self) -> dict[int, float]:
@@ -152,10 +151,7 @@ class Tuning:
             return {}, None
         batch = min(_PROBE_BATCH, len(self._prompts))
         widths = [width for width in PROBES if width <= self._draft.num_columns]
-        seen = {
-            width: self._observed(self._decoder(spelled(PROBES[width])), use, batch, f"accepts {width}", robust=True)
-            for width in widths
-        }
+        seen = {width: self._observed(spelled(PROBES[width]), use, batch, f"children {width}") for width in widths}
         found = Acceptance.counted({width: (one.accepts, one.offers) for width, one in seen.items()})
         self.figures[f"acceptance at T={use.temperature:g}"] = {str(width): list(one) for width, one in found.by_width.items()}
         return seen, found
@@ -175,11 +171,12 @@ class Tuning:
             trees = ["none"] if rows == batch or self._draft is None else _TIMED
             fitting = [tree for tree in trees if rows * parse_tree(tree).num_nodes <= _MOST_TOKENS[self._place.type]]
             fitting = fitting if len(fitting) > 2 else list(trees[:3])
-            for number, tree in enumerate(fitting):
-                self._observer(f"T={use.temperature:g}: costs of {rows}", number, len(fitting))
-                run = Run(self._decoder(tree), use, rows)
-                run.generate(self._prompts, most_rounds=_ROUNDS)
-                seen.append(run.rounds(robust=True))
+            runs = [Run(self._decoder(tree), use, rows) for tree in fitting]
+            for turn in range(_TURNS):
+                for number, run in enumerate(runs):
+                    self._observer(f"T={use.temperature:g}: costs of {rows}", turn * len(runs) + number, _TURNS * len(runs))
+                    run.generate(self._prompts, most_rounds=_ROUNDS)
+            seen += [run.rounds(robust=True) for run in runs]
         model = MeasuredRounds.fitted(self._passes, seen)
         self.figures[f"beside passes at T={use.temperature:g}"] = {str(rows): asdict(fit) for rows, fit in model.fits.items()}
         return model
@@ -189,23 +186,21 @@ class Tuning:
         probes, acceptance = self._probed(use)
         model = self._model(use, probes)
         rated = [self._choice("plain", "none", AUTO, use, model, tokens=1.0, nodes=1.0, levels=0.0)]
-        best = None
+        batch = min(_PROBE_BATCH, len(self._prompts))
+        others = [("n-grams", "none", drafter, self._decoder("none", drafter)) for drafter in _NGRAMS]
         if acceptance is not None:
             rated += self._static(acceptance, use, model)
-            best = max((one for one in rated[1:]), key=lambda one: one.expected[self.options.batches[0]])
-            costs = costs_at(model, 1) if self.options.predict is not None else None
-            for tree in _DYNAMIC:
-                decoder, shape = self._decoder(tree), parse_dynamic(tree)
-                if costs is not None and self._draft is not None and shape is not None:
-                    decoder = decoder.replace(drafter=TreeDrafter(self._draft, shape, costs=costs))
-                rated.append(self._ran("dynamic tree", tree, AUTO, decoder, use, model, batch=1))
-        batch = min(_PROBE_BATCH, len(self._prompts))
-        for drafter in _NGRAMS:
-            rated.append(self._ran("n-grams", "none", drafter, self._decoder("none", drafter), use, model, batch=batch))
-        if best is not None:
-            decoder = self._decoder(best.tree, _UNION)
-            rated.append(self._ran("union", best.tree, _UNION, decoder, use, model, batch=batch))
-        return rated
+            best = max(rated[1:], key=lambda one: one.expected[self.options.batches[0]])
+            others.append(("union", best.tree, _UNION, self._decoder(best.tree, _UNION)))
+            rated += self._ran([("dynamic tree", tree, AUTO, self._dynamic(tree, model)) for tree in _DYNAMIC], use, model, 1)
+        return rated + self._ran(others, use, model, batch)
+
+    def _dynamic(self, tree: str, model: RoundModel) -> Decoder:
+        """Return a decoder with dynamic trees, which follow the costs of other hardware where these are asked for."""
+        decoder, shape = self._decoder(tree), parse_dynamic(tree)
+        if self.options.predict is None or self._draft is None or shape is None:
+            return decoder
+        return decoder.replace(drafter=TreeDrafter(self._draft, shape, costs=costs_at(model, 1)))
 
     def _static(self, acceptance: Acceptance, use: Use, model: RoundModel) -> list[Choice]:
         """Rate chains and trees: some that everybody knows, and the best of all for each batch."""
@@ -224,15 +219,35 @@ class Tuning:
             rated.append(self._choice(kind, spelled(shape), AUTO, use, model, **figures))
         return rated
 
-    def _ran(self, kind: str, tree: str, drafter: str, decoder: Decoder, use: Use, model: RoundModel, batch: int) -> Choice:
-        """Rate what no table of acceptance can: run it, and take from the model only how its cost changes with the batch."""
-        seen = self._observed(decoder, use, batch, drafter if kind == "n-grams" else f"{drafter} {tree}".removeprefix("auto "))
-        levels = 0.0 if kind == "n-grams" else seen.levels if kind == "dynamic tree" else float(parse_tree(tree).depth)
-        factor = 1.0
-        if isinstance(model, MeasuredRounds):
-            factor = seen.seconds / model.drafted(batch, seen.nodes, levels)
-        figures = {"tokens": seen.tokens, "nodes": seen.nodes, "levels": levels}
-        return self._choice(kind, tree, drafter, use, model, **figures, factor=factor)
+    def _ran(self, settings: Sequence[tuple[str, str, str, Decoder]], use: Use, model: RoundModel, batch: int) -> list[Choice]:
+        """Rate what no table of acceptance can: run it, in turns with plain decoding.
+
+        Only how its cost changes with the batch is the model's; for other hardware all of it.
+        """
+        plain, *others = self._turns([self._decoder("none"), *(one[3] for one in settings)], use, batch, "ran")
+        rated = []
+        for (kind, tree, drafter, _), run in zip(settings, others, strict=True):
+            seen = run.rounds()
+            levels = 0.0 if kind == "n-grams" else seen.levels if kind == "dynamic tree" else float(parse_tree(tree).depth)
+            factor = 1.0
+            if self.options.predict is None:
+                reckoned = model.plain(batch) / model.drafted(batch, seen.nodes, levels)
+                factor = reckoned * seen.seconds / plain.rounds().seconds
+            figures = {"tokens": seen.tokens, "nodes": seen.nodes, "levels": levels}
+            rated.append(self._choice(kind, tree, drafter, use, model, **figures, factor=factor))
+        return rated
+
+    def _turns(self, decoders: Sequence[Decoder], use: Use, batch: int, what: str) -> list[Run]:
+        """Let settings write all prompts, batch by batch in turns, so that a slow minute hits all of them."""
+        for decoder in decoders:
+            whole = self._place.type == "cuda"  # recordings are of lengths
+            Run(decoder, use, batch).generate(self._prompts[:batch], most_rounds=None if whole else 2)
+        runs, parts = [Run(decoder, use, batch) for decoder in decoders], in_batches(self._prompts, batch)
+        for number, part in enumerate(parts):
+            for turn, run in enumerate(runs):
+                self._observer(f"T={use.temperature:g}: {what} at {batch}", number * len(runs) + turn, len(parts) * len(runs))
+                run.generate(part, first=number * batch)
+        return runs
 
     def _choice(
         self,
@@ -261,15 +276,7 @@ class Tuning:
         batch = self.options.check_batch
         ranked = sorted((one for one in rated if one.kind != "plain"), key=lambda one: -one.expected[batch])
         chosen = [next(one for one in rated if one.kind == "plain"), *ranked[: self.options.check]]
-        decoders = [self._decoder(one.tree, one.drafter) for one in chosen]
-        for decoder in decoders:
-            whole = self._place.type == "cuda"  # recordings are of lengths
-            Run(decoder, use, batch).generate(self._prompts[:batch], most_rounds=None if whole else 4)
-        runs, parts = [Run(decoder, use, batch) for decoder in decoders], in_batches(self._prompts, batch)
-        for number, part in enumerate(parts):
-            self._observer(f"T={use.temperature:g}: check", number, len(parts))
-            for run in runs:
-                run.generate(part, first=number * batch)
+        runs = self._turns([self._decoder(one.tree, one.drafter) for one in chosen], use, batch, "check")
         plain = runs[0].rounds().rate
         measured = {one.name: run.rounds().rate / plain for one, run in zip(chosen, runs, strict=True)}
         return [replace(one, measured={batch: measured[one.name]}) if one.name in measured else one for one in rated]
