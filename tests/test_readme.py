@@ -59,6 +59,8 @@ TINY = {
     "analyze": ["--draft", "early-exit:1", "--limit", "2", "--max-new-tokens", "5", "--positions", "4"],
     "generate": ["--max-new-tokens", "4"],
     "certify": ["--quick", "--no-power"],
+    "tune": ["--limit", "2", "--max-new-tokens", "8", "--batches", "1", "--check", "1", "--out", "profile.json"],
+    "batch": ["--max-new-tokens", "4", "--slots", "2", "--slot-tokens", "256"],
 }
 """What makes a long command short."""
 
@@ -75,11 +77,12 @@ def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_other_commands_run_on_a_tiny_model(roomy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "why"}\n')
     lines = [line for line in COMMANDS if line not in QUICK and not line.startswith("polydraft bench")]
     assert len(lines) >= 6
     for line in lines:
         name, *arguments = shlex.split(line.replace("org/my-model", roomy))[1:]
-        target = ["--target", roomy] if name == "analyze" else []
+        target = ["--target", roomy] if name in ("analyze", "tune", "batch") else []
         assert run([name, *arguments, *target, *TINY[name]]) == 0, line
 
 

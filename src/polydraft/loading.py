@@ -16,6 +16,7 @@ from polydraft.models.inflated import source_name
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import check_device_map, resolve_device, resolve_dtype
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, IF_SHIPPED, LoadOptions
+from polydraft.profile import tuned
 from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_dynamic
 
@@ -52,13 +53,20 @@ def load(options: LoadOptions) -> Decoder:
     return load_with(options)
 
 
-def load_with(options: LoadOptions) -> Decoder:
-    """Load what the options ask for, as `load` does."""
+def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None = None) -> Decoder:
+    """Load what the options ask for, as `load` does.
+
+    Parameters
+    ----------
+    options : LoadOptions
+    batch, temperature : int, float
+        What it is for: which of a profile's settings stands in for ``"auto"``.
+    """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     check_device_map(options.device_map, options.device)
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
-    options = _resolved(options, place, number_format)
+    options = _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format)
     loaded = load_model(options.target, place, number_format, options.device_map, options.native, options.invariant)
     return make_decoder(options, loaded, load_draft(options.draft, loaded))
 
@@ -89,6 +97,23 @@ def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | Fe
         lossless=options.lossless and options.lossy is None,
         graphs=options.graphs,
         compiled=options.compiled,
+    )
+
+
+def _tuned(
+    options: LoadOptions, place: torch.device, number_format: torch.dtype, batch: int, temperature: float | None
+) -> LoadOptions:
+    """Put what `polydraft tune` found in place of what was left open, where all of it was left open."""
+    left_open = options.tree == options.scheme == options.walk == options.drafter == AUTO
+    given = (options.lossy, options.decision, options.draft_temperature, options.device_map)
+    if not left_open or any(one is not None for one in given):
+        return options
+    draft = usual_pair(options.target)[0] if options.draft == AUTO else options.draft
+    found = tuned(options, draft, place, number_format, batch=batch, temperature=temperature)
+    if found is None:
+        return options
+    return dataclasses.replace(
+        options, tree=found.tree, drafter=found.drafter, draft=draft if needs_draft(found.drafter) else "none"
     )
 
 

@@ -121,6 +121,17 @@ class PlaceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Machine."""
+
+    profile: str = AUTO
+    """Settings that polydraft tune found: auto (those of this machine and pair), a file, or none.
+
+    They stand in for ``"auto"`` where neither tree nor scheme, walk, drafter, decision, draft temperature or lossy rule is
+    given. A profile of another machine, pair or version is ignored, and a line says so."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CpuOptions:
     """Machine."""
 
@@ -145,7 +156,7 @@ class GpuOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(PairOptions, TreeOptions, DrafterOptions, PlaceOptions, CpuOptions, GpuOptions):
+class LoadOptions(PairOptions, TreeOptions, DrafterOptions, PlaceOptions, ProfileOptions, CpuOptions, GpuOptions):
     """Everything that `polydraft.load` can be told: a decoder as a value, to be kept, compared or changed.
 
     Values are checked here as far as that takes no model and no machine; `polydraft.loading.load_with` checks the rest.

@@ -142,7 +142,7 @@ def _from_records(placed: Iterable[Placed], source: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     seen: set[str] = set()
     for number, (place, record) in enumerate(placed, start=1):
-        prompt = _recognise(record, f"{place} of prompt source {source!r}")
+        prompt = prompt_of(record, f"{place} of prompt source {source!r}")
         name = prompt.id or f"{prompt.category}-{number}"
         name = f"{name}@{number}" if name in seen else name
         seen.add(name)
@@ -150,8 +150,8 @@ def _from_records(placed: Iterable[Placed], source: str) -> list[Prompt]:
     return prompts
 
 
-def _recognise(record: object, where: str) -> Prompt:
-    """Apply the first format that fits."""
+def prompt_of(record: object, where: str) -> Prompt:
+    """Turn a record into a prompt by the first format that fits; `where` is what an error calls its place."""
     if not isinstance(record, Mapping):
         raise UsageError(f"{where} is a JSON {_json_type(record)}; allowed: a JSON object; fix or remove it")
     for name in FORMATS:

@@ -1,6 +1,8 @@
 """Targets on several devices: memory stays with its layer, texts stay the same, and what cannot work is said."""
 
 import importlib.util
+import json
+import shutil
 import subprocess
 import sys
 
@@ -144,3 +146,50 @@ def test_tensor_parallel_processes_write_the_same_text(roomy, tmp_path):
         [sys.executable, *start, *options, "--device-map", "tp"], capture_output=True, text=True, timeout=240, check=True
     )
     assert plain.stdout.strip() and plain.stdout.strip() in together.stdout
+
+
+EVERY_SCHEME = """
+import json, os, sys
+from polydraft.drafters import TreeDrafter
+from polydraft.loading import load
+from polydraft.sampling import SamplingParams
+from polydraft.schemes import SCHEMES
+from polydraft.trees import parse_tree
+
+split = "RANK" in os.environ
+decoder = load(sys.argv[1], sys.argv[2], tree="2x1", dtype="float32", device_map="tp" if split else None)
+texts = {}
+for name in SCHEMES:
+    most = SCHEMES.get(name).max_children
+    tree = parse_tree("chain:3" if most == 1 else "2x1")
+    own = decoder.replace(drafter=TreeDrafter(decoder.drafter.model, tree, name))
+    for temperature in (0.0, 0.8):
+        asked = {"sampling": SamplingParams(temperature=temperature), "max_new_tokens": 10, "seed": 3}
+        results = own.generate([[5, 6, 7, 8], [9, 10, 11]], **asked)
+        texts[f"{name} {temperature}"] = [one.token_ids for one in results]
+if os.environ.get("RANK", "0") == "0":
+    print(json.dumps(texts))
+"""
+
+
+@pytest.mark.slow
+def test_every_scheme_writes_the_same_over_two_processes(roomy, tmp_path):
+    """Hugging Face's plan splits the target; every process drafts and verifies for itself, by the same random numbers."""
+    script, draft = tmp_path / "script.py", tmp_path / "draft"
+    script.write_text(EVERY_SCHEME)
+    shutil.copytree(roomy, draft)
+    model, generator = AutoModelForCausalLM.from_pretrained(roomy), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    model.save_pretrained(draft)
+    found = [
+        subprocess.run(
+            [sys.executable, *way, str(script), roomy, str(draft)], capture_output=True, text=True, timeout=400, check=True
+        )
+        for way in ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"])
+    ]
+    alone, together = (
+        json.loads(next(line for line in out.splitlines() if line.startswith("{"))) for out in (one.stdout for one in found)
+    )
+    assert len(alone) >= 20 and together == alone

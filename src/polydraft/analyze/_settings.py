@@ -1,20 +1,15 @@
-"""What to analyse: the settings, the two models they name, and marks of what figures were computed from."""
+"""What to analyse: the settings, and the two models they name."""
 
-import hashlib
-import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from polydraft.errors import UsageError
 from polydraft.loading import usual_pair
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
+from polydraft.models.fingerprint import model_fingerprint
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.sampling import check_draft_temperature
@@ -120,40 +115,3 @@ class Pair:
         marks = [model_fingerprint(name) for name in (self.target_name, self.draft_name)]
         found = [mark for mark in marks if mark is not None]
         return [*found, str(self.dtype), self.device.type] if len(found) == len(marks) else None
-
-
-def digest_of(value: Any) -> str:
-    """Return a short mark of anything that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def model_fingerprint(name: str) -> str | None:
-    """Return a mark of the files of a model, without loading it, or None where they are not on this machine.
-
-    A model that was trained or downloaded again has files of another size or time. Drafts made of the target itself have no
-    files: their name says all.
-    """
-    if name.startswith("early-exit"):
-        return name
-    folder = bundled_folder() if name == BUNDLED else SHIPPED_DRAFTS.get(name, Path(name))
-    files = _files(folder) if folder.is_dir() else _files(_snapshot(name))
-    return digest_of(files) if files else None
-
-
-def _files(folder: Path | None) -> Sequence[tuple[str, int, int]]:
-    if folder is None:
-        return []
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-
-
-def _snapshot(name: str) -> Path | None:
-    """Return where a model of the hub was downloaded to."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        file = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no name of the hub; loading will say so
-        return None
-    return Path(file).parent if isinstance(file, str) else None

@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polydraft.analyze._laws import Laws, Observer, collect
-from polydraft.analyze._settings import AnalyzeSettings, Pair, digest_of
+from polydraft.analyze._settings import AnalyzeSettings, Pair
 from polydraft.analyze.comparison import Comparison, Row, takes, work
 from polydraft.engine import Decoder
 from polydraft.models import check_prompts
+from polydraft.models.fingerprint import digest_of
 from polydraft.output import written_whole
 from polydraft.prompts import load_prompts
 from polydraft.schemes import SCHEMES

@@ -5,7 +5,7 @@ In a figure colour says how drafts are drawn, and dashes tell schemes apart.
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle, groupby, pairwise
@@ -136,7 +136,7 @@ def curves(sweep: Sweep, rows: Sequence[Row]) -> list[Curve]:
     return result
 
 
-def chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
+def chart(curves: Sequence[Curve], *, across: str, up: str, most: float = 1.0, names: Mapping[float, str] | None = None) -> str:
     """Draw curves over a common axis, their names beside them.
 
     Parameters
@@ -145,6 +145,10 @@ def chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
         Curves of one kind stand together; the order is that of the legend.
     across, up : str
         What the two directions mean.
+    most : float
+        The largest figure that can be.
+    names : mapping, optional
+        What is written below a place of the axis, if not its number.
 
     Returns
     -------
@@ -153,7 +157,7 @@ def chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
     """
     kinds = list(dict.fromkeys(curve.kind for curve in curves))
     height = max(_LEAST_HEIGHT, _TOP + _LINE * (len(curves) + len(kinds) + 1) + 8)
-    plane = _Plane(curves, height - 56)
+    plane = _Plane(curves, height - 56, most, names or {})
     shapes = [svg.rect(0, 0, _WIDTH, height, "paper"), *plane.frame(across, up, height)]
     styles = [f".kind-{number} {{ stroke: var(--kind-{number}); }}" for number in range(6)]
     styles += [f".dash-{number} {{ stroke-dasharray: {dash}; }}" for number, dash in enumerate(_DASHES)]
@@ -178,13 +182,13 @@ def chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
 class _Plane:
     """Straight scales both ways, around the figures that there are."""
 
-    def __init__(self, curves: Sequence[Curve], bottom: float) -> None:
+    def __init__(self, curves: Sequence[Curve], bottom: float, most: float, names: Mapping[float, str]) -> None:
         points = [point for curve in curves for point in curve.points]
-        self._bottom = bottom
+        self._bottom, self._names = bottom, names
         self._columns = sorted({point.x for point in points})
         heights = [point.y for point in points] or [0.0, 1.0]
         room = 0.06 * max(max(heights) - min(heights), 0.05)
-        self._up = svg.Scale(max(0.0, min(heights) - room), min(1.0, max(heights) + room))
+        self._up = svg.Scale(max(0.0, min(heights) - room), min(most, max(heights) + room))
         ends = (self._columns[0], self._columns[-1]) if self._columns else (0.0, 1.0)
         margin = 0.04 * (ends[1] - ends[0]) or 0.5
         self._across = svg.Scale(ends[0] - margin, ends[1] + margin)
@@ -200,7 +204,8 @@ class _Plane:
         for tick in self._up.ticks(5):
             y = self.y(tick)
             shapes += [svg.line(_LEFT, y, _RIGHT, y, "grid"), svg.text(_LEFT - 8, y + 4, svg.tick_text(tick), "end")]
-        shapes += [svg.text(self.x(value), self._bottom + 18, svg.tick_text(value), kind="name") for value in self._columns]
+        for value in self._columns:
+            shapes.append(svg.text(self.x(value), self._bottom + 18, self._names.get(value, svg.tick_text(value)), kind="name"))
         shapes.append(svg.line(_LEFT, self._bottom, _RIGHT, self._bottom, "base"))
         return [*shapes, svg.text((_LEFT + _RIGHT) / 2, height - 14, across), svg.text(8, 20, up, "start", "name")]
 

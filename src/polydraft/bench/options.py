@@ -9,7 +9,7 @@ from polydraft.options import CpuOptions, LoadOptions, NgramOptions, PairOptions
 
 OF_DRAFTS = ("scheme", "walk", "draft_temperature", "decision", "stop_below")
 """Options of drafts and their trees, which n-grams alone have no use for."""
-_SETTLED = ("target", "draft", "device", "dtype", "device_map", "native", "corpus", "tree", "drafter")
+_SETTLED = ("target", "draft", "device", "dtype", "device_map", "profile", "native", "corpus", "tree", "drafter")
 """Options that the whole benchmark or a method's name and argument settle."""
 
 

@@ -217,7 +217,7 @@ def _generate_samples(task: Task, beams: BeamChoices) -> None:
     from polydraft.beam import scored
     from polydraft.cli.terminal import summary_line
 
-    decoder = task.choices.decoder()
+    decoder = task.choices.decoder(batch=count)
     prompt = decoder.encode(task.text, chat=not task.raw)
     generations = decoder.generate([prompt] * count, **task.choices.request(task.params))
     texts = scored(decoder.target, prompt, generations)
@@ -242,7 +242,7 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
         if choices.draft not in ("auto", "none"):
             raise UsageError(f"--twins needs no draft, but --draft {choices.draft} is given; leave one of them out")
         task = dataclasses.replace(task, choices=dataclasses.replace(choices, draft="none"))
-    decoder = task.choices.decoder()
+    decoder = dataclasses.replace(task.choices, profile="none").decoder()  # which is of trees, not of forests
     beam_decoder = BeamDecoder(decoder)
     if task.as_json:
         result = task.run_beams(beam_decoder, options)

@@ -13,6 +13,7 @@ from polydraft.errors import PolydraftError, UsageError
 
 _COMMANDS = {
     "analyze": "Compare what schemes accept with the most that could be accepted.",
+    "batch": "Generate for a whole file of prompts.",
     "bench": "Measure methods against each other.",
     "certify": "Show that a rule, a decoder or an endpoint is lossless.",
     "chat": "Talk with the target over several turns.",
@@ -21,6 +22,7 @@ _COMMANDS = {
     "info": "Show what is installed and what can be chosen.",
     "serve": "Serve the target by the OpenAI API.",
     "train": "Train a draft for your target.",
+    "tune": "Say what drafting would give here, and keep the best settings.",
 }
 
 

@@ -124,12 +124,12 @@ class Threads:
 class Loading(LoadOptions, NgramOptions, Threads):
     """A decoder, as commands are asked for it."""
 
-    def decoder(self) -> "Decoder":
-        """Load the models."""
+    def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
+        """Load the models, for texts of so many at a time."""
         from polydraft.loading import load_with
 
         prepare(self.threads)
-        return load_with(dataclasses.replace(self, grams=self.grams_asked_for()))
+        return load_with(dataclasses.replace(self, grams=self.grams_asked_for()), batch=batch, temperature=temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +163,10 @@ class Sampling:
 @dataclass(frozen=True, kw_only=True)
 class Choices(Loading, Request, Sampling):
     """What `generate` and `chat` are asked for."""
+
+    def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
+        """Load the models for what is asked for."""
+        return super().decoder(batch=batch, temperature=self.temperature if temperature is None else temperature)
 
     def check(self) -> "SamplingParams":
         """Check what else can be checked without a model, and return the sampling parameters."""

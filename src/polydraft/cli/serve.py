@@ -29,7 +29,7 @@ def command(**options: Any) -> None:
     loading = Loading(**options)
     listening = listen(settings)
     try:
-        service = Service(loading.decoder(), settings)
+        service = Service(loading.decoder(batch=settings.slots), settings)
         logging.getLogger("polydraft").setLevel(logging.INFO)
         announce = lambda address: click.echo(f"serving {service.model} at {address}", err=True)  # noqa: E731
         server_of(service, listening, announce).run_until_left()

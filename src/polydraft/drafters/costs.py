@@ -128,18 +128,18 @@ def measure(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: in
         turns.append(("target", str(size), target_pass(size)))
     turns += [level for level in levels if level not in turns]  # small trees have fewer passes than there are levels
     turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *SCHEMES_MEASURED)]
-    recorded = target.device.type == "cuda" and target.graph_obstacle is None
-    if recorded:
-        turns = [(kind, name, _recorded(work)) for kind, name, work in turns]
+    in_graphs = target.device.type == "cuda" and target.graph_obstacle is None
+    if in_graphs:
+        turns = [(kind, name, recorded(work)) for kind, name, work in turns]
     times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind, name, _ in turns}
     for _, _, work in turns:  # the first time is not like the others
         work()
     start, done = time.perf_counter(), 0
     while done < _LEAST_REPEATS or (done < _MOST_REPEATS and time.perf_counter() - start < _SECONDS):
         for kind, name, work in turns:
-            times[kind, name].append(_timed(work, target.device))
+            times[kind, name].append(timed(work, target.device))
         done += 1
-    table: dict[str, Any] = {"recorded": recorded}
+    table: dict[str, Any] = {"recorded": in_graphs}
     for (kind, name), found in times.items():
         table.setdefault(kind, {})[name] = sorted(found)[len(found) // 4]
     table["spread"] = statistics.median(
@@ -150,7 +150,7 @@ def measure(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: in
     return table
 
 
-def _recorded(work: Callable[[], Any]) -> Callable[[], Any]:
+def recorded(work: Callable[[], Any]) -> Callable[[], Any]:
     """Return the replay of some work's CUDA graph: rounds are recorded there, and launches would be most of what is timed."""
     work()  # libraries set themselves up, which no recording may contain
     graph = torch.cuda.CUDAGraph()
@@ -232,7 +232,8 @@ def _seen(tokens_1: torch.Tensor) -> object:
     return tokens_1.tolist() if can_sync(tokens_1) else tokens_1
 
 
-def _timed(work: Callable[[], Any], device: torch.device) -> float:
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds that some work takes."""
     start = time.perf_counter()
     work()
     if device.type == "cuda":

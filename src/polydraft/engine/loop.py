@@ -303,6 +303,7 @@ class Engine:
                 one.tree.extend(self._workspace.last_tree(slot))
             sequence.speculation.count(row.accepted, row.drafted)
             self.stats.count(row.accepted, row.offered, row.longest, row.branch)
+            self.stats.candidates += row.drafted
             self.stats.keep(one.sources)
             by_slot[slot] = one.token_ids
             emitted.append(one)

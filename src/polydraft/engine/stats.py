@@ -64,6 +64,8 @@ class Stats:
     offers_by_depth: list[int] = field(default_factory=list)
     """How often a node at each depth was reached that had candidates."""
     accepts_by_depth: list[int] = field(default_factory=list)
+    candidates: int = 0
+    """Candidates of all trees."""
     path_tokens: int = 0
     """Length of the longest drafted path, over all passes."""
     wins_by_branch: list[int] = field(default_factory=list)

@@ -1,0 +1,1 @@
+"""Generation for a whole file of prompts."""

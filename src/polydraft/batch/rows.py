@@ -1,0 +1,119 @@
+"""Rows of a file of prompts, one at a time, however large the file; and how a batch goes through them."""
+
+import gzip
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from polydraft.errors import UsageError, shown
+
+_GZIP = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Batch."""
+
+    slots: int = 8
+    """Texts that are written at the same time."""
+    slot_tokens: int = 2048
+    """Most tokens of a text, its prompt included; memory for all slots follows from it."""
+    chunk_tokens: int = 1024
+    """Tokens of prompts that are read between two rounds of those that write already."""
+    max_row_bytes: int = 2**20
+    """Largest row; larger ones are reported and left out."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("slots", 1, 4096),
+            ("slot_tokens", 16, 2**20),
+            ("chunk_tokens", 8, 2**20),
+            ("max_row_bytes", 16, 2**30),
+        ):
+            if not low <= getattr(self, name) <= high:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} {shown(getattr(self, name))} is out of range; allowed: {low} to {high}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the prompts' file: its number, counted from 1, and what stands there, or why it cannot be used."""
+
+    number: int
+    record: Mapping[str, Any]
+    error: str | None = None
+
+
+class Prompts:
+    """Prompts of a file, a line at a time: JSON lines in any format of `polydraft.prompts`, or plain text.
+
+    A record with `messages` is a conversation. Empty lines count as lines and are no rows.
+
+    Parameters
+    ----------
+    path : Path
+        Possibly gzipped.
+    max_row_bytes : int
+        Longer lines are bad rows, and are not kept in memory.
+    """
+
+    def __init__(self, path: Path, max_row_bytes: int) -> None:
+        self.path, self._most = path, max_row_bytes
+        digest, self.lines, first = hashlib.sha256(), 0, b""
+        with self._opened() as file:
+            while part := self._read(file, 2**20):
+                digest.update(part)
+                self.lines += part.count(b"\n")
+                first = first if first.strip() else part[:4096].lstrip()
+                last = part
+            self.lines += bool(first) and not last.endswith(b"\n")
+        self.digest = digest.hexdigest()[:32]
+        opening = b"".join(first.split())[:2]
+        if opening[:1] == b"[" and opening[1:] in (b"{", b'"', b"[", b"]"):
+            raise UsageError(f"{path} holds a JSON array; a batch reads row by row: write JSON lines (jq -c '.[]')")
+        if not first:
+            raise UsageError(f"{path} holds no prompts; give one per line, as text or as JSON")
+        self._json = opening[:1] == b"{" or path.name.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson"))
+
+    def _opened(self) -> IO[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                packed = file.read(2) == _GZIP
+            return cast(IO[bytes], gzip.open(self.path)) if packed else self.path.open("rb")
+        except OSError as error:
+            raise UsageError(f"cannot read {self.path} ({error.strerror}); give a file of prompts, one per line") from None
+
+    def _read(self, file: IO[bytes], size: int) -> bytes:
+        try:
+            return file.read(size)
+        except (OSError, EOFError) as error:
+            raise UsageError(f"cannot read {self.path} ({error}); give a whole file of prompts, one per line") from None
+
+    def rows(self, after: int = 0) -> Iterator[Row]:
+        """Yield the rows behind a line."""
+        with self._opened() as file:
+            for number in itertools.count(1):
+                line = file.readline(self._most + 2)
+                if not line:
+                    return
+                too_long = len(line) > self._most + line.endswith(b"\n")
+                while too_long and not line.endswith(b"\n") and line:
+                    line = file.readline(2**20)
+                if number > after and (too_long or line.strip()):
+                    yield self._row(number, None if too_long else line)
+
+    def _row(self, number: int, line: bytes | None) -> Row:
+        if line is None:
+            return Row(number, {}, f"more than {self._most} bytes; shorten it, or raise --max-row-bytes")
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            record = json.loads(text) if self._json else {"text": text}
+        except UnicodeDecodeError:
+            return Row(number, {}, "not UTF-8; convert it with iconv")
+        except (ValueError, RecursionError) as error:
+            return Row(number, {}, f"malformed JSON ({str(error).splitlines()[0]})")
+        return Row(number, record) if isinstance(record, dict) else Row(number, {}, "not a JSON object")

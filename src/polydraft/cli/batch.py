@@ -1,0 +1,90 @@
+"""`polydraft batch`."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from polydraft.batch.rows import BatchOptions, Prompts
+from polydraft.cli.options import Choices, GroupedCommand, options_of, shared_options, taken
+from polydraft.errors import FailureError
+
+
+@click.command("batch", cls=GroupedCommand)
+@click.argument("prompts", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="File for the results, one JSON object per line.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
+@click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print the totals as one JSON object.")
+@options_of(BatchOptions)
+@shared_options
+def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **options: Any) -> None:
+    """Generate for every row of a file: JSON lines (prompt, or messages), other prompt formats, or text, one prompt per line.
+
+    Slots are filled again as texts end. Results stand in the order of the rows, each with its row's number. A row that cannot
+    be used gets an error in its place, and does not stop the others. After a kill, --resume goes on behind the last result;
+    every row has a seed of its own, so that its text is the same.
+    """
+    from polydraft.batch.results import ResultFile
+    from polydraft.batch.running import BatchTask, run_batch
+    from polydraft.cli.terminal import PhaseProgress
+
+    settings = taken(BatchOptions, options)
+    choices = Choices(**options)
+    sampling = choices.check()
+    source = Prompts(prompts, settings.max_row_bytes)
+    names = ("target", "draft", "tree", "drafter", "scheme", "walk", "dtype")
+    asked = {name: getattr(choices, name) for name in names}
+    task = BatchTask(sampling=sampling, max_new_tokens=choices.max_new_tokens, seed=choices.seed, stop=choices.stop, raw=raw)
+    described = {**asked, **dataclasses.asdict(task), **dataclasses.asdict(settings), "prompts": source.digest}
+    results = ResultFile(out, described, resume=resume)
+    first = results.last
+    try:
+        decoder = choices.decoder(batch=settings.slots)
+        with PhaseProgress() as progress:
+
+            def show(line: int, totals: Any) -> None:
+                progress("rows", line, source.lines, _pace(line - first, source.lines - line, totals))
+
+            totals = run_batch(decoder, source, results, task, settings, show)
+    except BaseException as error:
+        results.close(quietly=True)
+        if isinstance(error, KeyboardInterrupt):
+            click.echo(f"{results.totals.rows} rows are in {out}; go on with --resume", err=True)
+        raise
+    results.close()
+    figures = {**dataclasses.asdict(totals), "tokens_per_second": round(totals.tokens_per_second, 2)}
+    if as_json:
+        click.echo(json.dumps(figures))
+    else:
+        per_pass = totals.new_tokens / totals.passes if totals.passes else 0.0
+        click.echo(
+            f"{totals.rows} rows, {totals.new_tokens} tokens, {totals.tokens_per_second:.1f} tokens/s, "
+            f"{per_pass:.2f} tokens per target pass; in {out}",
+            err=True,
+        )
+    if totals.bad:
+        raise FailureError(f"{totals.bad} of {totals.rows} rows could not be used: {_bad_rows(out)}; their errors are in {out}")
+
+
+def _pace(done: int, left: int, totals: Any) -> str:
+    seconds = totals.seconds * left / done if done > 0 else 0.0
+    bad = f", {totals.bad} bad" if totals.bad else ""
+    return f"{totals.tokens_per_second:.1f} tokens/s, {seconds:.0f} s left{bad}"
+
+
+def _bad_rows(out: Path) -> str:
+    """Name the first few."""
+    numbers = []
+    with out.open(encoding="utf-8") as file:
+        for line in file:
+            if '"error"' in line and "error" in (result := json.loads(line)):
+                numbers.append(str(result["row"]))
+                if len(numbers) > _MOST_NAMED:
+                    return f"{', '.join(numbers[:_MOST_NAMED])}, ..."
+    return ", ".join(numbers)
+
+
+_MOST_NAMED = 8

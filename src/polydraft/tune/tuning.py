@@ -1,0 +1,296 @@
+"""From prompts to a profile: run probes, fit costs, rate every choice, run the best few, pick."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from polydraft.drafters import TreeDrafter
+from polydraft.engine import Decoder
+from polydraft.loading import make_decoder, usual_pair
+from polydraft.models import FeatureHead, LanguageModel, check_prompts
+from polydraft.models.loading import Loaded, load_draft, load_model
+from polydraft.models.placement import resolve_device, resolve_dtype
+from polydraft.options import AUTO, LoadOptions
+from polydraft.profile import Pick, Profile, origin_of, profile_file
+from polydraft.prompts import load_prompts
+from polydraft.trees import Topology, parse_dynamic, parse_tree
+from polydraft.tune.acceptance import PROBES, Acceptance, shapes, spelled
+from polydraft.tune.hardware import PredictedRounds, parse_gpu, size_named, size_of
+from polydraft.tune.model import MeasuredRounds, RoundModel, costs_at
+from polydraft.tune.options import TuneOptions
+from polydraft.tune.rounds import Rounds, Run, Use, in_batches, pass_seconds
+
+_PROBE_BATCH = 8
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_ROUNDS, _TURNS = 8, 2
+"""Of each setting whose rounds are timed and nothing else; settings take turns, as machines are not always equally fast."""
+_TIMED = ("none", "4", "chain:4", "2x2x2", "4x2x2x1x1")
+_MOST_TOKENS = {"cpu": 320, "cuda": 2048}
+"""Of a round that is only timed: larger ones take long and teach nothing new, as passes cost by their tokens there."""
+_LISTED = ((1,), (1,) * 2, (1,) * 3, (1,) * 5, (4, 2, 1), (4, 2, 2, 1, 1))
+_MOST_NODES = 64
+_DYNAMIC = ("dynamic:16", "dynamic:64")
+_NGRAMS = ("lookup", "suffix")
+_UNION = "lookup+model"
+
+Observer = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and of how much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One setting, with what it is expected to give, and what it gave."""
+
+    kind: str
+    """plain, chain, static tree, dynamic tree, n-grams, or union."""
+    tree: str
+    drafter: str = AUTO
+    temperature: float
+    tokens: float
+    """Per pass."""
+    nodes: float
+    expected: Mapping[int, float]
+    """Speed-up over plain decoding, by batch."""
+    measured: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """How users would ask for it, in a word or two."""
+        return self.tree if self.drafter == AUTO else self.drafter if self.tree == "none" else f"{self.drafter} {self.tree}"
+
+
+class Tuning:
+    """Rate the choices that a pair has on a machine.
+
+    Parameters
+    ----------
+    options : TuneOptions
+    observer : callable, optional
+        For progress.
+    loaded, draft : optional
+        Models that are there already.
+    """
+
+    def __init__(
+        self,
+        options: TuneOptions,
+        observer: Observer | None = None,
+        *,
+        loaded: Loaded | None = None,
+        draft: LanguageModel | FeatureHead | None = None,
+    ) -> None:
+        self.options, self._observer = options, observer or (lambda what, done, total: None)
+        self.draft_name = usual_pair(options.target)[0] if options.draft == AUTO else options.draft
+        self._place = resolve_device(options.device)
+        self._format = resolve_dtype(options.dtype, self._place)
+        texts = load_prompts(options.source, options.limit)
+        if loaded is None:
+            loaded = load_model(options.target, self._place, self._format, options.device_map, options.native)
+            draft = load_draft(self.draft_name, loaded)
+        self._loaded, self._draft = loaded, draft
+        encoder = Decoder(loaded.model, tokenizer=loaded.tokenizer)
+        self._prompts = [encoder.encode(one.text, chat=not options.raw) for one in texts]
+        check_prompts(self._prompts, loaded.model.max_positions, loaded.model.vocab_size)
+        self.choices: list[Choice] = []
+        """Of all temperatures."""
+        self.figures: dict[str, Any] = {}
+        """What was measured, by temperature."""
+
+    def run(self) -> list[Pick]:
+        """Rate all choices, run the best few, and return the best of every use."""
+        picks: list[Pick] = []
+        for temperature in dict.fromkeys(self.options.temperatures):
+            use = Use(temperature=temperature, max_new_tokens=self.options.max_new_tokens, seed=self.options.seed)
+            rated = self._rated(use)
+            if self.options.predict is None and self.options.check:
+                rated = self._checked(rated, use)
+            self.choices += rated
+            picks += [_pick(rated, batch) for batch in dict.fromkeys(self.options.batches)]
+        return picks
+
+    @property
+    def file(self) -> Path:
+        """Where the profile is looked for."""
+        return profile_file(self.options.target, self.draft_name, self._place, self._format)
+
+    def profile(self, picks: Sequence[Pick]) -> Profile:
+        """Return the picks with what they hold for."""
+        options = LoadOptions(self.options.target, self.draft_name, native=self.options.native)
+        figures = {
+            "made": time.strftime("%Y-%m-%d"),
+            "options": {name: value for name, value in asdict(self.options).items() if value is not None},
+            "choices": [asdict(one) for one in self.choices],
+            "measured": self.figures,
+        }
+        return Profile(origin=origin_of(options, self.draft_name, self._place, self._format), picks=picks, figures=figures)
+
+    def _decoder(self, tree: str, drafter: str = AUTO) -> Decoder:
+        return make_decoder(LoadOptions(tree=tree, drafter=drafter), self._loaded, self._draft)
+
+    def _observed(self, tree: str, use: Use, batch: int, what: str) -> Rounds:
+        """Let a static tree write all prompts."""
+        run, parts = Run(self._decoder(tree), use, batch), in_batches(self._prompts, batch)
+        for number, part in enumerate(parts):
+            self._observer(f"T={use.temperature:g}: {what}", number, len(parts))
+            run.generate(part, first=number * batch)
+        return run.rounds(robust=True)
+
+    @cached_property
+    def _passes(self) -> dict[int, float]:
+        most = _MOST_TOKENS[self._place.type]
+        found = pass_seconds(self._loaded.model, [size for size in _SIZES if size <= most])
+        self.figures["pass seconds"] = found
+        return found
+
+    def _probed(self, use: Use) -> tuple[dict[int, Rounds], Acceptance | None]:
+        """Run the probes; their rounds teach both what is accepted and what rounds of their batch take."""
+        if self._draft is None:
+            return {}, None
+        batch = min(_PROBE_BATCH, len(self._prompts))
+        widths = [width for width in PROBES if width <= self._draft.num_columns]
+        seen = {width: self._observed(spelled(PROBES[width]), use, batch, f"children {width}") for width in widths}
+        found = Acceptance.counted({width: (one.accepts, one.offers) for width, one in seen.items()})
+        self.figures[f"acceptance at T={use.temperature:g}"] = {str(width): list(one) for width, one in found.by_width.items()}
+        return seen, found
+
+    def _model(self, use: Use, probes: Mapping[int, Rounds]) -> RoundModel:
+        """Return what rounds take: reckoned for other hardware, fitted to rounds of a few batches here."""
+        options, target = self.options, self._loaded.model
+        if options.predict is not None:
+            draft = None if self._draft is None else size_of(self._draft)
+            size = size_of(target) if options.size is None else size_named(options.size, target.vocab_size)
+            if options.size is not None and self._draft is not None:
+                draft = size_named(options.size, self._draft.num_columns, layers=1)
+            return PredictedRounds(gpu=parse_gpu(options.predict), target=size, draft=draft)
+        seen = list(probes.values())
+        batch = seen[0].batch if seen else min(_PROBE_BATCH, len(self._prompts))
+        for rows in sorted({1, batch, max(options.batches), options.check_batch}):
+            trees = ["none"] if rows == batch or self._draft is None else _TIMED
+            fitting = [tree for tree in trees if rows * parse_tree(tree).num_nodes <= _MOST_TOKENS[self._place.type]]
+            fitting = fitting if len(fitting) > 2 else list(trees[:3])
+            runs = [Run(self._decoder(tree), use, rows) for tree in fitting]
+            for turn in range(_TURNS):
+                for number, run in enumerate(runs):
+                    self._observer(f"T={use.temperature:g}: costs of {rows}", turn * len(runs) + number, _TURNS * len(runs))
+                    run.generate(self._prompts, most_rounds=_ROUNDS)
+            seen += [run.rounds(robust=True) for run in runs]
+        model = MeasuredRounds.fitted(self._passes, seen)
+        self.figures[f"beside passes at T={use.temperature:g}"] = {str(rows): asdict(fit) for rows, fit in model.fits.items()}
+        return model
+
+    def _rated(self, use: Use) -> list[Choice]:
+        """Return all choices at one temperature with what they are expected to give."""
+        probes, acceptance = self._probed(use)
+        model = self._model(use, probes)
+        rated = [self._choice("plain", "none", AUTO, use, model, tokens=1.0, nodes=1.0, levels=0.0)]
+        batch = min(_PROBE_BATCH, len(self._prompts))
+        others = [("n-grams", "none", drafter, self._decoder("none", drafter)) for drafter in _NGRAMS]
+        if acceptance is not None:
+            rated += self._static(acceptance, use, model)
+            best = max(rated[1:], key=lambda one: one.expected[self.options.batches[0]])
+            others.append(("union", best.tree, _UNION, self._decoder(best.tree, _UNION)))
+            rated += self._ran([("dynamic tree", tree, AUTO, self._dynamic(tree, model)) for tree in _DYNAMIC], use, model, 1)
+        return rated + self._ran(others, use, model, batch)
+
+    def _dynamic(self, tree: str, model: RoundModel) -> Decoder:
+        """Return a decoder with dynamic trees, which follow the costs of other hardware where these are asked for."""
+        decoder, shape = self._decoder(tree), parse_dynamic(tree)
+        if self.options.predict is None or self._draft is None or shape is None:
+            return decoder
+        return decoder.replace(drafter=TreeDrafter(self._draft, shape, costs=costs_at(model, 1)))
+
+    def _static(self, acceptance: Acceptance, use: Use, model: RoundModel) -> list[Choice]:
+        """Rate chains and trees: some that everybody knows, and the best of all for each batch."""
+        assert self._draft is not None
+        most = self._draft.num_columns
+        all_shapes = [shape for shape in shapes(_MOST_NODES) if shape[0] <= most]
+        sizes = {shape: Topology.from_widths(shape).num_nodes for shape in all_shapes}
+        tokens = {shape: acceptance.tokens(shape) for shape in all_shapes}
+        wanted: list[tuple[int, ...]] = [shape for shape in _LISTED if shape in sizes]
+        for batch in self.options.batches:
+            wanted.append(max(all_shapes, key=lambda one: tokens[one] / model.drafted(batch, sizes[one], len(one))))
+        rated = []
+        for shape in sorted(dict.fromkeys(wanted), key=lambda one: (set(one) != {1}, sizes[one])):
+            kind = "chain" if set(shape) == {1} else "static tree"
+            figures = {"tokens": tokens[shape], "nodes": float(sizes[shape]), "levels": float(len(shape))}
+            rated.append(self._choice(kind, spelled(shape), AUTO, use, model, **figures))
+        return rated
+
+    def _ran(self, settings: Sequence[tuple[str, str, str, Decoder]], use: Use, model: RoundModel, batch: int) -> list[Choice]:
+        """Rate what no table of acceptance can: run it, in turns with plain decoding.
+
+        Only how its cost changes with the batch is the model's; for other hardware all of it.
+        """
+        plain, *others = self._turns([self._decoder("none"), *(one[3] for one in settings)], use, batch, "ran")
+        rated = []
+        for (kind, tree, drafter, _), run in zip(settings, others, strict=True):
+            seen = run.rounds()
+            levels = 0.0 if kind == "n-grams" else seen.levels if kind == "dynamic tree" else float(parse_tree(tree).depth)
+            factor = 1.0
+            if self.options.predict is None:
+                reckoned = model.plain(batch) / model.drafted(batch, seen.nodes, levels)
+                factor = reckoned * seen.seconds / plain.rounds().seconds
+            figures = {"tokens": seen.tokens, "nodes": seen.nodes, "levels": levels}
+            rated.append(self._choice(kind, tree, drafter, use, model, **figures, factor=factor))
+        return rated
+
+    def _turns(self, decoders: Sequence[Decoder], use: Use, batch: int, what: str) -> list[Run]:
+        """Let settings write all prompts, batch by batch in turns, so that a slow minute hits all of them."""
+        for decoder in decoders:
+            whole = self._place.type == "cuda"  # recordings are of lengths
+            Run(decoder, use, batch).generate(self._prompts[:batch], most_rounds=None if whole else 2)
+        runs, parts = [Run(decoder, use, batch) for decoder in decoders], in_batches(self._prompts, batch)
+        for number, part in enumerate(parts):
+            for turn, run in enumerate(runs):
+                self._observer(f"T={use.temperature:g}: {what} at {batch}", number * len(runs) + turn, len(parts) * len(runs))
+                run.generate(part, first=number * batch)
+        return runs
+
+    def _choice(
+        self,
+        kind: str,
+        tree: str,
+        drafter: str,
+        use: Use,
+        model: RoundModel,
+        *,
+        tokens: float,
+        nodes: float,
+        levels: float,
+        factor: float = 1.0,
+    ) -> Choice:
+        batches = dict.fromkeys((*self.options.batches, self.options.check_batch))
+        expected = {
+            batch: tokens * model.plain(batch) / (factor * model.drafted(batch, nodes, levels)) if kind != "plain" else 1.0
+            for batch in batches
+        }
+        return Choice(
+            kind=kind, tree=tree, drafter=drafter, temperature=use.temperature, tokens=tokens, nodes=nodes, expected=expected
+        )
+
+    def _checked(self, rated: Sequence[Choice], use: Use) -> list[Choice]:
+        """Run plain decoding and the best few in turns, batch of prompts by batch of prompts."""
+        batch = self.options.check_batch
+        ranked = sorted((one for one in rated if one.kind != "plain"), key=lambda one: -one.expected[batch])
+        chosen = [next(one for one in rated if one.kind == "plain"), *ranked[: self.options.check]]
+        runs = self._turns([self._decoder(one.tree, one.drafter) for one in chosen], use, batch, "check")
+        plain = runs[0].rounds().rate
+        measured = {one.name: run.rounds().rate / plain for one, run in zip(chosen, runs, strict=True)}
+        return [replace(one, measured={batch: measured[one.name]}) if one.name in measured else one for one in rated]
+
+
+def _pick(rated: Sequence[Choice], batch: int) -> Pick:
+    """Return the best of one batch: by what was measured, where some were."""
+    run = [one for one in rated if batch in one.measured]
+    best = max(run or rated, key=lambda one: one.measured[batch] if run else one.expected[batch])
+    return Pick(
+        temperature=best.temperature,
+        batch=batch,
+        tree=best.tree,
+        drafter=best.drafter,
+        expected=round(best.expected[batch], 4),
+        measured=round(best.measured[batch], 4) if batch in best.measured else None,
+    )
