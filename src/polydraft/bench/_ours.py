@@ -194,7 +194,19 @@ def _decoded(spec: MethodSpec, bench: Bench, options: LoadOptions, target: Langu
     decoder = decoder.replace(tokenizer=None, target=decoder.target if target is None else target)
     topology = options.shape[1]
     parents = topology.parents if topology.depth else None
-    return _streamed(spec, bench, decoder.stream, parents, comparable=decoder.lossless, sampling=bench.params)
+    method = _streamed(spec, bench, decoder.stream, parents, comparable=decoder.lossless, sampling=bench.params)
+
+    def generate_batch(prompts: list[list[int]], seed: int) -> tuple[list[list[Token]], Stats]:
+        # A decoder of its own, because its memories, which a GPU's decoder keeps, are as large as the batch. Rows have random
+        # numbers of their own: with equal seeds a text is the one that it is alone.
+        seeds = [seed] * len(prompts)
+        stream = decoder.replace().stream(prompts, max_new_tokens=bench.max_new_tokens, seed=seeds, sampling=bench.params)
+        texts: list[list[Token]] = [[] for _ in prompts]
+        for event in stream:
+            texts[event.row].append(Token(event.token_id, event.source, event.round))
+        return texts, stream.stats
+
+    return replace(method, generate_batch=generate_batch)
 
 
 def _streamed(
