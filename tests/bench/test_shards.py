@@ -191,4 +191,9 @@ def test_a_reproduction_can_be_shared(invoke, bench, tmp_path: Path, monkeypatch
     assert "| t0 | 5 |" in text and "| t1 | 5 |" in text and text in out
     assert "![a picture](prompts.svg)" in text and (tmp_path / "all" / "prompts.svg").read_text() == "<svg/>"
     assert read(tmp_path / "all" / "t1")["methods"]["mcsd:2"]["prompts"] == 5
+    before = (tmp_path / "all" / "t1" / "results.json").stat().st_mtime_ns
+    code, _, err = bench(tmp_path / "all", "--reproduce", "small", "--limit", "5", "--resume")
+    assert code == 0 and (tmp_path / "all" / "t1" / "results.json").stat().st_mtime_ns == before, (
+        "what is whole is not made again"
+    )
     assert read(tmp_path / "all" / "t0")["settings"]["batch"] == 2 and "batch" not in read(tmp_path / "all" / "t1")["settings"]

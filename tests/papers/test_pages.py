@@ -53,7 +53,7 @@ def found(dotted: str) -> object:
     return reduce(getattr, names, module)
 
 
-def tests_in(path: Path) -> set[str]:
+def names_in(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
@@ -80,7 +80,7 @@ def test_every_piece_is_where_it_says_with_its_test_and_its_command(name: str) -
             continue
         found(row.here.strip("`"))
         file, _, test = row.test.strip("`").partition("::")
-        assert test in tests_in(ROOT / file), row.test
+        assert test in names_in(ROOT / file), row.test
         check_command(row.command.strip("`"))
 
 
@@ -89,7 +89,7 @@ def test_wrong_rows_are_noticed() -> None:
         found("polydraft.schemes.Nowhere")
     with pytest.raises(click.ClickException):
         check_command("polydraft bench --size huge")
-    assert "test_nothing" not in tests_in(Path(__file__))
+    assert "test_nothing" not in names_in(Path(__file__))
 
 
 NUMBERED = {

@@ -89,7 +89,8 @@ class Reproduction:
         chosen = {key: value for key, value in of_size.items() if key not in self._given}
         if run.timed:
             chosen["batch"] = 1
-        fixed = {"source": self._source(run), "methods": run.methods, "temperature": run.temperature, **run.settings}
+        chosen |= {key: value for key, value in run.settings.items() if key not in self._given}
+        fixed = {"source": self._source(run), "methods": run.methods, "temperature": run.temperature}
         return BenchOptions(**{**self._options, **chosen, **fixed})
 
     def _source(self, run: Run | LawRun) -> str:

@@ -6,7 +6,7 @@ from polydraft.papers._charts import Drawing, curves, grouped_columns
 from polydraft.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 
 _DEPTH, _WIDTH, _FIGURE_3_WIDTH = 5, 16, 6
-_WIDTHS = (1, 2, 4, 8, 12, 16, 20, 24)
+_WIDTHS = (1, 2, 4, 8, 16, 24)
 _TIMED_WIDTHS = (4, 16, 24)
 _SHIPPED = ",decision=if-shipped"
 _TEMPERATURES = (0.0, 1.0)

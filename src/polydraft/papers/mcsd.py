@@ -233,7 +233,7 @@ MCSD = Paper(
             name="speed-t1",
             prompts="spec_bench",
             temperature=1.0,
-            methods=tuple(dict.fromkeys((*_TIMED, *list(_ABLATION.values())[1:3], _FLAT))),
+            methods=(*_TIMED[:4], *list(_ABLATION.values())[1:3], _FLAT),
             timed=True,
         ),
     ),

@@ -20,7 +20,6 @@ _SCHEMES = {
     "K-SEQ *": "scheme=kseq,walk=node",
     "hybrid *": "scheme=hybrid,walk=node",
     "hybrid, block verification *": "scheme=hybrid,walk=block",
-    "RRS without replacement, traversal *": "scheme=rrs-wor,walk=traversal",
 }
 """The paper's methods, which verify node by node, and with a star what it does not run."""
 _ONLY_PAIRS = "SpecHub"

@@ -3,7 +3,7 @@
 from polydraft.papers._charts import Drawing, curves, grouped_columns
 from polydraft.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 
-_SIZES = (2, 4, 6, 10)
+_SIZES = (2, 6, 10)
 _USUAL = 6
 _LOOKUP, _SUFFIX = "lookup", "suffix+corpus"
 _SPEED_KEYS = (("tokens_per_second", ""), ("speedup", "×"), ("tokens_per_pass", ""))
@@ -24,7 +24,7 @@ _ABLATION = {
 _EXTRA = tuple(_branches(number, number, ",corpus=no") for number in (2, 4))
 _GRID = tuple(_branches(number, length) for number in _SIZES for length in _SIZES)
 _MAIN = {"Self-Draft, 6×6": _PAPER, "our default": _OURS, "prompt lookup": _LOOKUP, "`suffix+corpus` *": _SUFFIX}
-_COUNTED = tuple(dict.fromkeys((*_MAIN.values(), *_ABLATION.values())))
+_COUNTED = tuple(dict.fromkeys((*_ABLATION.values(), *_MAIN.values())))
 _TIMED = ("ar", *_MAIN.values())
 _SETS = {
     "MT-bench": ("spec_bench", ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")),
@@ -219,8 +219,8 @@ SELF_DRAFT = Paper(
             for prompts in ("spec_bench", "humaneval")
         ),
         *(
-            Run(name=f"speed-t{temperature}", prompts="spec_bench", temperature=float(temperature), methods=_TIMED, timed=True)
-            for temperature in (0, 1)
+            Run(name=f"speed-t{temperature}", prompts="spec_bench", temperature=float(temperature), methods=methods, timed=True)
+            for temperature, methods in ((0, _TIMED), (1, ("ar", _PAPER, _LOOKUP, _SUFFIX)))
         ),
     ),
     tables=_tables,
