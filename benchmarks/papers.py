@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from polydraft.papers import PAPERS
-from polydraft.papers.pages import contest, filled, orderings, page_sections, read_kept
+from polydraft.papers.pages import contest, drawings, filled, orderings, page_sections, read_kept
 
 PAGES = Path(__file__).parents[1] / "docs" / "papers"
 
@@ -21,7 +21,7 @@ def rendered() -> dict[Path, str]:
         papers[name] = paper, results = PAPERS.get(name), read_kept(PAGES / "results" / f"{name}.json")
         page = PAGES / f"{name}.md"
         files[page] = filled(page.read_text(encoding="utf-8"), page_sections(paper, results, f"plots/{name}-"))
-        for drawing in (drawing for comparison in paper.tables(results) for drawing in comparison.drawings):
+        for drawing in drawings(paper, results):
             files[PAGES / "plots" / f"{name}-{drawing.file}"] = drawing.content
     overview = PAGES / "README.md"
     files[overview] = filled(overview.read_text(encoding="utf-8"), {"orderings": orderings(papers), "contest": contest(papers)})

@@ -16,7 +16,7 @@ from polydraft.bench.shards import Shard, merge_shards
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models.placement import resolve_device
 from polydraft.output import check_folder, read_settings, write_text
-from polydraft.papers.pages import FILE, keep, reproduction, write_kept
+from polydraft.papers.pages import FILE, drawings, keep, reproduction, write_kept
 from polydraft.papers.paper import LARGE_TARGET, PAPERS, SIZES, LawRun, Results, Run
 
 _ROWS = "analysis.json"
@@ -165,7 +165,7 @@ def write_tables(name: str, kept: Results, out: Path) -> None:
     paper = PAPERS.get(name)
     out.mkdir(parents=True, exist_ok=True)
     write_kept(kept, out / f"{name}.json")
-    for drawing in (drawing for comparison in paper.tables(kept) for drawing in comparison.drawings):
+    for drawing in drawings(paper, kept):
         write_text(out / drawing.file, drawing.content)
     write_text(out / FILE, reproduction(paper, kept))
 

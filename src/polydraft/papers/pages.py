@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polydraft.papers._charts import Drawing
 from polydraft.papers.paper import Comparison, Paper, Results, table, text_of
 
 FILE = "reproduction.md"
@@ -84,14 +85,21 @@ def write_kept(results: Results, path: Path) -> None:
     path.write_text("{\n" + "\n".join(lines).removesuffix(",") + "\n}\n", encoding="utf-8")
 
 
+def drawings(paper: Paper, results: Results) -> list[Drawing]:
+    """Return the drawings of what was measured."""
+    return [one for comparison in paper.tables(results) if results.has(*comparison.runs) for one in comparison.drawings]
+
+
 def section(comparison: Comparison, results: Results, drawn_in: str = "") -> list[str]:
-    """Write a comparison in Markdown; ours and the paper's never share a table."""
-    lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, comparison.ours)]
-    lines += [line for one in comparison.drawings for line in ("", f"![{one.caption}]({drawn_in}{one.file})")]
+    """Write a comparison in Markdown; ours and the paper's never share a table. Of what was not measured, say only that."""
+    lines = ["**Ours**: not measured yet."]
+    if results.has(*comparison.runs):
+        lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, comparison.ours)]
+        lines += [line for one in comparison.drawings for line in ("", f"![{one.caption}]({drawn_in}{one.file})")]
     if comparison.published:
         lines += ["", f"**Published** ({comparison.published_note})", ""]
         lines += table(comparison.published_columns, comparison.published)
-    if comparison.remark:
+    if comparison.remark and results.has(*comparison.runs):
         lines += ["", comparison.remark]
     return lines
 
@@ -143,13 +151,16 @@ def contest(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
     abouts = set()
     for name, (paper, results) in papers.items():
         for label, run, method in paper.contest:
+            if not results.figures(run, method):
+                continue
             low, high = (results.get_figure(run, method, key) for key in ("speedup_low", "speedup_high"))
             interval = f" ({low:.2f}–{high:.2f})" if low is not None and high is not None else ""
-            settings = results.get(run, {}).get("settings", {})
-            temperature = f"{settings['temperature']:g}" if settings else "–"
+            temperature = f"{results[run]['settings']['temperature']:g}"
             cells = [results.text(run, method, key) for key in ("tokens_per_pass", "tokens_per_second", "joules_per_token")]
             speedup = text_of(results.get_figure(run, method, "speedup"), "×") + interval
             rows.append([f"[{name}]({name}.md)", label, temperature, f"`{method}`", *cells, speedup])
             abouts.add(results.about(run))
     columns = ["paper", "method", "T", "as a benchmark method", "tokens per pass", "tokens/s", "J/token", "speed-up (95 %)"]
+    if not rows:
+        return ["Not measured yet."]
     return [*(f"{about}." for about in sorted(abouts)), "", *table(columns, rows)]

@@ -56,7 +56,7 @@ class Size:
 
 SIZES = {
     "smoke": Size(prompts=2, tokens=4, batch=2, timed_prompts=1, timed_tokens=4, positions=4),
-    "page": Size(prompts=60, tokens=64, batch=64, timed_prompts=6, timed_tokens=48, positions=256),
+    "page": Size(prompts=60, tokens=48, batch=64, timed_prompts=6, timed_tokens=48, positions=256),
 }
 """`smoke` tries everything in a minute or a few; `page` is what the pages in docs/papers show."""
 LARGE_TARGET = "inflated:7b"
@@ -76,6 +76,10 @@ class Results(dict[str, dict[str, Any]]):
         figures = self.figures(run, method)
         value = (figures if category is None else figures.get("categories", {}).get(category, {})).get(key)
         return None if value is None else float(value)
+
+    def has(self, *runs: str) -> bool:
+        """Whether any of these runs was made."""
+        return any(run in self for run in runs)
 
     def text(self, run: str, method: str, key: str, unit: str = "", digits: int = 2) -> str:
         """Write a figure for a table; a dash where there is none."""
