@@ -10,6 +10,7 @@ from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token
 from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.errors import UsageError
 from polydraft.models.inflated import SHAPES, BigShape
+from polydraft.papers import PAPERS, Paper, Run
 
 TEXTS = ["hello", "a tree", "why", "so"]
 PROMPTS = [{"id": f"p{number}", "category": "ab"[number % 2], "prompt": text} for number, text in enumerate(TEXTS)]
@@ -59,6 +60,44 @@ def test_results_and_report_are_written_and_texts_are_identical(invoke, tiny: st
     assert {"method", "category", "prompt", "tokens"} <= set(sample) and sample["tokens"][0]["source"]
     assert "fork:2x2" in (tmp_path / "out" / "report.html").read_text()
     assert "fork:2x2" in out and "speed-up" in out
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_texts_side_by_side_are_those_of_single_ones(
+    invoke, tiny: str, prompt_file: str, tmp_path: Path, temperature: str
+) -> None:
+    methods, found = ("ar", "mcsd:2x1", "fork:2x2", "lookup", "hf"), []
+    for batch in ("1", "3"):
+        out = tmp_path / batch
+        options = ("--methods", " ".join(methods), "--temperature", temperature, "--batch", batch)
+        code, _, err = bench(invoke, tiny, prompt_file, out, *options)
+        assert code == 0, err
+        lines = (out / "runs.jsonl").read_text().splitlines()
+        texts = {(one["method"], one["prompt"]): (one["token_ids"], one["passes"]) for one in map(json.loads, lines)}
+        found.append((texts, json.loads((out / "results.json").read_text())["methods"]))
+    (alone, figures), (together, counted) = found
+    assert alone == together
+    for name in methods:
+        for key in ("tokens_per_pass", "acceptance_rate", "acceptance_by_depth", "accepted_share", "winning_branches"):
+            assert counted[name][key] == figures[name][key], (name, key)
+        assert counted[name]["categories"]["a"]["tokens_per_pass"] == figures[name]["categories"]["a"]["tokens_per_pass"]
+    assert counted["mcsd:2x1"]["categories"]["a"]["acceptance_rate"] is None, "figures of a whole batch are of no category"
+
+
+def test_a_method_that_fails_in_a_batch_is_recorded_and_the_others_go_on(
+    invoke, tiny: str, prompt_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(spec: MethodSpec, bench: Bench) -> Method:
+        def generate_batch(prompts: list[list[int]], seed: int):
+            raise RuntimeError("out of luck")
+
+        return Method(name=spec.text, generate=lambda prompt, seed: iter(()), generate_batch=generate_batch)
+
+    monkeypatch.setitem(METHODS._items, "broken", broken)
+    code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar broken", "--batch", "2")
+    assert code == 1 and "out of luck" in err
+    methods = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
+    assert methods["broken"]["status"] == "failed" and methods["ar"]["prompts"] == 4
 
 
 def test_an_interrupted_run_goes_on(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
@@ -253,11 +292,36 @@ def test_a_paper_is_measured_again(invoke, tiny: str, prompt_file: str, tmp_path
     code, out, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--reproduce", "mcsd", "--limit", "2")
     assert code == 0, err
     text = (tmp_path / "out" / "reproduction.md").read_text()
-    for words in ("Table 4", "Figure 4", "Tables 2 and 3", "**Ours**", "**Published**", "8x2x1x1", "monotonic"):
+    for words in ("Table 4", "Figure 4", "Tables 2, 3, 5 and 6", "**Ours**", "**Published**", "8x2x1x1", "monotonic"):
         assert words in text
     assert text in out
     for name, words in (("figure-3.svg", "acceptance rate"), ("figure-4.svg", "K = 32")):
         assert f"]({name})" in text and words in (tmp_path / "out" / name).read_text()
+
+
+def test_a_folder_of_prompt_sets_gives_each_run_its_own(invoke, tiny: str, tmp_path: Path, monkeypatch) -> None:
+    sets = tmp_path / "sets"
+    sets.mkdir()
+    for name in ("one", "other"):
+        (sets / f"{name}.jsonl").write_text(json.dumps({"id": name, "category": "a", "prompt": name}) + "\n")
+    runs = tuple(
+        Run(name=name, prompts=name, temperature=0.0, methods=("ar",), timed=name == "other") for name in ("one", "other")
+    )
+    for name in ("small", "tiny"):
+        monkeypatch.setitem(PAPERS._items, name, Paper(title=name, runs=runs, tables=lambda results: []))
+    options = ("bench", "--target", tiny, "--draft", "early-exit:2", "--prompts", str(sets), "--out", str(tmp_path / "out"))
+    code, _, err = invoke(*options, "--reproduce", "small,tiny", "--untimed")
+    assert code == 0, err
+    assert not (tmp_path / "out" / "small" / "other").exists(), "timed runs are left out"
+    code, _, err = invoke(*options, "--reproduce", "small,tiny", "--resume")
+    assert code == 0, err
+    for paper in ("small", "tiny"):
+        kept = json.loads((tmp_path / "out" / paper / f"{paper}.json").read_text())
+        assert {run: found["settings"]["source"] for run, found in kept.items()} == {"one": "one", "other": "other"}
+        assert "speedup" in kept["other"]["methods"]["ar"] and "speedup" not in kept["one"]["methods"]["ar"]
+    (sets / "other.jsonl").unlink()
+    code, _, err = invoke(*options, "--reproduce", "small")
+    assert code == 2 and err.count("\n") == 1 and "holds no other.jsonl" in err
 
 
 def test_an_unknown_paper_is_refused(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:

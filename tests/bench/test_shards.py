@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,9 +7,8 @@ import pytest
 from polydraft.bench._runner import Journal, Measurement
 from polydraft.bench.shards import Shard, merge_shards
 from polydraft.errors import UsageError
-from polydraft.papers import PAPERS, Comparison, Paper
+from polydraft.papers import PAPERS, Comparison, Paper, Results, Run
 from polydraft.papers._charts import Drawing
-from polydraft.papers.paper import Results
 
 METHODS = ("ar", "sd:2", "mcsd:2x1")
 
@@ -167,21 +167,33 @@ def test_missing_and_unfinished_shards_are_refused(invoke, tmp_path: Path) -> No
 
 
 def small_paper(results: Results) -> list[Comparison]:
-    rows = [[f"{temperature:g}", str(methods["mcsd:2"]["prompts"])] for temperature, methods in results.items()]
+    rows = [[run, str(found["methods"]["mcsd:2"]["prompts"])] for run, found in results.items()]
     drawing = Drawing("prompts.svg", "a picture", "<svg/>")
-    return [Comparison("Small", ["T", "prompts"], rows, "nowhere", ["T"], [["1"]], drawings=[drawing])]
+    return [
+        Comparison(
+            key="small", title="Small", runs=("t0",), columns=["run", "prompts"], ours=rows, published_note="nowhere",
+            published_columns=["T"], published=[["1"]], drawings=[drawing],
+        )
+    ]  # fmt: skip
 
 
 def test_a_reproduction_can_be_shared(invoke, bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = {0.0: ("ar", "mcsd:2"), 1.0: ("ar", "mcsd:2")}
-    monkeypatch.setitem(PAPERS._items, "small", Paper(title="A paper", claim="", algorithms={}, runs=runs, tables=small_paper))
+    counted = Run(name="t0", prompts="here", temperature=0.0, methods=("ar", "mcsd:2"))
+    runs = (counted, replace(counted, name="t1", temperature=1.0, timed=True))
+    monkeypatch.setitem(PAPERS._items, "small", Paper(title="A paper", runs=runs, tables=small_paper))
     for index in (1, 2):
-        code, _, err = bench(tmp_path / str(index), "--reproduce", "small", "--shard", f"{index}/2")
+        code, _, err = bench(tmp_path / str(index), "--reproduce", "small", "--limit", "5", "--shard", f"{index}/2")
         assert code == 0, err
     folders = [str(tmp_path / "1"), str(tmp_path / "2")]
     code, out, err = invoke("bench", "merge", str(tmp_path / "all"), *folders, "--reproduce", "small")
     assert code == 0, err
     text = (tmp_path / "all" / "reproduction.md").read_text()
-    assert "| 0 | 5 |" in text and "| 1 | 5 |" in text and text in out
+    assert "| t0 | 5 |" in text and "| t1 | 5 |" in text and text in out
     assert "![a picture](prompts.svg)" in text and (tmp_path / "all" / "prompts.svg").read_text() == "<svg/>"
-    assert read(tmp_path / "all" / "temperature-1")["methods"]["mcsd:2"]["prompts"] == 5
+    assert read(tmp_path / "all" / "t1")["methods"]["mcsd:2"]["prompts"] == 5
+    before = (tmp_path / "all" / "t1" / "results.json").stat().st_mtime_ns
+    code, _, err = bench(tmp_path / "all", "--reproduce", "small", "--limit", "5", "--resume")
+    assert code == 0 and (tmp_path / "all" / "t1" / "results.json").stat().st_mtime_ns == before, (
+        "what is whole is not made again"
+    )
+    assert read(tmp_path / "all" / "t0")["settings"]["batch"] == 2 and "batch" not in read(tmp_path / "all" / "t1")["settings"]

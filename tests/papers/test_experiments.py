@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from polydraft.bench.method import MethodSpec
-from polydraft.papers import PAPERS
+from polydraft.papers import PAPERS, Run
 from polydraft.trees import parse_tree
 
 
 def test_improved_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paper = PAPERS.get("improved")
-    monkeypatch.setitem(PAPERS._items, "improved", replace(paper, runs={0.0: paper.runs[0.0]}))
+    runs = tuple(run for run in paper.runs if run.name in ("spec_bench-t0", "speed-t0"))
+    monkeypatch.setitem(PAPERS._items, "improved", replace(paper, runs=runs))
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": "p", "category": "a", "prompt": "hello"}) + "\n")
@@ -23,11 +24,11 @@ def test_improved_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypat
     text = (tmp_path / "out" / "reproduction.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| 0 | ")]
     dynamic = next(row for row in rows if row[1].startswith("dynamic tree"))
-    assert "–" not in dynamic[4:], "it may find that drafting does not pay, but it decodes"
+    assert "–" not in dynamic[5:], "it may find that drafting does not pay, but it decodes"
     assert any("**lossy**" in row[1] for row in rows)
-    for drawing in ("figure-3-t0.svg", "figure-5a-t0.svg", "figure-5b-t0.svg", "figure-6-t0.svg"):
+    for drawing in ("figure-3-t0.svg", "figure-5.svg", "figure-6.svg"):
         assert (tmp_path / "out" / drawing).read_text().startswith("<svg") and drawing in text
-    results = json.loads(next((tmp_path / "out").rglob("results.json")).read_text())
+    results = json.loads((tmp_path / "out" / "spec_bench-t0" / "results.json").read_text())
     fork = results["methods"]["fork:6x5"]
     assert 0 <= fork["accepted_share"] <= 1
     assert sum(one["share"] for one in fork["winning_branches"]) == pytest.approx(1), "some path was accepted"
@@ -37,8 +38,8 @@ def test_improved_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypat
 
 
 def test_every_tree_of_improved_can_be_written() -> None:
-    for names in PAPERS.get("improved").runs.values():
-        for spec in map(MethodSpec.parse, names):
+    for run in PAPERS.get("improved").runs:
+        for spec in map(MethodSpec.parse, run.methods):
             if spec.name in ("fork", "target-init"):
                 width, depth = map(int, spec.argument.split("x"))
                 assert parse_tree(f"fork:{spec.argument}").num_nodes == 1 + width * depth
@@ -46,7 +47,8 @@ def test_every_tree_of_improved_can_be_written() -> None:
 
 def test_optimal_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paper = PAPERS.get("optimal")
-    monkeypatch.setitem(PAPERS._items, "optimal", replace(paper, runs={0.6: paper.runs[0.6]}))
+    runs = tuple(run for run in paper.runs if run.name in ("spec_bench-t0.6", "laws-alpaca", "laws-drafts"))
+    monkeypatch.setitem(PAPERS._items, "optimal", replace(paper, runs=runs))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": "p", "category": "a", "prompt": "hello"}) + "\n")
     options = ("--target", tiny, "--draft", "early-exit:2", "--prompts", str(prompts), "--max-new-tokens", "4")
@@ -54,16 +56,24 @@ def test_optimal_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatc
     assert code == 0, err
     text = (tmp_path / "out" / "reproduction.md").read_text()
     assert text in out
-    for words in ("Table 1", "polydraft analyze --sweep temperature", "Table 2", "Table 3", "EAGLE's sparse tree", "Greedy"):
+    for words in ("Table 1", "Figure 2", "Table 2", "Table 3", "EAGLE's sparse tree", "Greedy"):
         assert words in text
     tables = [line.split(" | ") for line in text.splitlines() if line.startswith("| 0.6 | ")]
     ours = [row for row in tables if row[1] == "hybrid *"]
     assert len(ours) == 2 and all("–" not in row for row in ours), "every tree has figures"
     hub = next(row for row in tables if row[1] == "SpecHub")
     assert hub[2] != "–" and hub[4] == hub[6] == "–", "two drafts at most"
+    laws = json.loads((tmp_path / "out" / "laws-drafts" / "analysis.json").read_text())
+    assert {row["drafts"] for row in laws["rows"]} == {1, 2, 3, 4, 6, 8}
+    swept = [row for row in (line.split(" | ") for line in text.splitlines()) if row[0] == "| RRS wor"]
+    assert len(swept) == 2 and "–" not in " ".join(swept[1]), "Figure 2 has all its points"
+    before = (tmp_path / "out" / "laws-drafts" / "analysis.json").stat().st_mtime_ns
+    code, _, err = invoke("bench", "--reproduce", "optimal", *options, "--out", str(tmp_path / "out"), "--resume")
+    assert code == 0 and (tmp_path / "out" / "laws-drafts" / "analysis.json").stat().st_mtime_ns == before, err
 
 
 def test_every_tree_of_optimal_can_be_written() -> None:
-    methods = {method for names in PAPERS.get("optimal").runs.values() for method in names if method != "ar"}
+    runs = [run for run in PAPERS.get("optimal").runs if isinstance(run, Run)]
+    methods = {method for run in runs for method in run.methods if method != "ar"}
     trees = {parse_tree(MethodSpec.parse(method).argument).num_nodes for method in methods}
     assert trees == {1 + 2 + 4 + 8 + 16, 1 + 4 + 16 + 64, 1 + 25}

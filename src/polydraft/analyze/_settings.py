@@ -26,6 +26,8 @@ class AnalyzeSettings:
     source: str = "builtin"
     """Prompts, as `polydraft.prompts.load_prompts` takes them."""
     limit: int | None = 32
+    categories: tuple[str, ...] = ()
+    """Of the prompts; all where empty."""
     raw: bool = False
     """Prompts as they are, without the chat template."""
     temperatures: tuple[float, ...] = (0.6, 1.0)

@@ -133,7 +133,7 @@ class Analysis:
     def __init__(self, settings: AnalyzeSettings, store: LawStore | None = None, observer: Observer | None = None) -> None:
         self.settings, self._store = settings, store
         self._observer: Observer = observer or (lambda what, done, total: None)
-        self._prompts = load_prompts(settings.source, settings.limit)
+        self._prompts = load_prompts(settings.source, settings.limit, settings.categories)
         self.pair = Pair(settings.target, settings.draft, settings.device, settings.dtype)
         self.sizes: list[SampleSize] = []
         """Of the temperatures done so far."""

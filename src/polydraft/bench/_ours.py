@@ -196,7 +196,22 @@ def _decoded(spec: MethodSpec, bench: Bench, options: LoadOptions, target: Langu
     parents = topology.parents if topology.depth else None
     method = _streamed(spec, bench, decoder.stream, parents, comparable=decoder.lossless, sampling=bench.params)
     longest = bench.longest_prompt + bench.max_new_tokens
-    return replace(method, warm_up=lambda: decoder.warm_up(sampling=bench.params, longest=longest))
+
+    def generate_batch(prompts: list[list[int]], seed: int) -> tuple[list[list[Token]], Stats]:
+        # A decoder of its own, because its memories, which a GPU's decoder keeps, are as large as the batch. Rows have random
+        # numbers of their own: with equal seeds a text is the one that it is alone.
+        seeds = [seed] * len(prompts)
+        stream = decoder.replace().stream(prompts, max_new_tokens=bench.max_new_tokens, seed=seeds, sampling=bench.params)
+        texts: list[list[Token]] = [[] for _ in prompts]
+        for event in stream:
+            texts[event.row].append(Token(event.token_id, event.source, event.round))
+        return texts, stream.stats
+
+    return replace(
+        method,
+        generate_batch=generate_batch,
+        warm_up=lambda: decoder.warm_up(sampling=bench.params, longest=longest),
+    )
 
 
 def _streamed(

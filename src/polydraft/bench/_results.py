@@ -4,6 +4,7 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,16 @@ def _method(
             category: {
                 "prompts": len(ones),
                 **_speed(ones, baseline),
-                **_acceptance([one for one in good if one.category == category]),
+                **_acceptance([_by_itself(one) for one in good if one.category == category]),
             }
             for category, ones in by_category.items()
         },
     }
+
+
+def _by_itself(one: Measurement) -> Measurement:
+    """Leave out figures that a text shares with others of its batch, which may be of another category."""
+    return replace(one, stats=None) if one.stats and one.stats.get("texts", 1) > 1 else one
 
 
 def _likelihood(good: list[Measurement]) -> float | None:

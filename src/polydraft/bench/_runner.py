@@ -1,7 +1,8 @@
 """Measure methods against each other, arms interleaved, prompt by prompt, in one process; and keep what was measured."""
 
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,8 @@ class Runner:
     """Run every method on every prompt, `repeat` times, and write each measurement down at once.
 
     Within a prompt the arms follow each other directly, in an order that turns from prompt to prompt, so that a slow
-    minute of a shared machine hits all of them alike.
+    minute of a shared machine hits all of them alike. With a batch above 1, methods that can decode so many texts side by
+    side do, one method after the other: that is for counting what is accepted, not for timing.
     """
 
     def __init__(
@@ -118,10 +120,12 @@ class Runner:
         repeat: int,
         seed: int,
         device: torch.device,
+        batch: int = 1,
         alone: bool = True,
         likelihood: Callable[[list[int], list[int]], float] | None = None,
     ) -> None:
         self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), repeat, seed
+        self._batch = batch
         self._device = device
         self._likelihood = likelihood
         self._memory = MemoryMeter(device)
@@ -138,6 +142,9 @@ class Runner:
         done = {measurement.key: measurement for measurement in journal}
         failed = {measurement.method for measurement in done.values() if measurement.error}
         warm: set[str] = set()
+        if self._batch > 1:
+            self._run_batches(journal, progress, done.keys(), failed)
+            return
         for repeat, index, method in self._schedule():
             prompt, token_ids = self.prompts[index]
             if (method.name, prompt.id, repeat) in done or method.name in failed:
@@ -151,6 +158,66 @@ class Runner:
             if measurement.error:
                 failed.add(method.name)
             progress(measurement)
+
+    def _run_batches(
+        self,
+        journal: Journal,
+        progress: Callable[[Measurement | None], None],
+        done: Collection[tuple[str, str, int]],
+        failed: set[str],
+    ) -> None:
+        for repeat, method in itertools.product(range(self.repeat), self.methods):
+            missing = [pair for pair in self.prompts if (method.name, pair[0].id, repeat) not in done]
+            for _ in range(len(self.prompts) - len(missing)):
+                progress(None)
+            size = self._batch if method.generate_batch is not None else 1
+            for pairs in (missing[start : start + size] for start in range(0, len(missing), size)):
+                found = [] if method.name in failed else self._measure_batch(method, pairs, repeat)
+                for measurement in found:
+                    journal.add(measurement)
+                    if measurement.error:
+                        failed.add(method.name)
+                for number in range(len(pairs)):
+                    progress(found[number] if number < len(found) else None)
+
+    def _measure_batch(self, method: Method, pairs: Sequence[tuple[Prompt, list[int]]], repeat: int) -> list[Measurement]:
+        """Decode some prompts side by side; the first one's measurement holds the figures of all."""
+        if method.generate_batch is None:
+            return [self._measure(method, *pair, repeat) for pair in pairs]
+        start = synchronised_clock(self._device)
+        texts: list[list[Token]] = []
+        stats: Stats | None = None
+        error: str | None = None
+        try:
+            texts, stats = method.generate_batch([token_ids for _, token_ids in pairs], self.seed + repeat)
+        except Exception as problem:  # as for single texts
+            error = _one_line(problem)
+        seconds = (synchronised_clock(self._device) - start) / len(pairs)
+        if error is not None:
+            texts = [[]]
+        found = []
+        for number, ((prompt, token_ids), tokens) in enumerate(zip(pairs, texts, strict=error is None)):
+            token_list = [token.token_id for token in tokens]
+            scored = self._likelihood is not None and bool(tokens)
+            found.append(
+                Measurement(
+                    method=method.name,
+                    prompt=prompt.id,
+                    category=prompt.category,
+                    repeat=repeat,
+                    seconds=seconds,
+                    first_token_seconds=None,
+                    token_ids=token_list,
+                    sources=[token.source for token in tokens],
+                    passes=[token.target_pass for token in tokens if token.target_pass is not None] or None,
+                    stats=_figures(stats) | {"texts": len(pairs)} if stats is not None and number == 0 else None,
+                    peak_bytes=None,
+                    joules=None,
+                    error=error,
+                    log_likelihood=self._likelihood(token_ids, token_list) if scored and self._likelihood else None,
+                )
+            )
+        return found
 
     def _schedule(self) -> Iterator[tuple[int, int, Method]]:
         for repeat in range(self.repeat):

@@ -52,6 +52,8 @@ class Method:
     """As the user wrote it."""
     generate: Callable[[list[int], int], Tokens]
     """`(prompt, seed) -> tokens`, to the end of the text (an end-of-text token included) or `max_new_tokens`."""
+    generate_batch: Callable[[list[list[int]], int], tuple[list[list[Token]], Stats]] | None = None
+    """The same for several prompts side by side, with the figures of all; None for methods that take one at a time."""
     parents: tuple[int, ...] | None = None
     """Shape of a static draft tree, for the report."""
     warm_up: Callable[[], Any] | None = None

@@ -45,6 +45,8 @@ class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
     """Most tokens of each text."""
     repeat: int = 1
     """Measure everything so many times."""
+    batch: int = 1
+    """Decode so many texts side by side, to count what is accepted; nothing is warmed up, so speeds mean little then."""
     seed: int = 0
     """Seed of the first repeat; later ones count up."""
     raw: bool = False
@@ -57,7 +59,7 @@ class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
         from polydraft.bench.method import check_method_names
         from polydraft.bench.shards import Shard
 
-        for name in ("repeat", "max_new_tokens", "threads"):
+        for name in ("repeat", "batch", "max_new_tokens", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value} is out of range; allowed: whole numbers from 1")

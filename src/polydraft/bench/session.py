@@ -26,16 +26,39 @@ from polydraft.errors import UsageError
 from polydraft.loading import usual_pair
 from polydraft.models import check_prompts
 from polydraft.models.inflated import InflatedModel
-from polydraft.models.loading import load_draft, load_model
+from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import check_device_map, resolve_device, resolve_dtype
 from polydraft.prompts import Prompt, load_prompts
 from polydraft.sampling import SamplingParams
 
 
-class BenchSession:
-    """Load models and prompts, then measure."""
+class Models:
+    """Targets with their drafts, so that several benchmarks of one process load them once."""
 
-    def __init__(self, options: BenchOptions) -> None:
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[Any, ...], tuple[Loaded, Any]] = {}
+
+    def load(self, options: BenchOptions, device: torch.device, draft: str) -> tuple[Loaded, Any]:
+        """Return target and draft, as loaded before where they are the same."""
+        key = (options.target, draft, str(device), options.dtype, options.device_map, options.native)
+        if key not in self._pairs:
+            dtype = resolve_dtype(options.dtype, device)
+            target = load_model(options.target, device, dtype, options.device_map, options.native)
+            self._pairs[key] = target, load_draft(draft, target)
+        return self._pairs[key]
+
+
+class BenchSession:
+    """Load models and prompts, then measure.
+
+    Parameters
+    ----------
+    options : BenchOptions
+    models : Models, optional
+        Shared with other sessions.
+    """
+
+    def __init__(self, options: BenchOptions, models: Models | None = None) -> None:
         self.options = options
         params = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
         prompts = load_prompts(options.source, options.limit)
@@ -45,11 +68,9 @@ class BenchSession:
             torch.set_num_threads(options.threads)
         check_device_map(options.device_map, options.device)
         device = resolve_device(options.device)
-        self.loaded = load_model(
-            options.target, device, resolve_dtype(options.dtype, device), options.device_map, options.native
-        )
         usual, _ = usual_pair(options.target)
         draft_name = usual if options.draft == "auto" else options.draft
+        self.loaded, draft = (models or Models()).load(options, device, draft_name)
         encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)
         encoded = [(prompt, encoder.encode(prompt.text, chat=not options.raw)) for prompt in prompts]
         check_prompts([ids for _, ids in encoded], self.loaded.model.max_positions, self.loaded.model.vocab_size)
@@ -58,7 +79,7 @@ class BenchSession:
         self.prompts: list[tuple[Prompt, list[int]]] = encoded
         self.bench = Bench(
             target=self.loaded,
-            draft=load_draft(draft_name, self.loaded),
+            draft=draft,
             params=params,
             max_new_tokens=options.max_new_tokens,
             longest_prompt=longest,
@@ -71,6 +92,7 @@ class BenchSession:
             repeat=options.repeat,
             seed=options.seed,
             device=device,
+            batch=options.batch,
             alone=options.shard is None,
             likelihood=self._likelihood if options.log_likelihood else None,
         )
@@ -113,6 +135,7 @@ class BenchSession:
                 **({"top_p": options.top_p} if options.top_p < 1 else {}),
                 "max_new_tokens": options.max_new_tokens,
                 "repeat": options.repeat,
+                **({"batch": options.batch} if options.batch > 1 else {}),
                 "seed": options.seed,
                 "template": "raw" if options.raw else "chat",
                 "prompts": {"source": options.source, "count": len(self.prompts), "categories": categories},

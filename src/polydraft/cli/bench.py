@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,9 @@ from polydraft.bench.options import BenchOptions, method_options
 from polydraft.bench.serving import ServingLoad
 from polydraft.cli.options import in_range, options_of, prepare
 from polydraft.errors import FailureError, UsageError
+
+if TYPE_CHECKING:
+    from polydraft.bench.session import BenchSession
 
 _BEHIND = (
     f"Options behind a method, as in mcsd:4x2x1,walk=node: {', '.join(one.short for one in method_options(grams=True))}; "
@@ -29,7 +32,20 @@ _BEHIND = (
 @click.option(
     "--reproduce",
     default=None,
-    help="Measure a paper's tables again: mcsd, optimal, self-draft, improved, dsbd. It chooses the methods and their law.",
+    help="Measure papers again: mcsd, optimal, self-draft, improved, dsbd, several with commas, or all. --prompts may be a "
+    "folder of prompt sets.",
+)
+@click.option(
+    "--size",
+    type=click.Choice(["smoke", "page"]),
+    default="smoke",
+    show_default=True,
+    help="How much --reproduce measures: a try, or what docs/papers shows.",
+)
+@click.option(
+    "--untimed",
+    is_flag=True,
+    help="Leave out what is timed, so that several --reproduce can share a machine; --resume adds it.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
@@ -47,7 +63,8 @@ def command(context: click.Context, /, **options: Any) -> None:
     alike; then `polydraft bench merge OUT DIR...`.
     """
     if context.invoked_subcommand is None:
-        _bench(**options)
+        given = {name for name in options if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
+        _bench(given, **options)
 
 
 @command.command("diff", short_help="Say what changed between two results.")
@@ -99,54 +116,58 @@ def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
 
     All N shards must be there, finished, and begun with equal settings on the same machine.
     """
+    from polydraft.bench.reproduction import merge_reproduction
     from polydraft.bench.shards import merge_shards
-    from polydraft.papers import PAPERS, folder_name
 
     if reproduce is None:
         _show(merge_shards(out, folders, _command_line()), out)
         return
-    results = {}
-    for temperature in PAPERS.get(reproduce).runs:
-        part = folder_name(temperature)
-        results[temperature] = merge_shards(out / part, [folder / part for folder in folders], _command_line())
-    _show_reproduction(reproduce, results, out)
+    _show_reproduction(merge_reproduction(reproduce, out, folders, _command_line()), out)
 
 
-def _bench(**options: Any) -> None:
+def _bench(given: set[str], **options: Any) -> None:
     prepare(options["threads"])
     paper: str | None = options.pop("reproduce")
+    size: str = options.pop("size")
+    untimed: bool = options.pop("untimed")
     out: Path | None = options.pop("out")
     resume: bool = options.pop("resume")
     if out is None:
         raise UsageError("--out is missing; name a folder for results.json and report.html")
     if paper is not None:
-        _reproduce(paper, out, resume, options)
+        _reproduce(paper, size, given, options, out, resume=resume, untimed=untimed)
         return
-    _show(_run(BenchOptions(**{**options, "methods": tuple(options["methods"].split())}), out, resume), out)
-
-
-def _reproduce(name: str, out: Path, resume: bool, options: dict[str, Any]) -> None:
-    """Run a paper's methods at each of its temperatures and write its tables."""
-    from polydraft.output import check_folder
-    from polydraft.papers import PAPERS, folder_name
-
-    runs, results = PAPERS.get(name).runs, {}
-    options |= PAPERS.get(name).settings
-    for temperature in runs:
-        check_folder(out / folder_name(temperature), resume=resume)
-    for temperature, methods in runs.items():
-        chosen = BenchOptions(**{**options, "methods": methods, "temperature": temperature})
-        results[temperature] = _run(chosen, out / folder_name(temperature), resume)
-    _show_reproduction(name, results, out)
-
-
-def _run(options: BenchOptions, out: Path, resume: bool) -> dict[str, Any]:
-    """Measure once."""
     from polydraft.bench.session import BenchSession
     from polydraft.output import check_folder
 
+    chosen = BenchOptions(**{**options, "methods": tuple(options["methods"].split())})
     check_folder(out, resume=resume)
-    session = BenchSession(options)
+    _show(_run(BenchSession(chosen), out, resume), out)
+
+
+def _reproduce(
+    names: str, size: str, given: set[str], options: dict[str, Any], out: Path, *, resume: bool, untimed: bool
+) -> None:
+    """Measure papers again, several in folders of their own, with models that are loaded once."""
+    from polydraft.bench.reproduction import Reproduction
+    from polydraft.bench.session import Models
+    from polydraft.papers import PAPERS
+
+    chosen, models = PAPERS.names() if names == "all" else names.split(","), Models()
+    places = {name: out / name if len(chosen) > 1 else out for name in chosen}
+    papers = [Reproduction(name, size, options, given, models) for name in chosen]
+    for paper in papers:
+        paper.check(places[paper.name], resume=resume)
+    found = {}
+    for paper in papers:
+        place = places[paper.name]
+        found[paper.name] = paper.run(place, lambda session, folder: _run(session, folder, resume), untimed=untimed)
+    for name, results in found.items():
+        _show_reproduction(results, places[name])
+
+
+def _run(session: "BenchSession", out: Path, resume: bool) -> dict[str, Any]:
+    """Measure once."""
     with _Progress(session.runner.total) as progress:
         try:
             return session.run(out, resume=resume, command=_command_line(), progress=progress)
@@ -174,14 +195,14 @@ def _show(results: dict[str, Any], out: Path) -> None:
         raise FailureError(f"methods failed: {', '.join(failed)} ({reason}); the others' results are in {out}")
 
 
-def _show_reproduction(name: str, results: dict[float, dict[str, Any]], out: Path) -> None:
-    """Write and print a paper's tables, whatever failed, and then say what did."""
-    from polydraft.papers import FILE, PAPERS, folder_name, write_reproduction
+def _show_reproduction(results: dict[str, dict[str, Any]], out: Path) -> None:
+    """Print a paper's tables, whatever failed, and then say what did."""
+    from polydraft.papers import FILE
 
-    click.echo(write_reproduction(PAPERS.get(name), results, out))
+    click.echo((out / FILE).read_text(encoding="utf-8"))
     click.echo(f"{out / FILE} written")
-    for temperature, one in results.items():
-        _show(one, out / folder_name(temperature))
+    for name, one in results.items():
+        _show(one, out / name)
 
 
 class _Progress:

@@ -11,18 +11,25 @@ _WIDTH, _HEIGHT = 720.0, 320.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 708.0, 44.0, 252.0
 # A file has no page around it to take colours from; series differ by dashes and filling too.
 _STYLE = """
-svg { --ink: #15202b; --muted: #4d5b6a; --line: #d3dae2; --one: #0b5cad; --two: #955800; --paper: #ffffff;
-  font-family: system-ui, "DejaVu Sans", sans-serif; }
+svg { --ink: #15202b; --muted: #4d5b6a; --line: #d3dae2; --one: #0b5cad; --two: #955800; --three: #1b7340; --four: #8a2d7d;
+  --five: #b3261e; --six: #4d5b6a; --paper: #ffffff; font-family: system-ui, "DejaVu Sans", sans-serif; }
 @media (prefers-color-scheme: dark) {
-  svg { --ink: #e7ecf1; --muted: #a5b2bf; --line: #303b47; --one: #6bb0f5; --two: #f0b35e; --paper: #0e1318; } }
+  svg { --ink: #e7ecf1; --muted: #a5b2bf; --line: #303b47; --one: #6bb0f5; --two: #f0b35e; --three: #69d28f; --four: #e08fd4;
+    --five: #ff8a80; --six: #a5b2bf; --paper: #0e1318; } }
 text { font-size: 12px; fill: var(--muted); } .name { fill: var(--ink); } .paper { fill: var(--paper); }
 .grid { stroke: var(--line); } .base { stroke: var(--ink); stroke-width: 1.5; }
 .curve-0 { stroke: var(--one); stroke-width: 2.5; } .dot-0 { fill: var(--one); }
 .column-0 { fill: var(--one); fill-opacity: .85; }
 .curve-1 { stroke: var(--two); stroke-width: 2.5; stroke-dasharray: 7 5; }
 .dot-1 { fill: var(--paper); stroke: var(--two); stroke-width: 2.5; } .column-1 { fill: var(--two); fill-opacity: .6; }
+.curve-2 { stroke: var(--three); stroke-width: 2.5; stroke-dasharray: 2 3; } .dot-2 { fill: var(--three); }
+.curve-3 { stroke: var(--four); stroke-width: 2.5; stroke-dasharray: 12 4; }
+.dot-3 { fill: var(--paper); stroke: var(--four); stroke-width: 2.5; }
+.curve-4 { stroke: var(--five); stroke-width: 2; stroke-dasharray: 10 3 2 3; } .dot-4 { fill: var(--five); }
+.curve-5 { stroke: var(--six); stroke-width: 2; stroke-dasharray: 4 2; }
+.dot-5 { fill: var(--paper); stroke: var(--six); stroke-width: 2; }
 """
-_SERIES = 2
+_SERIES, _COLUMNS_SIDE_BY_SIDE = 6, 2
 
 Series = Mapping[str, Sequence[float | None]]
 """Name to figures, one for each column; None where there is none."""
@@ -68,19 +75,21 @@ class _Plane:
         return [*shapes, svg.text((_LEFT + _RIGHT) / 2, _HEIGHT - 8, across), svg.text(8, 18, up, "start", "name")]
 
 
-def curves(series: Series, columns: Sequence[str], *, across: str, up: str) -> str:
-    """Draw one curve per series over common columns, from nought upwards.
+def curves(series: Series, columns: Sequence[str], *, across: str, up: str, base: float = 0.0) -> str:
+    """Draw one curve per series over common columns, from `base` upwards.
 
     Parameters
     ----------
     series : mapping of str to sequence of float or None
-        Two at most.
+        Six at most.
     columns : sequence of str
         What is written below each figure.
     across, up : str
         What the two directions mean.
+    base : float
+        Below all figures.
     """
-    plane = _Plane(len(columns), svg.Scale(0, 1.12 * _highest(series, least=0.1)))
+    plane = _Plane(len(columns), svg.Scale(base, base + 1.12 * (_highest(series, least=base + 0.1) - base)))
     shapes = [*plane.frame(columns, across, up), *_legend(series, "curve")]
     for number, values in enumerate(series.values()):
         places = [None if value is None else (plane.x(column), plane.y(value)) for column, value in enumerate(values)]
@@ -103,6 +112,7 @@ def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base
     across, up : str
         What the two directions mean.
     """
+    assert len(series) <= _COLUMNS_SIDE_BY_SIDE
     names = [name for group in groups.values() for name in group]
     highest = _highest(series, least=base)
     plane = _Plane(len(names), svg.Scale(base, highest + 0.12 * max(highest - base, 0.1)))
@@ -129,7 +139,7 @@ def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across:
     Parameters
     ----------
     groups : mapping of str to sequence of (name, x, y)
-        Two at most; larger is better in both directions.
+        Six at most; larger is better in both directions.
     across, up : str
         What the two directions mean.
     """
@@ -172,7 +182,8 @@ def _highest(series: Series, least: float) -> float:
 def _legend(series: Mapping[str, object], kind: str) -> list[str]:
     assert len(series) <= _SERIES
     shapes: list[str] = []
-    x = _RIGHT - 90.0 * len(series)
+    widths = [52.0 + 6.5 * len(name) for name in series]
+    x = _RIGHT - sum(widths)
     for number, name in enumerate(series):
         mark = (
             svg.rect(x, 8, 26, 12, f"column-{number}") if kind == "column" else svg.line(x, 14, x + 26, 14, f"curve-{number}")
@@ -180,7 +191,7 @@ def _legend(series: Mapping[str, object], kind: str) -> list[str]:
         shapes += [mark, svg.text(x + 32, 18, name, "start", "name")]
         if kind == "curve":
             shapes.append(svg.circle(x + 13, 14, 4.5, f"dot-{number}"))
-        x += 90
+        x += widths[number]
     return shapes
 
 

@@ -1,9 +1,7 @@
 """*Dynamic-Width Speculative Beam Decoding for LLM Inference*: Figures 4 and 5, Tables 1 and 2, without a judge of quality."""
 
-from typing import Any
-
 from polydraft.papers._charts import Drawing, scatter
-from polydraft.papers.paper import PAPERS, Comparison, Paper, Results, text_of
+from polydraft.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 
 _MULTINOMIAL = "ar"
 _SPECULATIVE = "sd:3"
@@ -15,14 +13,13 @@ _DYNAMIC = {
         (1, 2, 3, 0.7, 1),
         (2, 4, 3, 0.7, 1),
         (2, 4, 3, 0.9, 1),
-        (3, 6, 3, 0.5, 1),
         (3, 6, 3, 0.7, 1),
         (3, 6, 3, 0.9, 1),
         (3, 6, 2, 0.9, 2),
         (4, 6, 2, 0.9, 3),
     )
 }
-"""The paper's grid has W_S from 2 to 6, t of 0.7 and 0.9, W_min from 1 to 3; these are spread over it, with t = 0.5 once."""
+"""The paper's grid has W_S from 2 to 6, t of 0.7 and 0.9, W_min from 1 to 3; these are spread over it."""
 _FIXED = {
     "fixed W=4, layers, iid": "dsbd:4,width=8,depth=2",
     "fixed W=4, shared noise, distinct *": "dsbd:4,width=8,depth=2,draws=distinct",
@@ -30,25 +27,31 @@ _FIXED = {
 _DISTINCT = "beam:4,draws=distinct"
 _ONE_CACHE = {
     f"DSBD, one cache, W_S={width}, t={threshold}": f"dsbd:{beams},width={width},depth=3,threshold={threshold},one=cache"
-    for beams, width, threshold in ((2, 4, 0.7), (3, 6, 0.7), (3, 6, 0.9))
+    for beams, width, threshold in ((2, 4, 0.7), (3, 6, 0.9))
 }
 _TEMPERATURE = 1.0
-_KEYS = ("tokens_per_second", "tokens_per_pass", "log_likelihood_per_token", "joules_per_token")
-_COLUMNS = ["method", "tokens/s", "tokens/pass", "log-likelihood/token", "J/token"]
+_QUALITY, _SPEED = "spec_bench-t1", "speed-t1"
+_COLUMNS = ["method", "log-likelihood/token", "tokens/pass", "tokens/s", "J/token", "speed-up"]
 _NO_JOULES = "No energy counter could be read on this machine: J/token is not available."
 
 
-def _row(name: str, figures: dict[str, Any]) -> list[str]:
-    return [name, *(text_of(figures.get(key), digits=3 if key == "log_likelihood_per_token" else 2) for key in _KEYS)]
+def _row(name: str, results: Results, method: str) -> list[str]:
+    """Return what the texts are worth, on all prompts, and what they cost, on the timed ones."""
+    quality = [
+        results.text(_QUALITY, method, "log_likelihood_per_token", digits=3),
+        results.text(_QUALITY, method, "tokens_per_pass"),
+    ]
+    costs = [results.text(_SPEED, method, key) for key in ("tokens_per_second", "joules_per_token")]
+    return [name, *quality, *costs, results.text(_SPEED, method, "speedup", "×")]
 
 
-def _points(methods: dict[str, Any], names: dict[str, str], key: str) -> list[tuple[str, float, float]]:
-    """Return label, figure and likelihood of methods that have both."""
+def _points(results: Results, names: dict[str, str], key: str, sign: int = 1) -> list[tuple[str, float, float]]:
+    """Return label, cost and likelihood of methods that have both."""
     found = []
     for label, method in names.items():
-        x, y = methods[method].get(key), methods[method].get("log_likelihood_per_token")
+        x, y = results.get_figure(_SPEED, method, key), results.get_figure(_QUALITY, method, "log_likelihood_per_token")
         if x is not None and y is not None:
-            found.append((label, x, y))
+            found.append((label, sign * x, y))
     return found
 
 
@@ -56,58 +59,71 @@ def _references() -> dict[str, str]:
     return {"multinomial": _MULTINOMIAL, "SpD": _SPECULATIVE, "SpecInfer": _SPECINFER}
 
 
-def _figure(methods: dict[str, Any]) -> Drawing:
+def _figure(results: Results, key: str, file: str, across: str, sign: int = 1) -> Drawing:
     beams = {f"W={width}": method for width, method in _BEAMS.items() if width <= 4}
     others = {label.replace("W_S=", "").replace("t=", "").replace("W_min=", ""): method for label, method in _DYNAMIC.items()}
     groups = {
-        "beams": _points(methods, beams | _references(), "tokens_per_second"),
-        "DSBD": _points(methods, others, "tokens_per_second"),
+        "beams": _points(results, beams | _references(), key, sign),
+        "DSBD": _points(results, others, key, sign),
     }
-    content = scatter(groups, across="tokens per second", up="log-likelihood per token; DSBD: W_S, t, W_min")
-    return Drawing("figure-4.svg", "Figures 4 and 5: quality against speed, with Pareto fronts", content)
+    content = scatter(groups, across=across, up="log-likelihood per token; DSBD: W_S, t, W_min")
+    return Drawing(file, f"Figures 4 and 5: quality against {across}, with Pareto fronts", content)
 
 
 def _pareto(results: Results) -> Comparison:
-    methods = results[_TEMPERATURE]
     names = _references() | {f"beam sampling, W={width}": method for width, method in _BEAMS.items()}
     names |= {f"DSBD, {label}": method for label, method in _DYNAMIC.items()} | _FIXED
     names["beam sampling, W=4, distinct *"] = _DISTINCT
     return Comparison(
+        key="pareto",
         title="Figures 4 and 5: quality against speed and energy",
+        runs=(_QUALITY, _SPEED),
         columns=_COLUMNS,
-        ours=[_row(name, methods[method]) for name, method in names.items()],
+        ours=[_row(name, results, method) for name, method in names.items()],
         published_note="SQuAD and Spider, Llama-2-13B and others; the figures print no numbers, the text states the claim",
         published_columns=["claim"],
         published=[["at equal quality DSBD is 1.5 to 1.9 times as fast as beam sampling, with 1.8 to 2.5 times less energy"]],
-        remark=_claim(methods) + " Methods with a star are not in the paper.",
-        drawings=[_figure(methods)],
+        remark=_claim(results) + " Methods with a star are not in the paper.",
+        drawings=[
+            _figure(results, "tokens_per_second", "figure-4.svg", "tokens per second"),
+            _figure(results, "joules_per_token", "figure-4-energy.svg", "joules per token, counted downwards", sign=-1),
+        ],
     )
 
 
-def _claim(methods: dict[str, Any]) -> str:
-    """Say what the paper's claim amounts to here: the fastest dynamic widths that reach each beam sampling's likelihood."""
+def _claim(results: Results) -> str:
+    """Say what the paper's claim amounts to here: the best dynamic widths that reach each beam sampling's likelihood."""
     said = []
     for width in (2, 3, 4):
-        base = methods[_BEAMS[width]]
-        quality, speed = base.get("log_likelihood_per_token"), base.get("tokens_per_second")
-        if quality is None or not speed:
-            continue
-        rivals = [methods[method] for method in _DYNAMIC.values()]
-        speeds = [one["tokens_per_second"] for one in rivals if (one.get("log_likelihood_per_token") or -1e9) >= quality]
-        best = max((value for value in speeds if value), default=None)
-        said.append(f"W={width}: " + ("none" if best is None else f"{best / speed:.2f}×"))
-    spent = "" if any(one.get("joules_per_token") is not None for one in methods.values()) else f" {_NO_JOULES}"
-    found = ", ".join(said) or "unknown"
-    return f"Speed-up of the fastest DSBD setting that reaches beam sampling's likelihood: {found}.{spent}"
+        found = [_gain(results, _BEAMS[width], key) for key in ("tokens_per_second", "joules_per_token")]
+        speed, energy = (text_of(value, "×") for value in found)
+        said.append(f"W={width}: speed {speed}, energy {energy}")
+    joules = any(results.get_figure(_SPEED, method, "joules_per_token") for method in _BEAMS.values())
+    spent = "" if joules else f" {_NO_JOULES}"
+    return f"The best DSBD setting that reaches beam sampling's likelihood, against beam sampling: {'; '.join(said)}.{spent}"
+
+
+def _gain(results: Results, base: str, key: str) -> float | None:
+    """Return by which factor the best dynamic width that is as likely as `base` costs less; None where there is none."""
+    quality, cost = results.get_figure(_QUALITY, base, "log_likelihood_per_token"), results.get_figure(_SPEED, base, key)
+    if quality is None or not cost:
+        return None
+    gains = []
+    for method in _DYNAMIC.values():
+        likely, own = results.get_figure(_QUALITY, method, "log_likelihood_per_token"), results.get_figure(_SPEED, method, key)
+        if likely is not None and likely >= quality and own:
+            gains.append(own / cost if key == "tokens_per_second" else cost / own)
+    return max(gains, default=None)
 
 
 def _table_1(results: Results) -> Comparison:
-    methods = results[_TEMPERATURE]
     names = {"SpecInfer": _SPECINFER, "Beam (W=5)": _BEAMS[5]} | _ONE_CACHE
     return Comparison(
+        key="table-1",
         title="Table 1: against SpecInfer and beam sampling",
+        runs=(_QUALITY, _SPEED),
         columns=_COLUMNS,
-        ours=[_row(name, methods[method]) for name, method in names.items()],
+        ours=[_row(name, results, method) for name, method in names.items()],
         published_note="MT-Bench; its quality is a judge's score, which is not measured here",
         published_columns=["model", "method", "score", "tokens/s", "J/token"],
         published=[
@@ -122,12 +138,13 @@ def _table_1(results: Results) -> Comparison:
 
 
 def _table_2(results: Results) -> Comparison:
-    methods = results[_TEMPERATURE]
     names = _references() | _ONE_CACHE
     return Comparison(
+        key="table-2",
         title="Table 2: one cache only",
+        runs=(_QUALITY, _SPEED),
         columns=_COLUMNS,
-        ours=[_row(name, methods[method]) for name, method in names.items()],
+        ours=[_row(name, results, method) for name, method in names.items()],
         published_note="Llama-2-13B; exact match on SQuAD, execution accuracy on Spider",
         published_columns=["data", "method", "EM / EA", "tokens/s", "J/token"],
         published=[
@@ -157,22 +174,43 @@ _METHODS = (
     *_ONE_CACHE.values(),
 )
 
+
+def _orderings(results: Results) -> list[list[str]]:
+    def rows(what: str, key: str) -> list[list[str]]:
+        return [
+            ordering(
+                f"{what}, gain over beam sampling of width {width} at its likelihood",
+                ("DSBD", _gain(results, _BEAMS[width], key)),
+                ("beams", 1.0),
+                digits=2,
+            )
+            for width in (2, 4)
+        ]
+
+    return [*rows("speed", "tokens_per_second"), *rows("energy", "joules_per_token")]
+
+
+_SETTINGS = {"top_k": 10, "top_p": 0.8, "log_likelihood": True, "max_new_tokens": 32}
+
 DSBD = Paper(
     title="Dynamic-Width Speculative Beam Decoding for LLM Inference",
-    claim="Beams drafted by a small model can be verified layer by layer so that they follow the target's own beam "
-    "sampling, and each layer can keep as many beams as are likely to be accepted. At equal quality this is 1.5 to 1.9 "
-    "times as fast as beam sampling and takes 1.8 to 2.5 times less energy.",
-    algorithms={
-        "Drafting and verifying beams (Algorithm 1, corrected)": "polydraft.beam.BeamDecoder",
-        "Dynamic width (§3.2)": "polydraft.beam.BeamOptions.width_threshold",
-        "Minimum width (§3.2)": "polydraft.beam.BeamOptions.min_width",
-        "Forests in one pass (§3.3)": "polydraft.beam.BeamDecoder",
-        "One cache (§3.4), a heuristic": "polydraft.beam.BeamOptions.one_cache",
-    },
-    lossy="Continuing with the likeliest beam only (`one_cache`) follows no sampling distribution. With a dynamic width, each "
-    "layer follows the target's beam sampling given its width, but whole texts differ from those of any fixed width.",
-    runs={_TEMPERATURE: _METHODS},
+    runs=(
+        Run(name=_QUALITY, prompts="spec_bench", temperature=_TEMPERATURE, methods=_METHODS, settings=_SETTINGS),
+        Run(
+            name=_SPEED,
+            prompts="spec_bench",
+            temperature=_TEMPERATURE,
+            methods=tuple(method for method in _METHODS if method not in (_DISTINCT, _BEAMS[1], *_FIXED.values())),
+            settings=_SETTINGS | {"log_likelihood": False},
+            timed=True,
+        ),
+    ),
     tables=_tables,
-    settings={"top_k": 10, "top_p": 0.8, "log_likelihood": True},
+    orderings=_orderings,
+    contest=(
+        ("beam sampling, W=4", _SPEED, _BEAMS[4]),
+        ("DSBD, W_S=6, t=0.9, W_min=3", _SPEED, _DYNAMIC["W_S=6, t=0.9, W_min=3"]),
+        ("DSBD, one cache", _SPEED, next(iter(_ONE_CACHE.values()))),
+    ),
 )
 PAPERS.register("dsbd")(DSBD)

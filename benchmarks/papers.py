@@ -1,0 +1,43 @@
+"""Write the pages in docs/papers anew, from the figures that are kept beside them.
+
+python benchmarks/papers.py                   # tables and drawings from docs/papers/results
+python benchmarks/papers.py results/papers    # take over what `polydraft bench --reproduce all --out results/papers` measured
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from polydraft.papers import PAPERS
+from polydraft.papers.pages import contest, drawings, filled, orderings, page_sections, read_kept
+
+PAGES = Path(__file__).parents[1] / "docs" / "papers"
+
+
+def rendered() -> dict[Path, str]:
+    """Return every file that is made from figures, with what it should hold."""
+    files, papers = {}, {}
+    for name in PAPERS.names():
+        papers[name] = paper, results = PAPERS.get(name), read_kept(PAGES / "results" / f"{name}.json")
+        page = PAGES / f"{name}.md"
+        files[page] = filled(page.read_text(encoding="utf-8"), page_sections(paper, results, f"plots/{name}-"))
+        for drawing in drawings(paper, results):
+            files[PAGES / "plots" / f"{name}-{drawing.file}"] = drawing.content
+    overview = PAGES / "README.md"
+    files[overview] = filled(overview.read_text(encoding="utf-8"), {"orderings": orderings(papers), "contest": contest(papers)})
+    return files
+
+
+def main() -> None:
+    for folder in map(Path, sys.argv[1:]):
+        for name in PAPERS.names():
+            for found in (folder / f"{name}.json", folder / name / f"{name}.json"):
+                if found.exists():
+                    shutil.copy(found, PAGES / "results" / f"{name}.json")
+    for path, content in rendered().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
