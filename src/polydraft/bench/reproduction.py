@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.analyze import Analysis, AnalyzeSettings
-from polydraft.analyze._settings import digest_of
 from polydraft.bench.diff import load_results
 from polydraft.bench.meters import machine
 from polydraft.bench.options import BenchOptions
 from polydraft.bench.session import BenchSession, Models
 from polydraft.bench.shards import Shard, merge_shards
 from polydraft.errors import UsageError, unknown_name
+from polydraft.models.fingerprint import digest_of
 from polydraft.models.placement import resolve_device
 from polydraft.output import check_folder, read_settings, write_text
 from polydraft.papers.pages import FILE, drawings, keep, reproduction, write_kept

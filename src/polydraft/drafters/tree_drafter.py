@@ -13,8 +13,8 @@ from polydraft.drafters.model_source import ModelSource
 from polydraft.drafters.session import DraftSession
 from polydraft.drafters.source import DistributionSource
 from polydraft.drafters.static_builder import DEFAULT_SCHEME, StaticBuilder, check_tree
-from polydraft.drafters.trie import check_node_walk
 from polydraft.drafters.tree_choice import Timings, TreeChoice, smaller_trees
+from polydraft.drafters.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.ngrams import load_corpus

@@ -139,8 +139,8 @@ def _fewer(values: dict[str, Any], narrow: bool) -> dict[str, Any]:
     if isinstance(rope, dict) and isinstance(rope.get("mrope_section"), list) and old_size:
         # Channels of a head shared out among three coordinates; what rounding leaves goes to the first.
         section, new_size = rope["mrope_section"], _head_size(values)
-        parts = [part * new_size // old_size for part in section]
-        rope["mrope_section"] = [parts[0] + sum(section) * new_size // old_size - sum(parts), *parts[1:]]
+        scaled = [part * new_size // old_size for part in section]
+        rope["mrope_section"] = [scaled[0] + sum(section) * new_size // old_size - sum(scaled), *scaled[1:]]
     return values
 
 
