@@ -170,8 +170,8 @@ def run_load(options: ServingLoad, prompts: Sequence[str], done: Callable[[str, 
     for arm in options.arms.split():
         if arm in PEERS:
             try:
-                with running(arm, options.peer_model, options.concurrency or _PEER_SLOTS) as url:
-                    client = Client(dataclasses.replace(options, url=url, model=None, api_key=None))
+                with running(arm, options.peer_model, options.concurrency or _PEER_SLOTS) as (url, name):
+                    client = Client(dataclasses.replace(options, url=url, model=name, api_key=None))
                     summaries.append(_measured(options, client, prompts, arm, done))
             except FailureError as error:  # a peer's failure is a result, and the others' figures are kept
                 summaries.append({"arm": arm, **summary(options, [Sample(error=str(error))], 1.0)})

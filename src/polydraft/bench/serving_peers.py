@@ -66,12 +66,14 @@ def _llama_server() -> Path:
 
 
 @contextmanager
-def running(peer: str, model: str, slots: int) -> Iterator[str]:
-    """Start a peer's server, give its address once it answers, and stop it."""
+def running(peer: str, model: str, slots: int) -> Iterator[tuple[str, str | None]]:
+    """Start a peer's server, give its address once it answers, with the model to ask for if it lists none, and stop it."""
     with socket.create_server((_HOST, 0)) as listening:
         port = listening.getsockname()[1]
-    with started(command_of(peer, model, slots, port), peer, lambda: _answers(port)):
-        yield f"http://{_HOST}:{port}"
+    command = command_of(peer, model, slots, port)
+    with started(command, peer, lambda: _answers(port)):
+        # transformers lists what it finds in its cache, and answers for the folder that it was given.
+        yield f"http://{_HOST}:{port}", command[command.index("serve") + 1] if peer == TRANSFORMERS else None
 
 
 @contextmanager
