@@ -87,6 +87,15 @@ def test_costs_are_recovered_from_rounds() -> None:
     assert costs.of_round(3, 22) == pytest.approx(planted(8, 22, 3) / planted(8, 1, 0), rel=0.05)
 
 
+def test_passes_that_were_timed_in_a_slow_minute() -> None:
+    """Three times too slow, and yet rounds are what rounds were."""
+    seen = [rounds_of(batch, widths) for batch in (1, 8) for widths in [(), (4,), (1,) * 4, (2, 2, 2), (4, 2, 2, 1, 1)]]
+    model = MeasuredRounds.fitted({size: 3 * (0.02 + 0.0004 * size) for size in (1, 8, 64, 512)}, seen)
+    for batch in (1, 8):
+        assert model.plain(batch) == pytest.approx(planted(batch, 1, 0), rel=0.02)
+        assert model.drafted(batch, 22, 3) == pytest.approx(planted(batch, 22, 3), rel=0.06)
+
+
 def test_costs_are_never_negative() -> None:
     strange = [
         Rounds(batch=1, tokens=1, nodes=n, levels=v, seconds=s, accepts=(), offers=())

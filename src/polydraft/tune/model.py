@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from polydraft.theory import Costs, cost_curve
 from polydraft.tune.rounds import Rounds
@@ -33,9 +34,12 @@ def costs_at(model: RoundModel, batch: int) -> Costs:
 
 @dataclass(frozen=True)
 class _Fit:
-    """What rounds of one batch take beside their pass."""
+    """What rounds of one batch take."""
 
+    scale: float
+    """Their passes over those that were timed alone: a machine may have been slower then."""
     plain: float
+    """Of a plain round beside its pass; the others are of rounds with drafts."""
     fixed: float
     level: float
     node: float
@@ -67,28 +71,27 @@ class MeasuredRounds:
         fits = {}
         for batch in sorted({one.batch for one in seen}):
             own = [one for one in seen if one.batch == batch]
-            plain = [one.seconds - curve(batch) for one in own if one.nodes == 1]
-            drafted = [one for one in own if one.nodes > 1]
-            rest = _least_squares(
-                [[1 / one.seconds, one.levels / one.seconds, one.nodes / one.seconds] for one in drafted],
-                [1 - curve(batch * one.nodes) / one.seconds for one in drafted],
-            )
-            fits[batch] = _Fit(float(np.mean(plain)) if plain else 0.0, *rest)
+            rows = [
+                [curve(batch * one.nodes), *((1.0, one.levels, one.nodes) if one.nodes > 1 else (0.0, 0.0, 0.0))] for one in own
+            ]
+            scale, *rest = _least_squares(np.array(rows), np.array([one.seconds for one in own]))
+            plain = [one.seconds - scale * curve(batch) for one in own if one.nodes == 1]
+            fits[batch] = _Fit(scale, float(np.mean(plain)) if plain else 0.0, *rest)
         return cls(passes, fits)
 
     def plain(self, batch: int) -> float:
         """Return the seconds of a round without drafts."""
-        return max(_Curve(self.passes)(batch) + self._between(batch, "plain"), 1e-9)
+        return max(self._between(batch, "scale") * _Curve(self.passes)(batch) + self._between(batch, "plain"), 1e-9)
 
     def drafted(self, batch: int, nodes: float, levels: float) -> float:
         """Return the seconds of a round with drafts."""
-        fixed, level, node = (self._between(batch, name) for name in ("fixed", "level", "node"))
-        return max(_Curve(self.passes)(batch * nodes) + fixed + level * levels + node * nodes, 1e-9)
+        scale, fixed, level, node = (self._between(batch, name) for name in ("scale", "fixed", "level", "node"))
+        return max(scale * _Curve(self.passes)(batch * nodes) + fixed + level * levels + node * nodes, 1e-9)
 
     def _between(self, batch: int, name: str) -> float:
         known = sorted(self.fits)
         values = [getattr(self.fits[one], name) for one in known]
-        if batch > known[-1]:
+        if batch > known[-1] and name != "scale":
             return float(values[-1]) * batch / known[-1]
         return float(np.interp(batch, known, values))
 
@@ -106,18 +109,20 @@ class _Curve:
         return self._unit * (low + share * (self._curve(below + 1) - low))
 
 
-def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the non-negative coefficients with the least squared error: of few columns all subsets can be tried."""
-    best, least = (0.0, 0.0, 0.0), float("inf")
-    if not rows:
-        return best
-    matrix, wanted = np.array(rows), np.array(values)
-    for count in range(1, 4):
-        for columns in itertools.combinations(range(3), count):
+def _least_squares(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[float]:
+    """Return the non-negative coefficients with the least squared relative error: of few columns all subsets can be tried.
+
+    The first column is always part of it.
+    """
+    matrix, wanted = rows / seconds[:, None], np.ones(len(seconds))
+    best, least = [1.0, 0.0, 0.0, 0.0], float("inf")
+    for count in range(4):
+        for others in itertools.combinations((1, 2, 3), count):
+            columns = [0, *others]
             found = np.linalg.lstsq(matrix[:, columns], wanted, rcond=None)[0]
             error = float(((matrix[:, columns] @ found - wanted) ** 2).sum())
             if (found >= 0).all() and error < least - 1e-12:
-                full = np.zeros(3)
-                full[list(columns)] = found
-                best, least = (float(full[0]), float(full[1]), float(full[2])), error
+                best, least = [0.0] * 4, error
+                for column, value in zip(columns, found, strict=True):
+                    best[column] = float(value)
     return best
