@@ -21,8 +21,8 @@ LONGEST = 64
 """Deepest path, and longest n-gram, that marks are made for."""
 MOST_WAYS = 8
 """Tokens that text or corpus propose at one place at most, as on the host."""
-_CHUNK = 1 << 14
-"""States whose trees are grown at a time; some hundred megabytes."""
+_CHUNK = 1 << 13
+"""States whose trees are grown at a time, so that the making takes little memory."""
 _RANKS, _SIZES = 4, 13
 """Ranks and sizes of matches from which on chances stay as they are."""
 
