@@ -44,9 +44,20 @@ _QSA = {
     "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64, "indexer_compress_ratio": 4,
     "ple_layer_ids": [1], "eos_token_id": 2,
 }  # fmt: skip
-_ZAMBA2 = {
-    "hidden_size": 32, "attention_hidden_size": 64, "attention_head_dim": 16, "num_attention_heads": 4, "n_mamba_heads": 8,
-    "num_key_value_heads": 4, "mamba_headdim": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 8,
+_MAMBA2 = {"hidden_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+_MIXED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_ATTENTION = {"hidden_size": 32, "attention_hidden_size": 64, "attention_head_dim": 16, "num_attention_heads": 4}
+_SHORT = {"num_hidden_layers": 4, "num_key_value_heads": 4, "mamba_d_state": 8}
+_HYBRIDS = {
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+    "zamba": {**_ATTENTION, **_SHORT, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "n_mamba_heads": 2},
+    "zamba2": {
+        **_ATTENTION, **_SHORT, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 8,
+        "num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    },
+    "mamba2": {"num_hidden_layers": 2, "state_size": 8, "hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 2},
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
 }  # fmt: skip
 # What default configurations lack, or what a decoder is built with.
 MORE: dict[str, dict[str, Any]] = {
@@ -61,8 +72,7 @@ MORE: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "xlnet": {"d_model": 64, "n_head": 4},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
-    "bamba": {"hidden_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16},
-    "zamba2": _ZAMBA2,
+    **{name: {**_MAMBA2, **more} for name, more in _HYBRIDS.items()},
     "rwkv": {"attention_hidden_size": 64},
     "qwen4_exp_text": _QSA,
     "qwen4_exp": {"text_config": _QSA},
@@ -107,6 +117,8 @@ def build(model_type: str) -> Any:
     config = twin_config(AutoConfig.for_model(model_type, **MORE.get(model_type, {})))
     # With tied embeddings and scaled inputs random models say one token again and again, whatever the layers do.
     config.tie_word_embeddings = config.get_text_config(decoder=True).tie_word_embeddings = False
+    if hasattr(config, "original_max_position_embeddings"):  # where texts end, for some
+        config.original_max_position_embeddings = config.max_position_embeddings
     torch.manual_seed(0)
     causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     model = (AutoModelForCausalLM if causal else AutoModelForImageTextToText).from_config(config).float().eval()
@@ -205,6 +217,8 @@ def page(verdicts: Iterable[Verdict]) -> str:
         "## Causal types\n",
         *_table(causal),
     ]
+    if untried := [f"`{name}`" for name in causal_types() if name not in everything]:
+        parts.insert(2, f"Not tried yet: {', '.join(untried)}.\n")
     if multimodal:
         works = sum(verdict.result == WORKS for verdict in multimodal)
         tried = sum(verdict.result != NOT_BUILT for verdict in multimodal)

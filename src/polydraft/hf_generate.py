@@ -40,7 +40,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 # Processors that keep a state from call to call, or run a model, which calls for nodes of a tree would upset.
 _REMEMBERING = ("ClassifierFreeGuidance", "SynthIDText", "Whisper", "AlternatingCodebooks", "BarkEos", "Dia")
 # Arguments that `generate` makes itself, or that we do follow.
-_PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "streamer")
+_PREPARED = (
+    "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "cache_position",
+    "streamer",
+)  # fmt: skip
 _FIELDS = {
     transformers.RepetitionPenaltyLogitsProcessor: (0, "repetition_penalty", "penalty"),
     transformers.TemperatureLogitsWarper: (2, "temperature", "temperature"),
