@@ -91,8 +91,8 @@ def drawings(paper: Paper, results: Results) -> list[Drawing]:
 
 
 def measured(comparison: Comparison) -> list[Sequence[str]]:
-    """Return the rows that have a figure of ours; what stands in the first column is a label."""
-    return [row for row in comparison.ours if any(re.search(r"\d\.\d", cell) for cell in row[1:])]
+    """Return the rows that lack nothing or have a figure of ours all the same; what stands in the first column is a label."""
+    return [row for row in comparison.ours if "–" not in " ".join(row) or any(re.search(r"\d\.\d", cell) for cell in row[1:])]
 
 
 def section(comparison: Comparison, results: Results, drawn_in: str = "") -> list[str]:
