@@ -163,7 +163,7 @@ def _speed_by_width(results: Results) -> Comparison:
         title="Figure 5, right, and Figure 6: width against speed, T=0",
         runs=("speed-t0",),
         columns=["tokens per second", *(f"W={width}" for width in _TIMED_WIDTHS)],
-        ours=[[label, *(text_of(value, digits=0) for value in values)] for label, values in series.items()],
+        ours=[[label, *(text_of(value, digits=1) for value in values)] for label, values in series.items()],
         published_note="MT-Bench, RTX 4090; the figures print no numbers, the text states the claims",
         published_columns=["claim"],
         published=[

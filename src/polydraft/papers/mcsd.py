@@ -205,13 +205,12 @@ def _tables(results: Results) -> list[Comparison]:
 
 
 def _orderings(results: Results) -> list[list[str]]:
-    labels = ("without replacement", "with replacement", "naive", "SD")
-    methods = [method for method in _ABLATION.values() if method != _FLAT]
-    rates = [results.get_figure("alpaca-t1", method, "acceptance_rate") for method in methods]
+    labels = ("without replacement", "with replacement", "naive")
+    rates = [results.get_figure("alpaca-t1", method, "tokens_per_pass") for method in list(_ABLATION.values())[:3]]
     efficiency = [results.get_figure("alpaca-t1", _tree(shape), "tokens_per_pass") for shape in ("8x2", "2x8")]
     speeds = [results.get_figure("speed-t1", method, "speedup") for method in (_tree("8x2x1x1"), _FLAT)]
     return [
-        ordering("α at T=1: MCSS without replacement, with, naive, SD", *zip(labels, rates, strict=True)),
+        ordering("τ at T=1: MCSS without replacement, with, naive", *zip(labels, rates, strict=True)),
         ordering("τ of falling and rising widths (T=1)", *zip(("8x2", "2x8"), efficiency, strict=True)),
         ordering("speed-up: tree attention, copied caches (T=1)", *zip(("tree", "copied"), speeds, strict=True), digits=2),
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.papers._charts import Drawing
-from polydraft.papers.paper import Comparison, Paper, Results, table, text_of
+from polydraft.papers.paper import UNKNOWN, Comparison, Paper, Results, table, text_of
 
 FILE = "reproduction.md"
 """All tables of a reproduction, in its folder."""
@@ -87,19 +87,24 @@ def write_kept(results: Results, path: Path) -> None:
 
 def drawings(paper: Paper, results: Results) -> list[Drawing]:
     """Return the drawings of what was measured."""
-    return [one for comparison in paper.tables(results) if results.has(*comparison.runs) for one in comparison.drawings]
+    return [one for comparison in paper.tables(results) if measured(comparison) for one in comparison.drawings]
+
+
+def measured(comparison: Comparison) -> list[Sequence[str]]:
+    """Return the rows that lack nothing or have a figure of ours all the same; what stands in the first column is a label."""
+    return [row for row in comparison.ours if "–" not in " ".join(row) or any(re.search(r"\d\.\d", cell) for cell in row[1:])]
 
 
 def section(comparison: Comparison, results: Results, drawn_in: str = "") -> list[str]:
     """Write a comparison in Markdown; ours and the paper's never share a table. Of what was not measured, say only that."""
     lines = ["**Ours**: not measured yet."]
-    if results.has(*comparison.runs):
-        lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, comparison.ours)]
+    if rows := measured(comparison):
+        lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, rows)]
         lines += [line for one in comparison.drawings for line in ("", f"![{one.caption}]({drawn_in}{one.file})")]
     if comparison.published:
         lines += ["", f"**Published** ({comparison.published_note})", ""]
         lines += table(comparison.published_columns, comparison.published)
-    if comparison.remark and results.has(*comparison.runs):
+    if comparison.remark and rows:
         lines += ["", comparison.remark]
     return lines
 
@@ -142,7 +147,9 @@ def page_sections(paper: Paper, results: Results, drawn_in: str) -> dict[str, li
 def orderings(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
     """Write the table of what papers say is better than what."""
     rows = [[f"[{name}]({name}.md)", *row] for name, (paper, results) in papers.items() for row in paper.orderings(results)]
-    return table(["paper", "what it reports", "here", "holds"], rows)
+    known, unknown = ([row for row in rows if (row[-1] == UNKNOWN) is missing] for missing in (False, True))
+    said = [f"Not measured yet: {'; '.join(f'{row[0]}, {row[1]}' for row in unknown)}."] if unknown else []
+    return [*table(["paper", "what it reports", "here", "holds"], known), "", *said]
 
 
 def contest(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:

@@ -77,10 +77,6 @@ class Results(dict[str, dict[str, Any]]):
         value = (figures if category is None else figures.get("categories", {}).get(category, {})).get(key)
         return None if value is None else float(value)
 
-    def has(self, *runs: str) -> bool:
-        """Whether any of these runs was made."""
-        return any(run in self for run in runs)
-
     def text(self, run: str, method: str, key: str, unit: str = "", digits: int = 2) -> str:
         """Write a figure for a table; a dash where there is none."""
         return text_of(self.get_figure(run, method, key), unit, digits)
@@ -134,6 +130,7 @@ class Paper:
 
 
 PAPERS: Registry[Paper] = Registry("paper")
+UNKNOWN = "not measured"
 
 
 def text_of(value: float | None, unit: str = "", digits: int = 2) -> str:
@@ -146,7 +143,7 @@ def ordering(claim: str, *figures: tuple[str, float | None], digits: int = 3) ->
     found = ", ".join(f"{name} {text_of(value, digits=digits)}" for name, value in figures)
     known = [value for _, value in figures if value is not None]
     if len(known) < len(figures):
-        return [claim, found, "not measured"]
+        return [claim, found, UNKNOWN]
     return [claim, found, "yes" if known == sorted(known, reverse=True) else "**no**"]
 
 
