@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--verifiers", nargs="+", default=["rrs-wor+node"], help="scheme+walk, such as hybrid+block")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--tree-only", action="store_true", help="leave α@1 and α@4 out")
+    parser.add_argument("--by-category", action="store_true", help="also print τ of each category of prompts")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args()
@@ -52,6 +53,10 @@ def main() -> None:
         blocks = f"{stats[options.tree][1]:.3f} ± {stats[options.tree][3]:.3f}"
         seconds = f"{time.perf_counter() - start:.0f}"
         print(f"| {name} | {verifier} | {temperature:g} | {first} | {fourth} | {blocks} | {depths} | {seconds} |", flush=True)
+        if options.by_category:
+            rates = stats[options.tree][4]
+            shown = ", ".join(f"{category} {tokens / passes:.2f}" for category, (tokens, passes) in rates.items())
+            print(f"| | | {temperature:g} | | | {shown} | | |", flush=True)
 
 
 def measure(target, draft, prompts, tree, temperature, verifier, options):
@@ -59,14 +64,19 @@ def measure(target, draft, prompts, tree, temperature, verifier, options):
     parts = Parts(target=target.model, draft=draft, topology=parse_tree(tree), scheme=scheme)
     ends = target.eos_token_ids
     decoder = Decoder(target.model, make_drafter(parts), tokenizer=target.tokenizer, eos_token_ids=ends, walk=walk)
-    offers, accepts, blocks, passes, batches = [0] * 16, [0] * 16, 0, 0, []
-    for first in range(0, len(prompts), options.batch):
-        texts = [prompt.text for prompt in prompts[first : first + options.batch]]
+    offers, accepts, blocks, passes, batches, categories = [0] * 16, [0] * 16, 0, 0, [], {}
+    for first, chosen in batches_of(prompts, options.batch, options.by_category):
         results = decoder.generate(
-            texts, sampling=SamplingParams(temperature=temperature), max_new_tokens=options.tokens, seed=first, chat=True
+            [prompt.text for prompt in chosen],
+            sampling=SamplingParams(temperature=temperature),
+            max_new_tokens=options.tokens,
+            seed=first,
+            chat=True,
         )
         stats = results[0].stats  # of the whole batch
         batches.append((stats.block_tokens, stats.passes))
+        earlier = categories.get(chosen[0].category, (0, 0))
+        categories[chosen[0].category] = earlier[0] + stats.block_tokens, earlier[1] + stats.passes
         blocks, passes = blocks + stats.block_tokens, passes + stats.passes
         for depth, (offered, accepted) in enumerate(zip(stats.offers_by_depth, stats.accepts_by_depth, strict=True)):
             offers[depth] += offered
@@ -75,7 +85,19 @@ def measure(target, draft, prompts, tree, temperature, verifier, options):
     # Batches are independent groups of prompts: the spread of their ratios gives the standard error.
     spread = [(tokens - blocks / passes * count) ** 2 for tokens, count in batches]
     error = (len(batches) / max(len(batches) - 1, 1) * sum(spread)) ** 0.5 / passes
-    return sum(accepts) / max(sum(offers), 1), blocks / passes, by_depth, error
+    return sum(accepts) / max(sum(offers), 1), blocks / passes, by_depth, error, categories
+
+
+def batches_of(prompts, size, by_category):
+    """Yield prompts to decode together, each time with a number of their own; of one category if that is asked for."""
+    groups = [prompts]
+    if by_category:
+        groups = [
+            [prompt for prompt in prompts if prompt.category == one] for one in dict.fromkeys(p.category for p in prompts)
+        ]
+    for place, group in enumerate(groups):
+        for first in range(0, len(group), size):
+            yield place * len(prompts) + first, group[first : first + size]
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from polydraft.train import CorpusCacheSettings, DecisionSettings, DraftSize, He
 if TYPE_CHECKING:
     import torch
 
+    from polydraft.train.pupils import Acceptance
     from polydraft.train.training import Report
 
 _DTYPES = "auto, float32, bfloat16."
-_TAPS = "Layers of the target to read besides the last, such as 8,15,23; 'none' for none  [default: at 1/4, 1/2 and 3/4]."
+_TAPS = "Layers of the target to read besides the last, such as 8,15,23; 'none' for none  [default: 2, 1/4, 1/2, 3/4 of the way, n-3]."
 _shared = with_options([
     click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the draft."),
     options_of(TrainSettings, skip=("size",), prompt_limit={"flag": "--limit"}, texts={"flag": "--text"}),
@@ -47,9 +48,9 @@ def draft(layers: int, width: int, **options: Any) -> None:
 @command.command("head")
 @_shared
 @options_of(HeadSize, mlp_size={"flag": "--mlp"}, taps={"type": str, "multiple": False, "help": _TAPS})
-def head(mlp_size: int, taps: str | None, rollouts: int, **options: Any) -> None:
+def head(mlp_size: int, taps: str | None, rollouts: int, start: Path | None, tree: str, **options: Any) -> None:
     """Train a feature head, in the manner of EAGLE, on the target's hidden states."""
-    _train(HeadSize(mlp_size=mlp_size, taps=_layers(taps), rollouts=rollouts), options)
+    _train(HeadSize(mlp_size=mlp_size, taps=_layers(taps), rollouts=rollouts, start=start, tree=tree), options)
 
 
 def _layers(taps: str | None) -> tuple[int, ...] | None:
@@ -70,17 +71,25 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
 
     from polydraft.cli.terminal import PhaseProgress
     from polydraft.models.loading import load_model
+    from polydraft.train.forecast import forecast_of, needs_of
     from polydraft.train.training import train
 
-    target = load_model(settings.target, device, dtype)
+    target = load_model(settings.target, device, dtype, invariant=False)  # many rows at a time: the fastest kernels
     words = " ".join(["polydraft", *sys.argv[1:]])
+    acceptance: tuple[Acceptance, ...] = ()
+    if not resume:
+        click.echo(f"this will take {needs_of(settings, target)}", err=True)
     with PhaseProgress() as progress:
 
         def observer(report: "Report") -> None:
+            nonlocal acceptance
+            acceptance = report.acceptance or acceptance
             progress(report.phase, report.done, report.total, _note(report))
 
         folder = train(settings, target, out, resume=resume, command=words, observer=observer)
-    click.echo(f"draft written to {folder}; use it with: --target {settings.target} --draft {folder}")
+    click.echo(f"draft written to {folder}")
+    click.echo(forecast_of(str(folder), target, acceptance, size.tree if isinstance(size, HeadSize) else HeadSize().tree))
+    click.echo(f'use it with: polydraft generate "Why is the sky blue?" --target {settings.target} --draft {folder}')
 
 
 def _place(device: str, dtype: str, threads: int | None) -> "tuple[torch.device, torch.dtype]":

@@ -39,10 +39,13 @@ class LeanBody:
         tokens_BT: Tensor,
         positions_BT: Tensor,
         mask_B1TS: Tensor | None,
-        cache: SlotCache,
+        cache: SlotCache | None,
         taps: Sequence[int] = (),
     ) -> Tensor:
-        """Return the last hidden states, after the final norm, and beside them the outputs of the layers `taps`."""
+        """Return the last hidden states, after the final norm, and beside them the outputs of the layers `taps`.
+
+        Without a cache the tokens are whole texts, of which nothing is kept: each sees all before it.
+        """
         hidden_BTF: Tensor = self.embedding(tokens_BT)
         cos_BTC, sin_BTC = self.rotary(hidden_BTF, position_ids=positions_BT)
         half = sin_BTC.shape[-1] // 2
@@ -73,7 +76,7 @@ class LeanLayer:
         self.scale = attention.scaling
 
     def __call__(
-        self, hidden_BTF: Tensor, cos_BT1C: Tensor, sin_BT1C: Tensor, mask_B1TS: Tensor | None, cache: SlotCache
+        self, hidden_BTF: Tensor, cos_BT1C: Tensor, sin_BT1C: Tensor, mask_B1TS: Tensor | None, cache: SlotCache | None
     ) -> Tensor:
         """Return the layer's output."""
         batch_size, size, _ = hidden_BTF.shape
@@ -84,17 +87,16 @@ class LeanLayer:
         first, second = plain_BTHC.chunk(2, dim=-1)
         turned_BTHC = plain_BTHC * cos_BT1C + torch.cat([second, first], dim=-1) * sin_BT1C
         query_BHTC = turned_BTHC[:, :, : self.queries].transpose(1, 2)
-        key_BHSC, value_BHSC = cache.update(
-            turned_BTHC[:, :, self.queries :].transpose(1, 2),
-            heads_BTHC[:, :, self.queries + self.keys :].transpose(1, 2),
-            self.index,
-        )
+        key_BHSC = turned_BTHC[:, :, self.queries :].transpose(1, 2)
+        value_BHSC = heads_BTHC[:, :, self.queries + self.keys :].transpose(1, 2)
+        if cache is not None:
+            key_BHSC, value_BHSC = cache.update(key_BHSC, value_BHSC, self.index)
         if mask_B1TS is not None and hidden_BTF.is_cuda and self.queries != self.keys:
             # No fused CUDA kernel takes grouped heads together with a mask.
             key_BHSC = key_BHSC.repeat_interleave(self.queries // self.keys, dim=1)
             value_BHSC = value_BHSC.repeat_interleave(self.queries // self.keys, dim=1)
         attended_BHTC = functional.scaled_dot_product_attention(
-            query_BHTC, key_BHSC, value_BHSC, attn_mask=mask_B1TS, scale=self.scale, enable_gqa=True
+            query_BHTC, key_BHSC, value_BHSC, mask_B1TS, is_causal=cache is None, scale=self.scale, enable_gqa=True
         )
         hidden_BTF = hidden_BTF + self.output(attended_BHTC.transpose(1, 2).reshape(batch_size, size, -1))
         normed_BTF = _rms_norm(hidden_BTF, self.mlp_norm)

@@ -204,14 +204,17 @@ class FeatureHead(nn.Module):
         self, passing_BTH: Tensor, query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, mask_B1TS: Tensor | None
     ) -> Tensor:
         """Return the outputs of the layer, which stand in for features; `passing_BTH` passed by attention."""
-        batch_size, size, _ = passing_BTH.shape
         if query_BHTC.is_cuda:  # no fused CUDA kernel takes grouped heads together with a mask
             copies = self.shape.num_heads // self.shape.num_key_heads
             key_BHSC, value_BHSC = key_BHSC.repeat_interleave(copies, dim=1), value_BHSC.repeat_interleave(copies, dim=1)
         mixed_BHTC = functional.scaled_dot_product_attention(
             query_BHTC, key_BHSC, value_BHSC, attn_mask=mask_B1TS, enable_gqa=True
         )
-        hidden_BTH = passing_BTH + self.attention_output(mixed_BHTC.transpose(1, 2).reshape(batch_size, size, -1))
+        return self.finished(passing_BTH, mixed_BHTC.transpose(1, 2).flatten(2))
+
+    def finished(self, passing_BTH: Tensor, mixed_BTX: Tensor) -> Tensor:
+        """Return the outputs of the layer, given what attention mixed."""
+        hidden_BTH = passing_BTH + self.attention_output(mixed_BTX)
         gate, up = self.gate_up(self.mlp_norm(hidden_BTH)).chunk(2, dim=-1)
         output_BTH: Tensor = hidden_BTH + self.down(functional.silu(gate) * up)
         return self.output_norm(output_BTH) if self.shape.normed_output else output_BTH

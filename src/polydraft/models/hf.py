@@ -33,7 +33,7 @@ from polydraft.models.families import (
     text_config,
     window_size,
 )
-from polydraft.models.language_model import Context, LanguageModel, by_rows
+from polydraft.models.language_model import Context, LanguageModel, by_rows, steady_attention
 from polydraft.models.native_linear import NativeLinears, native_linears
 from polydraft.models.placement import home_device, spread_obstacle
 from polydraft.models.quantised import int8_body, is_quantised
@@ -41,7 +41,7 @@ from polydraft.models.recurrent import find_recurrence
 from polydraft.models.tree_attention import obstacle
 from polydraft.native import NativeBody, NativeProduct, Rows
 from polydraft.sampling import PartialVocabulary
-from polydraft.trees import Block
+from polydraft.trees import Block, causal_block
 
 
 class HFModel(LanguageModel):
@@ -296,6 +296,14 @@ class HFModel(LanguageModel):
         hidden_BTF = self.hf_model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
         head_BTV = self.hf_model.get_output_embeddings()(hidden_BTF).to(logits_BTV.device)
         return logits_BTV.shape == head_BTV.shape and torch.equal(logits_BTV, head_BTV.to(logits_BTV.dtype))
+
+    def read(self, tokens_BT: Tensor) -> Tensor:
+        """Return the features of whole texts of equal length, to learn from: nothing is kept of them."""
+        if self._lean is None or self.window is not None:
+            return self.start(*tokens_BT.shape).extend(tokens_BT, causal_block(*tokens_BT.shape, self.device))
+        positions_BT = torch.arange(tokens_BT.shape[1], device=self.device).expand_as(tokens_BT)
+        with steady_attention(self.device):
+            return self._lean(tokens_BT, positions_BT, None, None, self.taps)
 
     def plain(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits that the model itself gives for whole texts, with neither mask nor cache."""

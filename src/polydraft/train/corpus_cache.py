@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.models.bundled import BUNDLED, bundled_folder
@@ -16,54 +15,13 @@ from polydraft.models.loading import Loaded, check_name, hub_options, load_model
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import GramTrie, save_trie
-from polydraft.train.corpus import Advance, Writer, chat_form, check_length, make_corpus, num_rows
+from polydraft.train.corpus import make_corpus
 from polydraft.train.settings import CorpusCacheSettings, check_text_file
 
 Observer = Callable[[str, int, int], None]
 """Told of a phase and how much of it is done."""
 _BLOCK = 1 << 18
 """Characters read in one go."""
-
-OPENINGS = (
-    "Write a Python function that",
-    "Complete the following Python function.\n\ndef",
-    "Here is some code. What does it do?\n\n```python\n",
-    "Fix the bug in this program:\n\n```python\n",
-    "Write a Python program which reads",
-    "Implement a class in Python for",
-    "Write a SQL query that",
-    "How do I write a loop in JavaScript that",
-    "Write a C++ function to",
-    "Write an HTML page with",
-    "Summarize the following article in a few sentences.\n\n",
-    "Summarize:\n\n",
-    "Read the passage and answer the question below.\n\nPassage:",
-    "Translate this sentence from German into English:",
-    "Translate into French:",
-    "Solve this problem step by step. A farmer has",
-    "A train leaves",
-    "If a shop sells",
-    "What is the sum of",
-    "Find all solutions of the equation",
-    "Explain in simple words why",
-    "What is the difference between",
-    "Who was the first",
-    "What is the capital of",
-    "When did",
-    "List ten",
-    "Give me advice on",
-    "Write an email to",
-    "Write a short story about",
-    "Write a poem about",
-    "Rewrite the following text to make it more formal:",
-    "Extract all names and dates from the text:",
-    "Pretend you are",
-    "Compare",
-    "Describe how",
-    "Give three reasons why",
-)
-"""First words of requests that a model completes when it makes up conversations. They end in the middle of a
-sentence, so that what follows is the model's own."""
 
 
 def make_corpus_cache(
@@ -146,26 +104,12 @@ def _count_written(settings: CorpusCacheSettings, target: Loaded, counter: GramC
         written += tokens
         observer("writing", min(written, settings.generate), settings.generate)
 
-    texts_NL = _written(settings, target, advance)
+    (texts,) = make_corpus(settings.written(), target, advance).groups
     observer("writing", settings.generate, settings.generate)
-    for tokens in texts_NL.tolist():
+    for tokens in texts.tokens_NL.tolist():
         for stretch in fresh_stretches(tokens, settings.max_prefix + settings.gram):
             counter.add(stretch)
             counter.end_text()
-
-
-def _written(settings: CorpusCacheSettings, target: Loaded, advance: Advance) -> Tensor:
-    """Let the model make up conversations: in one half it finds its own topic, in the other it completes a request."""
-    form = chat_form(target.tokenizer)
-    if form is None:
-        return make_corpus(settings.written(), target, advance).texts.tokens_NL
-    check_length(settings.length, target)
-    begun = [form.opening + target.tokenizer(words, add_special_tokens=False)["input_ids"] for words in OPENINGS]
-    begun = [start for start in begun if len(start) <= settings.length // 2] or [form.opening]
-    rows = num_rows(-(-settings.generate // settings.length), settings.sampling_rows)
-    starts = [begun[row // 2 % len(begun)] if row % 2 else form.opening for row in range(rows)]
-    writer = Writer(target.model, form, target.eos_token_ids)
-    return writer.write_all(starts, settings.written(), advance).tokens_NL
 
 
 def blocks_of(file: Path, block: int = _BLOCK, advance: Callable[[int], None] | None = None) -> Iterator[str]:

@@ -1,24 +1,28 @@
 """Drafts in training: a small language model, distilled, and a feature head, trained on its own outputs."""
 
 import copy
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, HeadShape
-from polydraft.models.head_folder import new_head, save_head, save_vocabulary, tokenizer_fingerprint
+from polydraft.models.feature_head import TapNorm
+from polydraft.models.head_folder import checked_shape, new_head, save_head, save_vocabulary, tokenizer_fingerprint
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary
 from polydraft.schemes import RejectionWithoutReplacement
-from polydraft.train.corpus import Texts
-from polydraft.train.settings import DraftSize, HeadSize, TrainSettings
-from polydraft.trees import causal_block
+from polydraft.train.settings import LENGTHS, DraftSize, HeadSize, TrainSettings
+from polydraft.train.writer import Texts
 
 _CHUNK_BYTES = 2**29
 """Logits over all tokens are large; so many bytes of them at a time."""
@@ -60,8 +64,7 @@ class Teacher:
     @torch.no_grad()
     def features(self, tokens_BL: Tensor) -> Tensor:
         """Return the features of every position."""
-        context = self.target.start(*tokens_BL.shape)
-        return context.extend(tokens_BL, causal_block(*tokens_BL.shape, self.target.device))
+        return self.target.read(tokens_BL)
 
     @torch.no_grad()
     def laws(self, features_RF: Tensor) -> TargetLaws:
@@ -78,21 +81,6 @@ class Teacher:
             return TargetLaws((logits_RV - normaliser_R1).exp(), best_R)
         short_RD = logits_RV[:, self.vocabulary.tokens_D]
         return TargetLaws((short_RD - normaliser_R1).exp(), self._column_V[best_R])
-
-
-def loss_of(kind: str, laws: TargetLaws, logits_RD: Tensor) -> Tensor:
-    """Return the mean loss over positions.
-
-    ``kl`` is −Σ p log q, the Kullback–Leibler divergence up to a constant. ``tv`` is 1 − Σ min(p, q), the chance that
-    speculative sampling rejects; its gradient vanishes where laws do not overlap, so it serves to finish, or as a sum.
-    """
-    log_probs_RD = logits_RD.float().log_softmax(-1)
-    loss = log_probs_RD.new_zeros(())
-    if "kl" in kind:
-        loss = loss - (laws.probs_RD * log_probs_RD).sum(-1).mean()
-    if "tv" in kind:
-        loss = loss + 1 - log_probs_RD.exp().minimum(laws.probs_RD).sum(-1).mean()
-    return loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +131,17 @@ def acceptance_of(laws: TargetLaws, logits_RD: Tensor, seed: int = 0) -> Accepta
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """What there is to learn from some texts: R positions in answers, in the order of the text."""
+
+    laws: TargetLaws
+    follows_R: Tensor
+    """Whether the position before is one of them too."""
+    outputs: list[tuple[Tensor, Tensor]]
+    """For each depth of drafting some of the R, and the draft's outputs there."""
+
+
 class Pupil(ABC):
     """A draft in training: computes its logits along texts, at one or several depths of drafting."""
 
@@ -157,8 +156,17 @@ class Pupil(ABC):
         return
 
     @abstractmethod
+    def study(self, texts: Texts, depths: int) -> Lesson:
+        """Run the draft along the texts."""
+
+    @abstractmethod
+    def logits(self, outputs_RH: Tensor) -> Tensor:
+        """Turn outputs into logits of the tokens that the draft knows."""
+
     def lesson(self, texts: Texts, depths: int) -> tuple[TargetLaws, list[tuple[Tensor, Tensor]]]:
         """Return the target's laws at the answers' positions, and for each depth rows of these and the draft's logits there."""
+        lesson = self.study(texts, depths)
+        return lesson.laws, [(rows_R, self.logits(outputs_RH)) for rows_R, outputs_RH in lesson.outputs]
 
     @abstractmethod
     def export(self, folder: Path, details: dict[str, Any]) -> None:
@@ -202,17 +210,20 @@ class DraftPupil(Pupil):
         _take_embeddings(self.model.get_input_embeddings().weight, target.model.hf_model.get_input_embeddings().weight)
         self.teacher = Teacher(target.model, vocabulary)
 
-    def lesson(self, texts: Texts, depths: int) -> tuple[TargetLaws, list[tuple[Tensor, Tensor]]]:
+    def study(self, texts: Texts, depths: int) -> Lesson:
         """Run the draft along the texts."""
         device = self.teacher.target.device
         tokens_BL, answer_BL = texts.tokens_NL.to(device).long(), texts.answer_NL.to(device)
-        asked_BL = answer_BL[:, 1:]
-        laws = self.teacher.laws(self.teacher.features(tokens_BL)[:, :-1][asked_BL])
-        hidden_BLH = self.model.base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state
+        asked_BL = functional.pad(answer_BL[:, 1:], (0, 1))
+        laws = self.teacher.laws(self.teacher.features(tokens_BL)[asked_BL])
+        hidden_BLH = self.model.base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state[asked_BL]
+        return Lesson(laws, _follows(asked_BL), [(torch.arange(len(hidden_BLH), device=device), hidden_BLH)])
+
+    def logits(self, outputs_RH: Tensor) -> Tensor:
+        """Apply the draft's output head, or a part of it."""
         table_VH = self.model.get_output_embeddings().weight
         table_DH = table_VH if self._vocabulary is None else table_VH[self._vocabulary.tokens_D]
-        logits_RD = torch.nn.functional.linear(hidden_BLH[:, :-1][asked_BL], table_DH)
-        return laws, [(torch.arange(len(logits_RD), device=device), logits_RD)]
+        return functional.linear(outputs_RH, table_DH)
 
     def export(self, folder: Path, details: dict[str, Any]) -> None:
         """Write an ordinary Hugging Face folder, in bfloat16."""
@@ -243,12 +254,14 @@ class HeadPupil(Pupil):
     def __init__(self, settings: TrainSettings, target: Loaded, vocabulary: PartialVocabulary | None) -> None:
         assert isinstance(settings.size, HeadSize)
         self.depths, self._tokenizer = settings.size.rollouts, target.tokenizer
-        shape = _shape(settings.size, settings.length, target)
+        longest = settings.length * (LENGTHS[-1] if settings.prompts else 1)
+        shape = _shape(settings.size, longest, target)
         target.model.tap(shape.taps)
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
             self.head = new_head(shape, target.model, vocabulary, "feature head")
         self.head.float().to(target.model.device)
+        self._start = settings.size.start
         self.module: FeatureHead = self.head
         self.teacher = Teacher(target.model, vocabulary)
 
@@ -258,8 +271,11 @@ class HeadPupil(Pupil):
         tokens_BL = texts.tokens_NL[:4].to(self.head.device).long()
         hidden_BLH = self.teacher.features(tokens_BL)[:, 1:, : self.head.shape.hidden_size].float()
         self.head.output_norm.weight.copy_(hidden_BLH.square().mean((0, 1)).sqrt())
+        if self._start is not None:
+            features_BLF = self.teacher.features(tokens_BL)[:, 1:].float()
+            take_over(self.head, self._start, features_BLF, self._tokenizer)
 
-    def lesson(self, texts: Texts, depths: int) -> tuple[TargetLaws, list[tuple[Tensor, Tensor]]]:
+    def study(self, texts: Texts, depths: int) -> Lesson:
         """Run the head along the texts; entry i (features i, token i + 1) answers for the law after token i + 1.
 
         At depth d an entry takes the output of depth d − 1 one entry earlier for its features, and attends, as inside a tree,
@@ -268,50 +284,120 @@ class HeadPupil(Pupil):
         device = self.head.device
         tokens_BL, answer_BL = texts.tokens_NL.to(device).long(), texts.answer_NL.to(device)
         features_BLF = self.teacher.features(tokens_BL)
-        entries = tokens_BL.shape[1] - 2
-        asked_BE = answer_BL[:, 2:]
-        laws = self.teacher.laws(features_BLF[:, 1:-1][asked_BE])
-        rows_BE = torch.full(asked_BE.shape, -1, device=device).masked_scatter(
-            asked_BE, torch.arange(int(asked_BE.sum()), device=device)
+        # Two entries at the end answer for nothing: products are faster if their sizes are as round as the texts'.
+        asked_BL = functional.pad(answer_BL[:, 2:], (0, 2))
+        laws = self.teacher.laws(features_BLF.roll(-1, 1)[asked_BL])
+        rows_BL = torch.full(asked_BL.shape, -1, device=device).masked_scatter(
+            asked_BL, torch.arange(len(laws.best_R), device=device)
         )
-        following_BE = tokens_BL[:, 1:-1]
-        positions_BE = torch.arange(entries, device=device).expand(len(tokens_BL), -1)
-        fused_BEH = self.head.fused(features_BLF[:, :entries].to(self.head.dtype))
-        keys, values, answers = [], [], []
+        following_BL = functional.pad(tokens_BL[:, 1:], (0, 1))
+        positions_BL = torch.arange(tokens_BL.shape[1], device=device).expand_as(tokens_BL)
+        mixed = torch.is_autocast_enabled(device.type)
+        fused_BLH = self.head.fused(features_BLF if mixed else features_BLF.to(self.head.dtype))
+        keys, values, outputs = [], [], []
         for depth in range(depths):
-            passing_BEH, normed_BEX = self.head.entry(fused_BEH, following_BE)
-            query, key, value = self.head.projected(normed_BEX, positions_BE)
+            passing_BLH, normed_BLX = self.head.entry(fused_BLH, following_BL)
+            query, key, value = self.head.projected(normed_BLX, positions_BL)
             keys.append(key)
             values.append(value)
-            mask_ES = _depth_mask(entries, depth, self.head.shape.window, device)
-            outputs_BEH = self.head.attended(passing_BEH, query, torch.cat(keys, 2), torch.cat(values, 2), mask_ES[None, None])
-            asked_here_BE = asked_BE.clone()
-            asked_here_BE[:, :depth] = False  # there is no text so far back
-            answers.append((rows_BE[asked_here_BE], self.head.head(outputs_BEH[asked_here_BE])))
-            fused_BEH = torch.nn.functional.pad(outputs_BEH[:, :-1], (0, 0, 1, 0))
-        return laws, answers
+            mixed_BHLC = _attended(query, keys, values, self.head.shape.window)
+            outputs_BLH = self.head.finished(passing_BLH, mixed_BHLC.transpose(1, 2).flatten(2))
+            asked_here_BL = asked_BL.clone()
+            asked_here_BL[:, :depth] = False  # there is no text so far back
+            outputs.append((rows_BL[asked_here_BL], outputs_BLH[asked_here_BL]))
+            fused_BLH = functional.pad(outputs_BLH[:, :-1], (0, 0, 1, 0))
+        return Lesson(laws, _follows(asked_BL), outputs)
+
+    def logits(self, outputs_RH: Tensor) -> Tensor:
+        """Apply the target's output head, or a part of it."""
+        return self.head.head(outputs_RH)
 
     def export(self, folder: Path, details: dict[str, Any]) -> None:
         """Write the head."""
         save_head(self.head, folder, tokenizer_fingerprint(self._tokenizer), details)
 
 
-def _depth_mask(entries: int, depth: int, window: int, device: torch.device) -> Tensor:
-    """Return which keys, entries of depth 0 first, an entry of some depth attends to."""
-    query_E1, key_1E = torch.arange(entries, device=device)[:, None], torch.arange(entries, device=device)[None]
-    parts = [(key_1E <= query_E1 - depth) & (query_E1 - key_1E < window)]
-    parts += [key_1E == query_E1 - depth + between for between in range(1, depth + 1)]
-    mask_ES = torch.cat(parts, dim=1)
-    # Entries before the text began see themselves: their outputs are not used, but must be numbers.
-    mask_ES[:, -entries:] |= (query_E1 == key_1E) & (query_E1 < depth)
-    return mask_ES
+@torch.no_grad()
+def take_over(head: FeatureHead, folder: Path, features_BLF: Tensor, tokenizer: Any) -> None:
+    """Begin with the weights of another head for the same target; layers that it did not read begin without influence.
+
+    Features that it read as they were are normed now, which changes their lengths: to the same on average.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        shape, weights = checked_shape(config), load_file(folder / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(
+            f"--start {folder} holds no usable head ({error}); allowed: one made by polydraft train head"
+        ) from None
+    if config.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer) or shape.hidden_size != head.shape.hidden_size:
+        raise UsageError(f"--start {folder} is a head for another target; use one for this target")
+    own, size = head.state_dict(), shape.hidden_size
+    inputs, known = [0, *head.shape.taps], [0, *shape.taps]  # the last hidden states come first
+    parts = weights.pop("fuse.weight", torch.eye(size)).float().chunk(len(known), dim=1)
+    wide = [parts[known.index(tap)] if tap in known else torch.zeros(size, size) for tap in inputs]
+    if head.fuse is not None:
+        weights["fuse.weight"] = torch.cat(wide, dim=1)
+    norms = dict(zip(known, [weights.pop(f"tap_norms.{place}.weight", None) for place in range(len(known))], strict=True))
+    lengths = [part_BLH.square().mean(-1).sqrt().median() for part_BLH in features_BLF.chunk(len(inputs), dim=-1)]
+    for place, (tap, length) in enumerate(zip(inputs, lengths, strict=True)):
+        if head.tap_norms and tap in known:
+            norm = norms[tap]
+            weights[f"tap_norms.{place}.weight"] = torch.full((size,), float(length)) if norm is None else norm
+    if odd := [name for name, weight in weights.items() if name not in own or own[name].shape != weight.shape]:
+        raise UsageError(f"--start {folder} has another shape ({odd[0]} differs); use the same --mlp, and taps if it has any")
+    head.load_state_dict({**own, **weights})
+
+
+def _follows(asked_BL: Tensor) -> Tensor:
+    """Return for each position that is asked for, in order, whether the one before it is too; the last of a text never is."""
+    place_R = asked_BL.flatten().nonzero()[:, 0]
+    return functional.pad(place_R[1:] - place_R[:-1] == 1, (1, 0)) if len(place_R) else place_R.bool()
+
+
+def _attended(query_BHLC: Tensor, keys: list[Tensor], values: list[Tensor], window: int) -> Tensor:
+    """Mix values for entries of one depth, given the keys and values `[B, K, L, C]` of this and all depths above it.
+
+    An entry sees those of depth 0 that are as many places back as it is deep, or more, and one of each depth between: the
+    former by products of matrices, the latter, which stand on diagonals, place by place.
+    """
+    (batch_size, _, length, channels), depth = query_BHLC.shape, len(keys) - 1
+    if depth == 0 and length <= window:
+        return functional.scaled_dot_product_attention(query_BHLC, keys[0], values[0], is_causal=True, enable_gqa=True)
+    query_BKGLC = query_BHLC.reshape(batch_size, keys[0].shape[1], -1, length, channels) * channels**-0.5
+    place_L = torch.arange(length, device=query_BHLC.device)
+    back_LS = place_L[:, None] - place_L
+    far_BKXS = query_BKGLC.flatten(2, 3) @ keys[0].transpose(-1, -2)
+    far_BKGLS = far_BKXS.view(*query_BKGLC.shape[:4], length).float()
+    far_BKGLS = far_BKGLS.masked_fill((back_LS < depth) | (back_LS >= window), -torch.inf)
+    near = []
+    for level in range(1, depth + 1):
+        # Entries before the text began see themselves, at least; their outputs are not used, but must be numbers.
+        score_BKGL = (query_BKGLC * _later(keys[level], depth - level)[:, :, None]).sum(-1).float()
+        near.append(score_BKGL.masked_fill(place_L < depth - level, -torch.inf))
+    peak_BKGL = torch.stack([far_BKGLS.amax(-1), *near]).amax(0).detach()
+    weights_BKGLS = (far_BKGLS - peak_BKGL[..., None]).exp()
+    total_BKGL = weights_BKGLS.sum(-1)
+    mixed_BKXC = weights_BKGLS.flatten(2, 3).to(values[0].dtype) @ values[0]
+    mixed_BKGLC = mixed_BKXC.view(query_BKGLC.shape)
+    for level, score_BKGL in enumerate(near, start=1):
+        weight_BKGL = (score_BKGL - peak_BKGL).exp()
+        total_BKGL = total_BKGL + weight_BKGL
+        mixed_BKGLC = mixed_BKGLC + weight_BKGL[..., None] * _later(values[level], depth - level)[:, :, None]
+    return (mixed_BKGLC / total_BKGL[..., None]).view(query_BHLC.shape).to(query_BHLC.dtype)
+
+
+def _later(states_BKLC: Tensor, places: int) -> Tensor:
+    """Let every entry see what stood some places before it."""
+    return functional.pad(states_BKLC[:, :, : states_BKLC.shape[2] - places], (0, 0, places, 0))
 
 
 def _shape(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
     config, layers = target.model.config, target.model.num_layers
     taps = wanted.taps
     if taps is None:
-        taps = tuple(sorted({layers // 4, layers // 2, 3 * layers // 4} - {0, layers}))
+        inner = {2, layers // 4, layers // 2, 3 * layers // 4, layers - 3}
+        taps = tuple(sorted(layer for layer in inner if 1 <= layer < layers))
     if not all(1 <= tap <= layers for tap in taps):
         raise UsageError(f"--taps {','.join(map(str, taps))} is out of range; allowed: layers 1 to {layers} of this target")
     heads = int(config.num_attention_heads)
@@ -324,4 +410,5 @@ def _shape(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
         head_size=int(getattr(config, "head_dim", None) or size // heads),
         mlp_size=wanted.mlp_size or int(getattr(config, "intermediate_size", None) or 4 * size),
         window=window,
+        tap_norm=TapNorm.EACH if taps else TapNorm.NONE,
     )

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from polydraft.errors import UsageError
 
-LOSSES = ("kl", "tv", "kl+tv")
+LOSSES = ("kl", "tv", "kl+tv", "lk")
+LENGTHS = (1, 2)
+"""Texts are as long as asked for, or, where a prompt is too long for that, twice as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +34,20 @@ class HeadSize:
     mlp_size: int = 0
     """Width of the head's MLP; 0 for the target's."""
     taps: tuple[int, ...] | None = None
-    """Layers of the target that it reads besides the last; None for a quarter, a half and three quarters of the way."""
-    rollouts: int = 4
+    """Layers of the target that it reads besides the last; None for the second, the third but last, and three between."""
+    rollouts: int = 5
     """Depths to train at, all but the first on the head's own outputs."""
+    start: Path | None = None
+    """Folder of a head to begin with, for the same target: what it knows is kept as far as its layers are read."""
+    tree: str = "4x2x2x1x1"
+    """Candidates per node at each depth, whose acceptance the last part of training is for; only with the losses tv and lk."""
 
     def check(self) -> None:
         """Refuse sizes that make no head."""
         _check_positive(self, "rollouts")
+        check_tree(self.tree)
+        if self.start is not None and not (self.start / "config.json").is_file():
+            raise UsageError(f"--start {self.start} is no folder of a head; allowed: one made by polydraft train head")
         if self.mlp_size < 0:
             raise UsageError(f"--mlp {self.mlp_size} is out of range; allowed: 0 (the target's) or more")
 
@@ -50,39 +59,47 @@ class TrainSettings:
     size: DraftSize | HeadSize
     target: str = "smollm2"
     """Model to draft for: smollm2 (bundled), a folder, or a hub name."""
-    vocabulary: int = 0
+    vocabulary: int = 16_384
     """Draft only this many frequent tokens, which is faster; 0 for all."""
     prompts: str | None = None
-    """File of prompts, or 'builtin', that the target answers  [default: it makes up its own]."""
+    """File of prompts (.jsonl, .jsonl.gz, text), or 'builtin', that the target answers  [default: it makes up its own]."""
     prompt_limit: int | None = None
     """Use at most this many prompts."""
+    made_up: float = 0.25
+    """With prompts: share of the tokens that are conversations which the target makes up all the same."""
     texts: tuple[str, ...] = ()
     """File of plain text to train on instead; may be given several times."""
-    tokens: int = 2_000_000
+    tokens: int = 20_000_000
     """Tokens of text to train on."""
-    length: int = 384
-    """Tokens per text."""
-    steps: int = 2_000
+    length: int = 512
+    """Tokens per text; texts that begin with a long prompt have twice as many."""
+    steps: int = 2_400
     """Training steps."""
-    batch_size: int = 32
+    batch_size: int = 64
     """Texts per step."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
-    loss: str = "kl"
-    """kl, tv (total variation) or kl+tv, on the target's full distribution."""
+    optimizer: Literal["adamw", "muon"] = "muon"
+    """adamw, or muon for matrices."""
+    loss: str = "lk"
+    """kl, tv (chance of rejection), kl+tv or lk (from the one to the other), on the target's full distribution."""
     seed: int = 0
     """Same seed, same draft (on the same machine)."""
     save_every: int = 200
     """Steps between checkpoints."""
     evaluate_every: int = 100
     """Steps between measurements of acceptance."""
-    sampling_rows: int = 256
-    """Texts that the target writes at a time."""
+    sampling_rows: int = 0
+    """Texts that the target writes at a time; 0 for as many as memory allows."""
 
     def check(self) -> None:
         """Refuse what cannot be trained."""
         self.size.check()
-        _check_positive(self, "tokens", "steps", "batch_size", "save_every", "evaluate_every", "sampling_rows")
+        _check_positive(self, "tokens", "steps", "batch_size", "save_every", "evaluate_every")
+        if self.sampling_rows < 0:
+            raise UsageError(f"--sampling-rows {self.sampling_rows} is out of range; allowed: 0 (what fits) or more")
+        if not 0 <= self.made_up <= 1:
+            raise UsageError(f"--made-up {self.made_up} is out of range; allowed: 0 to 1")
         if self.length < 16:
             raise UsageError(f"--length {self.length} is out of range; allowed: 16 or more")
         _check_rate(self.learning_rate)
@@ -103,7 +120,10 @@ class TrainSettings:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what must stay the same when a run is resumed, for the training folder and the card."""
-        return {"kind": self.kind, **asdict(self)}
+        fixed = {"kind": self.kind, **asdict(self)}
+        if isinstance(self.size, HeadSize) and self.size.start is not None:
+            fixed["size"]["start"] = str(self.size.start)
+        return fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +179,8 @@ class CorpusCacheSettings:
     """Leave out n-grams seen less often."""
     length: int = 512
     """With --generate: tokens per text."""
-    sampling_rows: int = 256
-    """With --generate: texts written at a time."""
+    sampling_rows: int = 0
+    """With --generate: texts written at a time; 0 for as many as memory allows."""
     seed: int = 0
     """With --generate: same seed, same text (on the same machine)."""
 
@@ -169,7 +189,7 @@ class CorpusCacheSettings:
         from polydraft.ngrams.cache import check_order
 
         check_order(self.max_prefix, self.gram)
-        _check_positive(self, "max_bytes", "min_count", "sampling_rows")
+        _check_positive(self, "max_bytes", "min_count")
         if self.generate < 0:
             raise UsageError(f"--generate {self.generate} is out of range; allowed: 0 (none) or more tokens")
         if not self.texts and not self.generate:
@@ -199,6 +219,12 @@ def check_text_file(file: Path) -> None:
     """Refuse what is no file, before hours are spent on others."""
     if not file.is_file():
         raise UsageError(f"cannot read {str(file)!r}: there is no such file; allowed: UTF-8 text, plain or gzipped (.gz)")
+
+
+def check_tree(tree: str) -> None:
+    """Refuse what does not name candidates per depth."""
+    if not all(part.isdigit() and 1 <= int(part) <= 64 for part in tree.split("x")):
+        raise UsageError(f"--tree {tree!r} does not say the candidates of each depth; allowed: numbers such as 4x2x2x1x1")
 
 
 def _check_positive(settings: object, *names: str) -> None:

@@ -18,14 +18,17 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
 from polydraft.output import check_same, partial_beside, read_settings, written_whole
 from polydraft.sampling import PartialVocabulary
-from polydraft.train.corpus import Corpus, Texts, make_corpus
-from polydraft.train.pupils import Acceptance, DraftPupil, HeadPupil, Pupil, acceptance_of, loss_of
-from polydraft.train.settings import DraftSize, TrainSettings
+from polydraft.train.corpus import Corpus, make_corpus
+from polydraft.train.objective import loss_of
+from polydraft.train.pupils import Acceptance, DraftPupil, HeadPupil, Pupil, acceptance_of
+from polydraft.train.settings import DraftSize, HeadSize, TrainSettings
 
 _WARM_UP, _LAST_RATE, _CLIP = 0.05, 0.05, 1.0
-_DEPTH_DISCOUNT = 0.8
-"""Deeper levels are reached less often, so they weigh less."""
-_TEST_POSITIONS = 2048
+_LEAST_REACH = 0.05
+"""Where drafting comes less often than this, nothing is learnt."""
+_LAST_PHASE = 0.6
+"""Share of the steps after which training is for the candidates of a tree, not for one at a time."""
+_TEST_POSITIONS, _TEST_TEXTS = 2048, 16
 _FREE = {"steps", "save_every", "evaluate_every", "sampling_rows"}
 """Settings that may change when a run is resumed."""
 _CURRENT, _FORMER = "checkpoint", "checkpoint.former"
@@ -73,7 +76,7 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     settings.check()
     work = _open_folder(settings, out, resume)
     corpus = _corpus(settings, target, work, observer)
-    pupil = _pupil(settings, target, corpus)
+    pupil = make_pupil(settings, target, corpus)
     pupil.prime(corpus.test())
     acceptance = _run(settings, pupil, corpus, work, observer)
     details = {"acceptance": [asdict(level) for level in acceptance], "steps": settings.steps, "trained_for": settings.target}
@@ -118,7 +121,8 @@ def _corpus(settings: TrainSettings, target: Loaded, work: Path, observer: Obser
     return corpus
 
 
-def _pupil(settings: TrainSettings, target: Loaded, corpus: Corpus) -> Pupil:
+def make_pupil(settings: TrainSettings, target: Loaded, corpus: Corpus) -> Pupil:
+    """Return the draft to train, untrained; a corpus says which tokens it knows."""
     vocabulary, size = None, target.model.vocab_size
     if 0 < settings.vocabulary < size:
         tokens_D = corpus.frequent_tokens(settings.vocabulary, size, target.eos_token_ids)
@@ -128,19 +132,16 @@ def _pupil(settings: TrainSettings, target: Loaded, corpus: Corpus) -> Pupil:
 
 
 def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, observer: Observer) -> tuple[Acceptance, ...]:
-    device = pupil.teacher.target.device
     parameters = [parameter for parameter in pupil.module.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
-    )
-    restored = _load_checkpoint(work, pupil.module, optimizer)
+    optimizers = make_optimizers(settings, parameters)
+    restored = _load_checkpoint(work, pupil.module, optimizers)
     step = restored["step"] if restored else 0
     acceptance = evaluate(pupil, corpus, settings)
     observer(Report(phase="training", done=step, total=settings.steps, acceptance=acceptance))
     while step < settings.steps:
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = settings.learning_rate * _rate(step / settings.steps)
-        loss = _step(settings, pupil, corpus, step, optimizer, parameters)
+        loss = take_step(settings, pupil, corpus, step, optimizers, parameters)
         step += 1
         ends = step == settings.steps
         # Looking at the loss waits for the device, so only now and then.
@@ -155,32 +156,65 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
                 acceptance = evaluate(pupil, corpus, settings)
             observer(Report(phase="training", done=step, total=settings.steps, loss=value, acceptance=acceptance))
         if step % settings.save_every == 0 or ends:
-            _save_checkpoint(work, pupil.module, optimizer, {"step": step})
+            _save_checkpoint(work, pupil.module, optimizers, {"step": step})
     return acceptance
 
 
-def _step(
+def make_optimizers(settings: TrainSettings, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Return AdamW, or Muon for matrices and AdamW for all else."""
+    rate, on_gpu = settings.learning_rate, parameters[0].is_cuda
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2 and settings.optimizer == "muon"]
+    others = [parameter for parameter in parameters if parameter.ndim != 2 or settings.optimizer != "muon"]
+    optimizers: list[torch.optim.Optimizer] = []
+    if others:
+        optimizers.append(torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=on_gpu))
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+def take_step(
     settings: TrainSettings,
     pupil: Pupil,
     corpus: Corpus,
     step: int,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     parameters: list[nn.Parameter],
 ) -> Tensor:
     """Take one step and return its loss; one whose gradient is not a number changes nothing and is not a number itself."""
     with _autocast(pupil):
-        laws, answers = pupil.lesson(corpus.batch(step, settings.batch_size, settings.seed), pupil.depths)
-        loss = torch.zeros((), device=pupil.teacher.target.device)
-        weights = [_DEPTH_DISCOUNT**depth for depth in range(len(answers))]
-        for weight, (rows_R, logits_RD) in zip(weights, answers, strict=True):
-            loss = loss + weight / sum(weights) * loss_of(settings.loss, laws.rows(rows_R), logits_RD)
-    optimizer.zero_grad(set_to_none=True)
+        loss = _loss(settings, pupil, corpus, step)
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
     norm = nn.utils.clip_grad_norm_(parameters, _CLIP)
     if not bool(norm.isfinite()):  # looked at on every device: a checkpoint must never hold what such a step leaves
         return torch.full_like(loss.detach(), torch.nan)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     return loss.detach()
+
+
+def _loss(settings: TrainSettings, pupil: Pupil, corpus: Corpus, step: int) -> Tensor:
+    """Return the mean loss over positions and depths, each weighted by how often drafting comes there."""
+    lesson = pupil.study(corpus.batch(step, settings.batch_size, settings.seed), pupil.depths)
+    reach_R = torch.ones_like(lesson.laws.probs_RD[:, 0])
+    loss = weight = reach_R.new_zeros(())
+    tree = settings.size.tree if isinstance(settings.size, HeadSize) else "1"
+    counts = [int(part) for part in tree.split("x")] + [1] * len(lesson.outputs)
+    last_phase = step >= _LAST_PHASE * settings.steps
+    for depth, (count, (rows_R, outputs_RH)) in enumerate(zip(counts, lesson.outputs, strict=False)):
+        reached_R = reach_R[rows_R] >= _LEAST_REACH
+        if depth > 0:  # every other chain is enough, from its beginning to its end
+            reached_R &= (rows_R + depth) % 2 == 0
+        rows_R, logits_RD = rows_R[reached_R], pupil.logits(outputs_RH[reached_R])
+        wanted = count if last_phase else 1
+        part, found_R = loss_of(settings.loss, lesson.laws.probs_RD[rows_R], logits_RD, reach_R[rows_R], wanted)
+        loss, weight = loss + part, weight + reach_R[rows_R].sum()
+        # As if the other candidates of a tree were independent of the first, until training is for them.
+        accepted_R = torch.zeros_like(reach_R).index_put_((rows_R,), 1 - (1 - found_R) ** (count - wanted + 1))
+        reach_R = nn.functional.pad((reach_R * accepted_R)[:-1], (1, 0)) * lesson.follows_R
+    return loss / weight
 
 
 def _rate(share: float) -> float:
@@ -193,12 +227,13 @@ def _rate(share: float) -> float:
 @torch.no_grad()
 def evaluate(pupil: Pupil, corpus: Corpus, settings: TrainSettings) -> tuple[Acceptance, ...]:
     """Measure acceptance on the held-out texts, at each depth of drafting."""
-    test = corpus.test()
-    rows = _TEST_POSITIONS // settings.length + 1
     with _autocast(pupil):
-        laws, answers = pupil.lesson(Texts(test.tokens_NL[:rows], test.answer_NL[:rows]), pupil.depths)
-    first = slice(_TEST_POSITIONS)
-    return tuple(acceptance_of(laws.rows(rows_R[first]), logits_RD[first]) for rows_R, logits_RD in answers)
+        lesson = pupil.study(corpus.test().rows(slice(_TEST_TEXTS)), pupil.depths)
+        some = slice(None, None, max(len(lesson.follows_R) // _TEST_POSITIONS, 1))
+        return tuple(
+            acceptance_of(lesson.laws.rows(rows_R[some]), pupil.logits(outputs_RH[some]))
+            for rows_R, outputs_RH in lesson.outputs
+        )
 
 
 def _autocast(pupil: Pupil) -> torch.autocast:
@@ -223,13 +258,16 @@ def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         raise FailureError(f"cannot write {folder} ({error}); what was saved before is intact") from None
 
 
-def _save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> None:
-    """Save weights, optimiser state and progress."""
+def _save_checkpoint(
+    folder: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer], progress: dict[str, Any]
+) -> None:
+    """Save weights, optimiser states and progress."""
 
     def write(partial: Path) -> None:
         tensors = {f"weights.{key}": value for key, value in module.state_dict().items()}
-        for index, state in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
+        for number, optimizer in enumerate(optimizers):
+            for index, state in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
         # Tied weights share storage, which safetensors refuses: each gets memory of its own.
         own = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
         save_file(own, partial / "state.safetensors")
@@ -238,7 +276,7 @@ def _save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opt
     _replace_folder(folder / _CURRENT, write)
 
 
-def _load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+def _load_checkpoint(folder: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any] | None:
     """Restore the last state and return its progress; None where there is none."""
     place = next((folder / name for name in (_CURRENT, _FORMER) if (folder / name / "progress.json").exists()), None)
     if place is None:
@@ -256,12 +294,13 @@ def _load_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opt
         raise UsageError(
             f"the checkpoint in {folder} is of another size of draft; use the same sizes, or another --out"
         ) from None
-    states: dict[int, dict[str, Tensor]] = {}
+    states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
     for key, value in tensors.items():
         if key.startswith("optimizer."):
-            _, index, name = key.split(".", 2)
-            states.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+            _, number, index, name = key.split(".", 3)
+            states[int(number)].setdefault(int(index), {})[name] = value
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     return progress
 
 
@@ -272,7 +311,7 @@ def _write_card(
     parameters = sum(parameter.numel() for parameter in pupil.module.parameters())
     kind = "a small language model" if settings.kind == "draft" else "a feature head on the target's hidden states"
     vocabulary = f"{settings.vocabulary} frequent tokens" if settings.vocabulary else "all of the target's tokens"
-    tokens = corpus.texts.tokens_NL.numel()
+    lengths = " and ".join(str(group.tokens_NL.shape[1]) for group in corpus.groups)
     rows = [
         f"| {depth} | {level.greedy_1:.3f} | {level.greedy_4:.3f} | {level.sampled_1:.3f} | {level.sampled_4:.3f} |"
         for depth, level in enumerate(acceptance, start=1)
@@ -293,7 +332,7 @@ def _write_card(
         "",
         "## Training",
         "",
-        f"- Text: {corpus.source}; {tokens:,} tokens in texts of {settings.length}.",
+        f"- Text: {corpus.source}; {corpus.num_tokens:,} tokens in texts of {lengths}.",
         f"- {settings.steps} steps of {settings.batch_size} texts, loss `{settings.loss}` on the target's full distribution, "
         f"learning rate {settings.learning_rate:g}, seed {settings.seed}.",
         f"- Command: `{command}`",

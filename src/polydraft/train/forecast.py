@@ -1,0 +1,113 @@
+"""What a training will take, said before it begins, and what its draft will bring, said when it is done."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from polydraft.drafters.costs import measured_costs
+from polydraft.models.loading import Loaded, load_draft
+from polydraft.theory import speedup
+from polydraft.train.corpus import Corpus, check_length, side_by_side
+from polydraft.train.pupils import Acceptance
+from polydraft.train.settings import TrainSettings
+from polydraft.train.training import make_optimizers, make_pupil, take_step
+from polydraft.train.writer import Texts, Writer, chat_form
+from polydraft.trees import parse_tree
+
+_FEW, _MORE = 8, 24
+"""Tokens of the texts that are written to see how long one takes."""
+_ROWS_ON_CPU = 2
+_LATER = 1.5
+"""A token late in a text takes longer than one of its first, which are timed."""
+_BYTES_PER_TOKEN, _BYTES_PER_WEIGHT = 5, 12
+"""On disk: a token and its mark; a weight and what optimisers remember of it, each in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a training takes."""
+
+    writing_seconds: float
+    training_seconds: float
+    bytes: int
+
+    def __str__(self) -> str:
+        total = self.writing_seconds + self.training_seconds
+        return (
+            f"about {_duration(total)} ({_duration(self.writing_seconds)} to write the text, "
+            f"{_duration(self.training_seconds)} to train), and {self.bytes / 1e9:.1f} GB of disk"
+        )
+
+
+def needs_of(settings: TrainSettings, target: Loaded) -> Needs:
+    """Try a little of everything, and say what all of it will take."""
+    check_length(settings.length, target)
+    device, taps = target.model.device, target.model.taps
+    writing = 0.0
+    if not settings.texts:
+        form, wide = chat_form(target.tokenizer), side_by_side(settings.length, settings, target)
+        rows = min(wide, -(-settings.tokens // settings.length))
+        writer, generator = Writer(target.model, form, target.eos_token_ids), torch.Generator(device).manual_seed(0)
+
+        def seconds(length: int) -> float:
+            return _timed(lambda: writer.write([[0]] * rows, length, False, generator, lambda rows: None), device)
+
+        seconds(_FEW)  # the first time is not like the others
+        few, more = seconds(_FEW), seconds(_MORE)
+        writing = max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
+    rows = settings.batch_size if device.type == "cuda" else min(settings.batch_size, _ROWS_ON_CPU)
+    tokens_NL = torch.randint(target.model.vocab_size, (rows + 1, settings.length), generator=torch.Generator().manual_seed(0))
+    corpus = Corpus((Texts(tokens_NL.int(), torch.ones(tokens_NL.shape, dtype=torch.bool)),), "chance")
+    tried = replace(settings, batch_size=rows)
+    pupil = make_pupil(tried, target, corpus)
+    parameters = list(pupil.module.parameters())
+    optimizers = make_optimizers(tried, parameters)
+    _, step = (_timed(lambda: take_step(tried, pupil, corpus, 0, optimizers, parameters), device) for _ in range(2))
+    target.model.tap(taps)
+    weights = sum(parameter.numel() for parameter in parameters)
+    return Needs(
+        writing_seconds=writing,
+        training_seconds=step * settings.steps * settings.batch_size / rows,
+        bytes=_BYTES_PER_TOKEN * settings.tokens + 2 * _BYTES_PER_WEIGHT * weights,
+    )
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], tree: str) -> str:
+    """Say what a draft will bring on this machine: from its acceptance on held-out text, and what its passes cost."""
+    draft, topology = load_draft(folder, target), parse_tree(tree)
+    assert draft is not None
+    parts = []
+    for temperature, scheme in ((0, "top"), (1, "hybrid")):
+        costs = measured_costs(target.model, draft, topology.num_nodes, scheme)
+        tokens = tokens_per_pass(acceptance, tree, greedy=temperature == 0)
+        factor = speedup(tokens, topology.depth, topology.num_nodes, costs)
+        parts.append(f"{factor:.2f}× plain decoding at T={temperature} ({tokens:.2f} tokens per pass)")
+    return f"expected here, on text like the held-out, one at a time, tree {tree}: {' and '.join(parts)}"
+
+
+def tokens_per_pass(acceptance: Sequence[Acceptance], tree: str, *, greedy: bool) -> float:
+    """Return the tokens that a target pass yields; acceptance between one and four candidates grows with their logarithm."""
+    tokens = reach = 1.0
+    for depth, count in enumerate(map(int, tree.split("x"))):
+        level = acceptance[min(depth, len(acceptance) - 1)]
+        one, four = (level.greedy_1, level.greedy_4) if greedy else (level.sampled_1, level.sampled_4)
+        reach *= min(one + (four - one) * math.log2(count) / 2, 1.0)
+        tokens += reach
+    return tokens

@@ -1,0 +1,252 @@
+"""Texts that a model writes to be learnt from: many side by side, both sides of conversations."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polydraft.engine.graphs import Recorder
+from polydraft.models.hf import HFModel
+from polydraft.models.language_model import Context
+from polydraft.trees import causal_block
+
+Advance = Callable[[int], None]
+"""Told how many tokens more have been written."""
+_MARKS = "polydraftuserturn", "polydraftanswer", "polydraftsecondturn"
+ANSWER_TEMPERATURES = (0.0, 0.0, 0.7, 1.0, 1.0)
+"""Drafts must serve at all temperatures, so answers are sampled at several, each as likely as the others."""
+
+_USER_SHARE, _ANSWER_SHARE = 1 / 6, 1 / 2
+"""Longest turns, as shares of a text: each is to hold a question and most of an answer at least."""
+_LEAST_LOG_SHARE = -4.0
+"""In the user's turns tokens less likely than e^-4 of the likeliest are left out: a small model drifts otherwise."""
+_PREFILL_TOKENS = 2**16
+"""Read at a time, so that prompts of many rows need little memory."""
+
+_USER, _ANSWER = 0, 1
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """What stands before the user's turn, between it and the answer, and between an answer and the next turn."""
+
+    opening: list[int]
+    to_answer: list[int]
+    to_user: list[int]
+
+
+def chat_form(tokenizer: Any) -> ChatForm | None:
+    """Read the form off a rendered conversation; None where there is no template, or one that hides its turns."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), _MARKS, strict=True)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if any(text.count(mark) != 1 for mark in _MARKS):
+        return None
+    parts = []
+    for mark in _MARKS:
+        part, text = text.split(mark)
+        parts.append(list(tokenizer(part, add_special_tokens=False)["input_ids"]))
+    return ChatForm(*parts) if all(parts) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Texts of equal length."""
+
+    tokens_NL: Tensor
+    answer_NL: Tensor
+    """Which tokens the target wrote as answers; drafts are trained on these."""
+
+    def rows(self, index: Any) -> "Texts":
+        """Return some of the texts."""
+        return Texts(self.tokens_NL[index], self.answer_NL[index])
+
+
+class Writer:
+    """Let a model write texts, all rows in step, without a look at the values; on a GPU the step is recorded.
+
+    Parameters
+    ----------
+    target : HFModel
+    form : ChatForm, optional
+        Plain text without turns if not given.
+    end_tokens : sequence of int
+        Tokens that end a turn or a text.
+    """
+
+    def __init__(self, target: HFModel, form: ChatForm | None, end_tokens: Sequence[int]) -> None:
+        self._target, self._form, device = target, form, target.device
+        ends = set(end_tokens) | ({form.to_answer[0], form.to_user[0]} if form else set())
+        self._ends_E = torch.tensor(sorted(ends), dtype=torch.long, device=device)
+        self._temperatures_X = torch.tensor(ANSWER_TEMPERATURES, device=device)
+        bridges = [form.to_answer, form.to_user] if form else [[0], [0]]
+        longest = max(map(len, bridges))
+        self._bridges_2M = torch.tensor([bridge + [0] * (longest - len(bridge)) for bridge in bridges], device=device)
+        self._lengths_2 = torch.tensor([len(bridge) for bridge in bridges], device=device)
+
+    def write_all(
+        self,
+        starts: Sequence[Sequence[int]],
+        length: int,
+        rows: int,
+        generator: torch.Generator,
+        advance: Advance,
+        answering: bool = False,
+    ) -> Texts:
+        """Continue any number of texts, `rows` side by side."""
+        # Rows that begin alike end alike, and none waits for others.
+        order = sorted(range(len(starts)), key=lambda row: len(starts[row]))
+        parts = []
+        for first in range(0, len(starts), rows):
+            chosen = [starts[row] for row in order[first : first + rows]]
+            parts.append(self.write(chosen, length, answering, generator, advance))
+        back_N = torch.empty(len(starts), dtype=torch.long)
+        back_N[order] = torch.arange(len(starts))
+        joined = Texts(torch.cat([part.tokens_NL for part in parts]), torch.cat([part.answer_NL for part in parts]))
+        return joined.rows(back_N)
+
+    @torch.inference_mode()
+    def write(
+        self,
+        starts: Sequence[Sequence[int]],
+        length: int,
+        answering: bool,
+        generator: torch.Generator,
+        advance: Advance,
+    ) -> Texts:
+        """Continue `starts` to `length` tokens each; with `answering` the next turn is an answer, else it is the user's."""
+        target, device, rows = self._target, self._target.device, len(starts)
+        context = target.start(rows, length)
+        _prefill(context, starts)
+        begun = [len(start) for start in starts]
+        page = _Page.new(starts, length, _ANSWER if answering or self._form is None else _USER, device)
+        self._choose(page, generator)
+        page.temperature_B.copy_(self._temperatures_X[page.choice_B])
+        page.noise_BV = torch.empty(rows, target.num_columns, device=device)
+        recorder = Recorder() if device.type == "cuda" and target.graph_obstacle is None else None
+        if recorder is not None:
+            context.span = context.capacity  # a recorded pass serves for all lengths
+
+        def step() -> Tensor:
+            return self._step(page, context)
+
+        for number in range(length - min(begun)):
+            page.noise_BV.exponential_(generator=generator)
+            self._choose(page, generator)
+            if recorder is None:
+                step()
+                context.settle([min(size + number, length - 1) for size in begun])
+            else:
+                recorder.run(length, step)
+            advance(rows)
+        return Texts(page.tokens_BL.to("cpu", torch.int32), page.answer_BL.cpu())
+
+    def _choose(self, page: "_Page", generator: torch.Generator) -> None:
+        """Draw the temperatures of turns that may begin."""
+        page.choice_B.random_(0, len(ANSWER_TEMPERATURES), generator=generator)
+
+    def _step(self, page: "_Page", context: Context) -> Tensor:
+        """Write one more token in every row."""
+        rows, length = page.tokens_BL.shape
+        limits_2 = page.limits_2
+        last_B1 = page.position_B[:, None].clamp(max=length) - 1
+        token_BT = page.tokens_BL.gather(1, last_B1)
+        features_BTF = context.extend(token_BT, causal_block(rows, 1, token_BT.device))
+        logits_BV = self._target.head(features_BTF[:, 0])
+        context.advance((context.lengths_B < length - 1).long())  # a row that began later ends earlier, and idles
+        user_B = page.turn_B == _USER
+        sampled_B = _sampled(logits_BV, torch.where(user_B, 1.0, page.temperature_B), user_B, page.noise_BV)
+        # A bridge leads from the turn that ended to the next one; its index is that of the turn that ended.
+        bridging_B = page.bridging_B.clone()
+        bridge_B = self._bridges_2M[page.turn_B, page.forced_B.clamp(max=self._bridges_2M.shape[1] - 1)]
+        token_B = torch.where(bridging_B, bridge_B, sampled_B)
+        inside_B = page.position_B < length
+        place_B1 = page.position_B.clamp(max=length - 1)[:, None]
+        page.tokens_BL.scatter_(
+            1, place_B1, torch.where(inside_B[:, None], token_B[:, None], page.tokens_BL.gather(1, place_B1))
+        )
+        fresh_B1 = (inside_B & ~bridging_B & ~user_B)[:, None]
+        page.answer_BL.scatter_(1, place_B1, fresh_B1 | page.answer_BL.gather(1, place_B1))
+        page.position_B += 1
+        if self._form is None:
+            return token_B
+        ended_B = ~bridging_B & torch.isin(sampled_B, self._ends_E)
+        cut_B = ~bridging_B & ~ended_B & (page.written_B + 1 >= limits_2[page.turn_B])
+        # A turn that ended by itself has already put the first token of its bridge.
+        page.forced_B.copy_(torch.where(bridging_B, page.forced_B + 1, ended_B.long()))
+        page.written_B += (~bridging_B).long()
+        bridging_B = bridging_B | ended_B | cut_B
+        over_B = bridging_B & (page.forced_B >= self._lengths_2[page.turn_B])
+        page.turn_B.copy_(torch.where(over_B, 1 - page.turn_B, page.turn_B))
+        page.written_B.masked_fill_(over_B, 0)
+        page.bridging_B.copy_(bridging_B & ~over_B)
+        page.temperature_B.copy_(torch.where(over_B, self._temperatures_X[page.choice_B], page.temperature_B))
+        return token_B
+
+
+@dataclass(eq=False)
+class _Page:
+    """Where the rows of a batch stand; a recorded step finds and leaves everything here."""
+
+    tokens_BL: Tensor
+    answer_BL: Tensor
+    position_B: Tensor
+    turn_B: Tensor
+    written_B: Tensor
+    """Tokens of the turn."""
+    forced_B: Tensor
+    """Tokens of the bridge that have been put."""
+    bridging_B: Tensor
+    temperature_B: Tensor
+    choice_B: Tensor
+    """Which temperature the next answer has, should it begin now."""
+    limits_2: Tensor
+    """Longest turns."""
+    noise_BV: Tensor
+
+    @classmethod
+    def new(cls, starts: Sequence[Sequence[int]], length: int, turn: int, device: torch.device) -> "_Page":
+        rows = len(starts)
+        tokens = torch.tensor([[*start, *[0] * (length - len(start))] for start in starts], dtype=torch.int32)
+        limits = [max(int(share * length), 1) for share in (_USER_SHARE, _ANSWER_SHARE)]
+        zeros_B = torch.zeros(rows, dtype=torch.long, device=device)
+        return cls(
+            tokens_BL=tokens.to(device).long(),
+            answer_BL=torch.zeros(rows, length, dtype=torch.bool, device=device),
+            position_B=torch.tensor([len(start) for start in starts], device=device),
+            turn_B=zeros_B + turn,
+            written_B=zeros_B.clone(),
+            forced_B=zeros_B.clone(),
+            bridging_B=zeros_B.bool(),
+            temperature_B=zeros_B.float(),
+            choice_B=zeros_B.clone(),
+            limits_2=torch.tensor(limits, device=device),
+            noise_BV=zeros_B[:, None],
+        )
+
+
+def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
+    """Read all of the texts but the last token, not too many at a time."""
+    longest = max(map(len, starts))
+    if longest < 2:
+        return
+    shared = min(min(map(len, starts)) - 1, 1)
+    if len(starts) * longest <= _PREFILL_TOKENS or shared == 0:
+        context.prefill([start[:-1] for start in starts])
+        return
+    context.prefill([start[:1] for start in starts])  # with it comes the storage, of which the others take parts
+    rows = max(_PREFILL_TOKENS // longest, 1)
+    for first in range(0, len(starts), rows):
+        part = range(first, min(first + rows, len(starts)))
+        context.prefill([start[1:-1] if row in part else [] for row, start in enumerate(starts)])
+
+
+def _sampled(logits_BV: Tensor, temperature_B: Tensor, truncated_B: Tensor, noise_BV: Tensor) -> Tensor:
+    """Draw one token per row by a race with exponential noise, which is used up; at temperature 0 the likeliest."""
+    peak_B1 = logits_BV.amax(-1, keepdim=True).float()
+    lowest_B1 = torch.where(truncated_B[:, None], peak_B1 + _LEAST_LOG_SHARE, -torch.inf)
+    race_BV = noise_BV.log_().mul_(-temperature_B[:, None]).add_(logits_BV)
+    return race_BV.masked_fill_(logits_BV < lowest_B1, -torch.inf).argmax(-1)
