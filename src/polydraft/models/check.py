@@ -61,6 +61,9 @@ _NARROW = {
     _WIDTHS: 64,
     _INNER: 48,
     "rotary_dim|qk_(rope|nope)_head_dim": 8,
+    "linear_(key_|value_)?head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_(value_)?heads": 4,
     ".*_lora_rank|qk_head_dim|v_head_dim": 16,
 }
 _TREE = "[[0],[1],[2],[0,0],[1,0],[1,1]]"
