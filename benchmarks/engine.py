@@ -17,7 +17,8 @@ from transformers.utils import logging
 
 from polydraft.engine import Decoder
 from polydraft.loading import load
-from polydraft.models.hf import HFContext, HFModel
+from polydraft.models.hf import HFModel
+from polydraft.models.hf_context import HFContext
 from polydraft.papers.flat import FlatModel
 from polydraft.sampling import RowParams, SamplingParams
 

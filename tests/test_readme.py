@@ -60,6 +60,7 @@ TINY = {
     "generate": ["--max-new-tokens", "4"],
     "certify": ["--quick", "--no-power"],
     "tune": ["--limit", "2", "--max-new-tokens", "8", "--batches", "1", "--check", "1", "--out", "profile.json"],
+    "export": [],
     "batch": ["--max-new-tokens", "4", "--slots", "2", "--slot-tokens", "256"],
 }
 """What makes a long command short."""

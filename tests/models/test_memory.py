@@ -6,7 +6,8 @@ import torch
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES, Memory, TabularModel
-from polydraft.models.hf import HFContext, HFModel
+from polydraft.models.hf import HFModel
+from polydraft.models.hf_context import HFContext
 from polydraft.sampling import SamplingParams
 from polydraft.trees import causal_block, parse_tree
 

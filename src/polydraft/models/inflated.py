@@ -24,7 +24,8 @@ from torch.nn import functional
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED
-from polydraft.models.hf import HFContext, HFModel
+from polydraft.models.hf import HFModel
+from polydraft.models.hf_context import HFContext
 from polydraft.registry import Registry
 from polydraft.trees import Block, causal_block
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from polydraft.models._levels import HybridCache, Mixers, NodeStates, Step, level_steps, text_steps
-from polydraft.models.hf import HFContext, HFModel
+from polydraft.models.hf import HFModel
+from polydraft.models.hf_context import HFContext
 from polydraft.models.language_model import PREFILL_CHUNK, Observer
 from polydraft.trees import Block, causal_block
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.models import Context, LanguageModel
-from polydraft.models.hf import HFContext, HFModel
+from polydraft.models.hf import HFModel
+from polydraft.models.hf_context import HFContext
 from polydraft.trees import Block, Topology, causal_block
 
 

@@ -1,0 +1,108 @@
+"""The memory of a batch in a Hugging Face model: keys and values in slots, and the passes that fill them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from polydraft.models._fused import MOST_TOKENS, TreeView
+from polydraft.models.cache import SlotCache, SpreadCache
+from polydraft.models.language_model import Context
+from polydraft.native import Rows
+from polydraft.trees import Block
+
+if TYPE_CHECKING:
+    from polydraft.models.hf import HFModel
+
+
+class HFContext(Context):
+    """Keys and values of one batch."""
+
+    def __init__(self, model: "HFModel", batch_size: int, capacity: int) -> None:
+        super().__init__(batch_size, capacity, model.device, model.max_positions)
+        self._model = model
+        layers = model.stored_layers if model.spread is None else None
+        owner = f"model type {model.config.model_type!r}"
+        self.cache = SpreadCache(model.num_layers, capacity, owner) if layers is None else SlotCache(layers, capacity, owner)
+        self.elastic = model.spread is None
+        self._checked = False
+        """Whether the native body was found in order since the last text began."""
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Cut rows to the given numbers of committed tokens."""
+        super().rewind(lengths)
+        self._checked = False
+
+    def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
+        """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
+        model = self._model
+        native = model.native
+        if native is None or torch.is_grad_enabled() or not native.ready(sure=self._checked):
+            return super().extend(tokens_BT, block)
+        self._checked = True
+        assert max(self.lengths) + block.stop <= self.capacity, (self.lengths, block.stop, self.capacity)
+        keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, model.dtype, *native.key_shape)
+        rows = Rows(
+            lengths_B=self.lengths_B,
+            slot_positions_BS=self._positions_BS,
+            keys_LBHSC=keys_LBHSC,
+            values_LBHSC=values_LBHSC,
+            window=model.window,
+            max_positions=self.max_positions,
+        )
+        return native(tokens_BT, block, rows, model.taps)
+
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        size, used = tokens_BT.shape[1], visible_BTS.shape[2]
+        aligned = self.aligned
+        self.cache.aim(slots_BT, used - size if aligned else None, used)
+        # One token that sees everything needs no mask, which spares attention a slower path.
+        plain = aligned and size == 1 and self._model.sees_everything
+        mask = None if plain else self._model.mask(visible_BTS, positions_BT, self._positions_BS[:, :used])
+        # A draft's table may lack padding rows that the target's has; such tokens are never drawn, but may be read.
+        known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)
+        return self._model.forward(known_BT, positions_BT, mask, self.cache)
+
+    def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
+        fused, window = self._model.fused, self._model.window
+        # Most kernels cut off committed text only, so a window must reach over all that is not committed.
+        unfit = block.size > MOST_TOKENS or (window is not None and window < block.stop)
+        if fused is None or (unfit and not fused.invariant) or (fused.invariant and torch.is_grad_enabled()):
+            return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)
+        starts_BT = None if window is None else (positions_BT - window + 1).clamp(min=0)
+        causal = block.plain or (block.stop == 1 and block.places_BT is None)
+        view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT, self._positions_BS, causal)
+        known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)
+        return fused(known_BT, positions_BT, view, self.cache, self._model.taps)
+
+    @property
+    def address(self) -> int:
+        """Where keys and values begin."""
+        return self.cache.address
+
+    def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        self.cache.move(source_BD, target_BD)
+
+    def _grow(self, capacity: int) -> None:
+        self.cache.grow(capacity)
+
+    def _share(self, whole: Context, rows: slice) -> None:
+        assert isinstance(whole, HFContext)
+        self.cache = whole.cache.part(rows)
+
+    def _resize(self, rows: int, most: int) -> None:
+        self.cache.resize(rows, most)
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds."""
+        self.cache.clear(row)
+
+    def copy_rows(self, other: "HFContext", copies: int) -> None:
+        """Become `copies` copies of each of another context's rows."""
+        self.rewind([length for length in other.lengths for _ in range(copies)])
+        self.cache.fill(other.cache, copies, max(other.lengths))
+
+    def copy_slots(self, other: "HFContext", rows_BD: Tensor, source_BD: Tensor, target_BD: Tensor) -> None:
+        """Copy what is stored in slots of another context's rows into slots of this one's."""
+        self.cache.take(other.cache, rows_BD, source_BD, self._rows_B1, target_BD)
