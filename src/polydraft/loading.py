@@ -131,8 +131,6 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
             tree = _static_tree(options.scheme, narrow)
         if plain and draft == AUTO and place.type == "cuda" and usual_draft != "none":
             drafter = UNITED
-        if place.type == "cuda" and plain and parse_dynamic(tree) is None:
-            tree = BY_LOAD + tree
     if draft == AUTO:
         draft = usual_draft if needs_draft(options.drafter) else "none"
     return dataclasses.replace(options, tree=tree, draft=draft, drafter=drafter)

@@ -42,9 +42,9 @@ class TreeOptions:
     """Draft tree: children per level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], dynamic:64 (at most 64 nodes, chosen
     each round), load:4x2x2x1x1 (or smaller, in batches), none, or auto.
 
-    See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"auto"`` is ``"4x2x2x1x1"``, on a GPU
-    ``"load:4x2x2x1x1"`` unless scheme, walk or drafter are given; with the draft that `load` picked by itself, and no GPU, it
-    is a dynamic tree, or a small one where scheme, walk, drafter or lossy are given."""
+    See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"auto"`` is ``"4x2x2x1x1"``;
+    with the draft that `load` picked by itself, and no GPU, it is a dynamic tree, or a small one where scheme, walk, drafter or
+    lossy are given."""
     scheme: str = AUTO
     """How candidates are drawn and verified; 'polydraft info' lists the schemes.
 
