@@ -1,6 +1,8 @@
 """Training from nothing but a target, and what becomes of it when something goes wrong."""
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import polydraft
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded, load_model
 from polydraft.sampling import SamplingParams
-from polydraft.train import TrainSettings, training
+from polydraft.train import HeadSize, TrainSettings, training
+from polydraft.train.forecast import tokens_per_pass
+from polydraft.train.pupils import Acceptance
 from polydraft.train.training import Report, train
 
 from .conftest import short, weights
@@ -165,6 +169,26 @@ def test_a_head_for_another_tokenizer_is_refused(target: Loaded, tiny: str, othe
         polydraft.load(tiny, draft=str(tmp_path / "out"), tree="2", device="cpu")
 
 
+def test_a_head_begins_where_another_ended(target: Loaded, other_vocabulary: str, tmp_path: Path) -> None:
+    first = short("head", steps=40)
+    ended = run(first, target, tmp_path / "one")[-1].acceptance
+    assert isinstance(first.size, HeadSize)
+    wider = replace(first, size=replace(first.size, taps=(1, 2), start=tmp_path / "one"))
+    reports = run(wider, target, tmp_path / "two")
+    begun = next(report for report in reports if report.phase == "training").acceptance
+    # The new tap has no say yet; weights on disk are in bfloat16.
+    assert begun[0].sampled_1 == pytest.approx(ended[0].sampled_1, abs=0.01)
+    assert begun[1].sampled_1 == pytest.approx(ended[1].sampled_1, abs=0.01)
+    other = load_model(other_vocabulary, torch.device("cpu"), torch.float32)
+    with pytest.raises(UsageError, match="head for another target"):
+        run(wider, other, tmp_path / "three")
+    with pytest.raises(UsageError, match=r"has another shape \(.* differs\)"):
+        run(replace(wider, size=replace(wider.size, mlp_size=64)), target, tmp_path / "four")
+    (tmp_path / "one" / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UsageError, match="holds no usable head"):
+        run(wider, target, tmp_path / "five")
+
+
 def test_a_target_without_template_writes_plain_text(target: Loaded, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target.tokenizer.chat_template = None
     with caplog.at_level("INFO"):
@@ -197,6 +221,9 @@ def test_a_model_that_hides_its_states_gets_no_head() -> None:
     [
         (("--steps", "0"), "--steps 0 is out of range"),
         (("--loss", "mse"), "unknown loss 'mse'"),
+        (("--tree", "4x0"), "--tree '4x0' does not say the candidates"),
+        (("--start", "."), "no folder of a head"),
+        (("--made-up", "1.5"), "--made-up 1.5 is out of range"),
         (("--length", "4"), "--length 4 is out of range"),
         (("--length", "4000"), "longer than the target's context"),
         (("--text", "nowhere.txt"), "there is no such file"),
@@ -220,6 +247,28 @@ def test_the_command_reports_and_tells_how_to_go_on(invoke, tiny: str, tmp_path:
     code, out, err = invoke("train", "head", "--target", tiny, "--out", folder, *sizes)
     assert code == 0, err
     assert f"--draft {folder}" in out
+    assert re.search(r"expected here.*tree 4x2x2x1x1: [\d.]+× plain decoding at T=0 \([\d.]+ tokens per pass\)", out)
+    assert re.search(r"this will take about .* to write the text, .* to train\), and [\d.]+ GB of disk", err)
     assert "loss" in err
     assert "held out" in err
     assert load_model(tiny, torch.device("cpu"), torch.float32).model.taps == ()
+
+
+def test_tokens_per_pass_follow_from_acceptance() -> None:
+    level = Acceptance(greedy_1=0.5, greedy_4=0.75, sampled_1=0.4, sampled_4=0.8)
+    assert tokens_per_pass([level], "1x1", greedy=True) == pytest.approx(1 + 0.5 + 0.25)
+    assert tokens_per_pass([level, level], "4x2x1", greedy=False) == pytest.approx(1 + 0.8 + 0.8 * 0.6 + 0.8 * 0.6 * 0.4)
+
+
+def test_prompts_of_any_length_find_a_text_that_holds_them(target: Loaded, tmp_path: Path) -> None:
+    rows = ["short", "x" * 40, "y" * 2000]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"prompt": "{row}"}}\n' for row in rows))
+    run(short("head", prompts=str(file), length=40, made_up=0.5), target, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "answers of the target to the prompts" in card
+    assert "conversations" in card
+    assert "texts of 40 and 80" in card
+    file.write_text('{"prompt": "fine"}\n{"question": 3}\n')
+    with pytest.raises(UsageError, match="line 2"):
+        run(short("head", prompts=str(file)), target, tmp_path / "bad")

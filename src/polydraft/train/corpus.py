@@ -220,8 +220,8 @@ def side_by_side(length: int, settings: TrainSettings, target: Loaded) -> int:
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     per_row = 2 * model.num_layers * heads * width * length * model.dtype.itemsize + 16 * model.vocab_size
-    free, _ = torch.cuda.mem_get_info(model.device)
-    return max(min(int(_CACHE_SHARE * free) // per_row, _MOST_ROWS), 1)
+    free = int(torch.cuda.mem_get_info(model.device)[0])
+    return int(max(min(_CACHE_SHARE * free // per_row, _MOST_ROWS), 1))
 
 
 def _made_up_starts(rows: int, form: ChatForm | None, length: int, target: Loaded) -> list[list[int]]:
@@ -239,7 +239,8 @@ def _prompts(settings: TrainSettings, target: Loaded, chat: bool) -> dict[int, l
     """Return the prompts by the length of their texts; those that are too long for all are left out."""
     if settings.prompts is None:
         return {}
-    tokenizer, found = target.tokenizer, {}
+    tokenizer = target.tokenizer
+    found: dict[int, list[list[int]]] = {}
     limit = target.model.max_positions or settings.length * LENGTHS[-1]
     lengths = [settings.length * factor for factor in LENGTHS if settings.length * factor <= limit]
     for prompt in load_prompts(settings.prompts, settings.prompt_limit):

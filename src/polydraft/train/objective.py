@@ -37,7 +37,8 @@ def loss_of(kind: str, probs_RD: Tensor, logits_RD: Tensor, weights_R: Tensor, c
     candidates : int
         Per node of the tree.
     """
-    loss, accepted_R = _Objective.apply(logits_RD, probs_RD, weights_R, kind, candidates)
+    apply: Any = _Objective.apply
+    loss, accepted_R = apply(logits_RD, probs_RD, weights_R, kind, candidates)
     return loss, accepted_R
 
 

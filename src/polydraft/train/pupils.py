@@ -1,28 +1,26 @@
 """Drafts in training: a small language model, distilled, and a feature head, trained on its own outputs."""
 
 import copy
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polydraft.errors import UsageError
-from polydraft.models import FeatureHead, HeadShape
-from polydraft.models.feature_head import TapNorm
-from polydraft.models.head_folder import checked_shape, new_head, save_head, save_vocabulary, tokenizer_fingerprint
+from polydraft.models import FeatureHead
+from polydraft.models.head_folder import new_head, save_head, save_vocabulary, tokenizer_fingerprint
 from polydraft.models.hf import HFModel
+from polydraft.models.language_model import steady_attention
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary
 from polydraft.schemes import RejectionWithoutReplacement
+from polydraft.train.head_start import shape_for, take_over
 from polydraft.train.settings import LENGTHS, DraftSize, HeadSize, TrainSettings
 from polydraft.train.writer import Texts
+from polydraft.trees import causal_block
 
 _CHUNK_BYTES = 2**29
 """Logits over all tokens are large; so many bytes of them at a time."""
@@ -64,7 +62,12 @@ class Teacher:
     @torch.no_grad()
     def features(self, tokens_BL: Tensor) -> Tensor:
         """Return the features of every position."""
-        return self.target.read(tokens_BL)
+        target = self.target
+        if target.lean is None or target.window is not None or target.hidden_size != target.config.hidden_size:
+            return target.start(*tokens_BL.shape).extend(tokens_BL, causal_block(*tokens_BL.shape, target.device))
+        positions_BL = torch.arange(tokens_BL.shape[1], device=target.device).expand_as(tokens_BL)
+        with steady_attention(target.device):
+            return target.lean(tokens_BL, positions_BL, None, None, target.taps)
 
     @torch.no_grad()
     def laws(self, features_RF: Tensor) -> TargetLaws:
@@ -255,7 +258,7 @@ class HeadPupil(Pupil):
         assert isinstance(settings.size, HeadSize)
         self.depths, self._tokenizer = settings.size.rollouts, target.tokenizer
         longest = settings.length * (LENGTHS[-1] if settings.prompts else 1)
-        shape = _shape(settings.size, longest, target)
+        shape = shape_for(settings.size, longest, target)
         target.model.tap(shape.taps)
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
@@ -317,38 +320,6 @@ class HeadPupil(Pupil):
         save_head(self.head, folder, tokenizer_fingerprint(self._tokenizer), details)
 
 
-@torch.no_grad()
-def take_over(head: FeatureHead, folder: Path, features_BLF: Tensor, tokenizer: Any) -> None:
-    """Begin with the weights of another head for the same target; layers that it did not read begin without influence.
-
-    Features that it read as they were are normed now, which changes their lengths: to the same on average.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        shape, weights = checked_shape(config), load_file(folder / "model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UsageError(
-            f"--start {folder} holds no usable head ({error}); allowed: one made by polydraft train head"
-        ) from None
-    if config.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer) or shape.hidden_size != head.shape.hidden_size:
-        raise UsageError(f"--start {folder} is a head for another target; use one for this target")
-    own, size = head.state_dict(), shape.hidden_size
-    inputs, known = [0, *head.shape.taps], [0, *shape.taps]  # the last hidden states come first
-    parts = weights.pop("fuse.weight", torch.eye(size)).float().chunk(len(known), dim=1)
-    wide = [parts[known.index(tap)] if tap in known else torch.zeros(size, size) for tap in inputs]
-    if head.fuse is not None:
-        weights["fuse.weight"] = torch.cat(wide, dim=1)
-    norms = dict(zip(known, [weights.pop(f"tap_norms.{place}.weight", None) for place in range(len(known))], strict=True))
-    lengths = [part_BLH.square().mean(-1).sqrt().median() for part_BLH in features_BLF.chunk(len(inputs), dim=-1)]
-    for place, (tap, length) in enumerate(zip(inputs, lengths, strict=True)):
-        if head.tap_norms and tap in known:
-            norm = norms[tap]
-            weights[f"tap_norms.{place}.weight"] = torch.full((size,), float(length)) if norm is None else norm
-    if odd := [name for name, weight in weights.items() if name not in own or own[name].shape != weight.shape]:
-        raise UsageError(f"--start {folder} has another shape ({odd[0]} differs); use the same --mlp, and taps if it has any")
-    head.load_state_dict({**own, **weights})
-
-
 def _follows(asked_BL: Tensor) -> Tensor:
     """Return for each position that is asked for, in order, whether the one before it is too; the last of a text never is."""
     place_R = asked_BL.flatten().nonzero()[:, 0]
@@ -384,31 +355,10 @@ def _attended(query_BHLC: Tensor, keys: list[Tensor], values: list[Tensor], wind
         weight_BKGL = (score_BKGL - peak_BKGL).exp()
         total_BKGL = total_BKGL + weight_BKGL
         mixed_BKGLC = mixed_BKGLC + weight_BKGL[..., None] * _later(values[level], depth - level)[:, :, None]
-    return (mixed_BKGLC / total_BKGL[..., None]).view(query_BHLC.shape).to(query_BHLC.dtype)
+    mixed_BHLC: Tensor = (mixed_BKGLC / total_BKGL[..., None]).view(query_BHLC.shape)
+    return mixed_BHLC.to(query_BHLC.dtype)
 
 
 def _later(states_BKLC: Tensor, places: int) -> Tensor:
     """Let every entry see what stood some places before it."""
     return functional.pad(states_BKLC[:, :, : states_BKLC.shape[2] - places], (0, 0, places, 0))
-
-
-def _shape(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
-    config, layers = target.model.config, target.model.num_layers
-    taps = wanted.taps
-    if taps is None:
-        inner = {2, layers // 4, layers // 2, 3 * layers // 4, layers - 3}
-        taps = tuple(sorted(layer for layer in inner if 1 <= layer < layers))
-    if not all(1 <= tap <= layers for tap in taps):
-        raise UsageError(f"--taps {','.join(map(str, taps))} is out of range; allowed: layers 1 to {layers} of this target")
-    heads = int(config.num_attention_heads)
-    size = target.model.hidden_size
-    return HeadShape(
-        hidden_size=size,
-        taps=taps,
-        num_heads=heads,
-        num_key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_size=int(getattr(config, "head_dim", None) or size // heads),
-        mlp_size=wanted.mlp_size or int(getattr(config, "intermediate_size", None) or 4 * size),
-        window=window,
-        tap_norm=TapNorm.EACH if taps else TapNorm.NONE,
-    )

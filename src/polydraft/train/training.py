@@ -1,6 +1,7 @@
 """From settings to a trained draft in a folder, with checkpoints on the way and a card at the end."""
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -22,6 +23,8 @@ from polydraft.train.corpus import Corpus, make_corpus
 from polydraft.train.objective import loss_of
 from polydraft.train.pupils import Acceptance, DraftPupil, HeadPupil, Pupil, acceptance_of
 from polydraft.train.settings import DraftSize, HeadSize, TrainSettings
+
+logger = logging.getLogger(__name__)
 
 _WARM_UP, _LAST_RATE, _CLIP = 0.05, 0.05, 1.0
 _LEAST_REACH = 0.05
@@ -163,8 +166,11 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
 def make_optimizers(settings: TrainSettings, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Return AdamW, or Muon for matrices and AdamW for all else."""
     rate, on_gpu = settings.learning_rate, parameters[0].is_cuda
-    matrices = [parameter for parameter in parameters if parameter.ndim == 2 and settings.optimizer == "muon"]
-    others = [parameter for parameter in parameters if parameter.ndim != 2 or settings.optimizer != "muon"]
+    muon = settings.optimizer == "muon" and hasattr(torch.optim, "Muon")
+    if muon != (settings.optimizer == "muon"):
+        logger.warning("this torch has no Muon (2.9 has): training with AdamW instead")
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2 and muon]
+    others = [parameter for parameter in parameters if parameter.ndim != 2 or not muon]
     optimizers: list[torch.optim.Optimizer] = []
     if others:
         optimizers.append(torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=on_gpu))
