@@ -84,7 +84,7 @@ def limits() -> dict[str, float]:
     for nodes in (1, 8, 16, 32, 64, 128):
         rows[f"pass of {nodes}"] = 1e3 * pass_seconds(target, nodes, context=512)
     assert target.fused is not None, "the kernels run on this GPU"
-    own, target.fused = target.fused, FusedBody(target._lean)
+    own, target.fused = target.fused, FusedBody(target.lean)
     target.fused.product = torch.nn.functional.linear
     rows["pass of 1, library"] = 1e3 * pass_seconds(target, 1, context=512)
     target.fused = own
@@ -106,7 +106,7 @@ def invariant() -> dict[str, float]:
     rows: dict[str, float] = {}
     for name, shape in {"7B": SHAPE_7B, "135M": SHAPE_135M}.items():
         target = random_model(shape)
-        bodies = {kind: FusedBody(target._lean, kind == "invariant") for kind in ("usual", "invariant")}
+        bodies = {kind: FusedBody(target.lean, kind == "invariant") for kind in ("usual", "invariant")}
         for _ in range(3):  # in turn, and the least of each
             for kind, body in bodies.items():
                 target.fused = body
@@ -139,7 +139,7 @@ def same_texts(name: str, plain: Decoder, draft: object, prompts: list[list[int]
     """Count greedy texts that are those of plain decoding of one text at a time."""
     rows = {}
     for kind in ("invariant", "usual"):
-        plain.target.fused = FusedBody(plain.target._lean, kind == "invariant")
+        plain.target.fused = FusedBody(plain.target.lean, kind == "invariant")
         expected = [greedy(plain.replace(), [prompt])[0] for prompt in prompts]
         for tree in ("none", "chain:3", "4x2x2x1x1", "64"):
             topology = NAMED_TREES.get(tree) or parse_tree(tree)

@@ -82,7 +82,7 @@ def test_the_rest_is_noise_and_not_zeros():
 def test_trees_and_memory(path_logits, wider, lean):
     small = HFModel(grouped())
     big = InflatedModel(small, wider, lean=lean)
-    assert (big._lean is not None) == lean
+    assert (big.lean is not None) == lean
     forest = Forest(big, path_logits, [11, 6], random.Random(7))
     forest.model = type("Small", (), {"hf_model": small.hf_model, "head": big.head})  # what paths are compared with
     forest.check()

@@ -34,7 +34,7 @@ from polydraft.models.families import (
     window_size,
 )
 from polydraft.models.hf_context import HFContext
-from polydraft.models.language_model import LanguageModel, by_rows, steady_attention
+from polydraft.models.language_model import LanguageModel, by_rows
 from polydraft.models.native_linear import NativeLinears, native_linears
 from polydraft.models.placement import home_device, spread_obstacle
 from polydraft.models.quantised import int8_body, is_quantised
@@ -42,7 +42,6 @@ from polydraft.models.recurrent import find_recurrence
 from polydraft.models.tree_attention import obstacle
 from polydraft.native import NativeBody, NativeProduct
 from polydraft.sampling import PartialVocabulary
-from polydraft.trees import causal_block
 
 
 class HFModel(LanguageModel):
@@ -101,7 +100,7 @@ class HFModel(LanguageModel):
         try:
             self._wrap(model, name, lean)
             if native and self.steady_positions:
-                self.native = native_body(self._lean or int8_body(model), self.dtype)
+                self.native = native_body(self.lean or int8_body(model), self.dtype)
             if native and self.native is None and self.spread is None:
                 self._linears = native_linears(model)
         except (PolydraftError, torch.OutOfMemoryError):
@@ -167,9 +166,9 @@ class HFModel(LanguageModel):
             if self.recurrence is None and self.config.model_type not in FAMILIES:
                 self.stored_layers = stored_layers(model)
             self._split_head = self._head_can_be_split()
-            self._lean = lean_body(model) if lean and self._split_head and len(self.kinds) == 1 else None
-            self.fused = fused_body(self._lean, self.device, self.dtype, self._asks_invariant)
-            self._body: LeanBody | GPTNeoBody | None = self._lean
+            self.lean = lean_body(model) if lean and self._split_head and len(self.kinds) == 1 else None
+            self.fused = fused_body(self.lean, self.device, self.dtype, self._asks_invariant)
+            self._body: LeanBody | GPTNeoBody | None = self.lean
             if self.config.model_type == GPT_NEO:
                 self._body = GPTNeoBody(model, self.spread if self._split_head else "its output head does not stand alone")
             if self._checks_habits and self.config.model_type not in FAMILIES:
@@ -183,9 +182,9 @@ class HFModel(LanguageModel):
     def _invariant_obstacle(self) -> str | None:
         if self.device.type != "cuda":
             return f"the kernels for that run on GPUs, not on {self.device}"
-        if self.spread is not None or self._lean is None:
+        if self.spread is not None or self.lean is None:
             return self.spread or f"its model type {self.config.model_type!r} runs by code that is not ours"
-        kernels = obstacle(self.device, self.dtype) or invariant_obstacle(self._lean, self.dtype)
+        kernels = obstacle(self.device, self.dtype) or invariant_obstacle(self.lean, self.dtype)
         return kernels or "its output head is not a plain product"
 
     def tap(self, layers: Sequence[int]) -> None:
@@ -285,8 +284,7 @@ class HFModel(LanguageModel):
         mask_B1TS = visible_BTS[:, None]
         if not self._additive_mask:
             return mask_B1TS
-        lowest = torch.finfo(self.dtype).min
-        return torch.zeros_like(mask_B1TS, dtype=self.dtype).masked_fill_(~mask_B1TS, lowest)
+        return torch.zeros_like(mask_B1TS, dtype=self.dtype).masked_fill_(~mask_B1TS, torch.finfo(self.dtype).min)
 
     def _head_can_be_split(self) -> bool:
         """Whether logits are the output head of the last hidden states, nothing more (no scaling, no soft cap)."""
@@ -297,14 +295,6 @@ class HFModel(LanguageModel):
         hidden_BTF = self.hf_model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
         head_BTV = self.hf_model.get_output_embeddings()(hidden_BTF).to(logits_BTV.device)
         return logits_BTV.shape == head_BTV.shape and torch.equal(logits_BTV, head_BTV.to(logits_BTV.dtype))
-
-    def read(self, tokens_BT: Tensor) -> Tensor:
-        """Return the features of whole texts of equal length, to learn from: nothing is kept of them."""
-        if self._lean is None or self.window is not None:
-            return self.start(*tokens_BT.shape).extend(tokens_BT, causal_block(*tokens_BT.shape, self.device))
-        positions_BT = torch.arange(tokens_BT.shape[1], device=self.device).expand_as(tokens_BT)
-        with steady_attention(self.device):
-            return self._lean(tokens_BT, positions_BT, None, None, self.taps)
 
     def plain(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits that the model itself gives for whole texts, with neither mask nor cache."""

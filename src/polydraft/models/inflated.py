@@ -27,7 +27,7 @@ from polydraft.models.bundled import BUNDLED
 from polydraft.models.hf import HFModel
 from polydraft.models.hf_context import HFContext
 from polydraft.registry import Registry
-from polydraft.trees import Block, causal_block
+from polydraft.trees import Block
 
 _NOISE = 0.02
 _ROPE_TYPES = {"default", "linear", "llama3"}
@@ -315,10 +315,6 @@ class InflatedModel(HFModel):
     def start(self, batch_size: int, capacity: int) -> "InflatedContext":
         """Open an empty memory, as large as the large model's."""
         return InflatedContext(self, batch_size, capacity)
-
-    def read(self, tokens_BT: Tensor) -> Tensor:
-        """Return the small model's features of whole texts."""
-        return self.start(*tokens_BT.shape).extend(tokens_BT, causal_block(*tokens_BT.shape, self.device))
 
     def head(self, features_RF: Tensor) -> Tensor:
         """Apply the large output head."""
