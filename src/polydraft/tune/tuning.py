@@ -186,14 +186,16 @@ class Tuning:
         probes, acceptance = self._probed(use)
         model = self._model(use, probes)
         rated = [self._choice("plain", "none", AUTO, use, model, tokens=1.0, nodes=1.0, levels=0.0)]
-        batch = min(_PROBE_BATCH, len(self._prompts))
         others = [("n-grams", "none", drafter, self._decoder("none", drafter)) for drafter in _NGRAMS]
         if acceptance is not None:
             rated += self._static(acceptance, use, model)
             best = max(rated[1:], key=lambda one: one.expected[self.options.batches[0]])
-            others.append(("union", best.tree, _UNION, self._decoder(best.tree, _UNION)))
-            rated += self._ran([("dynamic tree", tree, AUTO, self._dynamic(tree, model)) for tree in _DYNAMIC], use, model, 1)
-        return rated + self._ran(others, use, model, batch)
+            others = [
+                *(("dynamic tree", tree, AUTO, self._dynamic(tree, model)) for tree in _DYNAMIC),
+                *others,
+                ("union", best.tree, _UNION, self._decoder(best.tree, _UNION)),
+            ]
+        return rated + self._ran(others, use, model, self.options.check_batch)
 
     def _dynamic(self, tree: str, model: RoundModel) -> Decoder:
         """Return a decoder with dynamic trees, which follow the costs of other hardware where these are asked for."""
