@@ -25,11 +25,11 @@ _SAMPLE = 1 << 20
 def gguf_source(name: str) -> Path | None:
     """Return the GGUF file that a name stands for: the file itself, or the only one in a folder without a config.json."""
     path = Path(name).expanduser()
-    if path.suffix == ".gguf" and not path.is_dir():
-        if not path.is_file():
+    if path.suffix == ".gguf" and not os.path.isdir(path):
+        if not os.path.isfile(path):
             raise UsageError(f"cannot load model {name!r}: there is no such file; name a GGUF file or a folder with one")
         return path
-    if not path.is_dir() or (path / "config.json").exists():
+    if not os.path.isdir(path) or (path / "config.json").exists():  # of names longer than any, Path.is_dir raises
         return None
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
