@@ -59,7 +59,7 @@ class TrainSettings:
     size: DraftSize | HeadSize
     target: str = "smollm2"
     """Model to draft for: smollm2 (bundled), a folder, or a hub name."""
-    vocabulary: int = 16_384
+    vocabulary: int = 24_576
     """Draft only this many frequent tokens, which is faster; 0 for all."""
     prompts: str | None = None
     """File of prompts (.jsonl, .jsonl.gz, text), or 'builtin', that the target answers  [default: it makes up its own]."""
