@@ -278,6 +278,7 @@ def test_a_folder_that_is_not_there(invoke, tiny: str, tmp_path: Path) -> None:
     assert code == 2 and "cannot write to" in err
 
 
+@pytest.mark.slow
 def test_killed_without_a_word(roomy: str, tmp_path: Path) -> None:
     """SIGKILL in the middle, twice, then to the end: the results of one undisturbed run."""
     file, out = prompts_file(tmp_path, 60), tmp_path / "out.jsonl"

@@ -27,8 +27,10 @@ def decoder() -> Decoder:
     return load("smollm2", tree="2x2x1", dtype="float32", device="cpu")
 
 
-def test_greedy_text_equals_hugging_face_generate_on_20_prompts(decoder: Decoder, record_property) -> None:
-    prompts = [decoder.encode(prompt, chat=True) for prompt in PROMPTS]
+@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_greedy_text_equals_hugging_face_generate(decoder: Decoder, record_property, count: int) -> None:
+    prompts = [decoder.encode(prompt, chat=True) for prompt in PROMPTS[:count]]
+    assert len(prompts) == count
     results = decoder.generate(prompts, max_new_tokens=NEW_TOKENS, sampling=SamplingParams(temperature=0))
     assert 0.1 < results[0].stats.acceptance_rate < 0.9  # some drafts are accepted and some are not
     near_ties = []

@@ -50,9 +50,10 @@ def random_schema(number):
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
+@pytest.mark.parametrize("count", [10, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("speculative", ["auto", "off"])
-def test_texts_of_many_schemas_are_valid(shared, speculative):
-    for number in range(40):
+def test_texts_of_many_schemas_are_valid(shared, speculative, count):
+    for number in range(count):
         schema = random_schema(number)
         body = {"messages": MESSAGES, "response_format": schema_format(schema), "seed": number, "max_tokens": 200}
         answer = shared.post(CHAT, {**body, "speculative": speculative}).json()
@@ -121,7 +122,9 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("drafts", [
+    pytest.param(name, marks=pytest.mark.slow if name in ("dynamic", "n-grams") else ()) for name in DRAFTS
+])  # fmt: skip
 def test_the_law_is_the_masked_targets(roomy, grammars, drafts):
     decoder = loaded(roomy, **DRAFTS[drafts])
     values = itertools.product((True, False), SCHEMA["properties"]["b"]["enum"])
