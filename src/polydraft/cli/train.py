@@ -77,14 +77,14 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     target = load_model(settings.target, device, dtype, invariant=False)  # many rows at a time: the fastest kernels
     words = " ".join(["polydraft", *sys.argv[1:]])
     acceptance: tuple[Acceptance, ...] = ()
-    told = resume
+    needs = None if resume else needs_of(settings, target)
     with PhaseProgress() as progress:
 
         def observer(report: "Report") -> None:
-            nonlocal acceptance, told
-            if not told:  # once the folder is there: what cannot be written takes no time
-                click.echo(f"this will take {needs_of(settings, target)}", err=True)
-                told = True
+            nonlocal acceptance, needs
+            if needs is not None:  # said once the folder is there: what cannot be written takes no time
+                click.echo(f"this will take {needs}", err=True)
+                needs = None
             acceptance = report.acceptance or acceptance
             progress(report.phase, report.done, report.total, _note(report))
 
