@@ -21,9 +21,9 @@ def stored_layers(model: Any) -> int | None:
     cache: Any = getattr(model(input_ids=tokens_BT, use_cache=True), "past_key_values", None)
     if type(cache) is not DynamicCache:
         if cache is None and getattr(text_config(model), "is_decoder", True) is False:
+            kind = text_config(model).model_type
             raise UsageError(
-                f"model type {text_config(model).model_type!r} with is_decoder=False is not causal: tokens see later ones; load a "
-                "causal language model"
+                f"model type {kind!r} with is_decoder=False is not causal: tokens see later ones; load a causal language model"
             )
         kept = "returns no keys and values to go on from" if cache is None else f"keeps its keys in a {type(cache).__name__}"
         raise UsageError(
