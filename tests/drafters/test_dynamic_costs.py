@@ -31,7 +31,7 @@ def test_costs_are_in_plain_rounds() -> None:
     }
     chosen, drawn = costs_of(table, "top"), costs_of(table, "hybrid")  # a plain round: 30, the draw 2, the host 1.6 levels
     assert (chosen.draft_level, drawn.draft_level) == (pytest.approx(5 / 40), pytest.approx(8 / 40))
-    assert (chosen.overhead, drawn.overhead) == (pytest.approx(10 / 40), pytest.approx(10 / 40))
+    assert (chosen.overhead, drawn.overhead) == (pytest.approx(3.5 / 40), pytest.approx(3.5 / 40))
     assert drawn.tree_pass(1) == 1 and drawn.tree_pass(8) == 50 / 40
 
 

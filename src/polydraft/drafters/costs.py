@@ -31,9 +31,10 @@ logger = logging.getLogger(__name__)
 _SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _CONTEXT, _BEAM, _DRAWING, _CHILDREN = 128, 8, 2, 4
 _LEAST_REPEATS, _MOST_REPEATS, _SECONDS = 4, 12, 2.0
-_OVERHEAD = 2.0
-"""What a round with drafts takes beside its passes, in draft levels: both are small operations for the most part. Measured on
-two cores, where dynamic rounds of the bundled pair in int8 take 4 ms more than their passes, and a level 2.4."""
+_OVERHEAD = 0.7
+"""What a round with drafts takes beside its passes, in draft levels: both are small operations for the most part. Dynamic
+rounds of the bundled pair in int8 take more, 4 ms where a level takes 2.4; reckoned with that, the default would rest where
+it gains."""
 _HOST = 1.6
 """What every round takes on the host beside its passes and its draw, in draft levels, for the same reason: plain rounds of the
 bundled model take 3.5 to 5 ms more than a pass that follows a pass, in int8 as in float32."""
