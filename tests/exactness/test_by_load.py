@@ -14,7 +14,7 @@ from polydraft.engine.workspace import Workspace
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
 from polydraft.trees import parse_tree
-from stand_in import StandIn, round_recorder
+from stand_in import StandIn
 
 from .configurations import Configuration
 from .setups import DRAFT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET
@@ -92,23 +92,13 @@ def test_greedy_rows_have_the_greedy_text(every_tree: object, model: str, sampli
 @every_sampling
 @pytest.mark.parametrize("ahead", [True, False])
 def test_recorded_rounds_give_the_same_texts(
-    every_tree: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, model: str, sampling: str, ahead: bool
+    every_tree: Callable[[int], None], recorders: list[StandIn], model: str, sampling: str, ahead: bool
 ) -> None:
     every_tree(5)
-    made: list[StandIn] = []
-    original = Workspace.__init__
-
-    def with_recorder(workspace: Workspace, target: Any, drafter: Any, params: Any, graphs: bool, *others: Any) -> None:
-        original(workspace, target, drafter, params, graphs, *others)
-        if graphs:
-            workspace.launcher.recorder = round_recorder(workspace)
-            made.append(workspace.launcher.recorder)
-
-    monkeypatch.setattr(Workspace, "__init__", with_recorder)
     recorded, eager = by_load(model, ahead=ahead), by_load(model, graphs=False)
     options = {"sampling": SAMPLINGS[sampling], "max_new_tokens": 60, "seed": SEEDS}
     results, expected = (decoder.generate(RAGGED_PROMPTS, **options) for decoder in (recorded, eager))
-    (recorder,) = made
+    (recorder,) = recorders
     if not ahead:  # a round that runs ahead has the last one's tree, so that turns are longer
         assert texts(results) == texts(expected)
     for result, other, prompt in zip(results, expected, RAGGED_PROMPTS, strict=True):

@@ -11,12 +11,11 @@ from polydraft.drafters import GRAM_DRAFTERS
 from polydraft.drafters.device_trie import DeviceGramSource, DeviceTrieBuilder
 from polydraft.engine import Decoder, Stats, StopReason
 from polydraft.engine.round import run_round
-from polydraft.engine.workspace import Workspace
 from polydraft.loading import _resolved
 from polydraft.models import TabularModel
 from polydraft.options import LoadOptions
 from polydraft.sampling import SamplingParams
-from stand_in import StandIn, round_recorder
+from stand_in import StandIn
 
 from .configurations import THRESHOLD, Configuration
 from .setups import GRAM_PROMPT, PENALTIES, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
@@ -44,22 +43,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, short_blocks: None) -> None:
     monkeypatch.setattr("polydraft.drafters.device_trie._DEVICES", ("cpu",))
     monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
     monkeypatch.setattr("polydraft.drafters.dynamic_builder._RECORDED", ("cpu",))
-
-
-@pytest.fixture
-def recorders(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
-    """Let the workspaces of decoders with `graphs` record; return their recorders."""
-    made: list[StandIn] = []
-    original = Workspace.__init__
-
-    def with_recorder(workspace: Workspace, target: Any, drafter: Any, params: Any, graphs: bool, *others: Any) -> None:
-        original(workspace, target, drafter, params, graphs, *others)
-        if graphs:
-            workspace.launcher.recorder = round_recorder(workspace)
-            made.append(workspace.launcher.recorder)
-
-    monkeypatch.setattr(Workspace, "__init__", with_recorder)
-    return made
 
 
 def decoder_of(drafter: str, **options: Any) -> Decoder:

@@ -18,11 +18,10 @@ from polydraft.drafters.grams import gram_tree
 from polydraft.drafters.sizes import Size, SizeChoice, sizes_of
 from polydraft.engine import Decoder, Generation, Stats
 from polydraft.engine.round import run_round
-from polydraft.engine.workspace import Workspace
 from polydraft.sampling import SamplingParams
 from polydraft.theory import Costs
 from polydraft.trees import DynamicShape
-from stand_in import StandIn, round_recorder
+from stand_in import StandIn
 
 from .configurations import Configuration
 from .setups import DRAFT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET
@@ -56,22 +55,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polydraft.drafters.dynamic_builder._RECORDED", ("cpu",))
     monkeypatch.setattr("polydraft.drafters.policy._FIRST_REST", 5)
     monkeypatch.setattr("polydraft.drafters.policy.SHORTEST_REST", 3)
-
-
-@pytest.fixture
-def recorders(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
-    """Let the workspaces of decoders with `graphs` record; return their recorders."""
-    made: list[StandIn] = []
-    original = Workspace.__init__
-
-    def with_recorder(workspace: Workspace, target: Any, drafter: Any, params: Any, graphs: bool, *others: Any) -> None:
-        original(workspace, target, drafter, params, graphs, *others)
-        if graphs:
-            workspace.launcher.recorder = round_recorder(workspace)
-            made.append(workspace.launcher.recorder)
-
-    monkeypatch.setattr(Workspace, "__init__", with_recorder)
-    return made
 
 
 def dynamic(model: str = "model", costs: str = "middling", shape: DynamicShape = SHAPE, **options: Any) -> Decoder:

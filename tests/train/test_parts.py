@@ -1,5 +1,7 @@
 """The pieces of training by themselves."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,10 +10,14 @@ from polydraft.sampling import NO_TOKEN, PartialVocabulary
 from polydraft.schemes import RejectionWithoutReplacement
 from polydraft.schemes.arrays import as_tensor
 from polydraft.schemes.hybrid import Hybrid, acceptances
+from polydraft.train import HeadSize
 from polydraft.train.corpus import Corpus
 from polydraft.train.objective import loss_of
 from polydraft.train.pupils import TargetLaws, Teacher, acceptance_of
+from polydraft.train.training import make_pupil
 from polydraft.train.writer import Texts, Writer, chat_form
+
+from .conftest import short
 
 
 def test_the_form_of_a_template_is_what_stands_between_the_turns(target: Loaded) -> None:
@@ -128,6 +134,30 @@ def test_teacher_tells_short_laws_of_the_full_model(target: Loaded) -> None:
     assert [known.tokens_D[c].item() if c >= 0 else None for c in laws.best_R] == [
         int(token) if token in known.tokens_D else None for token in best_R
     ]
+
+
+@pytest.mark.parametrize("mlp_size", [32, 48])
+def test_a_head_goes_on_where_another_stopped(mlp_size: int, target: Loaded, tmp_path: Path) -> None:
+    """With more units in its MLP and a layer that the other did not read, it says the same until it is trained."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_NL = torch.randint(0, 200, (8, 24), generator=generator)
+    texts = Texts(tokens_NL, torch.ones_like(tokens_NL, dtype=torch.bool))
+    corpus = Corpus((texts,), "nowhere")
+    first = make_pupil(short("head", vocabulary=100), target, corpus)
+    first.prime(texts)
+    for parameter in first.module.parameters():  # as they are written
+        parameter.data = parameter.data.bfloat16().float()
+    first.export(tmp_path, {})
+    size = HeadSize(taps=(1, 2), rollouts=2, mlp_size=mlp_size, start=tmp_path)
+    second = make_pupil(short("head", vocabulary=100, size=size), target, corpus)
+    untaught = second.lesson(texts, 2)[1][0][1]
+    second.prime(texts)
+    found = [logits_RD for _, logits_RD in second.lesson(texts, 2)[1]]
+    target.model.tap((1,))  # the two share their target
+    expected = [logits_RD for _, logits_RD in first.lesson(texts, 2)[1]]
+    for found_RD, expected_RD in zip(found, expected, strict=True):
+        torch.testing.assert_close(found_RD, expected_RD, rtol=1e-3, atol=1e-4)
+    assert (untaught - expected[0]).abs().max() > 0.1
 
 
 def random_laws(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

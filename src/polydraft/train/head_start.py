@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional
 
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, HeadShape
@@ -42,7 +43,7 @@ def shape_for(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
 
 @torch.no_grad()
 def take_over(head: FeatureHead, folder: Path, features_BLF: Tensor, tokenizer: Any) -> None:
-    """Begin with the weights of another head for the same target; layers that it did not read begin without influence.
+    """Begin with the weights of another head for the same target; what it had not begins without influence: layers, MLP units.
 
     Features that it read as they were are normed now, which changes their lengths: to the same on average.
     """
@@ -67,6 +68,19 @@ def take_over(head: FeatureHead, folder: Path, features_BLF: Tensor, tokenizer: 
         if head.tap_norms and tap in known:
             norm = norms[tap]
             weights[f"tap_norms.{place}.weight"] = torch.full((size,), float(length)) if norm is None else norm
+    if shape.mlp_size < head.shape.mlp_size:
+        _widen(weights, own)
     if odd := [name for name, weight in weights.items() if name not in own or own[name].shape != weight.shape]:
-        raise UsageError(f"--start {folder} has another shape ({odd[0]} differs); use the same --mlp, and taps if it has any")
+        raise UsageError(
+            f"--start {folder} has another shape ({odd[0]} differs); use its --mlp or a larger one, and taps if it has any"
+        )
     head.load_state_dict({**own, **weights})
+
+
+def _widen(weights: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """Give the MLP more units: their inputs are random, their outputs zero until training changes that."""
+    gates = zip(weights["gate_up.weight"].chunk(2), own["gate_up.weight"].cpu().chunk(2), strict=True)
+    wide = [torch.cat([known_MH, fresh_MH[len(known_MH) :].to(known_MH.dtype)]) for known_MH, fresh_MH in gates]
+    weights["gate_up.weight"] = torch.cat(wide)
+    missing = own["down.weight"].shape[1] - weights["down.weight"].shape[1]
+    weights["down.weight"] = functional.pad(weights["down.weight"], (0, missing))
