@@ -19,23 +19,20 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import polydraft
-from polydraft.certify.greedy_identity import IdentityCheck
-from polydraft.drafters import Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
-from polydraft.drafters.grams import gram_tree
+from gpu_texts import TEXTS, sample_prompts
+from polydraft.drafters import Plain, TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.engine.round import distributions
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import PolydraftError
-from polydraft.models import FeatureHead, HeadShape
+from polydraft.models import HeadShape
 from polydraft.models._fused import FusedBody
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import Loaded, load_draft
-from polydraft.prompts import load_prompts
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
-from polydraft.theory import largest_tree
-from polydraft.trees import Block, parse_dynamic, parse_tree
+from polydraft.trees import Block, parse_tree
 from polydraft.walks import AUTO
 from polydraft.walks.walk import compiled
 
@@ -43,31 +40,24 @@ SHAPE_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers"
             "num_key_value_heads": 32, "vocab_size": 49152, "max_position_embeddings": 65536}  # fmt: skip
 SHAPE_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
               "num_key_value_heads": 3, "vocab_size": 49152}  # fmt: skip
-RANK_ACCEPTANCE = [0.6, 0.115, 0.045, 0.025, 0.015, 0.01, 0.008, 0.006]
-"""Of the shipped head at temperature 0, about: .60 for the first candidate, .785 for four."""
-
-
-NAMED_TREES = {str(nodes): largest_tree(RANK_ACCEPTANCE, nodes, max_depth=6) for nodes in (32, 64, 100)}
-TREES = {False: ("4x2x2x1x1", "100", "dynamic:64"), True: ("4x2x2x1x1", "4x2x1x1x1", "dynamic:64")}
-"""What the end-to-end run tries if not told otherwise, at temperature 0 and above: drawn trees are cheaper if regular."""
 OPTIONS = argparse.Namespace()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--only", nargs="*", choices=[*SECTIONS, *TEXTS], default=[*SECTIONS, *TEXTS])
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--prompts", type=Path, help="a file of prompts; the built-in ones otherwise")
     parser.add_argument("--temperatures", nargs="*", type=float, default=[0.0, 1.0], help="of the end-to-end run")
     parser.add_argument("--limit", type=int, default=12, help="prompts of the end-to-end run")
     parser.add_argument("--target", default="inflated:7b", help="of the end-to-end run; smollm2 is the bundled model itself")
-    parser.add_argument("--trees", nargs="*", help="trees, with a scheme if wished (4x2x1,top), or n-grams (4x2x1+32, none+63)")
+    parser.add_argument("--trees", nargs="*", help="default, trees, with a scheme if wished (4x2x1,top), or n-grams (4x2x1+32)")
     options = parser.parse_args(namespace=OPTIONS)
     torch.cuda.init()
     figures: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name in options.only:
         start = time.perf_counter()
-        figures[name] = SECTIONS[name]()
+        figures[name] = SECTIONS[name]() if name not in TEXTS else TEXTS[name](options)
         print(f"-- {name}: {time.perf_counter() - start:.0f} s\n", flush=True)
         torch.cuda.empty_cache()
         if options.json:
@@ -141,8 +131,8 @@ def same_texts(name: str, plain: Decoder, draft: object, prompts: list[list[int]
     for kind in ("invariant", "usual"):
         plain.target.fused = FusedBody(plain.target.lean, kind == "invariant")
         expected = [greedy(plain.replace(), [prompt])[0] for prompt in prompts]
-        for tree in ("none", "chain:3", "4x2x2x1x1", "64"):
-            topology = NAMED_TREES.get(tree) or parse_tree(tree)
+        for tree in ("none", "chain:3", "4x2x2x1x1", "best:64x6"):
+            topology = parse_tree(tree)
             decoder = plain.replace(drafter=TreeDrafter(draft, topology) if tree != "none" else None)
             ways = {"alone": [greedy(decoder, [prompt])[0] for prompt in prompts], "in a batch": greedy(decoder, prompts)}
             same = {way: sum(one == two for one, two in zip(texts, expected, strict=True)) for way, texts in ways.items()}
@@ -187,7 +177,7 @@ def parts() -> dict[str, float]:
     rows = {}
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature)
-        for tree, topology in (("4x2x2x1x1", parse_tree("4x2x2x1x1")), ("64 nodes", NAMED_TREES["64"])):
+        for tree, topology in (("4x2x2x1x1", parse_tree("4x2x2x1x1")), ("64 nodes", parse_tree("best:64x6"))):
             label = f"T={temperature:g} {tree}"
             drafter = TreeDrafter(head, topology)
             rows |= {f"{label} {key}": value for key, value in pieces(target, drafter, params).items()}
@@ -236,104 +226,6 @@ def pieces(target: HFModel, drafter: TreeDrafter, params: SamplingParams) -> dic
     }
 
 
-def end_to_end() -> dict[str, float]:
-    """The bundled model inside a 7B shape with the shipped head, against our plain decoding and Hugging Face."""
-    plain = polydraft.load(OPTIONS.target, "none", device="cuda")
-    head = load_draft("smollm2-head", Loaded(plain.target, plain.tokenizer, plain.eos_token_ids))
-    decoders = {"plain": plain.replace(tokenizer=None, compiled=True)}  # without detokenizing
-    arms = {temperature: OPTIONS.trees or TREES[temperature > 0] for temperature in OPTIONS.temperatures}
-    for spec in dict.fromkeys(tree for trees in arms.values() for tree in trees):
-        decoders[spec] = decoders["plain"].replace(drafter=drafter_of(spec, head, plain))
-    prompts = [plain.encode(text, chat=True) for text in sample_prompts(OPTIONS.prompts, OPTIONS.limit)]
-    longest = max(map(len, prompts)) + 129
-    rows: dict[str, float] = {}
-    for temperature in OPTIONS.temperatures:
-        sampling = SamplingParams(temperature=temperature)
-        tokens, seconds, passes, replayed = (dict.fromkeys([*decoders, "hf"], 0.0) for _ in range(4))
-        start = time.perf_counter()
-        wanted = {name: decoder for name, decoder in decoders.items() if name in ("plain", *arms[temperature])}
-        for decoder in wanted.values():
-            decoder.warm_up(sampling=sampling, longest=longest)  # dynamic trees: in every size
-        print(f"T={temperature:g}: warming up all arms took {time.perf_counter() - start:.1f} s", flush=True)
-        # Warm-up with the longest first: after it no memory grows, and every kind of round is recorded.
-        seeded = list(enumerate(prompts))
-        order = [*sorted(seeded, key=lambda one: -len(one[1])), *seeded]
-        for turn, (seed, prompt) in enumerate(order):
-            for name, decoder in wanted.items():
-                result = decoder.generate(prompt, sampling=sampling, max_new_tokens=128, seed=seed)
-                if turn >= len(prompts):
-                    tokens[name] += result.stats.new_tokens
-                    seconds[name] += result.stats.decode_seconds
-                    passes[name] += result.stats.passes
-                    replayed[name] += result.stats.replayed_rounds
-        for prompt in prompts[:4]:
-            count, spent = hf_generate(plain.target.hf_model, prompt, temperature)
-            tokens["hf"] += count
-            seconds["hf"] += spent
-        base = tokens["plain"] / seconds["plain"]
-        for name in [name for name in [*decoders, "hf"] if tokens[name]]:
-            rate = tokens[name] / seconds[name]
-            per_pass = tokens[name] / passes[name] if passes[name] else 1.0
-            rows[f"T={temperature:g} {name}"] = rate
-            print(
-                f"T={temperature:g} {name:14} {rate:7.1f} tokens/s  {rate / base:5.2f}x plain  {per_pass:5.2f} tokens/pass  "
-                f"{1e3 * seconds[name] / max(passes[name], tokens[name] / per_pass):6.2f} ms/pass  "
-                f"{100 * replayed[name] / max(passes[name], 1):3.0f} % replayed",
-                flush=True,
-            )
-    return rows
-
-
-def drafter_of(spec: str, head: FeatureHead, plain: Decoder) -> Drafter:
-    """Make a tree, with a scheme if wished, and so many candidates from n-grams beside it: 4x2x1,top or 4x2x1+32 or none+63."""
-    drawn, _, nodes = spec.partition("+")
-    tree, _, scheme = drawn.partition(",")
-    shape = NAMED_TREES.get(tree) or parse_dynamic(tree) or parse_tree(tree)
-    if not nodes:
-        return TreeDrafter(head, shape, scheme or "auto")
-    grams = gram_tree(["suffix", "corpus"], GramTreeOptions(nodes=int(nodes)).for_tokenizer(plain.tokenizer))
-    return grams if tree == "none" else Combination(TreeDrafter(head, shape, scheme or "auto"), grams)
-
-
-def batches() -> dict[str, float]:
-    """Throughput of plain and speculative decoding at growing batches."""
-    plain = polydraft.load("inflated:7b", "none", device="cuda")
-    head = load_draft("smollm2-head", Loaded(plain.target, plain.tokenizer, plain.eos_token_ids))
-    texts = sample_prompts(OPTIONS.prompts, 64)
-    rows: dict[str, float] = {}
-    for batch in (1, 4, 16, 64):
-        prompts = [plain.encode(text, chat=True) for text in texts[:batch]]
-        for tree in ("none", "chain:2", "2x1", "4x2x1", "4x2x2x1x1"):
-            drafter = TreeDrafter(head, parse_tree(tree)) if tree != "none" else None
-            # Without ends of text: all rows work to the last round.
-            decoder = plain.replace(drafter=drafter, tokenizer=None, eos_token_ids=())
-            for _ in range(2):
-                results = decoder.generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=64, seed=0)
-            stats = results[0].stats
-            rows[f"batch {batch} {tree}"] = stats.new_tokens / stats.decode_seconds
-        row = {tree: rows[f"batch {batch} {tree}"] for tree in ("none", "chain:2", "2x1", "4x2x1", "4x2x2x1x1")}
-        print(f"batch {batch:3}:", {tree: f"{rate:.0f} ({rate / row['none']:.2f}x)" for tree, rate in row.items()}, flush=True)
-    return rows
-
-
-def identity() -> dict[str, int]:
-    """Greedy texts of the bundled model on the GPU, drafted and recorded, against Hugging Face's."""
-    decoder = polydraft.load("smollm2", device="cuda", tree="4x2x2x1x1")
-    check = IdentityCheck(decoder.target)
-    found: dict[str, int] = {}
-    for text in sample_prompts(OPTIONS.prompts, 20):
-        prompt = decoder.encode(text, chat=True)
-        ids = torch.tensor([prompt], device="cuda")
-        model = decoder.target.hf_model
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, pad_token_id=0)
-        expected = output[0, len(prompt) :].tolist()
-        got = decoder.generate(prompt, sampling=SamplingParams(temperature=0), max_new_tokens=64).token_ids
-        likeness = str(check.compare(prompt, expected, got))
-        found[likeness] = found.get(likeness, 0) + 1
-    print("greedy texts against Hugging Face's:", found)
-    return found
-
-
 def gpu_tests() -> dict[str, str]:
     """The tests that need a GPU, file by file, a few at a time: most of their time is compiling."""
     files = sorted(Path("tests/gpu").glob("test_*.py"))
@@ -351,21 +243,6 @@ def gpu_tests() -> dict[str, str]:
     for name, result in results.items():
         print(f"{name:28} {result}")
     return results
-
-
-def sample_prompts(path: Path | None, limit: int) -> list[str]:
-    """Return prompts of all categories in turn: from a file, or the built-in ones."""
-    return [prompt.text for prompt in load_prompts(str(path) if path else "builtin", limit=limit)]
-
-
-def hf_generate(model, prompt: list[int], temperature: float) -> tuple[int, float]:
-    ids = torch.tensor([prompt], device="cuda")
-    choice = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, pad_token_id=0, **choice)
-    torch.cuda.synchronize()
-    return output.shape[1] - len(prompt), time.perf_counter() - start
 
 
 def random_model(shape: dict[str, int]) -> HFModel:
@@ -463,9 +340,6 @@ SECTIONS: dict[str, Callable[[], object]] = {
     "parts": parts,
     "invariant": invariant,
     "context": context,
-    "identity": identity,
-    "end": end_to_end,
-    "batches": batches,
 }
 
 if __name__ == "__main__":

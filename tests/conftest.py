@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["POLYDRAFT_PROFILE"] = "none"
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from polydraft.cli.main import run
+from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES
+from stand_in import StandIn, round_recorder
 
 # Test tensors are small: threads cost more than they give, and pytest-xdist already fills the cores.
 torch.set_num_threads(1)
@@ -95,3 +98,19 @@ def invoke(capsys: pytest.CaptureFixture[str]):
         return code, out, err
 
     return call
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    """Let the workspaces of decoders with `graphs` record; return their recorders."""
+    made: list[StandIn] = []
+    original = Workspace.__init__
+
+    def with_recorder(workspace: Workspace, target: Any, drafter: Any, params: Any, graphs: bool, *others: Any) -> None:
+        original(workspace, target, drafter, params, graphs, *others)
+        if graphs:
+            workspace.launcher.recorder = round_recorder(workspace)
+            made.append(workspace.launcher.recorder)
+
+    monkeypatch.setattr(Workspace, "__init__", with_recorder)
+    return made

@@ -76,7 +76,7 @@ class SpeculateOptions(TreeOptions):
     @property
     def topology(self) -> Topology:
         """The shape of the draft tree; refuses dynamic ones."""
-        return parse_tree(DEFAULT_TREE if self.tree == AUTO else self.tree.removeprefix(BY_LOAD))
+        return parse_tree(DEFAULT_TREE if self.tree == AUTO else self.tree.rpartition("/")[2].removeprefix(BY_LOAD))
 
 
 @documented(SpeculateOptions)

@@ -25,8 +25,9 @@ DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "dynamic:64")}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
 NARROW_TREE = "dynamic:16"
 """The tree of such a pair on a CPU in float32, where a pass costs by its tokens once it has more than a few."""
-UNITED = "united"
-"""The drafter of such a pair on a GPU."""
+GPU_TREE, SMALL_GPU_TREE = "best:64x6/3x2x1x1x1", "best:24x4/3x2x1x1x1"
+"""Trees on a GPU, where a pass of 64 nodes costs little more than one of a single token; the second for the bundled model
+itself, beside which levels of the draft are not cheap."""
 STATIC_TREE, NARROW_STATIC_TREE = "4x2x1", "chain:3"
 """Trees of such a pair on a CPU where a scheme, a walk, a drafter or a lossy rule is asked for; the second in float32, and for
 schemes of few children."""
@@ -86,7 +87,8 @@ def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | Fe
         grams=grams.for_tokenizer(loaded.tokenizer),
         dynamic=dynamic,
         decision=_decision(options, draft),
-        by_load=options.tree.startswith(BY_LOAD),
+        by_load=BY_LOAD in options.tree,
+        greedy=options.greedy,
     )
     return Decoder(
         loaded.model,
@@ -120,20 +122,21 @@ def _tuned(
 def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dtype) -> LoadOptions:
     """Put what ``"auto"`` means in place of draft and tree; they are checked as if they had been given."""
     usual_draft, usual_tree = usual_pair(options.target)
-    tree, draft, drafter = options.tree, options.draft, options.drafter
+    tree, draft = options.tree, options.draft
     if tree == AUTO:
         plain = options.scheme == options.walk == options.drafter == AUTO and options.lossy is None
         narrow = place.type == "cpu" and number_format is torch.float32 and options.target in DEFAULT_PAIRS
-        # On a GPU a pass of 64 nodes costs little more than one of a single token.
-        wide = draft != AUTO or place.type == "cuda"
-        tree = DEFAULT_TREE if wide else NARROW_TREE if narrow else usual_tree
-        if parse_dynamic(tree) is not None and not plain:
-            tree = _static_tree(options.scheme, narrow)
-        if plain and draft == AUTO and place.type == "cuda" and usual_draft != "none":
-            drafter = UNITED
+        if place.type == "cuda" and plain:
+            tree = SMALL_GPU_TREE if options.target in DEFAULT_PAIRS else GPU_TREE
+        elif draft != AUTO or place.type == "cuda":
+            tree = DEFAULT_TREE
+        else:
+            tree = NARROW_TREE if narrow else usual_tree
+            if parse_dynamic(tree) is not None and not plain:
+                tree = _static_tree(options.scheme, narrow)
     if draft == AUTO:
         draft = usual_draft if needs_draft(options.drafter) else "none"
-    return dataclasses.replace(options, tree=tree, draft=draft, drafter=drafter)
+    return dataclasses.replace(options, tree=tree, draft=draft)
 
 
 def _static_tree(scheme: str, narrow: bool) -> str:

@@ -39,12 +39,12 @@ class TreeOptions:
     """Drafting and verification."""
 
     tree: str = field(default=AUTO, metadata=_FIRST)
-    """Draft tree: children per level (4x2x2x1x1), chain:5, fork:16x5, [[0],[1],[0,0]], dynamic:64 (at most 64 nodes, chosen
-    each round), load:4x2x2x1x1 (or smaller, in batches), none, or auto.
+    """Draft tree: children per level (4x2x2x1x1), chain:5, fork:16x5, best:64x6 (64 nodes, 6 deep), [[0],[1],[0,0]], dynamic:64
+    (at most 64 nodes, chosen each round), load:4x2x2x1x1 (or smaller, in batches), none, or auto.
 
-    See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"auto"`` is ``"4x2x2x1x1"``;
-    with the draft that `load` picked by itself, and no GPU, it is a dynamic tree, or a small one where scheme, walk, drafter or
-    lossy are given."""
+    See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"best:64x6/4x2x1"`` is the first for one text at
+    temperature 0, the second otherwise. ``"auto"`` is such a pair on a GPU and ``"4x2x2x1x1"`` elsewhere; with the draft that
+    `load` picked by itself, and no GPU, it is a dynamic tree, or a small one where scheme, walk, drafter or lossy are given."""
     scheme: str = AUTO
     """How candidates are drawn and verified; 'polydraft info' lists the schemes.
 
@@ -71,6 +71,10 @@ class TreeOptions:
             raise UsageError(
                 f"scheme {self.scheme!r} with tree {self.tree!r}; allowed: auto, because dynamic trees choose their own"
             )
+        if self.greedy is not None and self.shape[0] is not None:
+            raise UsageError(
+                f"tree {self.tree!r}: allowed behind the stroke: a static tree, because dynamic ones follow the text"
+            )
         check_walk(self.walk, self.scheme)
         check_draft_temperature(self.draft_temperature)
 
@@ -79,8 +83,17 @@ class TreeOptions:
         """What bounds a tree that is chosen anew in every round, or None, and the shape of one that is not."""
         from polydraft.trees import Topology, parse_dynamic, parse_tree
 
-        dynamic = parse_dynamic(self.tree)
-        return (None, parse_tree(self.tree.removeprefix(BY_LOAD))) if dynamic is None else (dynamic, Topology())
+        tree = self.tree.rpartition("/")[2]
+        dynamic = parse_dynamic(tree)
+        return (None, parse_tree(tree.removeprefix(BY_LOAD))) if dynamic is None else (dynamic, Topology())
+
+    @property
+    def greedy(self) -> "Topology | None":
+        """Shape for one text at temperature 0, where it has another."""
+        from polydraft.trees import parse_tree
+
+        first, both, _ = self.tree.rpartition("/")
+        return parse_tree(first) if both else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +101,9 @@ class DrafterOptions:
     """Drafting and verification."""
 
     drafter: str = field(default=AUTO, metadata=_NGRAMS)
-    """Who proposes: auto (the draft), united (with n-grams at T=0), self-draft, ngram, lookup, suffix, corpus, or several such
-    as lookup+model.
+    """Who proposes: auto (the draft), self-draft, ngram, lookup, suffix, corpus, or several such as lookup+model.
 
-    N-grams need no draft; ``"model"`` stands for the draft in a combination. With the draft that `load` picked by itself,
-    ``"auto"`` on a GPU is ``"united"``."""
+    N-grams need no draft; ``"model"`` stands for the draft in a combination."""
     decision: str | None = None
     """Decision model that ends drafting early: a folder, auto for the shipped one, or if-shipped for that one or none."""
     stop_below: float = 0.4

@@ -11,9 +11,7 @@ from polydraft.drafters import GRAM_DRAFTERS
 from polydraft.drafters.device_trie import DeviceGramSource, DeviceTrieBuilder
 from polydraft.engine import Decoder, Stats, StopReason
 from polydraft.engine.round import run_round
-from polydraft.loading import _resolved
 from polydraft.models import TabularModel
-from polydraft.options import LoadOptions
 from polydraft.sampling import SamplingParams
 from stand_in import StandIn
 
@@ -167,26 +165,6 @@ def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, d
         for name in originals:
             patch.setattr(session, name, sealed(name))
         run_round(run._workspace.state, run._walk, uniforms_BU, Stats())
-
-
-def test_united_asks_n_grams_for_one_greedy_text_alone(recorders: list[StandIn]) -> None:
-    decoder = decoder_of("united")
-    result = decoder.generate(PROMPTS[0], sampling=GREEDY, max_new_tokens=60)
-    assert result.token_ids == greedy_text(TARGET, PROMPTS[0], 60, GREEDY)
-    assert {"model", "suffix"} <= set(result.stats.tokens_by_source)
-    assert result.stats.replayed_rounds > 0
-    drawn = decoder.generate(PROMPTS[0], max_new_tokens=30, seed=1)
-    batch = decoder.generate(PROMPTS, sampling=GREEDY, max_new_tokens=30)
-    assert set(drawn.stats.tokens_by_source) == set(batch[0].stats.tokens_by_source) == {"model"}
-
-
-def test_a_gpu_and_the_shipped_draft_mean_united() -> None:
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert _resolved(LoadOptions(), gpu, torch.bfloat16).drafter == "united"
-    assert _resolved(LoadOptions("inflated:7b"), gpu, torch.bfloat16).drafter == "united"
-    for options in (LoadOptions(tree="4x2x1"), LoadOptions(draft="none"), LoadOptions(walk="node"), LoadOptions("org/other")):
-        assert _resolved(options, gpu, torch.bfloat16).drafter == "auto"
-    assert _resolved(LoadOptions(), cpu, torch.bfloat16).drafter == "auto"
 
 
 def test_branches_and_context_caches_stay_on_the_host() -> None:

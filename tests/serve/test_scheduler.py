@@ -20,6 +20,7 @@ from polydraft.serve.lane import LaneOptions
 from polydraft.serve.scheduler import Scheduler, drafting
 from polydraft.serve.ticket import BusyError, Ticket, UnavailableError
 from polydraft.trees import parse_tree
+from stand_in import StandIn
 
 OPTIONS = LaneOptions(slots=3, slot_tokens=128, chunk_tokens=16)
 
@@ -251,6 +252,36 @@ def test_a_warm_scheduler_gives_the_same_texts_and_says_when_it_is_ready() -> No
             assert await finished(one) == [None] and scheduler.ready
             assert one.sequences[0].new_tokens == made.generate([1, 2, 3], max_new_tokens=12, seed=[5]).token_ids
             await asyncio.to_thread(scheduler.drain, 5.0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("temperatures", [[1.0], [0.0], [1.0, 0.0]])
+def test_a_warm_scheduler_meets_nothing_new(temperatures: list[float], recorders: list[StandIn]) -> None:
+    """Recording takes as long as a hundred rounds, so no text may wait for it: whoever comes, goes, or stands beside whom."""
+
+    async def main() -> None:
+        samplings = [SamplingParams(temperature=temperature) for temperature in temperatures]
+        made = Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("3x2x1"), by_load=True), graphs=True)
+        # Prompts are read at once, so that the warm-up itself never has a slot that waits.
+        size = LaneOptions(slots=3, slot_tokens=128, chunk_tokens=1024)
+        scheduler = Scheduler(made, size, max_queue=20, warm_up=samplings)
+        scheduler.start()
+        while not scheduler.ready:
+            await asyncio.sleep(0.01)
+        (recorder,) = recorders
+        known, before = set(recorder.kinds), len(recorder.kinds)
+        for cast in (*([params] for params in samplings), samplings):
+            texts = [sequence([1, 2, 3 + row], row, limit=5 + 4 * row, params=cast[row % len(cast)]) for row in range(8)]
+            tickets = [ticket(text) for text in texts]
+            for one in tickets:
+                scheduler.submit(one)
+                await asyncio.sleep(0.002)
+            for one in tickets:
+                assert await finished(one) == [None]
+        await asyncio.to_thread(scheduler.drain, 5.0)
+        assert len(recorder.kinds) > before + 10
+        assert set(recorder.kinds) == known
 
     run(main())
 

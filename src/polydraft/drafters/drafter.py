@@ -57,6 +57,8 @@ class Parts:
     """Looks between levels whether to go on."""
     by_load: bool = False
     """Whether rows that share rounds may have smaller trees than `topology`."""
+    greedy: Topology | None = None
+    """What stands in for `topology` where one text is decoded at temperature 0."""
 
 
 DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")

@@ -1,7 +1,5 @@
 """Who drafts by which name: trees drawn from a model or a feature head, static or dynamic, alone or beside n-grams."""
 
-from dataclasses import replace
-
 from polydraft.decision import Decision
 from polydraft.drafters.builder import Builder
 from polydraft.drafters.costs import measured_costs
@@ -17,14 +15,11 @@ from polydraft.drafters.tree_choice import Timings, TreeChoice, smaller_trees
 from polydraft.drafters.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.ngrams import load_corpus
 from polydraft.sampling import RowParams
 from polydraft.schemes import Scheme
 from polydraft.theory import Costs
-from polydraft.trees import DynamicShape, Topology, parse_tree
+from polydraft.trees import DynamicShape, Topology
 
-UNITED_TREE, UNITED_GRAMS = parse_tree("4x2x1"), 35
-"""What `united` proposes at temperature 0: 56 nodes with the root, because the next tile of a GPU's products begins at 65."""
 _NOMINAL = Costs(draft_level=0.1, tree_pass=lambda nodes: 1 + 0.005 * (nodes - 1))
 """Costs of a machine with matrix units, roughly: for trees that were asked for without a measurement."""
 
@@ -49,6 +44,9 @@ class TreeDrafter(Drafter):
         What levels and passes cost, for dynamic trees; measured when first needed, and kept for this machine, if not given.
     by_load : bool
         Let rows that share rounds have smaller trees than `shape`, a static one, where these bring more tokens over time.
+    greedy : Topology, optional
+        Instead of `shape`, a static one, for one text at temperature 0: candidates are then the likeliest ones, so that trees
+        pay that would be slow to draw from.
     """
 
     def __init__(
@@ -61,13 +59,14 @@ class TreeDrafter(Drafter):
         decision: Decision | None = None,
         costs: Costs | None = None,
         by_load: bool = False,
+        greedy: Topology | None = None,
     ) -> None:
         self.model: LanguageModel | FeatureHead = model
         self.topology: Topology | DynamicShape = shape
         self.scheme, self.draft_temperature, self.decision, self.costs = scheme, draft_temperature, decision, costs
         self.name = "dynamic" if self.dynamic else "head" if isinstance(model, FeatureHead) else "model"
         self.by_load = by_load and decision is None and not self.dynamic
-        self._timings = Timings()
+        self._timings, self.greedy = Timings(), greedy
         if isinstance(shape, Topology):
             check_tree(shape, scheme, model.num_columns)
         elif scheme != "auto":
@@ -91,7 +90,9 @@ class TreeDrafter(Drafter):
     def builder(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> Builder:
         """Return what builds the trees of a batch."""
         source, shape = self.source(len(params)), self.topology
+        alone = self.greedy is not None and len(params) == 1 and params.all_greedy
         if isinstance(shape, Topology):
+            shape = self.greedy if alone and self.greedy is not None else shape
             return StaticBuilder(
                 source,
                 shape,
@@ -101,7 +102,7 @@ class TreeDrafter(Drafter):
                 draft_temperature=self.draft_temperature,
                 decision=self.decision,
                 compiled=compiled,
-                choice=TreeChoice((*smaller_trees(shape), shape), self._timings) if self.by_load else None,
+                choice=TreeChoice((*smaller_trees(shape), shape), self._timings) if self.by_load and not alone else None,
             )
         costs = self.costs
         if costs is None and shape.adaptive:
@@ -138,41 +139,6 @@ class Combination(Drafter):
         return DraftSession(self.tree.name, drawn=self.tree.builder(params, target, compiled), certain=certain)
 
 
-class United(TreeDrafter):
-    """A draft's tree; for one text at temperature 0, a smaller tree with n-grams of text and corpus in the room that is left.
-
-    Above temperature 0 texts repeat themselves less, and a tree alone is verified faster; in batches every node counts.
-
-    Parameters
-    ----------
-    model : LanguageModel or FeatureHead
-    shape : Topology
-        Of the tree alone.
-    grams : GramTree
-        What stands beside the smaller one.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel | FeatureHead,
-        shape: Topology,
-        scheme: str | Scheme,
-        grams: GramTree,
-        *,
-        draft_temperature: float | None = None,
-        decision: Decision | None = None,
-        by_load: bool = False,
-    ) -> None:
-        super().__init__(model, shape, scheme, draft_temperature=draft_temperature, decision=decision, by_load=by_load)
-        small = TreeDrafter(model, UNITED_TREE, draft_temperature=draft_temperature, decision=decision)
-        self.union = Combination(small, grams)
-
-    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
-        """Go to work on a batch, as suits it."""
-        united = len(params) == 1 and params.all_greedy
-        return self.union.start(params, target, compiled) if united else super().start(params, target, compiled)
-
-
 def _model(parts: Parts, drafter: str) -> LanguageModel:
     if not isinstance(parts.draft, LanguageModel):
         raise UsageError(f"drafter {drafter!r} needs a draft model; pass draft=NAME, a folder, or early-exit:k")
@@ -193,6 +159,7 @@ def _static(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
         draft_temperature=parts.draft_temperature,
         decision=parts.decision,
         by_load=parts.by_load,
+        greedy=parts.greedy,
     )
 
 
@@ -220,23 +187,6 @@ def _build_dynamic(parts: Parts) -> TreeDrafter:
 @DRAFTERS.register("dynamic-head")
 def _build_dynamic_head(parts: Parts) -> TreeDrafter:
     return _dynamic(parts, _head(parts, "dynamic-head"))
-
-
-@DRAFTERS.register("united")
-def _build_united(parts: Parts) -> United:
-    draft = _head(parts, "united") if isinstance(parts.draft, FeatureHead) else _model(parts, "united")
-    grams = replace(parts.grams, nodes=parts.grams.nodes or UNITED_GRAMS)
-    known = load_corpus(grams.caches.corpus, grams.caches.fingerprint) is not None
-    beside = gram_tree(["suffix", "corpus"] if known else ["suffix"], grams)
-    return United(
-        draft,
-        parts.topology,
-        parts.scheme,
-        beside,
-        draft_temperature=parts.draft_temperature,
-        decision=parts.decision,
-        by_load=parts.by_load,
-    )
 
 
 AUTO = "auto"

@@ -17,7 +17,7 @@ from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError
 from polydraft.models import LanguageModel
 from polydraft.models.memory import common_prefix
-from polydraft.sampling import IDLE, Noise
+from polydraft.sampling import IDLE, Noise, SamplingParams
 from polydraft.walks import AUTO, Fault, Walk
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
@@ -205,9 +205,13 @@ class Engine:
         for slot, sequence in enumerate(self.slots):
             if sequence is not None and active[slot]:
                 self._noise.generators[slot] = sequence.generator
-        # A slot without a sequence at work asks for nothing, whatever it was asked for last.
+        # A slot without a sequence at work asks for nothing, whatever it was asked for last. Where rounds are recorded it
+        # draws if all others do: a batch of both kinds would be recorded by itself.
+        wanted = [sequence.params for slot, sequence in enumerate(self.slots) if sequence is not None and active[slot]]
+        drawing = self._workspace.records and all(own.temperature > 0 for own in wanted)
+        idle = SamplingParams() if drawing else IDLE
         params = {
-            slot: sequence.params if sequence is not None and active[slot] else IDLE for slot, sequence in enumerate(self.slots)
+            slot: sequence.params if sequence is not None and active[slot] else idle for slot, sequence in enumerate(self.slots)
         }
         longest = max(sequence.end for sequence in self._running())
         self._share()

@@ -138,9 +138,9 @@ class Context(ABC):
         """Whether all rows are equally long, and a pass may make use of that."""
         return self.span is None and len(set(self.lengths)) == 1
 
-    def fix_span(self) -> int:
-        """Let passes see a number of slots that serves for many rounds to come, and return it."""
-        self.span = self._span(max(self.lengths))
+    def fix_span(self, least: int = 0) -> int:
+        """Let passes see a number of slots that serves for many rounds to come, at least `least`, and return it."""
+        self.span = min(max(self._span(max(self.lengths)), least), self.capacity)
         return self.span
 
     def steady(self, growth: int) -> bool:

@@ -67,22 +67,31 @@ class Lane:
         return ticket, Progress(index, emitted, ticket.sequences[index].failure)
 
     def warm_up(self, samplings: Sequence[SamplingParams], stopped: Callable[[], bool]) -> None:
-        """Rehearse rounds of all kinds, for texts of usual lengths, as many as there are slots, until told to stop."""
+        """Rehearse rounds of all kinds, for texts of usual lengths, as many as there are slots, until told to stop.
+
+        Sampling parameters are rehearsed one by one, and all of them side by side.
+        """
         engine, target = self._opened(), self.decoder.target
         longest = min(USUAL_LENGTH, self._options.slot_tokens)
-        for params in samplings:
+        casts = [[params] for params in samplings]
+        if min(len(samplings), self._options.slots) > 1:
+            casts.append(list(samplings))
+        for cast in casts:
             for length in lengths_of(longest, target.device):
                 prompt = prompt_of(length, min(NEW_TOKENS, longest - 1), target.vocab_size)
                 for number in range(engine.session.num_kinds):
                     with rehearsing(engine.session, number):
-                        self._rehearse(engine, prompt, params, stopped)
+                        self._rehearse(engine, prompt, cast, stopped)
                     if stopped():
                         return
 
-    def _rehearse(self, engine: Engine, prompt: list[int], params: SamplingParams, stopped: Callable[[], bool]) -> None:
+    def _rehearse(self, engine: Engine, prompt: list[int], cast: Sequence[SamplingParams], stopped: Callable[[], bool]) -> None:
         """Run some rounds with a text in every slot, and let the texts go."""
-        options: dict[str, Any] = {"prompt": prompt, "params": params, "max_new_tokens": NEW_TOKENS, "steady": False}
-        sequences = [TokenSequence(generator=row_generator(row), **options) for row in range(self._options.slots)]
+        options: dict[str, Any] = {"prompt": prompt, "max_new_tokens": NEW_TOKENS, "steady": False}
+        sequences = [
+            TokenSequence(generator=row_generator(row), params=cast[row % len(cast)], **options)
+            for row in range(self._options.slots)
+        ]
         for sequence in sequences:
             engine.add(sequence)
         last = engine.stats.rounds + ROUNDS

@@ -7,14 +7,14 @@ References
 .. [3] Chen et al., Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding, arXiv:2402.12374.
 """
 
-import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
 from polydraft.errors import UsageError
 from polydraft.trees import MAX_NODES, Topology
+from polydraft.trees.likely import paths_by_product
 
 CostCurve = Callable[[int], float]
 """Tokens of one target pass to its cost, in passes over one token."""
@@ -212,7 +212,7 @@ def largest_tree(rank_acceptance: Sequence[float], nodes: int, max_depth: int | 
     bounds what any tree of this size can give. Nodes that cannot be accepted are left out.
     """
     _check("nodes", nodes, 1, MAX_NODES, whole=True)
-    paths = [path for path, _ in islice(_by_product(_checked(rank_acceptance), max_depth), nodes - 1)]
+    paths = [path for path, _ in islice(paths_by_product(_checked(rank_acceptance), max_depth), nodes - 1)]
     return Topology.from_paths(paths)
 
 
@@ -227,30 +227,13 @@ def fastest_tree(rank_acceptance: Sequence[float], costs: Costs, max_nodes: int,
     for cap in range(1, max_depth + 1):
         paths: list[tuple[int, ...]] = []
         tokens, depth = 1.0, 0
-        for path, chance in islice(_by_product(ranks, cap), max_nodes - 1):
+        for path, chance in islice(paths_by_product(ranks, cap), max_nodes - 1):
             paths.append(path)
             tokens, depth = tokens + chance, max(depth, len(path))
             factor = speedup(tokens, depth, len(paths) + 1, costs)
             if factor > best:
                 best, best_paths, best_tokens = factor, paths.copy(), tokens
     return RatedTree(Topology.from_paths(best_paths), best_tokens, best)
-
-
-def _by_product(ranks: list[float], max_depth: int | None) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Paths and their products, largest first, shallow before deep among equals; each after its parent and elder siblings."""
-    heap: list[tuple[float, int, tuple[int, ...], float]] = []
-    if max_depth is None or max_depth > 0:
-        heap.append((-ranks[0], 1, (0,), 1.0))
-    while heap:
-        negative, depth, path, parent = heapq.heappop(heap)
-        if negative == 0:
-            return
-        yield path, -negative
-        rank = path[-1]
-        if rank + 1 < len(ranks):
-            heapq.heappush(heap, (-parent * ranks[rank + 1], depth, (*path[:-1], rank + 1), parent))
-        if max_depth is None or depth < max_depth:
-            heapq.heappush(heap, (negative * ranks[0], depth + 1, (*path, 0), -negative))
 
 
 def _checked(rank_acceptance: Sequence[float]) -> list[float]:

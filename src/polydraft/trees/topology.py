@@ -5,18 +5,19 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
+from polydraft.trees.likely import RANK_ACCEPTANCE, paths_by_product
 
 MAX_NODES = 1024
 """Largest tree that is accepted, the root included."""
 DEFAULT_NODES, DEFAULT_DEPTH = 64, 8
 _BEAM, _BRANCH = 8, 16
-_ALLOWED = 'widths such as "4x2x2x1x1", "chain:5", "fork:16x5", a list of paths such as "[[0],[1],[0,0]]", or "none"'
+_ALLOWED = 'widths ("4x2x2x1x1"), "chain:5", "fork:16x5", "best:64x6", a list of paths ("[[0],[1],[0,0]]"), or "none"'
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,13 @@ class Topology:
                 f"a fork of {width} chains of length {depth} has more than {MAX_NODES} nodes; use fewer or shorter ones"
             )
         return cls.from_widths([width, *[1] * (depth - 1)])
+
+    @classmethod
+    def likeliest(cls, nodes: int, depth: int) -> "Topology":
+        """Take the nodes likeliest to be accepted at temperature 0, the root included, down to a depth."""
+        if not 2 <= nodes <= MAX_NODES or depth < 1:
+            raise UsageError(f"tree best:{nodes}x{depth}; allowed: 2 to {MAX_NODES} nodes, and a depth from 1")
+        return cls.from_paths(path for path, _ in islice(paths_by_product(RANK_ACCEPTANCE, depth), nodes - 1))
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> "Topology":
@@ -257,8 +265,9 @@ def parse_tree(text: str) -> Topology:
     ----------
     text : str
         ``"4x2x2x1x1"`` (children per level), ``"chain:5"``, ``"fork:WIDTHxDEPTH"`` (also ``"target-root:..."``:
-        the root, the pending token, comes from the target's law), a JSON list of index paths, or
-        ``"none"`` for plain decoding.
+        the root, the pending token, comes from the target's law), ``"best:NODESxDEPTH"`` (of all trees of this size the one
+        with the most accepted tokens at temperature 0, if candidates are accepted as often as the shipped head's), a JSON list
+        of index paths, or ``"none"`` for plain decoding.
     """
     spec = text.strip().lower()
     shown = text if len(text) <= 60 else f"{text[:57]}..."
@@ -270,6 +279,8 @@ def parse_tree(text: str) -> Topology:
         return Topology.fork(1, int(match[1]))
     if match := re.fullmatch(r"(?:fork|target-root):(\d{1,18})x(\d{1,18})", spec):
         return Topology.fork(int(match[1]), int(match[2]))
+    if match := re.fullmatch(r"best:(\d{1,18})x(\d{1,18})", spec):
+        return Topology.likeliest(int(match[1]), int(match[2]))
     if spec.startswith("["):
         try:
             paths = json.loads(spec)

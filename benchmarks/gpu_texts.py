@@ -1,0 +1,155 @@
+"""What a GPU gives end to end: texts one at a time, in batches, and against Hugging Face's. `benchmarks/gpu.py` runs it."""
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import polydraft
+from polydraft.certify.greedy_identity import IdentityCheck
+from polydraft.drafters import Combination, Drafter, GramTreeOptions, TreeDrafter
+from polydraft.drafters.grams import gram_tree
+from polydraft.engine import Decoder, Stats
+from polydraft.models import FeatureHead
+from polydraft.models.loading import Loaded, load_draft
+from polydraft.prompts import load_prompts
+from polydraft.sampling import SamplingParams
+from polydraft.trees import parse_dynamic, parse_tree
+
+TREES = ("default", "4x2x2x1x1", "dynamic:64")
+"""What the end-to-end run tries if not told otherwise."""
+_WARM = 3
+"""Prompts that every arm decodes before it counts, the longest ones: then no memory grows, and every round is recorded."""
+
+
+def end_to_end(options: argparse.Namespace) -> dict[str, float]:
+    """Decode prompts one at a time, arms in turn, against our plain decoding; Hugging Face decodes the first few."""
+    usual = polydraft.load(options.target, device="cuda")
+    head = load_draft("smollm2-head", Loaded(usual.target, usual.tokenizer, usual.eos_token_ids))
+    prompts = [usual.encode(text, chat=True) for text in sample_prompts(options.prompts, options.limit)]
+    bare = usual.replace(tokenizer=None)  # without detokenizing
+    arms = {"plain": bare.replace(drafter=None)}
+    for spec in options.trees or TREES:
+        arms[spec] = bare if spec == "default" else bare.replace(drafter=drafter_of(spec, head, usual))
+    rows: dict[str, float] = {}
+    for temperature in options.temperatures:
+        sampling = SamplingParams(temperature=temperature)
+        start = time.perf_counter()
+        for decoder in arms.values():
+            decoder.warm_up(sampling=sampling, longest=max(map(len, prompts)) + 129)
+            for prompt in sorted(prompts, key=len)[-_WARM:]:
+                decoder.generate(prompt, sampling=sampling, max_new_tokens=128, seed=0)
+        print(f"T={temperature:g}: warming up took {time.perf_counter() - start:.1f} s", flush=True)
+        stats: dict[str, list[Stats]] = {name: [] for name in arms}
+        texts: dict[str, list[list[int]]] = {name: [] for name in arms}
+        for seed, prompt in enumerate(prompts):
+            for name, decoder in arms.items():
+                result = decoder.generate(prompt, sampling=sampling, max_new_tokens=128, seed=seed)
+                stats[name].append(result.stats)
+                texts[name].append(result.token_ids)
+        for name, found in stats.items():
+            rate, low, high = speed_up(found, stats["plain"])
+            tokens, passes = sum(one.new_tokens for one in found), sum(one.passes for one in found)
+            seconds = sum(one.decode_seconds for one in found)
+            rows |= {f"T={temperature:g} {name}": tokens / seconds, f"T={temperature:g} {name} ratio": rate}
+            same = sum(one == two for one, two in zip(texts[name], texts["plain"], strict=True))
+            alike = f"  {same} of {len(prompts)} texts as plain" if temperature == 0 else ""
+            print(
+                f"T={temperature:g} {name:14} {tokens / seconds:7.1f} tokens/s  {rate:5.2f}x plain ({low:.2f} to {high:.2f})  "
+                f"{tokens / passes:5.2f} tokens/pass  {1e3 * seconds / passes:6.2f} ms/pass  "
+                f"{100 * sum(one.replayed_rounds for one in found) / passes:3.0f} % replayed{alike}",
+                flush=True,
+            )
+        timed = [hf_generate(usual.target.hf_model, prompt, temperature) for prompt in prompts[:4]]
+        rows[f"T={temperature:g} hf"] = sum(count for count, _ in timed) / sum(spent for _, spent in timed)
+        print(
+            f"T={temperature:g} Hugging Face {rows[f'T={temperature:g} hf']:.1f} tokens/s, prefill and first use included",
+            flush=True,
+        )
+    return rows
+
+
+def speed_up(arm: list[Stats], plain: list[Stats]) -> tuple[float, float, float]:
+    """Return the ratio of two arms' tokens per second, and its 95 % interval by bootstrap over prompts."""
+    pairs = list(zip(arm, plain, strict=True))
+
+    def ratio(some: list[tuple[Stats, Stats]]) -> float:
+        rates = [
+            sum(one.new_tokens for one in side) / sum(one.decode_seconds for one in side) for side in zip(*some, strict=True)
+        ]
+        return rates[0] / rates[1]
+
+    chance = random.Random(0)
+    found = sorted(ratio(chance.choices(pairs, k=len(pairs))) for _ in range(1000))
+    return ratio(pairs), found[25], found[974]
+
+
+def drafter_of(spec: str, head: FeatureHead, plain: Decoder) -> Drafter:
+    """Make a tree, with a scheme if wished, and so many candidates from n-grams beside it: 4x2x1,top or 4x2x1+32 or none+63."""
+    drawn, _, nodes = spec.partition("+")
+    tree, _, scheme = drawn.partition(",")
+    shape = parse_dynamic(tree) or parse_tree(tree)
+    if not nodes:
+        return TreeDrafter(head, shape, scheme or "auto")
+    grams = gram_tree(["suffix", "corpus"], GramTreeOptions(nodes=int(nodes)).for_tokenizer(plain.tokenizer))
+    return grams if tree == "none" else Combination(TreeDrafter(head, shape, scheme or "auto"), grams)
+
+
+def batches(options: argparse.Namespace) -> dict[str, float]:
+    """Throughput of plain and speculative decoding at growing batches."""
+    plain = polydraft.load("inflated:7b", "none", device="cuda")
+    head = load_draft("smollm2-head", Loaded(plain.target, plain.tokenizer, plain.eos_token_ids))
+    texts = sample_prompts(options.prompts, 64)
+    rows: dict[str, float] = {}
+    for batch in (1, 4, 16, 64):
+        prompts = [plain.encode(text, chat=True) for text in texts[:batch]]
+        for tree in ("none", "chain:2", "2x1", "4x2x1", "4x2x2x1x1"):
+            drafter = TreeDrafter(head, parse_tree(tree)) if tree != "none" else None
+            # Without ends of text: all rows work to the last round.
+            decoder = plain.replace(drafter=drafter, tokenizer=None, eos_token_ids=())
+            for _ in range(2):
+                results = decoder.generate(prompts, sampling=SamplingParams(temperature=0), max_new_tokens=64, seed=0)
+            stats = results[0].stats
+            rows[f"batch {batch} {tree}"] = stats.new_tokens / stats.decode_seconds
+        row = {tree: rows[f"batch {batch} {tree}"] for tree in ("none", "chain:2", "2x1", "4x2x1", "4x2x2x1x1")}
+        print(f"batch {batch:3}:", {tree: f"{rate:.0f} ({rate / row['none']:.2f}x)" for tree, rate in row.items()}, flush=True)
+    return rows
+
+
+def identity(options: argparse.Namespace) -> dict[str, int]:
+    """Greedy texts of the bundled model on the GPU, drafted and recorded, against Hugging Face's."""
+    decoder = polydraft.load("smollm2", device="cuda", tree="4x2x2x1x1")
+    check = IdentityCheck(decoder.target)
+    found: dict[str, int] = {}
+    for text in sample_prompts(options.prompts, 20):
+        prompt = decoder.encode(text, chat=True)
+        ids = torch.tensor([prompt], device="cuda")
+        model = decoder.target.hf_model
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, pad_token_id=0)
+        expected = output[0, len(prompt) :].tolist()
+        got = decoder.generate(prompt, sampling=SamplingParams(temperature=0), max_new_tokens=64).token_ids
+        likeness = str(check.compare(prompt, expected, got))
+        found[likeness] = found.get(likeness, 0) + 1
+    print("greedy texts against Hugging Face's:", found)
+    return found
+
+
+def sample_prompts(path: Path | None, limit: int) -> list[str]:
+    """Return prompts of all categories in turn: from a file, or the built-in ones."""
+    return [prompt.text for prompt in load_prompts(str(path) if path else "builtin", limit=limit)]
+
+
+def hf_generate(model, prompt: list[int], temperature: float) -> tuple[int, float]:
+    ids = torch.tensor([prompt], device="cuda")
+    choice = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, pad_token_id=0, **choice)
+    torch.cuda.synchronize()
+    return output.shape[1] - len(prompt), time.perf_counter() - start
+
+
+TEXTS: dict[str, Callable[[argparse.Namespace], object]] = {"identity": identity, "end": end_to_end, "batches": batches}

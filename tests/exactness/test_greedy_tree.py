@@ -1,0 +1,74 @@
+"""Decoders with a tree of its own for one text at temperature 0."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from polydraft.drafters import TreeDrafter
+from polydraft.engine import Decoder, Generation
+from polydraft.errors import UsageError
+from polydraft.loading import _resolved
+from polydraft.options import LoadOptions
+from polydraft.sampling import SamplingParams
+from polydraft.theory import largest_tree
+from polydraft.trees import parse_tree
+from polydraft.trees.likely import RANK_ACCEPTANCE
+from stand_in import StandIn
+
+from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET
+from .test_greedy import greedy_text
+
+GREEDY = SamplingParams(temperature=0)
+WIDE, USUAL = parse_tree("best:24x4"), parse_tree("2x1")
+
+
+def decoder_of(model: Any, **options: Any) -> Decoder:
+    return Decoder(TARGET, TreeDrafter(model, USUAL, greedy=WIDE), **options)
+
+
+def depth_of(result: Generation) -> float:
+    return result.stats.path_tokens / result.stats.rounds
+
+
+@pytest.mark.parametrize("model", [DRAFT, HEAD], ids=["model", "head"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "eager"])
+def test_one_greedy_text_has_the_wide_tree(model: Any, graphs: bool, recorders: list[StandIn]) -> None:
+    decoder = decoder_of(model, graphs=graphs)
+    for prompt in RAGGED_PROMPTS:
+        result = decoder.generate(prompt, sampling=GREEDY, max_new_tokens=40)
+        assert result.token_ids == greedy_text(TARGET, prompt, 40, GREEDY)
+        assert depth_of(result) == WIDE.depth
+    assert bool(recorders) == graphs
+
+
+@pytest.mark.parametrize("model", [DRAFT, HEAD], ids=["model", "head"])
+def test_batches_and_drawn_texts_have_the_usual_tree_and_its_texts(model: Any) -> None:
+    decoder, usual = decoder_of(model), Decoder(TARGET, TreeDrafter(model, USUAL))
+    for prompts, sampling, seeds in ((RAGGED_PROMPTS[:1], SamplingParams(), [5]), (RAGGED_PROMPTS[:2], GREEDY, [1, 2])):
+        options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 30, "seed": seeds}
+        results, expected = decoder.generate(prompts, **options), usual.generate(prompts, **options)
+        assert [one.token_ids for one in results] == [one.token_ids for one in expected]
+        assert results[0].stats.drafted_tokens == expected[0].stats.drafted_tokens
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(2, 1), (24, 4), (64, 6), (200, 9)])
+def test_the_best_tree_is_theorys(nodes: int, depth: int) -> None:
+    assert parse_tree(f"best:{nodes}x{depth}") == largest_tree(RANK_ACCEPTANCE, nodes, max_depth=depth)
+
+
+@pytest.mark.parametrize("tree", ["best:1x3", "best:2000x3", "best:8x0", "best:8", "4x2/dynamic:8", "x/4x2", "/4x2"])
+def test_trees_that_there_are_not_are_refused(tree: str) -> None:
+    with pytest.raises(UsageError, match="allowed"):
+        LoadOptions(tree=tree)
+
+
+def test_a_gpu_has_two_trees_unless_something_is_asked_for() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    small, large = (_resolved(LoadOptions(target), gpu, torch.bfloat16) for target in ("smollm2", "inflated:7b"))
+    for options, nodes in ((small, 24), (large, 64)):
+        assert options.greedy is not None and options.greedy.num_nodes == nodes
+        assert options.shape == (None, parse_tree("3x2x1x1x1"))
+    for options in (LoadOptions(tree="4x2x1"), LoadOptions(walk="node"), LoadOptions(scheme="rrs-wor")):
+        assert _resolved(options, gpu, torch.bfloat16).greedy is None
+    assert _resolved(LoadOptions(), cpu, torch.bfloat16).greedy is None
