@@ -10,6 +10,7 @@ from covering import chosen
 from polydraft.drafters import GRAM_DRAFTERS
 from polydraft.sampling import SamplingParams
 from polydraft.schemes import SCHEMES
+from polydraft.walks import WALKS
 
 from .checks import FIXTURE_DRAFT_V, FIXTURE_TARGET_V, enumerated_acceptance, largest_count
 from .configurations import (
@@ -38,6 +39,15 @@ def quick_or_slow(configurations: list[Configuration], slow: set[str]) -> list[A
     return [pytest.param(one, id=one.label, marks=pytest.mark.slow if one.label in slow else ()) for one in configurations]
 
 
+SLOW_FIXTURE = {f"fixture {scheme} {walk}" for scheme, walk in set(SCHEMES_AND_WALKS).difference(QUICK_PAIRS)}
+
+
+def test_nothing_that_is_registered_is_left_to_the_slow_tests() -> None:
+    fixture = [one for one in FIXTURE_CONFIGURATIONS if one.label not in SLOW_FIXTURE]
+    assert {one.scheme for one in fixture} == set(SCHEMES) and {one.walk for one in fixture} == set(WALKS)
+    assert {one.drafter for one in CONFIGURATIONS if one.label not in SLOW} >= set(EVERY_DRAFTER)
+
+
 @pytest.mark.parametrize("configuration", quick_or_slow(CONFIGURATIONS, SLOW))
 def test_texts_follow_the_target_law(configuration: Configuration) -> None:
     results = configuration.generate()
@@ -53,9 +63,7 @@ def test_texts_follow_the_target_law(configuration: Configuration) -> None:
         assert {source for source in stats.tokens_by_source} - {"model", "head"}
 
 
-@pytest.mark.parametrize("configuration", quick_or_slow(
-    FIXTURE_CONFIGURATIONS, {f"fixture {scheme} {walk}" for scheme, walk in set(SCHEMES_AND_WALKS).difference(QUICK_PAIRS)}
-))  # fmt: skip
+@pytest.mark.parametrize("configuration", quick_or_slow(FIXTURE_CONFIGURATIONS, SLOW_FIXTURE))
 def test_texts_follow_the_target_law_where_errors_would_be_largest(configuration: Configuration) -> None:
     results = configuration.generate()
     assert min(configuration.p_values(results)) > THRESHOLD
