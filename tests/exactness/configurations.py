@@ -78,7 +78,7 @@ class Configuration:
 
 SCHEMES_AND_WALKS = [(scheme, walk) for scheme in SCHEMES for walk in WALKS if WALKS.get(walk).fits(SCHEMES.get(scheme))]
 
-_TREES = [name for name in DRAFTERS if name not in GRAM_DRAFTERS]
+TREE_DRAFTERS = [name for name in DRAFTERS if name not in GRAM_DRAFTERS]
 
 CONFIGURATIONS = [
     *(
@@ -98,7 +98,7 @@ CONFIGURATIONS = [
     Configuration(label="flat draft", draft_temperature=1.5),
     Configuration(label="greedy draft", draft_temperature=0.0),
     Configuration(label="one-token prompt", prompt=(21,)),
-    *(Configuration(label=f"drafter {name}", drafter=name, scheme="auto") for name in _TREES),
+    *(Configuration(label=f"drafter {name}", drafter=name, scheme="auto") for name in TREE_DRAFTERS),
     *(
         Configuration(
             label=f"drafter {name}, truncated",
@@ -107,7 +107,7 @@ CONFIGURATIONS = [
             tree="fork:2x4",
             sampling=SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3),
         )
-        for name in _TREES
+        for name in TREE_DRAFTERS
     ),
     # One trie and one walk for all of these: fewer texts each, as their memories are Python's.
     *(

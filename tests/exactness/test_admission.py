@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from covering import covering
 from polydraft.certify.reference import next_laws
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
@@ -71,13 +72,17 @@ def driven(engine: Engine, sequences: list[TokenSequence], seed: int) -> None:
     raise AssertionError("the loop does not end")
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"chunk": 4, "reuse": True}, {"elastic": True, "chunk": 9}], ids=["whole prompts", "in chunks", "elastic"]
-)
-@pytest.mark.parametrize("name", DECODERS)
-def test_a_sequence_gets_its_own_text_whoever_comes_and_goes(name: str, options: dict[str, Any]) -> None:
+ADMISSIONS: dict[str, dict[str, Any]] = {
+    "whole prompts": {},
+    "in chunks": {"chunk": 4, "reuse": True},
+    "elastic": {"elastic": True, "chunk": 9},
+}
+
+
+@pytest.mark.parametrize(("name", "admission"), covering(DECODERS, ADMISSIONS))
+def test_a_sequence_gets_its_own_text_whoever_comes_and_goes(name: str, admission: str) -> None:
     decoder, asked = DECODERS[name](), requests(12)
-    engine = open_engine(decoder, slots=3, **options)
+    engine = open_engine(decoder, slots=3, **ADMISSIONS[admission])
     sequences = [sequence(decoder, row, **one) for row, one in enumerate(asked)]
     driven(engine, sequences, seed=len(name))
     for found, one in zip(sequences, asked, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import polydraft.models.language_model as language_model
+from covering import covering
 from polydraft.engine import Decoder, Generation, StopReason
 from polydraft.engine.graphs import Launched
 from polydraft.engine.workspace import Workspace
@@ -76,12 +77,11 @@ def assert_in_step(decoder: Decoder) -> None:
             assert context.lengths_B.tolist() == context.lengths
 
 
-@both_temperatures
-@ahead_drafters
-@pytest.mark.parametrize("limit", [5, 20])
-@pytest.mark.parametrize("prompts", [[PROMPT], RAGGED_PROMPTS], ids=["single", "ragged"])
-def test_limits(replaying: list[StandIn], drafter: str, temperature: float, limit: int, prompts: list[list[int]]) -> None:
-    sampling = SamplingParams(temperature=temperature)
+@pytest.mark.parametrize(
+    ("drafter", "temperature", "limit", "rows"), covering(RUNS_AHEAD, [0.0, 1.0], [5, 20], [1, 3], strength=2)
+)
+def test_limits(replaying: list[StandIn], drafter: str, temperature: float, limit: int, rows: int) -> None:
+    sampling, prompts = SamplingParams(temperature=temperature), [PROMPT] if rows == 1 else RAGGED_PROMPTS
     pair = decoders(drafter)
     for _ in range(2):
         results, expected = (
@@ -95,9 +95,9 @@ def test_limits(replaying: list[StandIn], drafter: str, temperature: float, limi
     assert_in_step(pair[0])
 
 
-@both_temperatures
-@ahead_drafters
-@pytest.mark.parametrize(("row", "place"), [(0, 3), (1, 6), (2, 11)])
+@pytest.mark.parametrize(
+    ("drafter", "temperature", "row", "place"), covering(RUNS_AHEAD, [0.0, 1.0], [(0, 3), (1, 6), (2, 11)], strength=2)
+)
 def test_ends(replaying: list[StandIn], drafter: str, temperature: float, row: int, place: int) -> None:
     """A token, then a string, that comes first at some place of one row ends it there, and the others where they have it."""
     options = {"sampling": SamplingParams(temperature=temperature), "max_new_tokens": 16, "seed": SEEDS}

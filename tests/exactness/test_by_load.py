@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from covering import covering
 from polydraft.certify.reference import greedy_text
 from polydraft.drafters import TreeDrafter
 from polydraft.drafters.tree_choice import TreeChoice, smaller_trees
@@ -61,11 +62,9 @@ def texts(results: list[Generation]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-@both_models
 @pytest.mark.parametrize(
-    "sampling",
-    [SamplingParams(), SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3)],
-    ids=["plain", "truncated"],
+    ("model", "sampling"),
+    covering(MODELS, [SamplingParams(), SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3)]),
 )
 def test_texts_follow_the_target_law(
     every_tree: object, monkeypatch: pytest.MonkeyPatch, model: str, sampling: SamplingParams
@@ -88,9 +87,7 @@ def test_greedy_rows_have_the_greedy_text(every_tree: object, model: str, sampli
             assert result.token_ids == greedy_text(TARGET, prompt, 25, GREEDY)
 
 
-@both_models
-@every_sampling
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(("model", "sampling", "ahead"), covering(MODELS, SAMPLINGS, [True, False], strength=2))
 def test_recorded_rounds_give_the_same_texts(
     every_tree: Callable[[int], None], recorders: list[StandIn], model: str, sampling: str, ahead: bool
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import covering
 from polydraft.certify.reference import greedy_text
 from polydraft.drafters import GRAM_DRAFTERS
 from polydraft.drafters.device_trie import DeviceGramSource, DeviceTrieBuilder
@@ -33,6 +34,7 @@ UNIONS = ["suffix+corpus", "lookup+model", "suffix+corpus+head", "corpus+dynamic
 
 every_drafter = pytest.mark.parametrize("drafter", [*ALONE, *UNIONS])
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
+each_with_some_sampling = pytest.mark.parametrize(("drafter", "sampling"), covering([*ALONE, *UNIONS], SAMPLINGS))
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +62,7 @@ def test_texts_follow_the_target_law(drafter: str) -> None:
     assert set(results[0].stats.tokens_by_source) - {"target", "model", "head", "dynamic"}, "no n-gram was accepted"
 
 
-@every_drafter
-@every_sampling
+@each_with_some_sampling
 def test_recorded_rounds_that_run_ahead_give_the_same_texts(recorders: list[StandIn], drafter: str, sampling: str) -> None:
     makers = [decoder_of(drafter), decoder_of(drafter, ahead=False), decoder_of(drafter, graphs=False)]
     for prompts, limit in ((PROMPTS, 40), (PROMPTS[::-1], 9)):
@@ -79,8 +80,7 @@ def test_recorded_rounds_that_run_ahead_give_the_same_texts(recorders: list[Stan
             assert waits == (figures[0].rounds_ahead == 0)
 
 
-@every_drafter
-@every_sampling
+@each_with_some_sampling
 def test_rows_are_their_own(drafter: str, sampling: str) -> None:
     decoder, params = decoder_of(drafter), SAMPLINGS[sampling]
     together = decoder.generate(PROMPTS, sampling=params, max_new_tokens=25, seed=SEEDS)

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 
+from covering import covering
 from polydraft.certify.reference import greedy_text
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
@@ -43,9 +44,10 @@ def test_plain_decoding_is_the_argmax_loop() -> None:
         assert unequal_texts(plain, argmax_texts(bool(penalties))) == 0
 
 
-@pytest.mark.parametrize("draft_temperature", [None, 1.0], ids=["greedy draft", "sampled draft"])
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize(("scheme", "walk"), SCHEMES_AND_WALKS)
+# A greedy draft has no temperature of its own.
+@pytest.mark.parametrize(
+    ("scheme", "walk", "tree", "draft_temperature"), covering(SCHEMES_AND_WALKS, TREES, [None, 1.0], strength=2)
+)
 def test_every_scheme_tree_and_walk_gives_the_argmax_text(
     scheme: str, walk: str, tree: str, draft_temperature: float | None
 ) -> None:

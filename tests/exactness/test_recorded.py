@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import polydraft.models.language_model as language_model
+from covering import covering
 from polydraft.drafters import DRAFTERS, Combination, Drafter, Parts, Plain
 from polydraft.drafters.gram_options import GramTreeOptions
 from polydraft.drafters.grams import gram_tree
@@ -40,8 +41,7 @@ def recorded_drafters() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", recorded_drafters())
+@pytest.mark.parametrize(("name", "temperature"), covering(recorded_drafters(), [0.0, 1.0]))
 def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, name: str, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, repetition_penalty=1.2)
     expected = Decoder(TARGET, drafter(name)).generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=30, seed=3)

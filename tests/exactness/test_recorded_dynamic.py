@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from covering import covering
 from polydraft.certify.reference import greedy_text
 from polydraft.drafters import Combination, TreeDrafter
 from polydraft.drafters.candidates import even_levels
@@ -70,9 +71,7 @@ def sizes_in(recorder: StandIn) -> set[object]:
     return {kind[-3][4] for kind in recorder.kinds}
 
 
-@both_models
-@every_sampling
-@every_cost
+@pytest.mark.parametrize(("model", "sampling", "costs"), covering(MODELS, SAMPLINGS, COSTS))
 def test_recorded_rounds_give_the_same_texts(recorders: list[StandIn], model: str, sampling: str, costs: str) -> None:
     recorded, eager = dynamic(model, costs), dynamic(model, costs, graphs=False)
     for prompts, seed in ((RAGGED_PROMPTS, 3), (RAGGED_PROMPTS[::-1], 4)):
@@ -87,9 +86,7 @@ def test_recorded_rounds_give_the_same_texts(recorders: list[StandIn], model: st
     assert len(set(recorder.kinds)) <= len(sizes_of(SHAPE)), "a recording per size must do"
 
 
-@both_models
-@pytest.mark.parametrize("sampling", ["greedy", "drawn"])
-@every_cost
+@pytest.mark.parametrize(("model", "sampling", "costs"), covering(MODELS, ["greedy", "drawn"], COSTS))
 def test_rounds_that_run_ahead_give_the_same_texts(recorders: list[StandIn], model: str, sampling: str, costs: str) -> None:
     pair = [dynamic(model, costs, ahead=ahead) for ahead in (True, False)]
     for limit in (9, 40):
@@ -101,8 +98,7 @@ def test_rounds_that_run_ahead_give_the_same_texts(recorders: list[StandIn], mod
     assert figures.rounds_ahead > figures.rounds / 3 and others.rounds_ahead == 0
 
 
-@both_models
-@every_sampling
+@pytest.mark.parametrize(("model", "sampling"), covering(MODELS, SAMPLINGS))
 def test_rows_are_their_own_whatever_size_the_batch_has(recorders: list[StandIn], model: str, sampling: str) -> None:
     decoder, params = dynamic(model), SAMPLINGS[sampling]
     together = decoder.generate(RAGGED_PROMPTS, sampling=params, max_new_tokens=25, seed=SEEDS)

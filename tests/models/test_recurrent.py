@@ -8,6 +8,7 @@ import pytest
 import torch
 from recurrent_cases import CASES, build, noisy
 
+from covering import covering
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import FALSE_ALARM, chi_square_p_value
 from polydraft.drafters import TreeDrafter
@@ -22,9 +23,7 @@ GREEDY = SamplingParams(temperature=0)
 FEW = ["lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba"]
 PROMPTS = [torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (9, 20, 3)]
 
-everything = pytest.mark.parametrize(
-    "model_type", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+TREES = ["1x1x1x1", "3x2x1"]
 
 
 def plain(model, prompt, count=24):
@@ -33,19 +32,24 @@ def plain(model, prompt, count=24):
     ].tolist()
 
 
-@everything
-def test_texts_are_those_of_generate(model_type):
+@pytest.mark.parametrize(
+    ("model_type", "tree"),
+    [
+        *covering(FEW, TREES),
+        *(pytest.param(name, tree, marks=pytest.mark.slow) for name in CASES if name not in FEW for tree in TREES),
+    ],
+)
+def test_texts_are_those_of_generate(model_type, tree):
     model = build(model_type)
     target, draft = HFModel(model), HFModel(noisy(model))
     assert isinstance(target.start(1, 8), RecurrentContext)
     expected = [plain(model, prompt) for prompt in PROMPTS]
     assert len(set(expected[0])) > 5
-    for tree in ("1x1x1x1", "3x2x1"):
-        decoder = Decoder(target, TreeDrafter(draft, parse_tree(tree)))
-        for rows in ([0], [0, 1, 2]):
-            results = decoder.generate([PROMPTS[row] for row in rows], sampling=GREEDY, max_new_tokens=24)
-            assert [result.token_ids for result in results] == [expected[row] for row in rows]
-            assert results[0].stats.tokens_per_pass > 1  # some drafts were accepted, so that states of nodes were kept
+    decoder = Decoder(target, TreeDrafter(draft, parse_tree(tree)))
+    for rows in ([0], [0, 1, 2]):
+        results = decoder.generate([PROMPTS[row] for row in rows], sampling=GREEDY, max_new_tokens=24)
+        assert [result.token_ids for result in results] == [expected[row] for row in rows]
+        assert results[0].stats.tokens_per_pass > 1  # some drafts were accepted, so that states of nodes were kept
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "mamba"])

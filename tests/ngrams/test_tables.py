@@ -111,7 +111,7 @@ def test_an_unknown_end_and_foreign_tokens_lead_to_nothing(options):
     assert set(paths_in(tree, 0)) <= set(expected(opened("corpus", options, [3]), DEPTH))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_a_corpus_goes_on_where_the_text_began(options, seed):
     texts, nodes = texts_of(seed), 16
     _, tree = built(["lookup", "corpus"], options, texts, nodes)

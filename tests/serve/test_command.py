@@ -29,7 +29,7 @@ def process(*arguments):
             one.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_answers_end(roomy, number):
     with process("--target", roomy, "--draft", "early-exit:1", "--tree", "2x1", "--slot-tokens", "512") as (one, url):
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=60) as answer:

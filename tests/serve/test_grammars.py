@@ -123,7 +123,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("drafts", [
-    pytest.param(name, marks=pytest.mark.slow if name in ("dynamic", "n-grams") else ()) for name in DRAFTS
+    pytest.param(name, marks=() if name == "static" else pytest.mark.slow) for name in DRAFTS
 ])  # fmt: skip
 def test_the_law_is_the_masked_targets(roomy, grammars, drafts):
     decoder = loaded(roomy, **DRAFTS[drafts])

@@ -199,7 +199,7 @@ class Engine:
             rows.append(slot)
         if not rows:
             return
-        rows += [slot for slot in fresh if slot not in rows]
+        rows += sorted(set(fresh).difference(rows))
         first = self._walk is None
         active = self._active()
         for slot, sequence in enumerate(self.slots):
@@ -253,13 +253,16 @@ class Engine:
 
     def _take_slot(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:
         """Let a sequence into a free slot; return it, and how many tokens of the prompt the memories know there already."""
-        texts = self._texts()
-        shared = {slot: common_prefix(texts[slot], sequence.prompt) if self._reuse else 0 for slot in free}
-        slot = max(free, key=lambda one: shared[one])  # of equal ones the first: rounds are narrower where the last are empty
-        free.remove(slot)
+        place, known = 0, 0  # of equal ones the first: rounds are narrower where the last are empty
+        if self._reuse:
+            texts = self._texts()
+            shared = [common_prefix(texts[slot], sequence.prompt) for slot in free]
+            known = max(shared)
+            place = shared.index(known)
+        slot = free.pop(place)
         self._known.pop(slot, None)
         self.slots[slot] = sequence
-        return slot, shared[slot]
+        return slot, known
 
     def _chosen_walk(self) -> Walk:
         if isinstance(self._wish, Walk):

@@ -29,7 +29,7 @@ WINDOW, POSITIONS = 6, 48
 _VOCABULARY = 96
 _MOST_WEIGHTS = 5e7
 """Of a twin that is worth its while: filling so many with numbers takes seconds."""
-_LAYERS = r"(num_hidden_|num_|n_|num_decoder_|decoder_|num_encoder_|encoder_)layers?"
+_LAYERS = r"(num_hidden_|num_|n_|num_decoder_|decoder_|num_encoder_|encoder_)layers?|depth"
 _POSITIONS = r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_target_positions|model_max_length"
 WINDOWS = r".*window(_size)?|.*attention_chunk_size|local_attention|attention_window_size|.*chunk_length"
 _PERIODS = (
