@@ -183,7 +183,7 @@ def test_a_head_begins_where_another_ended(target: Loaded, other_vocabulary: str
     with pytest.raises(UsageError, match="head for another target"):
         run(wider, other, tmp_path / "three")
     with pytest.raises(UsageError, match=r"has another shape \(.* differs\)"):
-        run(replace(wider, size=replace(wider.size, mlp_size=64)), target, tmp_path / "four")
+        run(replace(wider, size=replace(wider.size, mlp_size=16)), target, tmp_path / "four")
     (tmp_path / "one" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UsageError, match="holds no usable head"):
         run(wider, target, tmp_path / "five")
