@@ -5,6 +5,9 @@ READY := $(VENV)/.ready
 PIP := $(PYTHON) -m pip --disable-pip-version-check -q
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 
+# The tests start many processes, and each would compile the package anew where this is set.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup run test test-all lint bench dist dist-check clean
 help:
 	@echo "make run       generate from the bundled model, against plain decoding in the same run (PROMPT=...)"

@@ -288,6 +288,7 @@ def test_a_full_disk_leaves_the_settings_of_a_journal(tmp_path, monkeypatch):
     Journal(tmp_path, {"target": "x"}, resume=True)
 
 
+@pytest.mark.slow
 def test_a_paper_is_measured_again(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
     code, out, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--reproduce", "mcsd", "--limit", "2")
     assert code == 0, err

@@ -35,7 +35,8 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.slow
 def test_compiled_generation_compiles_once_for_all_lengths(
     tiny: str, prompt_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None, temperature: float
 ) -> None:

@@ -3,12 +3,15 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
+
 from polydraft.certify import find_subject
 from polydraft.certify.mutants import STRUCTURAL
 
 from .conftest import TINY
 
 
+@pytest.mark.slow
 def test_the_certificate_says_what_was_tried_and_what_could_escape(invoke, monkeypatch) -> None:
     # Fewer samples of the fixture would let wrong rules through, and the kit would say so.
     monkeypatch.setattr("polydraft.certify.QUICK", replace(TINY, node_samples=12_000))

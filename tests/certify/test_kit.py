@@ -114,6 +114,7 @@ def test_wrong_walks_are_refused(walk) -> None:
     assert "three tokens" in certificate.text()
 
 
+@pytest.mark.slow
 def test_every_wrong_rule_is_refused_by_the_checks_that_should() -> None:
     sizes = replace(TINY, cases=40, node_samples=12_000)
     seen = []

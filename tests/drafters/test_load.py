@@ -1,5 +1,6 @@
 """Trees by load: a pass costs by all its tokens, so the more rows share it the fewer candidates pay."""
 
+import pytest
 import torch
 
 from exactness.setups import DRAFT, TARGET
@@ -51,6 +52,7 @@ def rounds_of(decoder: Decoder, count: int, steady: bool) -> tuple[list[TokenSeq
     return sequences, [one.new_tokens for one in sequences]
 
 
+@pytest.mark.slow
 def test_a_crowd_drafts_less_and_steady_texts_do_not_notice() -> None:
     decoder = Decoder(TARGET, TreeDrafter(DRAFT, DynamicShape(nodes=16, depth=4), costs=COSTS))
     alone = [decoder.generate([1, 2, 3 + n], max_new_tokens=60, seed=[n]).token_ids for n in range(24)]

@@ -184,6 +184,7 @@ def test_what_a_kill_leaves_is_not_used(quick, tmp_path):
     assert kernels() is not None and asked(quick) == 1
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(quick, tmp_path):
     code = "from polydraft.native import kernels; assert kernels() is not None"
     both = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(2)]

@@ -161,6 +161,7 @@ def test_a_client_that_leaves_frees_its_slot(serving, stream):
     assert "request_cancelled_total 1.0" in httpx.get(f"{server.url}/metrics").text
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_keeps_nobody_waiting(serving):
     server = serving(slots=2, client_seconds=1.0, slot_tokens=1000)
     host, port = server.url.removeprefix("http://").split(":")

@@ -30,7 +30,8 @@ def ran(pair: tuple[TabularModel, TabularModel], widths: tuple[int, ...], use: U
     return run.rounds(robust=True)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_of_trees_that_were_never_run(pair: tuple[TabularModel, TabularModel], temperature: float) -> None:
     use = Use(temperature=temperature, max_new_tokens=96, seed=1)
     probes = {width: ran(pair, widths, use) for width, widths in PROBES.items()}
