@@ -23,8 +23,8 @@ from polydraft.trees import parse_dynamic
 DEFAULT_TREE = "4x2x2x1x1"
 DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "dynamic:64")}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
-NARROW_TREE = "dynamic:16"
-"""The tree of such a pair on a CPU in float32, where a pass costs by its tokens once it has more than a few."""
+NARROW_TREE = "dynamic:8"
+"""The tree of such a pair on a CPU in float32 and int8, where a pass costs by its tokens once it has more than a few."""
 GPU_TREE, SMALL_GPU_TREE = "best:64x6/3x2x1x1x1", "best:24x4/3x2x1x1x1"
 """Trees on a GPU, where a pass of 64 nodes costs little more than one of a single token; the second for the bundled model
 itself, beside which levels of the draft are not cheap."""
@@ -125,7 +125,7 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
     tree, draft = options.tree, options.draft
     if tree == AUTO:
         plain = options.scheme == options.walk == options.drafter == AUTO and options.lossy is None
-        narrow = place.type == "cpu" and number_format is torch.float32 and options.target in DEFAULT_PAIRS
+        narrow = place.type == "cpu" and number_format in (torch.float32, torch.int8) and options.target in DEFAULT_PAIRS
         if place.type == "cuda" and plain:
             tree = SMALL_GPU_TREE if options.target in DEFAULT_PAIRS else GPU_TREE
         elif draft != AUTO or place.type == "cuda":

@@ -16,7 +16,7 @@ from polydraft.trees.likely import RANK_ACCEPTANCE, paths_by_product
 MAX_NODES = 1024
 """Largest tree that is accepted, the root included."""
 DEFAULT_NODES, DEFAULT_DEPTH = 64, 8
-_BEAM, _BRANCH = 8, 16
+_LEAST_BEAM, _BEAM, _BRANCH = 2, 8, 16
 _ALLOWED = 'widths ("4x2x2x1x1"), "chain:5", "fork:16x5", "best:64x6", a list of paths ("[[0],[1],[0,0]]"), or "none"'
 
 
@@ -255,7 +255,9 @@ def parse_dynamic(text: str) -> DynamicShape | None:
         )
     nodes = int(match[1]) if match[1] is not None else DEFAULT_NODES
     depth = int(match[2]) if match[2] is not None else max(min(DEFAULT_DEPTH, nodes - 1), 1)
-    return DynamicShape(nodes=nodes, depth=depth, adaptive=match[3] is None)
+    # Small trees are for machines that pay for every token of a pass, and those of a draft's pass count too.
+    beam = min(max(nodes // _BEAM, _LEAST_BEAM), _BEAM)
+    return DynamicShape(nodes=nodes, depth=depth, beam=beam, adaptive=match[3] is None)
 
 
 def parse_tree(text: str) -> Topology:

@@ -32,7 +32,7 @@ _MOST_TOKENS = {"cpu": 320, "cuda": 2048}
 """Of a round that is only timed: larger ones take long and teach nothing new, as passes cost by their tokens there."""
 _LISTED = ((1,), (1,) * 2, (1,) * 3, (1,) * 5, (4, 2, 1), (4, 2, 2, 1, 1))
 _MOST_NODES = 64
-_DYNAMIC = ("dynamic:16", "dynamic:64")
+_DYNAMIC = ("dynamic:8", "dynamic:64")
 _NGRAMS = ("lookup", "suffix")
 _UNION = "lookup+model"
 
