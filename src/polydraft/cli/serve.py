@@ -5,13 +5,16 @@ from typing import Any
 
 import click
 
-from polydraft.cli.options import GroupedCommand, Loading, loading_options, options_of, taken
+from polydraft.cli.options import GroupedCommand, Loading, loading_options, options_of, prepare, taken
+from polydraft.described import options_in
 from polydraft.errors import UsageError
-from polydraft.serve.options import ServeOptions
+from polydraft.options import LoadOptions, NgramOptions
+from polydraft.serve.options import ReplicaOptions, ServeOptions
 
 
 @click.command("serve", cls=GroupedCommand)
 @options_of(ServeOptions, log_texts={"flag": "--log-texts"})
+@options_of(ReplicaOptions)
 @loading_options
 def command(**options: Any) -> None:
     """Serve the target by the OpenAI API, many texts at a time, and a page to talk to it.
@@ -19,6 +22,7 @@ def command(**options: Any) -> None:
     Without arguments it serves the bundled model to this machine alone, at http://127.0.0.1:8000. SIGTERM and Ctrl-C let
     running answers end; a second Ctrl-C does not.
     """
+    replicas = taken(ReplicaOptions, options)
     settings = taken(ServeOptions, options)
     settings.read_keys()  # refuses a file that cannot be used before anything takes time
     try:
@@ -28,6 +32,10 @@ def command(**options: Any) -> None:
         raise UsageError(f"{error}; install what a server needs: pip install 'polydraft[serve]'") from None
     loading = Loading(**options)
     listening = listen(settings)
+    if replicas.ray:
+        listening.close()  # it was free: Ray's own processes listen
+        _serve_by_ray(loading, settings, replicas)
+        return
     try:
         service = Service(loading.decoder(batch=settings.slots), settings)
         logging.getLogger("polydraft").setLevel(logging.INFO)
@@ -35,3 +43,21 @@ def command(**options: Any) -> None:
         server_of(service, listening, announce).run_until_left()
     finally:
         listening.close()
+
+
+def _serve_by_ray(loading: Loading, settings: ServeOptions, replicas: ReplicaOptions) -> None:
+    try:
+        from polydraft.serve.replicas import run_replicas
+    except ImportError as error:
+        raise UsageError(f"{error}; install what replicas need: pip install 'polydraft[ray]'") from None
+    for option in options_in(NgramOptions):
+        if getattr(loading, option.name) != option.default:
+            flag = option.name.replace("_", "-")
+            raise UsageError(f"--{flag} does not reach replicas; leave it out, or serve without --ray")
+    if settings.port == 0:
+        raise UsageError("--port 0 does not go with --ray; name a port")
+    given = {one.name: getattr(loading, one.name) for one in options_in(LoadOptions) if one.has_text}
+    given |= {one.name: getattr(settings, one.name) for one in options_in(ServeOptions)}
+    given |= {one.name: getattr(replicas, one.name) for one in options_in(ReplicaOptions)}
+    prepare(loading.threads)
+    run_replicas(given, settings, replicas, lambda address: click.echo(f"serving {loading.target} at {address}", err=True))

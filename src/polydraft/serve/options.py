@@ -1,6 +1,6 @@
 """What a server can be told, described and checked once. Nothing here imports torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from polydraft.errors import UsageError, shown
@@ -78,6 +78,32 @@ class ServeOptions:
             if not key.isascii() or len(key) < _SHORTEST_KEY:
                 raise UsageError(f"--api-keys {self.api_keys} holds a key that is not {_SHORTEST_KEY} or more ASCII characters")
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """Replicas."""
+
+    ray: bool = False
+    """Serve by replicas on Ray Serve: on the cluster that this machine belongs to, or on this machine alone."""
+    replicas: int = 1
+    """With --ray: processes that each hold the model; with --max-replicas the least of them."""
+    max_replicas: int | None = None
+    """With --ray: most replicas, by how many texts are under way or wait  [default: as many as --replicas]."""
+    replica_cpus: float = 1.0
+    """With --ray: CPUs that each replica takes, and threads that it has."""
+    replica_gpus: float = 0.0
+    """With --ray: GPUs that each replica takes."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("replicas", 1, 10**4), ("replica_cpus", 0.01, 10**4), ("replica_gpus", 0, 10**3)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(f"--{name.replace('_', '-')} {shown(value)} is out of range; allowed: {low} to {high}")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise UsageError(f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}; raise it")
+        if not self.ray and any(getattr(self, one.name) != one.default for one in fields(self)):
+            raise UsageError("--replicas and its kin go with --ray; add it, or leave them out")
 
 
 _SHORTEST_KEY = 8

@@ -1,0 +1,353 @@
+"""Replicas on Ray Serve: a front that knows only requests, and replicas that each are a whole server of their own.
+
+``serve run polydraft.serve.replicas:application target=smollm2 replicas=2`` starts it; so does ``polydraft serve --ray``.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import signal
+import threading
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import ray
+import torch
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.types import Message, Receive, Scope, Send
+
+from polydraft.described import options_in
+from polydraft.errors import FailureError, unknown_name
+from polydraft.loading import load_with
+from polydraft.options import LoadOptions
+from polydraft.serve.app import make_app
+from polydraft.serve.guard import refuse
+from polydraft.serve.options import ReplicaOptions, ServeOptions
+from polydraft.serve.problems import error_object
+from polydraft.serve.service import Service
+from polydraft.serve.ticket import UnavailableError
+
+_LOGGER = logging.getLogger("polydraft.serve")
+_NAME, _REPLICA, _FRONT = "polydraft", "polydraft-replica", "polydraft-front"
+_MOST_AT_FRONT = 4096
+_PASSED = ("method", "path", "raw_path", "query_string", "headers", "http_version", "scheme", "root_path")
+_AHEAD = 8
+"""Messages that a replica may be ahead of the front: a client that does not read holds its own text back."""
+_TO = "replica:"
+"""Begins the key of a request for one replica."""
+_LOST = "the replica that wrote this answer is gone; ask again"
+
+
+class KeepConversations(RequestRouter):
+    """Send a conversation where its cache is: to the replica whose number, hashed with the conversation's, is largest.
+
+    Where that one is full, to the next one by the same order.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Rank the replicas for a request."""
+        key = str(pending_request.args[0]) if pending_request is not None and pending_request.args else ""
+        if key.startswith(_TO):
+            return [[one for one in candidate_replicas if one.replica_id.unique_id == key.removeprefix(_TO)]]
+        ranked = sorted(candidate_replicas, key=lambda one: _rank(key, one.replica_id.unique_id), reverse=True)
+        return [[one] for one in ranked]
+
+
+def _rank(key: str, replica: str) -> bytes:
+    return hashlib.sha256(f"{key} {replica}".encode()).digest()
+
+
+class Replica:
+    """A server without a socket: requests come in as messages.
+
+    Parameters
+    ----------
+    loading, options : mapping
+        Arguments of `LoadOptions` and `ServeOptions`.
+    threads : int
+    """
+
+    def __init__(self, loading: Mapping[str, Any], options: Mapping[str, Any], threads: int) -> None:
+        torch.set_num_threads(threads)
+        settings = ServeOptions(**options)
+        self._service = Service(load_with(LoadOptions(**loading), batch=settings.slots), settings)
+        self._service.scheduler.start()
+        self._app = make_app(self._service)
+
+    async def ask(self, key: str, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
+        """Answer one request by the messages that a server would send; whoever stops listening has left."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue(_AHEAD)
+        left, given = asyncio.Event(), False
+
+        async def receive() -> Message:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def answer() -> None:
+            try:
+                await self._app({**scope, "type": "http"}, receive, messages.put)
+            finally:
+                await messages.put(None)
+
+        work = asyncio.create_task(answer())
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+        finally:
+            left.set()
+            while not messages.empty():  # whoever waits for room there shall not
+                messages.get_nowait()
+            work.cancel()
+
+    def check_health(self) -> None:
+        """Fail where nothing computes any more, so that this replica is replaced."""
+        if not self._service.scheduler.ready:
+            raise FailureError("the scheduler's thread has ended")
+
+
+class Front:
+    """Take requests in and hand them on; it holds no model, so that it lives through the loss of any replica.
+
+    Parameters
+    ----------
+    replicas : DeploymentHandle
+    max_body_bytes : int
+    """
+
+    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
+        self._replicas, self._most = replicas.options(method_name="ask", stream=True), max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; an ASGI application."""
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        if scope["type"] != "http":
+            return
+        body = await _body(receive, self._most)
+        passed = {name: scope[name] for name in _PASSED if name in scope}
+        if scope["path"] == "/metrics":
+            await self._metrics(passed, send)
+            return
+        await self._hand_on(_conversation(body), passed, body, receive, send)
+
+    async def _hand_on(self, key: str, scope: dict[str, Any], body: bytes, receive: Receive, send: Send) -> None:
+        answer = self._replicas.remote(key, scope, body)
+        gone, started = asyncio.create_task(_left(receive)), False
+        work = asyncio.create_task(_relay(answer, send))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():  # the client has left: so shall its text
+                answer.cancel()
+                return
+            started, error = work.result()
+            if error is None:
+                return
+            _LOGGER.error("a replica did not answer: %s", str(error).splitlines()[0] if str(error) else type(error).__name__)
+            told = UnavailableError(_LOST)
+            if started:
+                await send(
+                    {"type": "http.response.body", "body": b"data: " + json.dumps(error_object(told)).encode() + b"\n\n"}
+                )
+            else:
+                await refuse(told, send, ((b"retry-after", b"1"),))
+        finally:
+            for task in (work, gone):
+                task.cancel()
+
+    async def _metrics(self, scope: dict[str, Any], send: Send) -> None:
+        """Show the figures of all replicas, each with its name."""
+        names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+        replicas = sorted(
+            name.rpartition("#")[2] for name in names if name.startswith("SERVE_REPLICA") and f"#{_REPLICA}#" in name
+        )
+        pages = {}
+        for replica in replicas:
+            parts: list[bytes] = []
+
+            async def keep(message: Message, parts: list[bytes] = parts) -> None:
+                parts.append(message.get("body", b""))
+
+            _, error = await _relay(self._replicas.remote(f"{_TO}{replica}", scope, b""), keep)
+            if error is None:
+                pages[replica] = b"".join(parts).decode()
+        text = labelled(pages).encode()
+        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8"), (b"content-length", str(len(text)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": text})
+
+
+async def _relay(answer: Any, send: Send) -> tuple[bool, BaseException | None]:
+    """Pass messages on; return whether any came, and what ended them too early."""
+    started = False
+    try:
+        async for message in answer:
+            await send(message)
+            started = True
+    except Exception as error:  # whatever a replica, or the way to it, died of
+        return started, error
+    return started, None
+
+
+async def _body(receive: Receive, most: int) -> bytes:
+    """Read a body; of one that is too large a byte more than is allowed, which a replica refuses."""
+    parts, size, more = [], 0, True
+    while more and size <= most:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            break
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
+    return b"".join(parts)[: most + 1]
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """Say that there is nothing to prepare, and nothing to put away."""
+    kind = ""
+    while kind != "lifespan.shutdown":
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _conversation(body: bytes) -> str:
+    """Return what all turns of a conversation share: how it begins. Of prompts that are no conversations, their beginnings."""
+    try:
+        asked = json.loads(body)
+        messages = asked.get("messages")
+        if isinstance(messages, list):
+            first = next((number for number, one in enumerate(messages) if one.get("role") == "user"), len(messages))
+            return _short(messages[: first + 1])
+        return _short(asked.get("prompt"))
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+
+
+def _short(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def labelled(pages: Mapping[str, str]) -> str:
+    """Join pages of figures for Prometheus: every figure says which replica's it is, every name is described once."""
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for replica, page in pages.items():
+        family = ""
+        for line in page.splitlines():
+            if line.startswith("# HELP "):
+                family = line.split()[2]
+            about, figures = families.setdefault(family, ([], []))
+            if line.startswith("#"):
+                if line not in about:
+                    about.append(line)
+            elif line:
+                name, brace, rest = line.partition("{")
+                label = f'replica="{replica}"'
+                if brace:
+                    figures.append(f"{name}{{{label},{rest}")
+                else:
+                    name, _, value = line.partition(" ")
+                    figures.append(f"{name}{{{label}}} {value}")
+    return "".join("\n".join([*about, *figures, ""]) for about, figures in families.values())
+
+
+_fronts: list[Front] = []
+"""The one of this process: Ray asks for the application behind the object's back."""
+
+
+def _front() -> Front:
+    return _fronts[-1]
+
+
+@serve.ingress(_front)
+class _Ingress:
+    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
+        _fronts.append(Front(replicas, max_body_bytes))
+
+
+def application(arguments: Mapping[str, Any]) -> Any:
+    """Return the application, for ``serve run`` and config files.
+
+    Parameters
+    ----------
+    arguments : mapping
+        Fields of `LoadOptions`, `ServeOptions` and `ReplicaOptions` by name; values may be texts, as ``serve run`` passes them.
+    """
+    kinds = {"loading": LoadOptions, "options": ServeOptions, "replicas": ReplicaOptions}
+    known = {option.name: (group, option) for group, kind in kinds.items() for option in options_in(kind) if option.has_text}
+    given: dict[str, dict[str, Any]] = {group: {} for group in kinds}
+    for name, value in arguments.items():
+        if name not in known:
+            raise unknown_name("argument", name, known)
+        group, option = known[name]
+        given[group][name] = option.read(value) if isinstance(value, str) else value
+    replicas = ReplicaOptions(**{**given["replicas"], "ray": True})
+    settings = ServeOptions(**given["options"])
+    LoadOptions(**given["loading"])  # refuses what is wrong here, not in a process far away
+    scaled: dict[str, Any] = {"num_replicas": replicas.replicas}
+    if replicas.max_replicas is not None and replicas.max_replicas > replicas.replicas:
+        limits = {"min_replicas": replicas.replicas, "max_replicas": replicas.max_replicas}
+        scaled = {"autoscaling_config": {**limits, "target_ongoing_requests": settings.slots}}
+    workers = serve.deployment(
+        Replica,
+        name=_REPLICA,
+        max_ongoing_requests=settings.slots + settings.max_queue,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
+        ray_actor_options={"num_cpus": replicas.replica_cpus, "num_gpus": replicas.replica_gpus},
+        request_router_config=RequestRouterConfig(request_router_class=KeepConversations),
+        health_check_period_s=2,
+        **scaled,
+    ).bind(given["loading"], given["options"], max(int(replicas.replica_cpus), 1))
+    front = serve.deployment(
+        _Ingress,
+        name=_FRONT,
+        max_ongoing_requests=_MOST_AT_FRONT,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return front.bind(workers, settings.max_body_bytes)
+
+
+def _until_signalled() -> None:
+    """Wait for SIGTERM or Ctrl-C."""
+    told = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: told.set())
+    while not told.wait(1.0):
+        pass
+
+
+def run_replicas(arguments: Mapping[str, Any], options: ServeOptions, replicas: ReplicaOptions, announce: Any) -> None:
+    """Serve until a signal: on the cluster that is there, or on one made for this."""
+    app = application(arguments)
+    started = not ray.is_initialized()
+    if started:
+        ray.init(log_to_driver=True, logging_level=logging.WARNING, include_dashboard=False)
+    try:
+        free = ray.available_resources()
+        for name, each in (("CPU", replicas.replica_cpus), ("GPU", replicas.replica_gpus)):
+            if each * replicas.replicas > free.get(name, 0) + 1e-6:
+                raise FailureError(
+                    f"the cluster has {free.get(name, 0):g} {name}s free, but {replicas.replicas} replicas need "
+                    f"{each * replicas.replicas:g}; use fewer, or --replica-{name.lower()}s"
+                )
+        serve.start(http_options={"host": options.host, "port": options.port})
+        serve.run(app, name=_NAME, blocking=False)
+        announce(f"http://{options.host}:{options.port}")
+        _until_signalled()
+        serve.delete(_NAME)  # lets running answers end, which the shutdown alone would cut off
+    finally:
+        serve.shutdown()
+        if started:
+            ray.shutdown()
