@@ -51,6 +51,7 @@ _NUMBERS = {
     _PERIODS: 2,
     _EXPERTS: 4,
     _PER_TOKEN: 2,
+    "mamba_chunk_size": 8,  # texts are filled up to a chunk, whose cost is quadratic without kernels
     "n_group|topk_group|num_expert_group|first_k_dense_replace|num_dense_layers": 1,
     r"(type_)?vocab_size(_per_layer_input)?|n_words|ngram_vocab_size_base": _VOCABULARY,
 }
