@@ -1,14 +1,15 @@
 """What a GPU gives end to end: texts one at a time, in batches, and against Hugging Face's. `benchmarks/gpu.py` runs it."""
 
 import argparse
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import polydraft
+from polydraft.bench._results import speedup_interval
 from polydraft.certify.greedy_identity import IdentityCheck
 from polydraft.drafters import Combination, Drafter, GramTreeOptions, TreeDrafter
 from polydraft.drafters.grams import gram_tree
@@ -73,18 +74,10 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
 
 
 def speed_up(arm: list[Stats], plain: list[Stats]) -> tuple[float, float, float]:
-    """Return the ratio of two arms' tokens per second, and its 95 % interval by bootstrap over prompts."""
-    pairs = list(zip(arm, plain, strict=True))
-
-    def ratio(some: list[tuple[Stats, Stats]]) -> float:
-        rates = [
-            sum(one.new_tokens for one in side) / sum(one.decode_seconds for one in side) for side in zip(*some, strict=True)
-        ]
-        return rates[0] / rates[1]
-
-    chance = random.Random(0)
-    found = sorted(ratio(chance.choices(pairs, k=len(pairs))) for _ in range(1000))
-    return ratio(pairs), found[25], found[974]
+    """Return the ratio of two arms' tokens per second, and its 95 % interval over prompts."""
+    pairs = zip(arm, plain, strict=True)
+    rows = [(one.new_tokens, one.decode_seconds, other.new_tokens, other.decode_seconds) for one, other in pairs]
+    return speedup_interval(np.array(rows))
 
 
 def drafter_of(spec: str, head: FeatureHead, plain: Decoder) -> Drafter:

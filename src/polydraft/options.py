@@ -73,7 +73,7 @@ class TreeOptions:
             )
         if self.greedy is not None and self.shape[0] is not None:
             raise UsageError(
-                f"tree {self.tree!r}: allowed behind the stroke: a static tree, because dynamic ones follow the text"
+                f"tree {self.tree!r}: allowed after the slash: a static tree, because dynamic ones follow the text"
             )
         check_walk(self.walk, self.scheme)
         check_draft_temperature(self.draft_temperature)

@@ -288,7 +288,7 @@ def test_a_warm_scheduler_meets_nothing_new(temperatures: list[float], recorders
 
 def test_who_leaves_does_not_wait_for_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polydraft.serve.lane.ROUNDS", 10**9)
-    monkeypatch.setattr("polydraft.serve.lane.NEW_TOKENS", 10**9)
+    monkeypatch.setattr("polydraft.serve.lane.NEW_TOKENS", 10**5)  # memory for all of them is reserved at once
     scheduler = Scheduler(decoder(), OPTIONS, max_queue=10, warm_up=[SamplingParams()])
     scheduler.start()
     scheduler.drain(0.0)

@@ -131,8 +131,11 @@ def draft_name(decoder: Decoder) -> str:
 
 
 def tree_name(decoder: Decoder) -> str:
-    """Name the tree."""
-    return "none" if decoder.drafter.topology is None else str(decoder.drafter.topology)
+    """Name the tree, or both where one greedy text has another."""
+    drafter = decoder.drafter
+    if isinstance(drafter, TreeDrafter) and drafter.greedy is not None:
+        return f"{drafter.greedy}/{drafter.topology}"
+    return "none" if drafter.topology is None else str(drafter.topology)
 
 
 def arm_name(decoder: Decoder) -> str:

@@ -187,7 +187,7 @@ class Launcher:
                 context.span = None
             return Launched(Arriving.send(run_round(state, walk, uniforms_BU, stats).packed_BX), depth, replayed=False)
         # One span for all: each by itself, they would change at different lengths, and every pair of them be recorded.
-        common = max(context.fix_span() for context in contexts)
+        common = max(context.wanted_span() for context in contexts)
         spans = tuple(context.fix_span(common) for context in contexts)
         stored = tuple((context.capacity, context.address) for context in contexts)
         shape = (depth, state.session.num_nodes, uniforms_BU.shape[1], state.session.scheme.name, can.kind, *state.warper.kind)

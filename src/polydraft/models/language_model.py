@@ -138,9 +138,13 @@ class Context(ABC):
         """Whether all rows are equally long, and a pass may make use of that."""
         return self.span is None and len(set(self.lengths)) == 1
 
-    def fix_span(self, least: int = 0) -> int:
-        """Let passes see a number of slots that serves for many rounds to come, at least `least`, and return it."""
-        self.span = min(max(self._span(max(self.lengths)), least), self.capacity)
+    def wanted_span(self) -> int:
+        """Return a number of slots for passes to see that serves for many rounds to come."""
+        return self._span(max(self.lengths))
+
+    def fix_span(self, span: int | None = None) -> int:
+        """Let passes see so many slots, as many as wanted if not given, and return how many they are."""
+        self.span = min(self.wanted_span() if span is None else span, self.capacity)
         return self.span
 
     def steady(self, growth: int) -> bool:
