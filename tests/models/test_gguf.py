@@ -39,7 +39,7 @@ def tiny():
     return model
 
 
-def write(path, model):
+def write(path, model, begins=None):
     """Write a Qwen 2 model, with a tokenizer of single characters."""
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_context_length(128)
@@ -59,6 +59,8 @@ def write(path, model):
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
+    if begins is not None:
+        writer.add_add_bos_token(begins)
     for name, weight in model.state_dict().items():
         for old, new in NAMES.items():
             name = name.replace(old, new)
@@ -101,6 +103,13 @@ def test_a_conversion_happens_once_per_number_format(tmp_path, cache, monkeypatc
         load_model(str(file), CPU, torch.float32)
     assert load_model(str(file), CPU, torch.bfloat16).model.dtype == torch.bfloat16
     assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("begins", [True, False, None])
+def test_texts_begin_as_the_file_says(tmp_path, cache, begins):
+    file = write(tmp_path / "tiny.gguf", tiny(), begins)
+    loaded = load_model(str(file), CPU, torch.float32)
+    assert loaded.tokenizer("ab").input_ids == ([1] if begins else []) + [95]
 
 
 def test_speculate_takes_a_model_that_transformers_loaded_from_a_file(tmp_path):

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"GGUF"
 _SAMPLE = 1 << 20
 """Bytes at either end of a file that, with its size, tell it from others."""
+_CONVERSION = 2
+"""Counts up when folders that were made before are to be made again."""
 
 
 def gguf_source(name: str) -> Path | None:
@@ -92,7 +94,23 @@ def _save(source: Path, folder: Path, dtype: torch.dtype) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    _add_ends(tokenizer, source)
+    tokenizer.save_pretrained(folder)
+
+
+def _add_ends(tokenizer: Any, source: Path) -> None:
+    """Let a tokenizer begin and end texts as its file says; transformers does not read that.
+
+    Gemma without its first token repeats one word for ever.
+    """
+    from gguf import GGUFReader
+
+    fields = GGUFReader(source).fields
+    for end in ("bos", "eos"):
+        field = fields.get(f"tokenizer.ggml.add_{end}_token")
+        if field is not None and getattr(tokenizer, f"{end}_token") is not None:
+            setattr(tokenizer, f"add_{end}_token", bool(field.contents()))
 
 
 def _num_weights(source: Path) -> int:
@@ -116,7 +134,7 @@ def _fingerprint(source: Path) -> str:
     with source.open("rb") as file:
         head = file.read(_SAMPLE)
         file.seek(max(size - _SAMPLE, 0))
-        return hashlib.sha256(b"%d|%b%b" % (size, head, file.read())).hexdigest()[:12]
+        return hashlib.sha256(b"%d|%d|%b%b" % (_CONVERSION, size, head, file.read())).hexdigest()[:12]
 
 
 def _gigabytes(number: float) -> str:
