@@ -5,12 +5,13 @@ python benchmarks/serving.py --target smollm2 --streams 1,8 --tokens 32 --only s
 
 Batches: tokens per second of `generate` after its prompts are read, plain and with trees by load. Streams: so many clients,
 each asking again as soon as it is answered; tokens per second of all, and p50 and p99 of the time between two of a client's
-rounds, per token. Texts never end early.
+rounds, per token. Texts never end early; those of streams are of different lengths, so that clients do not stay in step.
 """
 
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import time
 from pathlib import Path
@@ -49,17 +50,23 @@ def batches(options: argparse.Namespace, decoder: Decoder, prompts: list[list[in
     return found
 
 
+def length_of(number: int, turn: int, mean: int) -> int:
+    """Return how long a client's text is: between half and one and a half times the mean."""
+    return mean // 2 + random.Random(1000 * turn + number).randrange(mean + 1)
+
+
 async def one_client(
     scheduler: Scheduler, arm: str, prompts: list[list[int]], number: int, options: argparse.Namespace, gaps: list[float]
 ) -> None:
     """Ask some times, one after the other."""
     params = SamplingParams(temperature=options.temperature)
     for turn in range(options.turns):
+        tokens = length_of(number, turn, options.tokens)
         text = TokenSequence(
             prompt=prompts[(number + turn) % len(prompts)],
             params=params,
             generator=row_generator(1000 * turn + number),
-            max_new_tokens=options.tokens,
+            max_new_tokens=tokens,
             max_positions=LONGEST,
             steady=False,
         )
@@ -94,8 +101,9 @@ async def streams(options: argparse.Namespace, decoder: Decoder, prompts: list[l
             seconds = time.perf_counter() - start
             await asyncio.to_thread(scheduler.drain, 5.0)
             ordered = sorted(gaps)
+            new = sum(length_of(number, turn, options.tokens) for number in range(count) for turn in range(options.turns))
             row[arm] = {
-                "tokens_per_second": count * options.turns * options.tokens / seconds,
+                "tokens_per_second": new / seconds,
                 "p50": ordered[len(ordered) // 2],
                 "p99": ordered[len(ordered) * 99 // 100],
             }
@@ -125,7 +133,7 @@ def main() -> None:
     start = time.perf_counter()
     decoder = load(options.target, tree=options.tree).replace(eos_token_ids=())
     texts = [decoder.encode(prompt.text, chat=True) for prompt in load_prompts(options.prompts, 64)]
-    prompts = [text for text in texts if len(text) + options.tokens < LONGEST]
+    prompts = [text for text in texts if len(text) + 2 * options.tokens < LONGEST]
     print(f"loaded in {time.perf_counter() - start:.1f} s; {decoder.drafter.name} {decoder.drafter.topology}", flush=True)
     found: dict[str, Any] = {}
     if options.only != "streams":

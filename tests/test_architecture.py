@@ -18,6 +18,7 @@ ROOMS = [
     "described",
     "svg",
     "prompts",
+    "transfers",
     "sampling",
     "trees",
     "schemes",

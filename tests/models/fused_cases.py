@@ -35,6 +35,11 @@ def check_rotate_store(device: str, dtype: torch.dtype, queries: int, keys: int,
     key, value = (torch.zeros(batch, keys, slots, channels, device=device, dtype=dtype) for _ in range(2))
     places = torch.tensor([[1, 4, 2], [9, 0, 5]], device=device)
     query = rotate_store(projected, cos, sin, places, key, value)
+    other_key, other_value = (torch.zeros(5, *store.shape[1:], device=device, dtype=dtype) for store in (key, value))
+    rows = torch.tensor([4, 1], device=device)
+    again = rotate_store(projected, cos, sin, places, other_key, other_value, rows)
+    assert torch.equal(again, query) and torch.equal(other_key[rows], key) and torch.equal(other_value[rows], value)
+    assert not other_key[[0, 2, 3]].any() and not other_value[[0, 2, 3]].any(), "other rows are left alone"
     heads = projected.view(batch, size, -1, channels)
     first, second = heads.chunk(2, dim=-1)
     turned = heads * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]

@@ -74,6 +74,54 @@ def test_a_body_computes_what_the_usual_one_does(tiny, monkeypatch):
         torch.testing.assert_close(invariant, usual, rtol=1e-4, atol=1e-4)
 
 
+class FirstOfItsKind:
+    """Replays what came first of a kind, as a recording does: whatever differs later must be in the inputs or in tensors."""
+
+    def __init__(self):
+        self.functions, self.calls = {}, 0
+
+    def run(self, kind, function, *inputs):
+        self.calls += 1
+        return self.functions.setdefault(kind, function)(*inputs), True
+
+
+@needs_triton
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])  # the latter has a window
+def test_recorded_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
+    model = tiny(family)
+    monkeypatch.setattr("polydraft.models.hf_context.READING_SIZES", (4, 8))
+    fused = FusedBody(lean_body(model.hf_model), invariant=True)
+    parts = [
+        [list(range(3, 9)), [], []],
+        [[], [], list(range(20, 25))],
+        [[], [9, 8], []],
+        [[4] * 7, [], [7, 7, 7]],
+        [[], [5] * 9, []],
+    ]
+    found, recorder = [], FirstOfItsKind()
+    for lent in (None, recorder):
+        monkeypatch.setattr(model, "fused", None if lent is None else fused)
+        with torch.no_grad():
+            context = model.start(3, 64)
+            context.prefill([[1, 2], [3, 4], [5, 6, 7]])
+            context.recorder = lent
+            seen = []
+
+            def observe(rows, starts, counts, features, seen=seen):
+                seen.append((rows, starts, counts, features.clone()))
+
+            for texts in parts:
+                context.prefill(texts, observe)
+            one = SlicedMask.of(parse_tree("none"), torch.device("cpu")).level(0, 1).expand(3)
+            found.append((seen, model.head(context.extend(torch.tensor([[9], [8], [7]]), one)), context.lengths))
+    assert recorder.calls == 5 and len(recorder.functions) == 2, "nine tokens are too many, and sizes are rounded up"
+    assert found[0][2] == found[1][2] == [15, 13, 11]
+    for plain, replayed in zip(found[0][0], found[1][0], strict=True):
+        assert plain[:3] == replayed[:3]
+        torch.testing.assert_close(replayed[3], plain[3], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-4)
+
+
 def test_where_channels_are_cut_depends_on_the_weight_alone():
     for outputs, channels in ((4096, 11008), (12288, 4096), (576, 1536), (49152, 576)):
         tiles = {plan_product(rows, outputs, channels, torch.bfloat16) for rows in (1, 5, 16, 64, 100, 512)}

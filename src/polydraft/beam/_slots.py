@@ -13,8 +13,8 @@ from polydraft.beam._node import Node, common_path, with_ancestors
 from polydraft.beam._workspace import FEWEST_PLACES, NOWHERE, FeatureBank
 from polydraft.engine.graphs import Arriving, Recorder
 from polydraft.models import Context
-from polydraft.models.language_model import brought
 from polydraft.models.tree_attention import power_of_two
+from polydraft.transfers import brought
 from polydraft.trees import Block
 
 _SLACK = 96

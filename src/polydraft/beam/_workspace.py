@@ -10,7 +10,7 @@ from polydraft.beam._node import Node
 from polydraft.engine.graphs import Recorder, tell_obstacle
 from polydraft.engine.workspace import Owner
 from polydraft.models import Context, FeatureHead, LanguageModel
-from polydraft.models.language_model import brought
+from polydraft.transfers import brought
 
 FEWEST_PLACES = 256
 """Uncommitted places that a recorded pass looks at; from there on powers of two."""

@@ -14,12 +14,13 @@ from polydraft.drafters.builder import Builder
 from polydraft.drafters.gram_options import Sizes
 from polydraft.drafters.source import Source
 from polydraft.drafters.trie import WIDTH, check_node_walk
-from polydraft.models.language_model import assign, brought, resized, round_up
+from polydraft.models.language_model import resized, round_up
 from polydraft.ngrams import GramCache
 from polydraft.ngrams.lookup import MOST_COPIES
 from polydraft.ngrams.tables import LONGEST, CorpusTables, Paths, Texts, powers
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import Naive
+from polydraft.transfers import assign, brought
 from polydraft.trees import DraftTree
 from polydraft.walks import NodeWalk, Verdict, Walk
 

@@ -39,6 +39,7 @@ from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.schemes import SCHEMES, Scheme
 from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, at_least, can_sync, largest, put, top, total, xp
 from polydraft.theory import Costs
+from polydraft.transfers import assign
 from polydraft.trees import Block, DraftTree, DynamicShape, Topology
 from polydraft.walks import Verdict
 
@@ -128,7 +129,7 @@ class DynamicBuilder(Builder):
         """Take the rows' parameters; return those of the distributions that rank candidates."""
         self._drawn = not params.all_greedy and self._draft_temperature != 0
         self._mixed = self._drawn and params.mixed
-        self._likeliest_B.copy_(torch.tensor(params.greedy))
+        assign(self._likeliest_B, params.greedy)
         return params.map(partial(_ranking_params, self._draft_temperature))
 
     @property

@@ -8,9 +8,10 @@ from torch import Tensor
 from polydraft.drafters.policy import LONGEST_REST
 from polydraft.drafters.source import DistributionSource
 from polydraft.models import FeatureHead
-from polydraft.models.language_model import Observer, assign, resized
+from polydraft.models.language_model import Observer, resized
 from polydraft.models.memory import common_prefix
 from polydraft.schemes.arrays import can_sync
+from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
 from polydraft.walks import Verdict
 
@@ -112,7 +113,7 @@ class HeadSource(DistributionSource):
             following = [
                 list(text[start + 1 : start + 1 + count]) for text, start, count in zip(texts, starts, kept, strict=True)
             ]
-            tokens_BT = torch.tensor([tokens + [0] * (size - len(tokens)) for tokens in following], device=self.device)
+            tokens_BT = brought(torch.tensor([tokens + [0] * (size - len(tokens)) for tokens in following]), self.device)
             self._context.reserve(max(held[rows]) + size)
             fused_BTH = self._head.fused(features_BTF[:, :size])
             self._context.part(rows).read(tokens_BT, fused_BTH, causal_block(len(counts), size, self.device))
@@ -122,11 +123,11 @@ class HeadSource(DistributionSource):
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Take the roots as they are."""
-        index_X = torch.tensor(list(rows), device=self.device)
-        self._tokens_BW[index_X, 0] = torch.tensor([texts[row][-1] for row in rows], device=self.device)
+        index_X, roots_X = brought(torch.tensor([list(rows), [texts[row][-1] for row in rows]]), self.device)
+        self._tokens_BW[index_X, 0] = roots_X
         self._fresh_B[index_X] = 1
         lone = [row in rows and len(text) == 1 for row, text in enumerate(texts)]
-        self._lone_B = torch.tensor(lone, device=self.device) if any(lone) else None
+        self._lone_B = brought(torch.tensor(lone), self.device) if any(lone) else None
 
     def root(self, tail_B2: Tensor) -> Tensor:
         """Make the fresh entries certain; the last of them is the root's."""

@@ -14,6 +14,7 @@ from polydraft.drafters.tree_choice import TreeChoice
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import SCHEMES, Scheme
+from polydraft.transfers import assign
 from polydraft.trees import DraftTree, SlicedMask, StaticBlock, Topology
 from polydraft.walks.walk import compiled
 
@@ -110,7 +111,7 @@ class StaticBuilder(Builder):
         """Return the rows' parameters for the draft, at its own temperature if it has one."""
         temperature = self._draft_temperature
         own = params if temperature is None else params.map(lambda row: replace(row, temperature=temperature))
-        self._greedy_B.copy_(torch.tensor(own.greedy))
+        assign(self._greedy_B, own.greedy)
         return own
 
     @property

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from polydraft.errors import UsageError
-from polydraft.models.language_model import brought
 from polydraft.ngrams import GramMemory
+from polydraft.transfers import brought
 from polydraft.trees import DraftTree
 from polydraft.walks import AUTO, NodeWalk
 

@@ -11,7 +11,7 @@ from typing import Any, Unpack, overload
 from polydraft.drafters import Drafter, Plain
 from polydraft.drafters.forced import with_forced
 from polydraft.engine.loop import Engine
-from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, rehearsing
+from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, prompts_to_read, rehearsing
 from polydraft.engine.request import Options, Request, rows_of, token_ids
 from polydraft.engine.sequence import Generation, TokenSequence
 from polydraft.engine.stream import Stream
@@ -19,6 +19,7 @@ from polydraft.engine.text import TextAssembler
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
+from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.sampling import RowParams, SamplingParams, check_params
 from polydraft.sampling.grammar import Grammars
 from polydraft.walks import AUTO, WALKS
@@ -256,6 +257,9 @@ class Decoder:
                             stream.close()
                             break
                 number += 1
+        if batch_size == 1:  # passes that read several prompts are not recorded
+            for prompt in prompts_to_read(longest, PREFILL_CHUNK, self.target.vocab_size, self.target.device):
+                self.generate(prompt, sampling=sampling, max_new_tokens=1, seed=0)
         return time.perf_counter() - start
 
     def assembler(self, stop: Sequence[str]) -> TextAssembler:

@@ -204,7 +204,7 @@ class Engine:
         active = self._active()
         for slot, sequence in enumerate(self.slots):
             if sequence is not None and active[slot]:
-                self._noise.generators[slot] = sequence.generator
+                self._noise.seat(slot, sequence.generator)
         # A slot without a sequence at work asks for nothing, whatever it was asked for last. Where rounds are recorded it
         # draws if all others do: a batch of both kinds would be recorded by itself.
         wanted = [sequence.params for slot, sequence in enumerate(self.slots) if sequence is not None and active[slot]]
@@ -245,7 +245,7 @@ class Engine:
         if rows != len(self.slots):
             self.slots = [*self.slots, *([None] * rows)][:rows]
             self._known = {slot: known for slot, known in self._known.items() if slot < rows}
-            self._noise.generators = [*self._noise.generators, *(torch.Generator() for _ in range(rows))][:rows]
+            self._noise.resize(rows)
             self._workspace.resize(rows)
             if self._walk is not None:
                 self._walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from polydraft.drafters import DraftSession
+from polydraft.models.language_model import READING_SIZES
 
 ROUNDS, NEW_TOKENS = 10, 64
 """A round is recorded when it comes for the second time, and timed once it is recorded; and room for the tokens of so many."""
@@ -26,6 +27,20 @@ def lengths_of(longest: int, device: torch.device) -> list[int]:
 def prompt_of(length: int, new_tokens: int, vocab_size: int) -> list[int]:
     """Return a text that is `length` tokens long before its last new one."""
     return [token % vocab_size for token in range(max(length + 1 - new_tokens, 1))]
+
+
+def prompts_to_read(longest: int, chunk: int, vocab_size: int, device: torch.device) -> list[list[int]]:
+    """Return prompts of all sizes that are read in passes of their own kind, at the beginning of a text and behind a chunk.
+
+    Each comes twice, as a pass is recorded when it comes for the second time. No two begin alike, so that memories keep
+    nothing of one for the next.
+    """
+    if device.type != "cuda":
+        return []
+    sizes = [start + size for start in (0, chunk) for size in READING_SIZES if size <= chunk and start + size + 2 <= longest]
+    first = range(7, 7 + 2 * len(sizes))
+    # Of a prompt the last token is not read but drafted behind.
+    return [[(number + place) % vocab_size for place in range(size + 1)] for number, size in zip(first, sizes * 2, strict=True)]
 
 
 @contextmanager

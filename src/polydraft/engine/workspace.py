@@ -15,8 +15,8 @@ from polydraft.engine.round import State
 from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import Context, LanguageModel, Memory
-from polydraft.models.language_model import assign
 from polydraft.sampling import IDLE, RowParams, Warper
+from polydraft.transfers import assign
 from polydraft.walks import Walk
 
 
@@ -159,6 +159,7 @@ class Workspace:
         self.params = params
         for context in self.contexts:
             context.span = None
+        self.memory.context.recorder = self.launcher.recorder
         reading = self.session.prepare(texts, longest, rows, unread, keep)
         self.memory.align(texts, longest, reading.limits, reading.observer)
         self.session.begin(texts, longest, rows, params)
@@ -167,8 +168,8 @@ class Workspace:
             state = self.state = self._new_state(texts, params)
         else:
             state.warper.admit(params, rows, [texts[row] for row in rows])
-        state.greedy_B.copy_(torch.tensor(params.greedy))
-        state.tail_B2.copy_(torch.tensor([[0, *text[-2:]][-2:] for text in texts]))
+        assign(state.greedy_B, params.greedy)
+        assign(state.tail_B2, [[0, *text[-2:]][-2:] for text in texts])
 
     def _new_state(self, texts: Sequence[Sequence[int]], params: RowParams) -> State:
         return State(

@@ -44,6 +44,9 @@ class TreeView:
     """Position of what is in each slot; needed where bits are to be invariant."""
     causal: bool = False
     """Whether each token of the block sees all before it."""
+    rows_B: Tensor | None = None
+    """Of causal blocks where bits are invariant: rows of the storage that the tokens belong to; all, in order, where there are
+    none."""
 
 
 class FusedBody:
@@ -93,7 +96,7 @@ class FusedBody:
     ) -> Tensor:
         projected_BTX = self.product(normed_BTF, layer.qkv, layer.qkv_bias)
         key_BHSC, value_BHSC = cache.storage(layer.index, projected_BTX, layer.keys, layer.channels)
-        query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC)
+        query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC, view.rows_B)
         if sight is not None:
             mixed_BHTC = invariant_attention(query_BHTC, key_BHSC, value_BHSC, sight, layer.scale)
         else:
@@ -113,7 +116,7 @@ class FusedBody:
 
     def _sight(self, view: TreeView, positions_BT: Tensor) -> Sight:
         if view.causal:
-            return Sight(view.lengths_B, view.max_length, view.starts_BT)
+            return Sight(view.lengths_B, view.max_length, view.starts_BT, rows_B=view.rows_B)
         assert view.slot_positions_BS is not None
         return sight_of(
             view.lengths_B, view.max_length, view.starts_BT, positions_BT.contiguous(), view.visible_BTU, view.slot_positions_BS
@@ -189,9 +192,15 @@ def add_norm(
 
 
 def rotate_store(
-    projected_BTX: Tensor, cos_BTC: Tensor, sin_BTC: Tensor, slots_BT: Tensor, key_BHSC: Tensor, value_BHSC: Tensor
+    projected_BTX: Tensor,
+    cos_BTC: Tensor,
+    sin_BTC: Tensor,
+    slots_BT: Tensor,
+    key_BHSC: Tensor,
+    value_BHSC: Tensor,
+    rows_B: Tensor | None = None,
 ) -> Tensor:
-    """Turn queries and keys, store keys and values, and return the queries `[B, H, T, C]`."""
+    """Turn queries and keys, store keys and values in some rows, all if not given, and return the queries `[B, H, T, C]`."""
     from polydraft.models import _kernels as kernels
 
     batch_size, size, width = projected_BTX.shape
@@ -201,9 +210,9 @@ def rotate_store(
     assert cos_BTC.shape == (batch_size, size, channels) and cos_BTC.stride(0) == size * cos_BTC.stride(1), cos_BTC.shape
     query_BTHC = projected_BTX.new_empty(batch_size, size, queries, channels)
     kernels.rotate_store[(batch_size * size,)](
-        projected_BTX, cos_BTC, sin_BTC, slots_BT, query_BTHC, key_BHSC, value_BHSC, size, cos_BTC.stride(1),
-        *key_BHSC.stride()[:3], *value_BHSC.stride()[:3],
-        QUERIES=queries, KEYS=keys, CHANNELS=channels, BLOCK_HEADS=power_of_two(queries + 2 * keys),
+        projected_BTX, cos_BTC, sin_BTC, slots_BT, slots_BT if rows_B is None else rows_B, query_BTHC, key_BHSC, value_BHSC,
+        size, cos_BTC.stride(1), *key_BHSC.stride()[:3], *value_BHSC.stride()[:3],
+        SOME=rows_B is not None, QUERIES=queries, KEYS=keys, CHANNELS=channels, BLOCK_HEADS=power_of_two(queries + 2 * keys),
         HALF=power_of_two(channels // 2), num_warps=8 if queries > 16 else 4,
     )  # fmt: skip
     return query_BTHC.transpose(1, 2)

@@ -145,6 +145,8 @@ class Sight:
     paths_BTU: Tensor | None = None
     """Of trees: the place of each token's ancestor at every depth, itself included. Without them, each token of a block sees
     all before it."""
+    rows_B: Tensor | None = None
+    """Of causal blocks: rows of the storage that the tokens belong to; all, in order, where there are none."""
 
 
 def sight_of(
@@ -177,6 +179,7 @@ def invariant_attention(query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor
     key_heads, causal = key_BHSC.shape[1], sight.paths_BTU is None
     group = query_heads // key_heads
     assert query_heads % key_heads == 0 and query_BHTC.stride(3) == key_BHSC.stride(3) == value_BHSC.stride(3) == 1
+    assert causal or sight.rows_B is None
     lines, wide = size * group, query_BHTC.dtype == torch.float32
     block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
     block_keys = (32 if wide else 64) // (2 if channels > _USUAL_CHANNELS else 1)
@@ -199,8 +202,9 @@ def invariant_attention(query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor
     strides = *query_BHTC.stride()[:3], *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], *output_BTHC.stride()[:3]
     scale *= math.log2(math.e)
     kernels.invariant_attend[1 if at_once else splits, key_heads * math.ceil(lines / block_lines), batch_size](
-        query_BHTC, key_BHSC, value_BHSC, sight.lengths_B, starts, output_BTHC, mixed_XC, bases_X, sums_X, scale,
-        size, splits, parts, *strides, **sizes, BLOCK_LINES=block_lines, BLOCK_KEYS=block_keys, num_warps=4, num_stages=2,
+        query_BHTC, key_BHSC, value_BHSC, sight.lengths_B, starts, sight.lengths_B if sight.rows_B is None else sight.rows_B,
+        output_BTHC, mixed_XC, bases_X, sums_X, scale, size, splits, parts, *strides, **sizes, SOME=sight.rows_B is not None,
+        BLOCK_LINES=block_lines, BLOCK_KEYS=block_keys, num_warps=4, num_stages=2,
     )  # fmt: skip
     if not (at_once and causal):
         paths = sight.lengths_B if sight.paths_BTU is None else sight.paths_BTU

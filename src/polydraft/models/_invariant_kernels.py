@@ -102,19 +102,20 @@ def _fold(base_M, sum_M, mixed_MC, part_base_M, part_sum_M, part_MC):
 
 
 # As in `polydraft.models._kernels.attend`: what differs from tree to tree must not count.
-@triton.jit(do_not_specialize=["bases", "sums", "size", "splits", "parts"])
+@triton.jit(do_not_specialize=["lengths", "starts", "rows", "bases", "sums", "size", "splits", "parts"])
 def invariant_attend(
-    query, key, value, lengths, starts, output, mixed, bases, sums, scale, size, splits, parts,
+    query, key, value, lengths, starts, rows, output, mixed, bases, sums, scale, size, splits, parts,
     query_row, query_head, query_token, key_row, key_head, key_slot, value_row, value_head, value_slot,
     output_row, output_token, output_head,
     GROUP: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, AT_ONCE: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
-    SPLIT: tl.constexpr, TAIL: tl.constexpr,
+    SPLIT: tl.constexpr, TAIL: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Attend from one block of lines to slots that stand in the order of positions; grid [splits, key heads x blocks, B].
 
     In a causal block these are all that a line sees; in a tree, committed text up to the last multiple of `TAIL`. At once, one
     program goes through all splits: a causal one is done then, of others the total is part 0, the last, unfinished one part 1.
+    With `SOME`, `rows` says in which row of the storage each row of the queries is.
     """
     row = tl.program_id(2).to(tl.int64)
     lines = size * GROUP
@@ -137,8 +138,11 @@ def invariant_attend(
     channel_C, key_N = tl.arange(0, BLOCK_CHANNELS), tl.arange(0, BLOCK_KEYS)
     real_C = channel_C < CHANNELS
     wide_head = head.to(tl.int64)
-    key += row * key_row + wide_head * key_head
-    value += row * value_row + wide_head * value_head
+    stored = row
+    if SOME:
+        stored = tl.load(rows + row)
+    key += stored * key_row + wide_head * key_head
+    value += stored * value_row + wide_head * value_head
     query_MC = row * query_row + query_head_M[:, None] * query_head + token_M[:, None] * query_token + channel_C[None, :]
     queries_MC = tl.load(query + query_MC, mask=real_M[:, None] & real_C[None, :], other=0.0)
     start_M = tl.zeros([BLOCK_LINES], tl.int32)
@@ -220,7 +224,7 @@ def _along_path(
     return keys_NC, values_NC, real_N & (position_N >= start)
 
 
-@triton.jit(do_not_specialize=["bases", "sums", "paths", "size", "places", "parts"])
+@triton.jit(do_not_specialize=["lengths", "starts", "positions", "bases", "sums", "paths", "size", "places", "parts"])
 def invariant_join(
     query, key, value, lengths, starts, positions, paths, output, mixed, bases, sums, scale, size, places, parts,
     query_row, query_head, query_token, key_row, key_head, key_slot, value_row, value_head, value_slot,
@@ -312,7 +316,7 @@ def invariant_join(
         tl.store(output_MC, result_MC.to(output.dtype.element_ty), mask=once_M[:, None] & real_C[None, :])
 
 
-@triton.jit(do_not_specialize=["visible", "size", "places", "visible_row", "visible_token"])
+@triton.jit(do_not_specialize=["lengths", "slot_positions", "visible", "size", "places", "visible_row", "visible_token"])
 def list_paths(
     visible, lengths, slot_positions, paths, size, places, capacity, visible_row, visible_token, visible_place,
     BLOCK: tl.constexpr,

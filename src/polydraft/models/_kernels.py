@@ -38,18 +38,22 @@ def add_norm(
     tl.store(normed + row * normed_row + channel_C, (value_C * scale * weight_C).to(normed.dtype.element_ty), mask=real_C)
 
 
-@triton.jit(do_not_specialize=["size"])  # it differs from tree to tree, and is no reason to compile anew
+@triton.jit(do_not_specialize=["rows", "size"])  # they differ from tree to tree, and are no reason to compile anew
 def rotate_store(
-    projected, cos, sin, slots, query, keys, values, size, angle_row,
+    projected, cos, sin, slots, rows, query, keys, values, size, angle_row,
     key_row, key_head, key_slot, value_row, value_head, value_slot,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr,
+    SOME: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Turn queries and keys by their positions (RoPE), and put keys and values into their slots; grid [B · T].
 
-    `projected` holds the heads of queries, keys and values of a token side by side.
+    `projected` holds the heads of queries, keys and values of a token side by side. With `SOME`, `rows` says in which row of
+    the storage each row of the tokens is.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // size
+    if SOME:
+        row = tl.load(rows + row)
     slot = tl.load(slots + token)
     heads: tl.constexpr = QUERIES + 2 * KEYS
     head_H = tl.arange(0, BLOCK_HEADS)[:, None]
@@ -141,8 +145,12 @@ def _absorb(queries_MC, scores_mask, keys_NC, values_NC, peak_M, sum_M, mixed_MC
 
 # Triton compiles a kernel anew for whole numbers that are 1 or divisible by 16, and for addresses that are divisible by 16.
 # What differs from tree to tree must not count: forests of beams would compile for seconds on end. A level's mask begins
-# anywhere in its tree's, and sums anywhere behind peaks.
-@triton.jit(do_not_specialize=["visible", "peaks", "sums", "size", "places", "splits", "visible_row", "visible_token"])
+# anywhere in its tree's, sums anywhere behind peaks, and the lengths of some rows anywhere among those of all.
+@triton.jit(
+    do_not_specialize=[
+        "lengths", "visible", "starts", "peaks", "sums", "size", "places", "splits", "visible_row", "visible_token"
+    ]
+)  # fmt: skip
 def attend(
     query, key, value, lengths, visible, starts, output, mixed, peaks, sums,
     scale, size, places, splits,
@@ -222,7 +230,7 @@ def attend(
         tl.store(mixed + mixed_offsets_MC, mixed_MC, mask=real_M[:, None] & real_C[None, :])
 
 
-@triton.jit(do_not_specialize=["peaks", "sums", "lines", "places", "splits"])
+@triton.jit(do_not_specialize=["peaks", "sums", "lengths", "lines", "places", "splits"])
 def join(
     output, mixed, peaks, sums, lengths, lines, places, splits, output_row, output_token, output_head,
     GROUP: tl.constexpr, CHANNELS: tl.constexpr,

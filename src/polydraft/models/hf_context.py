@@ -8,9 +8,10 @@ from torch import Tensor
 
 from polydraft.models._fused import MOST_TOKENS, TreeView
 from polydraft.models.cache import SlotCache, SpreadCache
-from polydraft.models.language_model import Context
+from polydraft.models.language_model import READING_SIZES, Context
 from polydraft.native import Rows
-from polydraft.trees import Block
+from polydraft.transfers import brought
+from polydraft.trees import Block, causal_block
 
 if TYPE_CHECKING:
     from polydraft.models.hf import HFModel
@@ -75,6 +76,38 @@ class HFContext(Context):
         view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT, self._positions_BS, causal)
         known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)
         return fused(known_BT, positions_BT, view, self.cache, self._model.taps)
+
+    def _read(self, parts: Sequence[list[int]], rows: slice, size: int) -> Tensor:
+        """Read by a recorded pass where there is one: launching a pass of this length takes longer than computing it."""
+        features_BTF = self._replayed(parts[0], rows.start) if len(parts) == 1 else None
+        return super()._read(parts, rows, size) if features_BTF is None else features_BTF[:, :size]
+
+    def _replayed(self, tokens: list[int], row: int) -> Tensor | None:
+        """Pass the next tokens of one row and return their features, padded; None where that cannot be recorded."""
+        model, length = self._model, self.lengths[row]
+        fused, window = model.fused, model.window
+        size = next((size for size in READING_SIZES if size >= len(tokens)), None)
+        if self.recorder is None or size is None or not self.divisible or length + size > self.capacity:
+            return None
+        if fused is None or not fused.invariant or torch.is_grad_enabled():
+            return None
+        padded = [row, *tokens, *[0] * (size - len(tokens))]
+        most = self.capacity - size if length else 0  # a text that begins is attended to without splits
+
+        def function(values_X: Tensor) -> Tensor:
+            """Which row and which tokens it is are values, so that one recording serves for all."""
+            rows_B, tokens_BT = values_X[:1], values_X[None, 1:].clamp(max=model.vocab_size - 1)
+            lengths_B = self.lengths_B[rows_B]
+            slots_BT = lengths_B[:, None] + torch.arange(size, device=self.device)
+            positions_BT = slots_BT if self.max_positions is None else slots_BT.clamp(max=self.max_positions - 1)
+            self._positions_BS[rows_B[:, None], slots_BT] = positions_BT
+            starts_BT = None if window is None else (positions_BT - window + 1).clamp(min=0)
+            visible_BTU = causal_block(1, size, self.device).visible_BTU
+            view = TreeView(slots_BT, lengths_B, visible_BTU, most, starts_BT, causal=True, rows_B=rows_B)
+            return fused(tokens_BT, positions_BT, view, self.cache, model.taps)
+
+        kind = "reading", size, most, self.capacity, self.address
+        return self.recorder.run(kind, function, brought(torch.tensor(padded), self.device))[0]
 
     @property
     def address(self) -> int:

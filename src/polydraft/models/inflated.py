@@ -327,7 +327,13 @@ class InflatedContext(HFContext):
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Run the large model and return the features of the small one."""
-        features_BTF = super().extend(tokens_BT, block)
+        return self._narrowed(super().extend(tokens_BT, block))
+
+    def _replayed(self, tokens: list[int], row: int) -> Tensor | None:
+        features_BTF = super()._replayed(tokens, row)
+        return None if features_BTF is None else self._narrowed(features_BTF)
+
+    def _narrowed(self, features_BTF: Tensor) -> Tensor:
         size = self._model.hidden_size
         parts = features_BTF.chunk(1 + len(self._model.taps), dim=-1)
         return torch.cat([part[..., :size] for part in parts], dim=-1)

@@ -3,10 +3,10 @@
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -14,9 +14,12 @@ from torch import Tensor
 from polydraft.errors import UsageError
 from polydraft.sampling import PartialVocabulary
 from polydraft.schemes.arrays import can_sync
+from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
 
 PREFILL_CHUNK = 512
+READING_SIZES = (32, 64, 96, 128, 192, 256)
+"""Tokens of recorded passes that read a prompt: shorter parts are padded. Longer ones keep a GPU busy without a recording."""
 _SMALLEST_SPAN = 512
 
 
@@ -68,11 +71,6 @@ def round_up(slots: int) -> int:
     return max(1 << (slots - 1).bit_length(), _SMALLEST_SPAN)
 
 
-def brought(values: Tensor, device: torch.device) -> Tensor:
-    """Return numbers of the host on a device, behind all that it still has to do and without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
 def resized(values_BX: Tensor, rows: int) -> Tensor:
     """Return the first rows of a tensor, with zeros behind them if there are fewer."""
     missing = rows - len(values_BX)
@@ -81,10 +79,12 @@ def resized(values_BX: Tensor, rows: int) -> Tensor:
     return torch.cat([values_BX, values_BX.new_zeros(missing, *values_BX.shape[1:])])
 
 
-def assign(tensor: Tensor, values: Sequence[int]) -> None:
-    """Overwrite a tensor with numbers of the host, behind all that its device still has to do and without waiting for it."""
-    pinned = tensor.device.type == "cuda"
-    tensor.copy_(torch.tensor(values, dtype=tensor.dtype, pin_memory=pinned), non_blocking=pinned)
+class Replaying(Protocol):
+    """Whatever records passes and replays them: `polydraft.engine.graphs.Recorder`."""
+
+    def run(self, kind: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
+        """Return `function(*inputs)`, and whether it was replayed; the next replay overwrites it."""
+        ...
 
 
 class Context(ABC):
@@ -111,6 +111,8 @@ class Context(ABC):
         """Most uncommitted tokens of a round, as its owner says."""
         self.span: int | None = None
         """Slots that every pass sees, where that must not follow the lengths; those in use otherwise."""
+        self.recorder: Replaying | None = None
+        """Records passes that read prompts, where its owner lends one."""
         self._positions_BS = torch.arange(capacity, device=device).repeat(batch_size, 1)
         self._rows_B1 = torch.arange(batch_size, device=device)[:, None]
 
@@ -222,16 +224,19 @@ class Context(ABC):
         while (longest := max(len(text) for text in texts) - done) > 0:
             size = min(longest, PREFILL_CHUNK)
             parts = [list(text[done : done + size]) for text in texts]
-            tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
-            block = causal_block(len(parts), size, self.device)
             # Rows that have nothing more to read are padded along, which may take them past what they need themselves.
             self.reserve(max(self.lengths[rows]) + size)
-            features_BTF = self.part(rows).extend(tokens_BT, block)
+            features_BTF = self._read(parts, rows, size)
             starts = self.lengths[rows]
             if observer is not None:
                 observer(rows, starts, [len(part) for part in parts], features_BTF)
             self.rewind([*self.lengths[: rows.start], *(map(_sum, starts, parts)), *self.lengths[rows.stop :]])
             done += size
+
+    def _read(self, parts: Sequence[list[int]], rows: slice, size: int) -> Tensor:
+        """Pass the next tokens of some adjacent rows, at most `size` each, and return their features `[B, size, F]`."""
+        tokens_BT = brought(torch.tensor([part + [0] * (size - len(part)) for part in parts]), self.device)
+        return self.part(rows).extend(tokens_BT, causal_block(len(parts), size, self.device))
 
     @property
     def divisible(self) -> bool:

@@ -124,24 +124,50 @@ def row_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed % _SEEDS)
 
 
+class _Uniforms:
+    """The numbers of one generator, drawn some rounds ahead: to ask it takes as long as to draw hundreds."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self._drawn, self._used = np.empty(0), 0
+
+    def take(self, count: int) -> np.ndarray:
+        """Return the next numbers, the same ones whatever the counts are."""
+        if self._used + count > len(self._drawn):
+            more = torch.rand(max(8 * count, 256), generator=self.generator, dtype=torch.float64).numpy()
+            self._drawn, self._used = np.concatenate([self._drawn[self._used :], more]), 0
+        self._used += count
+        return self._drawn[self._used - count : self._used]
+
+
 class Noise:
     """Draw uniforms on the host from one generator per row and hand them over in one copy.
 
     Host generators make the stream the same on every device, and rows independent of who shares their batch; the copy
     to a GPU is asynchronous, so a round needs no host synchronisation for it.
 
-    The generators belong to whoever draws here: numbers may be drawn for a round that turns out to be needed no more.
+    The generators belong to whoever draws here: numbers are drawn for several rounds at a time, and some may never be needed.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], device: torch.device) -> None:
-        self.generators = list(generators)
+        self._rows = [_Uniforms(generator) for generator in generators]
         self.device = device
+
+    def seat(self, row: int, generator: torch.Generator) -> None:
+        """Let a row's numbers come from a generator; where they do already, they go on."""
+        if self._rows[row].generator is not generator:
+            self._rows[row] = _Uniforms(generator)
+
+    def resize(self, rows: int) -> None:
+        """Have so many rows."""
+        self._rows = [*self._rows, *(_Uniforms(torch.Generator()) for _ in range(rows))][:rows]
 
     def uniforms(self, count: int) -> Tensor:
         """Return fresh numbers in [0, 1) as float64, `count` a row."""
         pinned = self.device.type == "cuda"
         # Torch lends page-locked memory anew only when the copies out of it are over, so any number may be under way.
-        uniforms_BU = torch.empty(len(self.generators), count, dtype=torch.float64, pin_memory=pinned)
-        for row_U, generator in zip(uniforms_BU, self.generators, strict=True):
-            torch.rand(count, generator=generator, dtype=torch.float64, out=row_U)
+        uniforms_BU = torch.empty(len(self._rows), count, dtype=torch.float64, pin_memory=pinned)
+        array_BU = uniforms_BU.numpy()
+        for row, own in enumerate(self._rows):
+            array_BU[row] = own.take(count)
         return uniforms_BU.to(self.device, non_blocking=pinned)

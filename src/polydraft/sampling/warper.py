@@ -12,6 +12,7 @@ from polydraft.sampling.categorical import NO_TOKEN
 from polydraft.sampling.grammar import GrammarProcessor
 from polydraft.sampling.params import DEFAULTS, RowParams, SamplingParams
 from polydraft.sampling.vocabulary import PartialVocabulary
+from polydraft.transfers import assign
 
 _TOP_P_CANDIDATES = 2048
 _RANKED_NATS = 60.0
@@ -52,6 +53,8 @@ class Warper:
         self._of_draft = of_draft
         # All of it is allocated once and written in place: recorded rounds read it where it is.
         self._numbers = {name: torch.zeros(len(params), 1, 1, dtype=_dtype(name), device=device) for name in _NUMBERS}
+        self._written: dict[str, list[float]] = {}
+        """What stands in these tensors, as far as the host has written it."""
         self._bias_B1V: Tensor | None = None
         self._seen_BV: Tensor | None = None
         self._counts_BV: Tensor | None = None
@@ -71,7 +74,7 @@ class Warper:
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `admit`."""
         rows = len(params)
-        self._numbers = {name: _resized(value, rows) for name, value in self._numbers.items()}
+        self._numbers, self._written = {name: _resized(value, rows) for name, value in self._numbers.items()}, {}
         for name in ("_bias_B1V", "_seen_BV", "_counts_BV"):
             if getattr(self, name) is not None:
                 setattr(self, name, _resized(getattr(self, name), rows))
@@ -88,7 +91,9 @@ class Warper:
         for name, off in _NUMBERS.items():
             values = [getattr(row, name) for row in drawn]
             values = [off if off is not None and value == DEFAULTS[name] else value for value in values]
-            self._numbers[name].copy_(torch.tensor(values, dtype=_dtype(name))[:, None, None])
+            if self._written.get(name) != values:  # most requests ask for the same, and every copy is a launch
+                assign(self._numbers[name].view(-1), values)
+                self._written[name] = values
         self._most_kept = max(row.top_k for row in drawn)
         self._cut_rows = [row for row, own in enumerate(drawn) if own.top_p < 1]
         self._may_be_empty = self._of_draft and (params.has_processors or params.bans)

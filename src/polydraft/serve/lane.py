@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
-from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, rehearsing
+from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, prompts_to_read, rehearsing
 from polydraft.engine.sequence import Emitted
 from polydraft.engine.workspace import Workspace
+from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
 from polydraft.serve.ticket import Progress, Ticket
@@ -71,6 +72,8 @@ class Lane:
 
         Sampling parameters are rehearsed one by one, and all of them side by side.
         """
+        if not samplings:
+            return
         engine, target = self._opened(), self.decoder.target
         longest = min(USUAL_LENGTH, self._options.slot_tokens)
         casts = [[params] for params in samplings]
@@ -84,6 +87,15 @@ class Lane:
                         self._rehearse(engine, prompt, cast, stopped)
                     if stopped():
                         return
+        chunk = min(self._options.chunk_tokens, PREFILL_CHUNK)
+        for prompt in prompts_to_read(self._options.slot_tokens, chunk, target.vocab_size, target.device):
+            sequence = TokenSequence(prompt=prompt, generator=row_generator(0), params=samplings[0], max_new_tokens=1)
+            engine.add(sequence)
+            while not engine.done and not stopped():
+                engine.step()
+            if not sequence.done:
+                engine.end(sequence, StopReason.CANCELLED, 0)
+                return
 
     def _rehearse(self, engine: Engine, prompt: list[int], cast: Sequence[SamplingParams], stopped: Callable[[], bool]) -> None:
         """Run some rounds with a text in every slot, and let the texts go."""
