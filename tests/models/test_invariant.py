@@ -1,24 +1,20 @@
 """Products and attention of one order, in Triton's interpreter: what they compute. That bits agree is a GPU's to show."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
-
-if importlib.util.find_spec("triton") is not None:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 from invariant_cases import TreeCase, products
 
+import interpreted
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody
 from polydraft.models._invariant import plan_product, splits_of
 from polydraft.models.hf import HFModel
+from polydraft.models.inflated import SHAPES, BigShape, InflatedModel
 from polydraft.trees import SlicedMask, parse_tree
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(not interpreted.turn_on(), reason="pip install triton, and no GPU, for this test")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -86,9 +82,13 @@ class FirstOfItsKind:
 
 
 @needs_triton
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])  # the latter has a window
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "inflated"])  # one has a window, one shows fewer features
 def test_recorded_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
-    model = tiny(family)
+    model = tiny("llama" if family == "inflated" else family)
+    if family == "inflated":
+        shape = BigShape(hidden_size=80, num_layers=4, num_heads=6, num_key_heads=6, head_size=16, mlp_size=100)
+        monkeypatch.setitem(SHAPES._items, "wider", shape)
+        model = InflatedModel(model, "wider", native=False)
     monkeypatch.setattr("polydraft.models.hf_context.READING_SIZES", (4, 8))
     fused = FusedBody(lean_body(model.hf_model), invariant=True)
     parts = [
