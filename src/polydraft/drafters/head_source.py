@@ -125,7 +125,7 @@ class HeadSource(DistributionSource):
         """Take the roots as they are."""
         index_X, roots_X = brought(torch.tensor([list(rows), [texts[row][-1] for row in rows]]), self.device)
         self._tokens_BW[index_X, 0] = roots_X
-        self._fresh_B[index_X] = 1
+        self._fresh_B.index_fill_(0, index_X, 1)  # an assignment of a number would wait for the device
         lone = [row in rows and len(text) == 1 for row, text in enumerate(texts)]
         self._lone_B = brought(torch.tensor(lone), self.device) if any(lone) else None
 
