@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.families import text_config
@@ -19,6 +19,8 @@ def stored_layers(model: Any) -> int | None:
     """
     tokens_BT = torch.tensor([[0, 1]], device=home_device(model))
     cache: Any = getattr(model(input_ids=tokens_BT, use_cache=True), "past_key_values", None)
+    if type(cache) is EncoderDecoderCache and not any(layer.keys is not None for layer in cache.cross_attention_cache.layers):
+        cache = cache.self_attention_cache  # of a decoder alone; it takes one without the other
     if type(cache) is not DynamicCache:
         if cache is None and getattr(text_config(model), "is_decoder", True) is False:
             kind = text_config(model).model_type
