@@ -61,13 +61,13 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     ----------
     options : LoadOptions
     batch, temperature : int, float
-        What it is for: which of a profile's settings stands in for ``"auto"``.
+        What it is for: which of a profile's settings stands in for ``"auto"``, and whether trees follow the load on a GPU.
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     check_device_map(options.device_map, options.device)
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
-    options = _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format)
+    options = _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format, batch)
     loaded = load_model(options.target, place, number_format, options.device_map, options.native, options.invariant)
     return make_decoder(options, loaded, load_draft(options.draft, loaded))
 
@@ -119,7 +119,7 @@ def _tuned(
     )
 
 
-def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dtype) -> LoadOptions:
+def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dtype, batch: int = 1) -> LoadOptions:
     """Put what ``"auto"`` means in place of draft and tree; they are checked as if they had been given."""
     usual_draft, usual_tree = usual_pair(options.target)
     tree, draft = options.tree, options.draft
@@ -127,7 +127,9 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
         plain = options.scheme == options.walk == options.drafter == AUTO and options.lossy is None
         narrow = place.type == "cpu" and number_format in (torch.float32, torch.int8) and options.target in DEFAULT_PAIRS
         if place.type == "cuda" and plain:
-            tree = SMALL_GPU_TREE if options.target in DEFAULT_PAIRS else GPU_TREE
+            alone, _, shared = (SMALL_GPU_TREE if options.target in DEFAULT_PAIRS else GPU_TREE).partition("/")
+            # Texts that come and go pay for the trials; a single batch would be over before they are.
+            tree = f"{alone}/{BY_LOAD if batch > 1 else ''}{shared}"
         elif draft != AUTO or place.type == "cuda":
             tree = DEFAULT_TREE
         else:

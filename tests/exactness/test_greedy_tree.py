@@ -72,3 +72,5 @@ def test_a_gpu_has_two_trees_unless_something_is_asked_for() -> None:
     for options in (LoadOptions(tree="4x2x1"), LoadOptions(walk="node"), LoadOptions(scheme="rrs-wor")):
         assert _resolved(options, gpu, torch.bfloat16).greedy is None
     assert _resolved(LoadOptions(), cpu, torch.bfloat16).greedy is None
+    served = _resolved(LoadOptions(), gpu, torch.bfloat16, batch=8)
+    assert served.tree == "best:24x4/load:3x2x1x1x1" and served.shape == small.shape and served.greedy == small.greedy
