@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -37,6 +37,28 @@ class BatchOptions:
             if not low <= getattr(self, name) <= high:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} {shown(getattr(self, name))} is out of range; allowed: {low} to {high}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """Workers."""
+
+    ray: bool = False
+    """Share the rows among workers by Ray Data: on the cluster that this machine belongs to, or on this machine alone."""
+    workers: int = 1
+    """With --ray: processes that each hold the model."""
+    worker_cpus: float = 1.0
+    """With --ray: CPUs that each worker takes, and threads that it has."""
+    worker_gpus: float = 0.0
+    """With --ray: GPUs that each worker takes."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("workers", 1, 10**4), ("worker_cpus", 0.01, 10**4), ("worker_gpus", 0, 10**3)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(f"--{name.replace('_', '-')} {shown(value)} is out of range; allowed: {low} to {high}")
+        if not self.ray and any(getattr(self, one.name) != one.default for one in fields(self)):
+            raise UsageError("--workers and its kin go with --ray; add it, or leave them out")
 
 
 @dataclass(frozen=True)

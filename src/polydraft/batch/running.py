@@ -1,7 +1,7 @@
 """The texts of all rows: slots are filled again as texts end, by the lane that a server uses."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +50,28 @@ def run_batch(
     observer : callable
         For progress.
     """
+    return keep(texts_of(decoder, prompts.rows(results.last), task, options), results, observer)
+
+
+def keep(found: Iterable[list[dict[str, Any]]], results: ResultFile, observer: Observer) -> Totals:
+    """Write results as they come."""
+    start = time.perf_counter()
+    for whole in found:
+        results.totals.seconds = time.perf_counter() - start
+        results.write(whole)
+        observer(whole[-1]["row"], results.totals)
+    return results.totals
+
+
+def texts_of(decoder: Decoder, wanted: Iterable[Row], task: BatchTask, options: BatchOptions) -> Iterator[list[dict[str, Any]]]:
+    """Yield the results of rows in their order, some at a time, with full slots as long as there are rows."""
     check_params(task.sampling, decoder.target.vocab_size)
     slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
     lane = Lane(decoder, LaneOptions(slots=options.slots, slot_tokens=slot_tokens, chunk_tokens=options.chunk_tokens))
-    rows, running = enumerate(prompts.rows(results.last)), dict[Ticket, tuple[int, Row]]()
+    rows, running = enumerate(wanted), dict[Ticket, tuple[int, Row]]()
     ready: dict[int, dict[str, Any]] = {}
     """Results by their place, until all before them are there."""
-    written, window, start, ended = 0, max(64 * options.slots, _LEAST_WINDOW), time.perf_counter(), False
+    written, window, ended = 0, max(64 * options.slots, _LEAST_WINDOW), False
     while not ended or lane.busy:
         while not ended and len(lane.waiting) < options.slots and len(ready) + len(running) < window:
             place, row = next(rows, (0, None))
@@ -79,10 +94,7 @@ def run_batch(
             while written in ready:
                 whole.append(ready.pop(written))
                 written += 1
-            results.totals.seconds = time.perf_counter() - start
-            results.write(whole)
-            observer(whole[-1]["row"], results.totals)
-    return results.totals
+            yield whole
 
 
 def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> TokenSequence:

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from polydraft.batch.rows import BatchOptions, Prompts
-from polydraft.cli.options import Choices, GroupedCommand, options_of, shared_options, taken
-from polydraft.errors import FailureError
+from polydraft.batch.rows import BatchOptions, Prompts, WorkerOptions
+from polydraft.cli.options import Choices, GroupedCommand, options_of, prepare, shared_options, taken
+from polydraft.errors import FailureError, UsageError
 
 
 @click.command("batch", cls=GroupedCommand)
@@ -19,19 +21,20 @@ from polydraft.errors import FailureError
 @click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print the totals as one JSON object.")
 @options_of(BatchOptions)
+@options_of(WorkerOptions)
 @shared_options
 def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **options: Any) -> None:
     """Generate for every row of a file: JSON lines (prompt, or messages), other prompt formats, or text, one prompt per line.
 
     Slots are filled again as texts end. Results stand in the order of the rows, each with its row's number. A row that cannot
     be used gets an error in its place, and does not stop the others. After a kill, --resume goes on behind the last result;
-    every row has a seed of its own, so that its text is the same.
+    every row has a seed of its own, so that its text is the same. With --ray, workers on a cluster share the rows.
     """
     from polydraft.batch.results import ResultFile
     from polydraft.batch.running import BatchTask, run_batch
     from polydraft.cli.terminal import PhaseProgress
 
-    settings = taken(BatchOptions, options)
+    settings, workers = taken(BatchOptions, options), taken(WorkerOptions, options)
     choices = Choices(**options)
     sampling = choices.check()
     source = Prompts(prompts, settings.max_row_bytes)
@@ -42,13 +45,13 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     results = ResultFile(out, described, resume=resume)
     first = results.last
     try:
-        decoder = choices.decoder(batch=settings.slots)
+        run = _by_ray(choices, workers) if workers.ray else partial(run_batch, choices.decoder(batch=settings.slots))
         with PhaseProgress() as progress:
 
             def show(line: int, totals: Any) -> None:
                 progress("rows", line, source.lines, _pace(line - first, source.lines - line, totals))
 
-            totals = run_batch(decoder, source, results, task, settings, show)
+            totals = run(source, results, task, settings, show)
     except BaseException as error:
         results.close(quietly=True)
         if isinstance(error, KeyboardInterrupt):
@@ -67,6 +70,16 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
         )
     if totals.bad:
         raise FailureError(f"{totals.bad} of {totals.rows} rows could not be used: {_bad_rows(out)}; their errors are in {out}")
+
+
+def _by_ray(choices: Choices, workers: WorkerOptions) -> Callable[..., Any]:
+    """Return what runs a batch on a cluster."""
+    try:
+        from polydraft.batch.sharing import run_by_ray
+    except ImportError as error:
+        raise UsageError(f"{error}; install what workers need: pip install 'polydraft[ray]'") from None
+    prepare(choices.threads)
+    return partial(run_by_ray, choices.for_others("workers"), workers)
 
 
 def _pace(done: int, left: int, totals: Any) -> str:

@@ -131,6 +131,14 @@ class Loading(LoadOptions, NgramOptions, Threads):
         prepare(self.threads)
         return load_with(dataclasses.replace(self, grams=self.grams_asked_for()), batch=batch, temperature=temperature)
 
+    def for_others(self, who: str) -> dict[str, Any]:
+        """Return what processes on a cluster are to load; what does not reach them is refused."""
+        for option in options_in(NgramOptions):
+            if getattr(self, option.name) != option.default:
+                flag = option.name.replace("_", "-")
+                raise UsageError(f"--{flag} does not reach {who}; leave it out, or go without --ray")
+        return {one.name: getattr(self, one.name) for one in options_in(LoadOptions) if one.has_text}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

@@ -8,7 +8,6 @@ import click
 from polydraft.cli.options import GroupedCommand, Loading, loading_options, options_of, prepare, taken
 from polydraft.described import options_in
 from polydraft.errors import UsageError
-from polydraft.options import LoadOptions, NgramOptions
 from polydraft.serve.options import ReplicaOptions, ServeOptions
 
 
@@ -50,13 +49,9 @@ def _serve_by_ray(loading: Loading, settings: ServeOptions, replicas: ReplicaOpt
         from polydraft.serve.replicas import run_replicas
     except ImportError as error:
         raise UsageError(f"{error}; install what replicas need: pip install 'polydraft[ray]'") from None
-    for option in options_in(NgramOptions):
-        if getattr(loading, option.name) != option.default:
-            flag = option.name.replace("_", "-")
-            raise UsageError(f"--{flag} does not reach replicas; leave it out, or serve without --ray")
+    given = loading.for_others("replicas")
     if settings.port == 0:
         raise UsageError("--port 0 does not go with --ray; name a port")
-    given = {one.name: getattr(loading, one.name) for one in options_in(LoadOptions) if one.has_text}
     given |= {one.name: getattr(settings, one.name) for one in options_in(ServeOptions)}
     given |= {one.name: getattr(replicas, one.name) for one in options_in(ReplicaOptions)}
     prepare(loading.threads)

@@ -9,7 +9,8 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -24,6 +25,7 @@ from polydraft.errors import FailureError, unknown_name
 from polydraft.loading import load_with
 from polydraft.options import LoadOptions
 from polydraft.serve.app import make_app
+from polydraft.serve.cluster import cluster_with_room
 from polydraft.serve.guard import refuse
 from polydraft.serve.options import ReplicaOptions, ServeOptions
 from polydraft.serve.problems import error_object
@@ -328,26 +330,21 @@ def _until_signalled() -> None:
         pass
 
 
+@contextmanager
+def _shut_down() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        serve.shutdown()
+
+
 def run_replicas(arguments: Mapping[str, Any], options: ServeOptions, replicas: ReplicaOptions, announce: Any) -> None:
     """Serve until a signal: on the cluster that is there, or on one made for this."""
     app = application(arguments)
-    started = not ray.is_initialized()
-    if started:
-        ray.init(log_to_driver=True, logging_level=logging.WARNING, include_dashboard=False)
-    try:
-        free = ray.available_resources()
-        for name, each in (("CPU", replicas.replica_cpus), ("GPU", replicas.replica_gpus)):
-            if each * replicas.replicas > free.get(name, 0) + 1e-6:
-                raise FailureError(
-                    f"the cluster has {free.get(name, 0):g} {name}s free, but {replicas.replicas} replicas need "
-                    f"{each * replicas.replicas:g}; use fewer, or --replica-{name.lower()}s"
-                )
+    room = {"cpus": replicas.replica_cpus, "gpus": replicas.replica_gpus}
+    with cluster_with_room("replica", replicas.replicas, **room), _shut_down():
         serve.start(http_options={"host": options.host, "port": options.port})
         serve.run(app, name=_NAME, blocking=False)
         announce(f"http://{options.host}:{options.port}")
         _until_signalled()
         serve.delete(_NAME)  # lets running answers end, which the shutdown alone would cut off
-    finally:
-        serve.shutdown()
-        if started:
-            ray.shutdown()

@@ -1,0 +1,93 @@
+"""Rows shared among workers by Ray Data; results come back in order, to the one file that a batch writes."""
+
+import itertools
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+import ray.data
+import torch
+from ray.exceptions import RayError
+
+from polydraft.batch.results import ResultFile, Totals
+from polydraft.batch.rows import BatchOptions, Prompts, WorkerOptions
+from polydraft.batch.running import BatchTask, Observer, keep, texts_of
+from polydraft.errors import FailureError
+from polydraft.loading import load_with
+from polydraft.options import LoadOptions
+from polydraft.serve.cluster import cluster_with_room
+
+_ROWS_PER_SLOT = 32
+"""Of a share: at its end slots stay empty while the last texts are written, and the more rows it has the less that is."""
+_MOST_SHARES = 4096
+
+
+class Worker:
+    """Holds the model, and writes the texts of one share after the other.
+
+    Parameters
+    ----------
+    loading : mapping
+        Arguments of `LoadOptions`.
+    task : BatchTask
+    options : BatchOptions
+    threads : int
+    """
+
+    def __init__(self, loading: Mapping[str, Any], task: BatchTask, options: BatchOptions, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._decoder = load_with(LoadOptions(**loading), batch=options.slots)
+        self._task, self._options = task, options
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the results of the one share of a batch."""
+        rows = pickle.loads(batch["rows"][0])  # our own, of a moment ago
+        found = [json.dumps(one) for whole in texts_of(self._decoder, rows, self._task, self._options) for one in whole]
+        return {"results": np.array([json.dumps(found)], dtype=object)}
+
+
+def run_by_ray(
+    loading: Mapping[str, Any],
+    workers: WorkerOptions,
+    prompts: Prompts,
+    results: ResultFile,
+    task: BatchTask,
+    options: BatchOptions,
+    observer: Observer,
+) -> Totals:
+    """Write the texts of all rows behind the last one of the results, by workers on a cluster.
+
+    A worker that dies is started again, and writes its share anew: every row has a seed of its own.
+    """
+    size = max(_ROWS_PER_SLOT * options.slots, -(-prompts.lines // _MOST_SHARES))
+    # Fewer rows than that for each worker: then as many for each, so that none is idle.
+    size = max(min(size, -(-(prompts.lines - results.last) // workers.workers)), 1)
+    rows = prompts.rows(results.last)
+    shares = [{"rows": pickle.dumps(share)} for share in iter(lambda: list(itertools.islice(rows, size)), [])]
+    if not shares:
+        return results.totals
+    with cluster_with_room("worker", workers.workers, cpus=workers.worker_cpus, gpus=workers.worker_gpus):
+        context = ray.data.DataContext.get_current()
+        context.execution_options.preserve_order = True
+        context.enable_progress_bars = False  # ours says more
+        data = ray.data.from_items(shares, override_num_blocks=len(shares)).map_batches(
+            Worker,
+            fn_constructor_args=(dict(loading), task, options, max(int(workers.worker_cpus), 1)),
+            batch_size=1,
+            concurrency=workers.workers,
+            num_cpus=workers.worker_cpus,
+            num_gpus=workers.worker_gpus,
+        )
+        try:
+            return keep(_shares(data), results, observer)
+        except RayError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise FailureError(f"a worker failed ({reason}); whole rows are safe: mend it, then go on with --resume") from None
+
+
+def _shares(data: Any) -> Iterator[list[dict[str, Any]]]:
+    for row in data.iter_rows():
+        yield [json.loads(one) for one in json.loads(row["results"])]
