@@ -14,7 +14,7 @@ from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.bundled import BUNDLED
 from polydraft.models.inflated import source_name
 from polydraft.models.loading import Loaded, load_draft, load_model
-from polydraft.models.placement import check_device_map, resolve_device, resolve_dtype
+from polydraft.models.placement import TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, IF_SHIPPED, LoadOptions
 from polydraft.profile import tuned
 from polydraft.schemes import SCHEMES
@@ -68,6 +68,11 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
     options = _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format, batch)
+    if BY_LOAD in options.tree and options.device_map == TENSOR_PARALLEL:
+        raise UsageError(
+            f"--tree {options.tree} does not go with --device-map tp: each process times its rounds by itself, and all must "
+            f"have the same tree; use --tree {options.tree.replace(BY_LOAD, '')}"
+        )
     loaded = load_model(options.target, place, number_format, options.device_map, options.native, options.invariant)
     return make_decoder(options, loaded, load_draft(options.draft, loaded))
 
@@ -129,7 +134,7 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
         if place.type == "cuda" and plain:
             alone, _, shared = (SMALL_GPU_TREE if options.target in DEFAULT_PAIRS else GPU_TREE).partition("/")
             # Texts that come and go pay for the trials; a single batch would be over before they are.
-            tree = f"{alone}/{BY_LOAD if batch > 1 else ''}{shared}"
+            tree = f"{alone}/{BY_LOAD if batch > 1 and options.device_map != TENSOR_PARALLEL else ''}{shared}"
         elif draft != AUTO or place.type == "cuda":
             tree = DEFAULT_TREE
         else:

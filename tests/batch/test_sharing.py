@@ -86,6 +86,36 @@ def test_a_cluster_without_room_is_named(roomy: str, tmp_path: Path) -> None:
     assert none.returncode == 1 and "but 1000 workers need 1000; use fewer, or --worker-cpus" in said.replace("\n", " ")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", ["2x1", "dynamic:8"])  # the latter's costs are one process's to measure
+def test_processes_that_share_a_model_write_one_file(roomy: str, tmp_path: Path, tree: str) -> None:
+    file, out = tmp_path / "prompts.txt", tmp_path / "two.jsonl"
+    file.write_text("".join(f"number {number} of many\n" for number in range(9)))
+    model = ["--target", roomy, "--draft", roomy, "--tree", tree, "--dtype", "float32", "--threads", "1"]
+    size = ["--slots", "2", "--slot-tokens", "96", "--max-new-tokens", "12", "--raw"]  # at temperature 0: rounding differs
+    together = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--local-ranks-filter", "0"]
+
+    def run(place: Path, *start: str, more: tuple[str, ...] = ()) -> None:
+        command = [sys.executable, *start, "-m", "polydraft", "batch", str(file), "--out", str(place), *model, *size, *more]
+        environment = {**os.environ, "POLYDRAFT_CACHE": str(tmp_path / place.stem)}
+        subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
+
+    run(tmp_path / "one.jsonl")
+    run(out, *together, more=("--device-map", "tp"))
+    assert results(out) == results(tmp_path / "one.jsonl")
+    out.write_text("".join(line for line in out.read_text().splitlines(keepends=True)[:4]))
+    run(out, *together, more=("--device-map", "tp", "--resume"))
+    assert results(out) == results(tmp_path / "one.jsonl")
+
+
+def test_what_processes_that_share_a_model_cannot_do_is_refused(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = invoke("serve", "--device-map", "tp")
+    assert code == 2 and "--device-map tp does not go with serve; use batch" in err
+    code, _, err = invoke("generate", "hello", "--device-map", "tp", "--tree", "load:2x1")
+    assert code == 2 and "each process times its rounds by itself" in err and "use --tree 2x1" in err
+
+
 def test_workers_without_a_cluster_are_refused() -> None:
     with pytest.raises(UsageError, match="--workers and its kin go with --ray"):
         WorkerOptions(workers=2)

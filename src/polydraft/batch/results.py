@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.output import check_same, read_settings, write_text
@@ -40,6 +40,33 @@ class Totals:
     def tokens_per_second(self) -> float:
         """New tokens of this run, per second."""
         return (self.new_tokens - self.earlier_tokens) / self.seconds if self.seconds > 0 else 0.0
+
+
+class Results(Protocol):
+    """Where results go, in the order of the rows."""
+
+    totals: Totals
+    last: int
+    """Number of the last row that there is a result of."""
+
+    def write(self, results: list[dict[str, Any]]) -> None:
+        """Add results."""
+
+    def close(self, *, quietly: bool = False) -> None:
+        """Write down what has come of it, and let it go; `quietly` after something else has gone wrong."""
+
+
+class Nowhere:
+    """Results of a process that computes slices of a model for another one, which writes."""
+
+    def __init__(self) -> None:
+        self.totals, self.last = Totals(), 0
+
+    def write(self, results: list[dict[str, Any]]) -> None:
+        """Drop results."""
+
+    def close(self, *, quietly: bool = False) -> None:
+        """Do nothing."""
 
 
 class ResultFile:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from polydraft.batch.results import ResultFile, Totals
+from polydraft.batch.results import Results, Totals
 from polydraft.batch.rows import BatchOptions, Prompts, Row
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import FailureError, UsageError
@@ -36,7 +36,7 @@ class BatchTask:
 
 
 def run_batch(
-    decoder: Decoder, prompts: Prompts, results: ResultFile, task: BatchTask, options: BatchOptions, observer: Observer
+    decoder: Decoder, prompts: Prompts, results: Results, task: BatchTask, options: BatchOptions, observer: Observer
 ) -> Totals:
     """Write the texts of all rows behind the last one of the results.
 
@@ -44,7 +44,7 @@ def run_batch(
     ----------
     decoder : Decoder
     prompts : Prompts
-    results : ResultFile
+    results : Results
     task : BatchTask
     options : BatchOptions
     observer : callable
@@ -53,7 +53,7 @@ def run_batch(
     return keep(texts_of(decoder, prompts.rows(results.last), task, options), results, observer)
 
 
-def keep(found: Iterable[list[dict[str, Any]]], results: ResultFile, observer: Observer) -> Totals:
+def keep(found: Iterable[list[dict[str, Any]]], results: Results, observer: Observer) -> Totals:
     """Write results as they come."""
     start = time.perf_counter()
     for whole in found:

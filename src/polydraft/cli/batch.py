@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     be used gets an error in its place, and does not stop the others. After a kill, --resume goes on behind the last result;
     every row has a seed of its own, so that its text is the same. With --ray, workers on a cluster share the rows.
     """
-    from polydraft.batch.results import ResultFile
+    from polydraft.batch.results import Nowhere, ResultFile, Results
     from polydraft.batch.running import BatchTask, run_batch
     from polydraft.cli.terminal import PhaseProgress
+    from polydraft.models.placement import TENSOR_PARALLEL, agreed, is_follower
 
     settings, workers = taken(BatchOptions, options), taken(WorkerOptions, options)
     choices = Choices(**options)
@@ -42,11 +44,12 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     asked = {name: getattr(choices, name) for name in names}
     task = BatchTask(sampling=sampling, max_new_tokens=choices.max_new_tokens, seed=choices.seed, stop=choices.stop, raw=raw)
     described = {**asked, **dataclasses.asdict(task), **dataclasses.asdict(settings), "prompts": source.digest}
-    results = ResultFile(out, described, resume=resume)
-    first = results.last
+    follows = choices.device_map == TENSOR_PARALLEL and is_follower()
+    results: Results = Nowhere() if follows else ResultFile(out, described, resume=resume)
     try:
         run = _by_ray(choices, workers) if workers.ray else partial(run_batch, choices.decoder(batch=settings.slots))
-        with PhaseProgress() as progress:
+        first = results.last = agreed(results.last)
+        with PhaseProgress() if not follows else nullcontext(_unseen) as progress:
 
             def show(line: int, totals: Any) -> None:
                 progress("rows", line, source.lines, _pace(line - first, source.lines - line, totals))
@@ -58,6 +61,8 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
             click.echo(f"{results.totals.rows} rows are in {out}; go on with --resume", err=True)
         raise
     results.close()
+    if follows:
+        return
     figures = {**dataclasses.asdict(totals), "tokens_per_second": round(totals.tokens_per_second, 2)}
     if as_json:
         click.echo(json.dumps(figures))
@@ -70,6 +75,10 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
         )
     if totals.bad:
         raise FailureError(f"{totals.bad} of {totals.rows} rows could not be used: {_bad_rows(out)}; their errors are in {out}")
+
+
+def _unseen(*_: object) -> None:
+    """Show no progress."""
 
 
 def _by_ray(choices: Choices, workers: WorkerOptions) -> Callable[..., Any]:

@@ -22,6 +22,8 @@ def command(**options: Any) -> None:
     running answers end; a second Ctrl-C does not.
     """
     replicas = taken(ReplicaOptions, options)
+    if options["device_map"] == "tp":
+        raise UsageError("--device-map tp does not go with serve; use batch, or a device map of one process such as auto")
     settings = taken(ServeOptions, options)
     settings.read_keys()  # refuses a file that cannot be used before anything takes time
     try:

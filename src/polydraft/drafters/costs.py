@@ -18,6 +18,7 @@ import torch
 
 from polydraft.drafters.candidates import best_children, drawn_children, gains
 from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.placement import agreed
 from polydraft.native.build import cpu_features
 from polydraft.output import cache_root, written_whole
 from polydraft.sampling import draw_one
@@ -58,7 +59,9 @@ def measured_costs(target: LanguageModel, draft: LanguageModel | FeatureHead, no
         By which children are drawn and verified: what that costs a level counts.
     """
     file = cache_root() / "costs" / f"{_key(target, draft, nodes)}.json"
-    table = _tables.get(file) or _read(file)
+    if file in _tables:
+        return costs_of(_tables[file], scheme)
+    table = agreed(_read(file))
     if table is None:
         logger.info("measuring what passes of the target and the draft cost here, once ...")
         table = measure(target, draft, nodes)
@@ -66,7 +69,7 @@ def measured_costs(target: LanguageModel, draft: LanguageModel | FeatureHead, no
             _write(file, table)
         else:
             logger.info("this machine was busy: costs will be measured again by the next process")
-    _tables[file] = table
+    _tables[file] = table = agreed(table)
     return costs_of(table, scheme)
 
 

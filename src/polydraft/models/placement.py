@@ -74,6 +74,24 @@ def check_device_map(device_map: str | None, device: str) -> None:
         raise UsageError(f"--device-map {device_map} needs the package accelerate; get it with: pip install accelerate")
 
 
+def is_follower() -> bool:
+    """Whether this process computes a slice of every layer for another one, which does all reading and writing."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ.get("RANK", "0")) > 0
+
+
+def agreed(value: Any) -> Any:
+    """Return what the first of several processes has; the value itself where there is one process alone.
+
+    Processes that share a model must decide alike: what depends on times or files is the first one's to say.
+    """
+    group = torch.distributed
+    if not group.is_available() or not group.is_initialized() or group.get_world_size() == 1:
+        return value
+    said = [value]
+    group.broadcast_object_list(said, src=0)
+    return said[0]
+
+
 def layout_options(device_map: str) -> dict[str, Any]:
     """Return what `from_pretrained` takes for a device map."""
     if device_map != TENSOR_PARALLEL:
