@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"GGUF"
 _SAMPLE = 1 << 20
 """Bytes at either end of a file that, with its size, tell it from others."""
+_MANY_TOKENS = 100_000
+"""From so many on, transformers takes minutes to find the merges that a file's scores mean."""
 _CONVERSION = 2
 """Counts up when folders that were made before are to be made again."""
 
@@ -94,6 +96,8 @@ def _save(source: Path, folder: Path, dtype: torch.dtype) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
+    if model.config.get_text_config().vocab_size > _MANY_TOKENS:
+        logger.info("making its tokenizer, which takes minutes for a vocabulary as large as this ...")
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     _add_ends(tokenizer, source)
     tokenizer.save_pretrained(folder)
