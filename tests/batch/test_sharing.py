@@ -110,8 +110,8 @@ def test_processes_that_share_a_model_write_one_file(roomy: str, tmp_path: Path,
 
 def test_what_processes_that_share_a_model_cannot_do_is_refused(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = invoke("serve", "--device-map", "tp")
-    assert code == 2 and "--device-map tp does not go with serve; use batch" in err
+    code, _, err = invoke("serve", "--device-map", "tp", "--ray")
+    assert code == 2 and "--device-map tp does not go with --ray; leave one of them out" in err
     code, _, err = invoke("generate", "hello", "--device-map", "tp", "--tree", "load:2x1")
     assert code == 2 and "each process times its rounds by itself" in err and "use --tree 2x1" in err
 

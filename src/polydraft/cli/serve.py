@@ -1,6 +1,7 @@
 """`polydraft serve`."""
 
 import logging
+import signal
 from typing import Any
 
 import click
@@ -22,16 +23,22 @@ def command(**options: Any) -> None:
     running answers end; a second Ctrl-C does not.
     """
     replicas = taken(ReplicaOptions, options)
-    if options["device_map"] == "tp":
-        raise UsageError("--device-map tp does not go with serve; use batch, or a device map of one process such as auto")
+    if replicas.ray and options["device_map"] == "tp":
+        raise UsageError("--device-map tp does not go with --ray; leave one of them out")
     settings = taken(ServeOptions, options)
     settings.read_keys()  # refuses a file that cannot be used before anything takes time
     try:
+        from polydraft.models.placement import TENSOR_PARALLEL, is_follower
         from polydraft.serve.running import listen, server_of
         from polydraft.serve.service import Service
     except ImportError as error:
         raise UsageError(f"{error}; install what a server needs: pip install 'polydraft[serve]'") from None
     loading = Loading(**options)
+    if loading.device_map == TENSOR_PARALLEL and is_follower():
+        for name in (signal.SIGTERM, signal.SIGINT):  # the first process says when to leave
+            signal.signal(name, signal.SIG_IGN)
+        Service(loading.decoder(batch=settings.slots), settings).scheduler.follow()
+        return
     listening = listen(settings)
     if replicas.ray:
         listening.close()  # it was free: Ray's own processes listen

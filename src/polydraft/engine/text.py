@@ -36,6 +36,11 @@ class TextAssembler:
         self.stopped = False
 
     @property
+    def stop(self) -> list[str]:
+        """Strings that end the text."""
+        return list(self._stop)
+
+    @property
     def can_stop(self) -> bool:
         """Whether there are stop strings."""
         return bool(self._stop)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +80,28 @@ def is_follower() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ.get("RANK", "0")) > 0
 
 
+def is_shared() -> bool:
+    """Whether several processes compute one model."""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
+
+
 def agreed(value: Any) -> Any:
     """Return what the first of several processes has; the value itself where there is one process alone.
 
-    Processes that share a model must decide alike: what depends on times or files is the first one's to say.
+    Processes that share a model must decide alike: what depends on times, files or requests is the first one's to say.
     """
-    group = torch.distributed
-    if not group.is_available() or not group.is_initialized() or group.get_world_size() == 1:
+    if not is_shared():
         return value
     said = [value]
-    group.broadcast_object_list(said, src=0)
+    torch.distributed.broadcast_object_list(said, src=0, group=_by_host())
     return said[0]
+
+
+@cache
+def _by_host() -> Any:
+    """Return a group of all processes whose messages go from host to host, whatever tensors go by."""
+    return torch.distributed.new_group(backend="gloo")
 
 
 def layout_options(device_map: str) -> dict[str, Any]:

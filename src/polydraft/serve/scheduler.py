@@ -14,6 +14,7 @@ from polydraft.engine import Decoder, StopReason
 from polydraft.engine.sequence import Emitted
 from polydraft.errors import FailureError, UsageError
 from polydraft.sampling import SamplingParams
+from polydraft.serve.company import Company
 from polydraft.serve.lane import Lane, LaneOptions
 from polydraft.serve.ticket import AUTO, CONSTRAINED, OFF, BusyError, Progress, Ticket, UnavailableError
 from polydraft.trees import DynamicShape, parse_dynamic, parse_tree
@@ -24,6 +25,8 @@ _LASTING, _MOST_OTHERS = (AUTO, AUTO + CONSTRAINED), 2
 _MOST_NODES = 128
 """Of a tree that a request asks for."""
 _MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
+_HEARTBEAT = 60.0
+"""Seconds after which other processes hear that nothing has happened: they do not wait for ever."""
 
 Observer = Callable[[Ticket, Progress], None]
 
@@ -41,6 +44,8 @@ class Scheduler:
         Sees all that happens, in the scheduler's thread.
     warm_up : sequence of SamplingParams
         Rehearse rounds with these before any request is served.
+    company : Company, optional
+        Of processes that share the model.
     """
 
     def __init__(
@@ -51,8 +56,9 @@ class Scheduler:
         max_queue: int,
         observer: Observer | None = None,
         warm_up: Sequence[SamplingParams] = (),
+        company: Company | None = None,
     ) -> None:
-        self.decoder, self.options, self._observer = decoder, options, observer
+        self.decoder, self.options, self._observer, self.company = decoder, options, observer, company
         self._rehearsed, self._cold = warm_up, bool(warm_up)
         self._limit = options.slots + max_queue
         self._lanes: OrderedDict[str, Lane] = OrderedDict({AUTO: Lane(decoder, options)})
@@ -68,6 +74,11 @@ class Scheduler:
     def start(self) -> None:
         """Begin to work."""
         self._thread.start()
+
+    def follow(self) -> None:
+        """Do as the scheduler of another process does, until it ends."""
+        assert self.company is not None and not self.company.leads
+        self._run()
 
     @property
     def ready(self) -> bool:
@@ -148,7 +159,8 @@ class Scheduler:
     def _warm_up(self) -> None:
         start, lane = time.perf_counter(), self._lanes[AUTO]
         try:
-            lane.warm_up(self._rehearsed, lambda: self._draining)
+            # Processes that share a model go through with it together.
+            lane.warm_up(self._rehearsed, lambda: self._draining and self.company is None)
         except Exception as error:  # requests will meet it again, and are told then
             _LOGGER.error("warming up failed: %s: %s", type(error).__name__, error)
             lane.reset()
@@ -157,14 +169,21 @@ class Scheduler:
 
     def _has_work(self) -> bool:
         """Wait for something to do, take in who came and let go who left; say whether to go on."""
+        company = self.company
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._stopping or self._inbox or self._leaving or any(lane.busy for lane in self._lanes.values())
-            )
+            if company is None or company.leads:
+                self._changed.wait_for(
+                    lambda: self._stopping or self._inbox or self._leaving or any(lane.busy for lane in self._lanes.values()),
+                    None if company is None else _HEARTBEAT,
+                )
             came, left = list(self._inbox), list(self._leaving)
             self._inbox.clear()
             self._leaving.clear()
             stopping = self._stopping
+        if company is not None:
+            came, left, stopping = company.agree(came, left, stopping, self._open)
+            if not company.leads:
+                self._open |= {ticket: len(ticket.sequences) for ticket in came}
         for ticket in came:
             try:
                 lane = self._lane(ticket)

@@ -10,11 +10,13 @@ from polydraft.drafters import Plain
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import UsageError
 from polydraft.models import check_prompts
+from polydraft.models.placement import is_shared
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator, row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.answers import Answer
 from polydraft.serve.asked import Asked
+from polydraft.serve.company import Company
 from polydraft.serve.lane import LaneOptions
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions
@@ -50,6 +52,7 @@ class Service:
             max_queue=options.max_queue,
             observer=self.metrics.saw,
             warm_up=_USUAL_PARAMS if warm_up else (),
+            company=Company(decoder) if is_shared() else None,
         )
         self.metrics.watch(self.scheduler)
         # A tokenizer may not encode in one thread while it decodes in another: the engine's thread and the event loop have
@@ -118,6 +121,9 @@ class Service:
             check_params(asked.params, target.vocab_size)
         except UsageError as error:
             raise RequestError(str(error), param=_sampling_name(str(error)) or _prompt(asked)) from None
+        if asked.grammar is not None and self.scheduler.company is not None:
+            name = "response_format" if asked.grammar.kind.startswith("json") else asked.grammar.kind
+            raise RequestError(f"{name} is not offered by a model that several processes share; leave it out", param=name)
         grammar = None if asked.grammar is None else self._compiled(asked.grammar)
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
         texts = [prompt for prompt in prompts for _ in range(asked.n)]
