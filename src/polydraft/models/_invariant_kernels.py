@@ -269,7 +269,7 @@ def invariant_join(
         query_MC = (head * GROUP + member_M)[:, None] * query_head + token * query_token + channel_C[None, :]
         queries_MC = tl.load(query + row * query_row + query_MC, mask=real_M[:, None] & real_C[None, :], other=0.0)
         # The split that is not complete goes on where `invariant_attend` left it.
-        begun_L = real_L & (limit % SPLIT > 0)
+        begun_L = real_L & (limit % SPLIT + tl.zeros_like(member_L) > 0)  # a lone number is no mask to newer interpreters
         begun_part_L = first_part_L + done * lines
         begun_base_L = tl.load(bases + begun_part_L, mask=begun_L, other=_UNSEEN)
         begun_sum_L = tl.load(sums + begun_part_L, mask=begun_L, other=0.0)
