@@ -161,6 +161,11 @@ def test_a_client_that_leaves_frees_its_slot(serving, stream):
     assert "request_cancelled_total 1.0" in httpx.get(f"{server.url}/metrics").text
 
 
+def test_clients_and_proxies_are_the_first_to_close_an_idle_connection(shared):
+    """Else a request may be on its way when the server closes, as one of 2,000 was: httpx keeps connections for 5 seconds."""
+    assert shared.server.config.timeout_keep_alive > 60
+
+
 @pytest.mark.slow
 def test_a_client_that_does_not_read_keeps_nobody_waiting(serving):
     server = serving(slots=2, client_seconds=1.0, slot_tokens=1000)

@@ -18,6 +18,9 @@ _LOGGER = logging.getLogger("polydraft.serve")
 _LAST_SECONDS = 5
 """For the last bytes to go out after the last token."""
 _MOST_CONNECTIONS = 4096
+_IDLE_SECONDS = 75
+"""A connection may be idle: longer than clients and proxies keep theirs (5 to 60 seconds), so that they are the ones to close
+it. A server that closes first may do so while a request is on its way, and the client sees it fail."""
 
 Announce = Callable[[str], None]
 
@@ -95,5 +98,6 @@ def server_of(service: Service, listening: socket.socket, announce: Announce) ->
         server_header=False,
         limit_concurrency=_MOST_CONNECTIONS,
         timeout_graceful_shutdown=_LAST_SECONDS,
+        timeout_keep_alive=_IDLE_SECONDS,
     )
     return Server(config, service, listening, announce)
