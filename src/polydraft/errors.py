@@ -43,3 +43,11 @@ def shown(value: Any) -> str:
         return f"a number of {value.bit_length()} bits"
     text = " ".join(repr(value).split())
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def check_ranges(options: object, ranges: Iterable[tuple[str, float, float]]) -> None:
+    """Refuse options that are out of range, by the names that they have on the command line."""
+    for name, low, high in ranges:
+        value = getattr(options, name)
+        if not low <= value <= high:
+            raise UsageError(f"--{name.replace('_', '-')} {shown(value)} is out of range; allowed: {low} to {high}")

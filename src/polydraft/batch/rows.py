@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, cast
 
-from polydraft.errors import UsageError, shown
+from polydraft.errors import UsageError, check_ranges
 
 _GZIP = b"\x1f\x8b"
 
@@ -28,15 +28,8 @@ class BatchOptions:
     """Largest row; larger ones are reported and left out."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("slots", 1, 4096),
-            ("slot_tokens", 16, 2**20),
-            ("chunk_tokens", 8, 2**20),
-            ("max_row_bytes", 16, 2**30),
-        ):
-            if not low <= getattr(self, name) <= high:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} {shown(getattr(self, name))} is out of range; allowed: {low} to {high}")
+        texts = (("slots", 1, 4096), ("slot_tokens", 16, 2**20), ("chunk_tokens", 8, 2**20))
+        check_ranges(self, (*texts, ("max_row_bytes", 16, 2**30)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +46,7 @@ class WorkerOptions:
     """With --ray: GPUs that each worker takes."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (("workers", 1, 10**4), ("worker_cpus", 0.01, 10**4), ("worker_gpus", 0, 10**3)):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise UsageError(f"--{name.replace('_', '-')} {shown(value)} is out of range; allowed: {low} to {high}")
+        check_ranges(self, (("workers", 1, 10**4), ("worker_cpus", 0.01, 10**4), ("worker_gpus", 0, 10**3)))
         if not self.ray and any(getattr(self, one.name) != one.default for one in fields(self)):
             raise UsageError("--workers and its kin go with --ray; add it, or leave them out")
 

@@ -12,7 +12,7 @@ import ray.data
 import torch
 from ray.exceptions import RayError
 
-from polydraft.batch.results import ResultFile, Totals
+from polydraft.batch.results import Results, Totals
 from polydraft.batch.rows import BatchOptions, Prompts, WorkerOptions
 from polydraft.batch.running import BatchTask, Observer, keep, texts_of
 from polydraft.errors import FailureError
@@ -39,13 +39,13 @@ class Worker:
 
     def __init__(self, loading: Mapping[str, Any], task: BatchTask, options: BatchOptions, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._decoder = load_with(LoadOptions(**loading), batch=options.slots)
+        self._decoder = load_with(LoadOptions(**loading), batch=options.slots, temperature=task.sampling.temperature)
         self._task, self._options = task, options
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the results of the one share of a batch."""
         rows = pickle.loads(batch["rows"][0])  # our own, of a moment ago
-        found = [json.dumps(one) for whole in texts_of(self._decoder, rows, self._task, self._options) for one in whole]
+        found = [one for whole in texts_of(self._decoder, rows, self._task, self._options) for one in whole]
         return {"results": np.array([json.dumps(found)], dtype=object)}
 
 
@@ -53,7 +53,7 @@ def run_by_ray(
     loading: Mapping[str, Any],
     workers: WorkerOptions,
     prompts: Prompts,
-    results: ResultFile,
+    results: Results,
     task: BatchTask,
     options: BatchOptions,
     observer: Observer,
@@ -90,4 +90,4 @@ def run_by_ray(
 
 def _shares(data: Any) -> Iterator[list[dict[str, Any]]]:
     for row in data.iter_rows():
-        yield [json.loads(one) for one in json.loads(row["results"])]
+        yield json.loads(row["results"])

@@ -23,8 +23,6 @@ def command(**options: Any) -> None:
     running answers end; a second Ctrl-C does not.
     """
     replicas = taken(ReplicaOptions, options)
-    if replicas.ray and options["device_map"] == "tp":
-        raise UsageError("--device-map tp does not go with --ray; leave one of them out")
     settings = taken(ServeOptions, options)
     settings.read_keys()  # refuses a file that cannot be used before anything takes time
     try:
@@ -34,6 +32,8 @@ def command(**options: Any) -> None:
     except ImportError as error:
         raise UsageError(f"{error}; install what a server needs: pip install 'polydraft[serve]'") from None
     loading = Loading(**options)
+    if replicas.ray and loading.device_map == TENSOR_PARALLEL:
+        raise UsageError("--device-map tp does not go with --ray; leave one of them out")
     if loading.device_map == TENSOR_PARALLEL and is_follower():
         for name in (signal.SIGTERM, signal.SIGINT):  # the first process says when to leave
             signal.signal(name, signal.SIG_IGN)

@@ -78,7 +78,7 @@ class HFContext(Context):
         return fused(known_BT, positions_BT, view, self.cache, self._model.taps)
 
     def _read(self, parts: Sequence[list[int]], rows: slice, size: int) -> Tensor:
-        """Read by a recorded pass where there is one: launching a pass of this length takes longer than computing it."""
+        """Read by a recorded pass where there is one: launching one of this length takes much of its time."""
         features_BTF = self._replayed(parts[0], rows.start) if len(parts) == 1 else None
         return super()._read(parts, rows, size) if features_BTF is None else features_BTF[:, :size]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from polydraft.errors import UsageError, shown
+from polydraft.errors import UsageError, check_ranges, shown
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -48,10 +48,7 @@ class ServeOptions:
     """Log prompts and answers; otherwise only their sizes are logged."""
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise UsageError(f"--{name.replace('_', '-')} {shown(value)} is out of range; allowed: {low} to {high}")
+        check_ranges(self, _RANGES)
         if self.host not in LOCAL and self.api_keys is None and not self.open:
             raise UsageError(
                 f"--host {self.host} lets others in without a key; give --api-keys FILE, or --open if that is what you want"
@@ -96,10 +93,7 @@ class ReplicaOptions:
     """With --ray: GPUs that each replica takes."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (("replicas", 1, 10**4), ("replica_cpus", 0.01, 10**4), ("replica_gpus", 0, 10**3)):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise UsageError(f"--{name.replace('_', '-')} {shown(value)} is out of range; allowed: {low} to {high}")
+        check_ranges(self, (("replicas", 1, 10**4), ("replica_cpus", 0.01, 10**4), ("replica_gpus", 0, 10**3)))
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise UsageError(f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}; raise it")
         if not self.ray and any(getattr(self, one.name) != one.default for one in fields(self)):
