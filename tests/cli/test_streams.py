@@ -4,8 +4,11 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
 import pytest
 
 from polydraft.bench._runner import Journal
@@ -35,6 +38,17 @@ def test_a_full_device_is_an_error(command: tuple[str, ...], tiny: str, capsys, 
     lines = capsys.readouterr().err.splitlines(keepends=True)
     one_line(lines[-1], "No space left on device")
     assert len(lines) == 1 or command[0] == "generate"  # its figures may have been printed before
+
+
+def test_a_harmless_warning_of_torch_is_not_shown(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs without bfloat16 it comes with 15 lines of torch's stack."""
+    monkeypatch.setattr("polydraft.cli.main._COMMANDS", {"warn": "Warn."})
+    says = click.Command("warn", callback=lambda: warnings.warn("mkldnn_matmul failed, switching to BLAS gemm", stacklevel=2))
+    monkeypatch.setitem(sys.modules, "polydraft.cli.warn", SimpleNamespace(command=says))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(["warn"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @FULL

@@ -1,6 +1,7 @@
 """Models by name: bundled, in a folder or a GGUF file, or on the Hugging Face hub, and what to do where there is no network."""
 
 import json
+import math
 import os
 import pickle
 import socket
@@ -12,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
@@ -91,6 +92,11 @@ def load_model(
         folder = str(bundled_folder()) if name == BUNDLED else name
     options = hub_options(folder)
     layout = {} if device_map is None else layout_options(device_map)
+    if _is_larger_than_its_files(folder):
+        raise FailureError(
+            f"cannot read the weights of model {name!r} (its tensors have other shapes than config.json says: it asks for more "
+            "weights than the files could hold); download or save it again"
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error says the same
@@ -126,6 +132,31 @@ def load_model(
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     model = HFModel(quantise(hf_model) if dtype == torch.int8 else hf_model, name, native=native, invariant=invariant)
     return Loaded(model, tokenizer, eos_ids)
+
+
+def _is_larger_than_its_files(folder: str) -> bool:
+    """Return whether config.json asks for far more weights than a folder's safetensors files hold.
+
+    Transformers would fill all of them with random numbers before it compares shapes; one wrong size can take all memory.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        held = sum(_num_weights(path) for path in Path(folder).glob("*.safetensors"))
+        if not held:  # a name on a hub, or a folder of other files
+            return False
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            asked: int = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    except Exception:  # whoever loads it says what is wrong
+        return False
+    packed = 1 if getattr(config, "quantization_config", None) is None else 32  # of one bit, in integers of 32
+    return asked > 2 * packed * held  # 2: tables may be shared
+
+
+def _num_weights(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def _obstacle(folder: str, error: Exception) -> str:
