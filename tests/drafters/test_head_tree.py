@@ -1,22 +1,29 @@
 """A feature head inside the engine computes what it was trained to compute, round after round."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from covering import some_slow
 from polydraft.drafters import TreeDrafter
+from polydraft.drafters.head_source import HeadSource
+from polydraft.drafters.policy import LONGEST_REST
 from polydraft.drafters.static_builder import StaticBuilder
-from polydraft.engine import Decoder
+from polydraft.engine import Decoder, Engine, TokenSequence
+from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES
 from polydraft.models.feature_head import TapNorm
 from polydraft.models.head_folder import new_head
 from polydraft.models.hf import HFModel
-from polydraft.sampling import PartialVocabulary, SamplingParams
+from polydraft.sampling import IDLE, PartialVocabulary, RowParams, SamplingParams
+from polydraft.sampling.categorical import row_generator
+from polydraft.theory import Costs
 from polydraft.train.corpus import Texts
 from polydraft.train.pupils import HeadPupil, Teacher
-from polydraft.trees import parse_tree
+from polydraft.trees import DynamicShape, parse_tree
 from stand_in import head_shape
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 30, 4, 22, 11, 6], [12, 40]]
@@ -73,13 +80,19 @@ def reference(target: HFModel, head, text: list[int], path: list[int], depth: in
     return answers[depth][1][0]
 
 
-@pytest.mark.parametrize(
-    ("lean", "taps", "form"),
-    [(True, (), {}), (True, (1,), {}), (False, (1, 2), {}), (True, (1, 2), EAGLE3), (False, (1,), QWEN3)],
-    ids=["last", "tap", "taps", "EAGLE-3", "Qwen3"],
-)
-def test_every_level_of_every_round_is_what_training_computes(monkeypatch: pytest.MonkeyPatch, lean, taps, form) -> None:
-    target, head = target_and_head(lean, taps, **form)
+FORMS = {
+    "last": (True, (), {}),
+    "tap": (True, (1,), {}),
+    "taps": (False, (1, 2), {}),
+    "EAGLE-3": (True, (1, 2), EAGLE3),
+    "Qwen3": (False, (1,), QWEN3),
+}
+
+
+@pytest.mark.parametrize("form", some_slow(FORMS, ["tap", "taps"]))  # one tap and several are in the others
+def test_every_level_of_every_round_is_what_training_computes(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    lean, taps, changes = FORMS[form]
+    target, head = target_and_head(lean, taps, **changes)
     recorder = Recorder(monkeypatch)
     decoder = Decoder(target, TreeDrafter(head, parse_tree(f"chain:{DEPTH}")))
     prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]
@@ -144,3 +157,36 @@ def test_texts_of_one_token_are_drafted_for_too() -> None:
         result.token_ids for result in plain.generate(PROMPTS, max_new_tokens=12, sampling=greedy)
     ]
     assert decoder.generate([[7], [8]], max_new_tokens=12, sampling=greedy)[0].token_ids == together[1].token_ids
+
+
+def test_texts_may_come_while_all_others_rest() -> None:
+    """No pass of the head then, for them or for others; entries wait, but never more of them than there is room for."""
+    target, head = target_and_head(True, ())
+    costs = Costs(draft_level=2.0, tree_pass=lambda nodes: 1.0 + 2.0 * (nodes - 1))  # drafting cannot pay
+    drafter = TreeDrafter(head, DynamicShape(nodes=4, depth=2), costs=costs)
+    greedy = SamplingParams(temperature=0)
+    prompts = [[(7 * number + 3 * place) % 50 + 3 for place in range(4 + number)] for number in range(8)]
+    engine = Engine(
+        target=target,
+        drafter=drafter,
+        workspace=Workspace(target, drafter, RowParams((IDLE,) * 3)),
+        reuse=True,
+        elastic=True,
+    )
+    roots, root = [], HeadSource.root
+    for number, prompt in enumerate(prompts):
+        limit = 110 if number == 0 else 20
+        engine.add(
+            TokenSequence(prompt=prompt, params=greedy, generator=row_generator(number), max_new_tokens=limit, steady=False)
+        )
+    sequences = list(engine.waiting)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeadSource, "root", lambda source, tail_B2: (roots.append(engine.stats.rounds), root(source, tail_B2))[1])
+        while not engine.done:
+            engine.step()
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        expected = Decoder(target).generate(prompt, sampling=greedy, max_new_tokens=sequence.max_new_tokens)
+        assert sequence.new_tokens == expected.token_ids
+    gaps = [later - earlier for earlier, later in itertools.pairwise(roots)]
+    assert engine.stats.rounds > 100 and max(gaps) <= LONGEST_REST + 1, "entries do not wait for ever"
+    assert len(roots) < 12, "eight admissions alone ask for nothing"

@@ -64,3 +64,18 @@ def test_a_crowd_drafts_less_and_steady_texts_do_not_notice() -> None:
         return sum(one.speculation.drafted_tokens for one in sequences) / sum(one.speculation.rounds for one in sequences)
 
     assert drafted(crowd) < drafted(steady) / 3
+
+
+def test_rows_that_share_a_pass_try_together() -> None:
+    """A pass is as wide as its widest tree: one row that tries alone would make all of them pay."""
+    policy = RowPolicy(COSTS, 6, 16, CPU, adaptive=True)
+    policy.share([1, 5, 5, 5, 5, 5])
+    policy.begin()
+
+    def drafting(rests: list[int]) -> list[bool]:
+        policy._keep(_rest_B=torch.tensor(rests).numpy())
+        return policy.drafting_B.tolist()
+
+    assert drafting([0, 0, 0, 3, 3, 3]) == [True, False, False, False, False, False], "who shares nothing does as it likes"
+    assert drafting([2, 0, 0, 0, 3, 3]) == [False, True, True, True, False, False]
+    assert drafting([0] * 6) == [True] * 6

@@ -48,9 +48,11 @@ def chosen(machine: Machine, timings: Timings, rounds: int = 120) -> list[Topolo
 
 
 def test_smaller_trees_fit_into_the_largest() -> None:
-    assert [str(tree) for tree in TREES] == ["none", "1x1", "2x1", "4x2x1", "4x2x2x1x1"]
-    assert [str(tree) for tree in smaller_trees(parse_tree("2x2"))] == ["none", "1x1", "2x1"]
-    assert [str(tree) for tree in smaller_trees(parse_tree("chain:2"))] == ["none"]
+    assert [str(tree) for tree in TREES] == ["none", "1", "1x1", "1x1x1x1", "2x1x1x1", "4x2x2x1x1"]
+    assert [str(tree) for tree in smaller_trees(parse_tree("2x2"))] == ["none", "1", "1x1", "2x1"]
+    assert [str(tree) for tree in smaller_trees(parse_tree("chain:3"))] == ["none", "1", "1x1"]
+    assert [str(tree) for tree in smaller_trees(parse_tree("3"))] == ["none", "1"]
+    assert [str(tree) for tree in smaller_trees(parse_tree("chain:1"))] == ["none"]
 
 
 @pytest.mark.parametrize("acceptance", [0.4, 1.0, 1.4])
@@ -107,3 +109,29 @@ def test_rehearsals_teach_what_rounds_take() -> None:
         assert machine.run(choice, 10) == [TREES[place]] * 10
     used = chosen(machine, timings, 10)
     assert machine.rate(used[-1]) == max(map(machine.rate, TREES)) and len(set(used)) <= 2
+
+
+def test_rehearsals_say_nothing_of_the_draft() -> None:
+    machine, timings = Machine(16), Timings()
+    choice = TreeChoice(TREES, timings, machine.clock)
+    choice.fixed = False
+    for place in reversed(range(len(TREES))):
+        choice.rehearsed = place
+        for _ in range(10):
+            machine.now += machine.seconds(TREES[place])
+            choice.settle(machine.rows, [0] * machine.rows)  # made-up texts: nothing is accepted
+    choice.rehearsed = None
+    assert choice.trees[choice.place] == max(TREES, key=machine.rate)
+
+
+def test_a_draft_that_was_bad_is_tried_again() -> None:
+    timings = Timings()
+    bad = Machine(64, acceptance=0.05)
+    choice = TreeChoice(TREES, timings, bad.clock)
+    choice.fixed = False
+    used = bad.run(choice, 400)
+    assert used[-1].num_nodes == 1 and sum(tree.num_nodes == 1 for tree in used[100:]) > 250, "it rests, most of the time"
+    good = Machine(64, acceptance=1.2)
+    good.now = bad.now
+    choice._clock = good.clock
+    assert good.rate(good.run(choice, 2000)[-1]) > max(map(good.rate, TREES)) / 1.02

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.trees import DraftTree, Topology, causal_block, parse_tree
+from polydraft.trees import DraftTree, Topology, causal_block, parse_tree, union
 
 CPU = torch.device("cpu")
 
@@ -123,3 +123,13 @@ def test_a_causal_block_sees_itself_and_all_before():
 
 def test_tables_are_built_once():
     assert parse_tree("3x2").tables(CPU) is parse_tree("3x2").tables(CPU)
+
+
+def test_a_chain_is_read_as_a_text_and_stays_where_it_is() -> None:
+    for spec, chain in (("none", True), ("chain:3", True), ("2x1", False)):
+        topology = parse_tree(spec)
+        tokens_BN = torch.arange(topology.num_nodes)[None]
+        tree = DraftTree.from_topology(topology, tokens_BN, (), torch.zeros(topology.num_nodes, dtype=torch.long))
+        assert topology.is_chain == tree.chain == tree.block().plain == chain
+        other = DraftTree.from_topology(parse_tree("chain:2"), torch.tensor([[0, 5, 6]]), (), torch.zeros(3, dtype=torch.long))
+        assert not union(tree, other).chain

@@ -26,6 +26,8 @@ class Builder(ABC):
     """Levels below the root, the same in every round."""
     obstacle: str | None = None
     """Why rounds cannot be recorded; None if `build` and `learn` are pure functions of tensors."""
+    static: bool = False
+    """Whether the host knows the shape of every tree, the same for all rows."""
     on_host: bool = False
     """Whether `build` is the host's work, and a recording takes its tree as an input."""
     learns: bool = False

@@ -88,6 +88,19 @@ class Front:
         """Chance that the accepted path comes through one of them, by the draft."""
         return total(xp(self.scores_BW).exp(self.scores_BW))
 
+    def inherit(self, values_BWX: Array) -> Array:
+        """Return each node's parent's row of what the front above has."""
+        if len(values_BWX) == 1:
+            return values_BWX[:, self.parents_BW[0]]
+        return values_BWX[arange(len(values_BWX), self.parents_BW)[:, None], self.parents_BW]
+
+    def see(self, above_BWU: Array) -> Array:
+        """Return what each node sees, given what the front above sees: as its parent, and itself."""
+        parents_BWU = self.inherit(above_BWU)
+        place_W = arange(parents_BWU.shape[1], parents_BWU)
+        own_BWW = (place_W[:, None] == place_W) & (parents_BWU[:, :, :1] | True)
+        return xp(parents_BWU).concatenate([parents_BWU, own_BWW], -1)
+
 
 @quietly
 def best_children(scores_BW: Array, probs_BWV: Tensor, branch: int, most: int) -> Level:

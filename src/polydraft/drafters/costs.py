@@ -198,7 +198,7 @@ def _draft_level(draft: LanguageModel | FeatureHead, name: str) -> Callable[[], 
     size, device = (_CONTEXT, draft.device)
     tokens_1T = torch.zeros(1, size, dtype=torch.long, device=device)
     own_1WU = torch.eye(width, dtype=torch.bool, device=device)[None]
-    block = Block(0, torch.zeros(1, width, dtype=torch.long, device=device), own_1WU)
+    block = Block(0, torch.zeros(1, width, dtype=torch.long, device=device), own_1WU, levels=(width,))
     if isinstance(draft, FeatureHead):
         zeros: Any = {"dtype": draft.dtype, "device": device}
         context.read(tokens_1T, torch.zeros(1, size, draft.shape.hidden_size, **zeros), causal_block(1, size, device))

@@ -197,7 +197,11 @@ class DynamicBuilder(Builder):
         self.policy.begin(new_B)
         if self._choice is not None:
             self._choice.begin(rows, new_B)
-        self._resting = False
+        # Where all others rest, and new texts begin with a rest, there is no need for a pass of the draft.
+        if self._resting and self._device.type == "cpu":
+            self._resting = not self.policy.drafting_B[list(rows)].any() and self.source.can_wait
+        else:
+            self._resting = False
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""
@@ -240,10 +244,11 @@ class DynamicBuilder(Builder):
                 break
             if self._distributions.params.needs_history:
                 own_BW1 = front.tokens_BW[..., None]
-                paths_BWP = xp(own_BW1).concatenate([_picked(paths_BWP, front.parents_BW), own_BW1], -1)
-            visible_BWU = _seen(_picked(visible_BWU, front.parents_BW))
+                paths_BWP = xp(own_BW1).concatenate([front.inherit(paths_BWP), own_BW1], -1)
+            visible_BWU = front.see(visible_BWU)
             depths_BW = lead + len(levels) + 0 * front.parents_BW
-            block = Block(visible_BWU.shape[-1] - visible_BWU.shape[1], as_tensor(depths_BW), as_tensor(visible_BWU))
+            width, places = visible_BWU.shape[1:]
+            block = Block(places - width, as_tensor(depths_BW), as_tensor(visible_BWU), levels=(width,))
             features = self.source.expand(as_tensor(front.tokens_BW), as_tensor(front.parents_BW), block)
             logits = self.source.logits(features)
             level, allotment = self._children(len(levels), front.scores_BW, logits, paths_BWP, nodes_B, uniforms_BU)
@@ -347,7 +352,7 @@ class DynamicBuilder(Builder):
         if self._choice is not None:
             self._choice.receive(reports)
             return
-        self._resting = not any(report[0] for report in reports)
+        self._resting = not any(report[0] for report in reports) and self.source.can_wait
 
     def _children(
         self, depth: int, scores_BW: Array, logits_BWV: Tensor, paths_BWP: Array, nodes_B: Array, uniforms_BU: Tensor
@@ -381,17 +386,3 @@ def _ranking_params(draft_temperature: float | None, params: SamplingParams) -> 
     temperature = draft_temperature or params.temperature or _GREEDY_DRAFT_TEMPERATURE
     truncation: Any = {} if params.temperature > 0 else {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return dataclasses.replace(params, temperature=temperature, **truncation)
-
-
-def _picked(values_BWX: Array, index_BW: Array) -> Array:
-    """Return each node's parent's row."""
-    if len(values_BWX) == 1:
-        return values_BWX[:, index_BW[0]]
-    return values_BWX[arange(len(values_BWX), index_BW)[:, None], index_BW]
-
-
-def _seen(above_BWU: Array) -> Array:
-    """Let nodes see what their parents see, and themselves."""
-    place_W = arange(above_BWU.shape[1], above_BWU)
-    own_BWW = (place_W[:, None] == place_W) & (above_BWU[:, :, :1] | True)
-    return xp(above_BWU).concatenate([above_BWU, own_BWW], -1)

@@ -48,6 +48,8 @@ class HeadSource(DistributionSource):
         self._unseen: set[int] = set()
         """Rows of new texts that the target has not begun to read."""
         self._skipped = False
+        self._skips = 0
+        """Rounds without drafts since the last one with some."""
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         """Entries of rounds without drafts since the last one with some: tokens, features and how many of them count."""
 
@@ -55,6 +57,11 @@ class HeadSource(DistributionSource):
     def obstacle(self) -> str | None:
         """Only a first round on a text of one token is unlike the others."""
         return "a text has only one token" if self._lone_B is not None or self._features_BWF is None else None
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether the next round may leave this source out: there is room for its entries, and nothing unusual among them."""
+        return self._skips < LONGEST_REST and self.obstacle is None
 
     @property
     def observer(self) -> Observer:
@@ -116,7 +123,7 @@ class HeadSource(DistributionSource):
             tokens_BT = brought(torch.tensor([tokens + [0] * (size - len(tokens)) for tokens in following]), self.device)
             self._context.reserve(max(held[rows]) + size)
             fused_BTH = self._head.fused(features_BTF[:, :size])
-            self._context.part(rows).read(tokens_BT, fused_BTH, causal_block(len(counts), size, self.device))
+            self._context.part(rows).store(tokens_BT, fused_BTH)
         for row, count in enumerate(kept, start=rows.start):
             held[row] += count
         self._context.rewind(held)
@@ -132,6 +139,7 @@ class HeadSource(DistributionSource):
     def root(self, tail_B2: Tensor) -> Tensor:
         """Make the fresh entries certain; the last of them is the root's."""
         self._take_waiting()
+        self._skips = 0
         batch_size = len(tail_B2)
         block = self._fresh_block or causal_block(batch_size, self._tokens_BW.shape[1], self.device)
         outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), block)
@@ -191,7 +199,7 @@ class HeadSource(DistributionSource):
     def skip(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
         """Let a round's entries, `keep_B` of them, wait behind those that wait already: several where n-grams were accepted."""
         assert self._features_BWF is not None and self._lone_B is None, "a first round asks for the root, if for nothing else"
-        self._skipped = True
+        self._skipped, self._skips = True, self._skips + 1
         self._waiting.append((*self._accepted(verdict, keep_B, features_BNF), keep_B))
 
     def _take_waiting(self) -> None:

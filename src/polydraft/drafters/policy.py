@@ -90,6 +90,8 @@ class RowPolicy:
     _first_rate_B: Array
     _first_trial_B: Array
     _first_growth_B: Array
+    _sharing_B: Array
+    """Rows that share rounds with others, and may depend on them."""
 
     def __init__(self, costs: Costs, batch_size: int, nodes: int, device: torch.device, adaptive: bool) -> None:
         self.adaptive = adaptive
@@ -129,6 +131,7 @@ class RowPolicy:
             "_first_rate_B": column([min(table.rate, _MOST_RATE) for table in tables]),
             "_first_trial_B": as_array(torch.tensor(trials, device=self._device)),
             "_first_growth_B": column([table.growth for table in tables]),
+            "_sharing_B": as_array(torch.tensor([load > 1 for load in loads], device=self._device)),
         }
         if len(getattr(self, "_pass_BN", ())) == len(loads):
             self._keep(**values)
@@ -193,8 +196,15 @@ class RowPolicy:
 
     @property
     def drafting_B(self) -> Array:
-        """Rows that want drafts in the next round."""
-        return self._rest_B == 0
+        """Rows that draft in the next round: those that do not rest, and of those that share its costs all or none.
+
+        A pass is as wide as its largest tree, so a few rows that try would make all others pay: they wait until half of them
+        are ready.
+        """
+        ready_B = self._rest_B == 0
+        sharing_B = self._sharing_B
+        enough = 2 * (ready_B & sharing_B).sum() >= sharing_B.sum()
+        return ready_B & (enough | ~sharing_B)
 
     def wants_level(self, mass_B: Array) -> Array:
         """Say which rows want one more level below candidates of that total probability."""

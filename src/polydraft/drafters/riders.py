@@ -125,6 +125,7 @@ class Riders:
             ancestors_BNN=ancestors_BNN,
             child_table_BNK=torch.nn.functional.pad(tree.child_table_BNK, (0, 0, 0, riders)),
             riders=riders,
+            levels=None,
         )
 
     def _first_tokens(self, row: int, uniforms_X: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ class Recordable:
     """Whether the next round needs what the host learns of the last one."""
     kind: Hashable = ()
     """What the host has chosen for the next round: each choice is a recording of its own."""
+    static: bool = False
+    """Whether the host knows the shape of the next tree."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class DraftSession:
         waits = any(builder.learns or builder.source.learns for builder in self._builders) or self._catches_up
         kind = tuple(builder.kind for builder in self._builders)
         on_host = self._certain is not None and self._certain.on_host
-        return Recordable(never, not_now, self._host_tree if on_host else None, waits, kind)
+        static = all(builder.static for builder in self._builders)
+        return Recordable(never, not_now, self._host_tree if on_host else None, waits, kind, static)
 
     @property
     def _catches_up(self) -> bool:

@@ -32,6 +32,11 @@ class Source:
         return None
 
     @property
+    def can_wait(self) -> bool:
+        """Whether the next round may leave this source out."""
+        return self.obstacle is None
+
+    @property
     def observer(self) -> Observer | None:
         """Who wants to see the target's features of new texts, while it reads them."""
         return None

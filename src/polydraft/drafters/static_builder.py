@@ -70,7 +70,7 @@ class StaticBuilder(Builder):
         Chooses among smaller trees, and `topology`, from round to round.
     """
 
-    elastic = True
+    elastic = static = True
 
     def __init__(
         self,

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from polydraft.theory import tree_tokens
 from polydraft.trees import Topology, parse_tree
 
-_SMALLER = ("none", "chain:2", "2x1", "4x2x1")
+_DEEPEST = 4
+"""Levels of smaller trees at most."""
 _FAIR = (0.55, 0.14, 0.06, 0.04)
 """Chances that a fair draft's first child is accepted, its second, and so on: they say how trees compare, see `_worth`."""
 _PRIOR, _WORTH_MEMORY = 16.0, 0.97
 """Rounds that the first belief in the draft weighs, and how much of what a round taught is left after the next one."""
+_DOUBT = 2048
+"""Rounds without drafts after which two thirds of a bad, or a good, opinion of the draft are gone: then it is tried again."""
 _SETTLED = 4
 """Rounds of one tree before they are timed: one may still be under way with the last tree, one runs unrecorded, and one is
 recorded."""
@@ -35,13 +38,16 @@ _AGAIN = 4096
 
 
 def smaller_trees(largest: Topology) -> tuple[Topology, ...]:
-    """Return the trees that may stand in for one where many rows share a pass, smallest first; the first is the root alone."""
-    found = (parse_tree(text) for text in _SMALLER)
-    return tuple(
-        tree
-        for tree in found
-        if tree.num_nodes < largest.num_nodes and tree.depth <= largest.depth and tree.max_children <= largest.max_children
-    )
+    """Return the trees that may stand in for one where many rows share a pass, smallest first; the first is the root alone.
+
+    Chains come before trees: a token more per row is cheapest where it is likeliest, and a chain's tokens are read as a text,
+    and kept where they are.
+    """
+    depth = min(largest.depth, _DEEPEST)
+    found = [parse_tree("none"), *(parse_tree(f"chain:{length}") for length in sorted({1, 2, depth}) if length <= depth)]
+    if depth > 1 and largest.max_children > 1:
+        found.append(parse_tree("x".join(["2", *["1"] * (depth - 1)])))
+    return tuple(tree for tree in found if tree.num_nodes < largest.num_nodes)
 
 
 @dataclass(slots=True)
@@ -138,13 +144,21 @@ class TreeChoice:
         now, here = self._clock(), (situation, self.place)
         self._settled = self._settled + 1 if here == self._last else 1
         self._last = here
-        if self._settled > 1 and accepted:
-            self._expected = _WORTH_MEMORY * self._expected + self._fair[self.place]
-            self._accepted = _WORTH_MEMORY * self._accepted + sum(accepted) / len(accepted)
+        if self._settled > 1 and accepted and self.rehearsed is None:  # made-up texts say nothing of real ones
+            self._learn(sum(accepted) / len(accepted))
         if self._settled > _SETTLED and self._before is not None:
             self._timings.note(situation, self.place, now - self._before)
         self._before = now
         self._place = self._best(situation)
+
+    def _learn(self, accepted: float) -> None:
+        """Take note of how many drafted tokens a round accepted, per row; without drafts, forget a little of what was."""
+        fair = self._fair[self.place]
+        if fair == 0:
+            self._accepted += (self._expected - self._accepted) / _DOUBT
+            return
+        self._expected = _WORTH_MEMORY * self._expected + fair
+        self._accepted = _WORTH_MEMORY * self._accepted + accepted
 
     @property
     def _worth(self) -> float:

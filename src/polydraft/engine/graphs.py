@@ -239,7 +239,7 @@ def _obstacle(state: State, can: Recordable) -> str | None:
     if state.watched:
         return "log-probabilities are looked at on the host"
     lasting = can.never or ("logits processors work on the host" if state.warper.params.has_processors else None)
-    lasting = lasting or state.target.graph_obstacle
+    lasting = lasting or state.target.graph_obstacle or (None if can.static else state.target.shape_obstacle)
     if lasting:
         tell_obstacle(state.target, lasting)
     return lasting or can.not_now

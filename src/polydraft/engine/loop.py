@@ -279,7 +279,7 @@ class Engine:
     def _share(self) -> None:
         """Tell the drafter how many texts are at work."""
         active = self._active()
-        loads = [1 if one is None or one.steady else sum(active) for one in self.slots]
+        loads = [1 if one is None or one.steady or one.done else sum(active) for one in self.slots]
         steady = any(one is not None and one.steady and works for one, works in zip(self.slots, active, strict=True))
         self._session.share(loads, steady)
 

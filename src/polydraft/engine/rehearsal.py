@@ -1,18 +1,21 @@
 """Rounds before they count: what first requests would wait for is done beforehand."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from polydraft.drafters import DraftSession
-from polydraft.models.language_model import READING_SIZES
+from polydraft.models.language_model import READING_COUNTS, READING_SIZES, reading_count
 
 ROUNDS, NEW_TOKENS = 10, 64
 """A round is recorded when it comes for the second time, and timed once it is recorded; and room for the tokens of so many."""
 USUAL_LENGTH = 512
 _SHORTEST_POWER = 5
 _SHORT = 2 * NEW_TOKENS
+_BEHIND = 8
+"""Tokens of a text that prompts are read behind."""
 
 
 def lengths_of(longest: int, device: torch.device) -> list[int]:
@@ -41,6 +44,25 @@ def prompts_to_read(longest: int, chunk: int, vocab_size: int, device: torch.dev
     first = range(7, 7 + 2 * len(sizes))
     # Of a prompt the last token is not read but drafted behind.
     return [[(number + place) % vocab_size for place in range(size + 1)] for number, size in zip(first, sizes * 2, strict=True)]
+
+
+def groups_to_read(longest: int, chunk: int, slots: int, vocab_size: int, device: torch.device) -> list[list[list[int]]]:
+    """Return prompts to read together, of all sizes and counts, behind text that slots hold already and anew.
+
+    Each group comes twice, and the first leaves in some slots what others are read behind.
+    """
+    if device.type != "cuda":
+        return []
+    groups, first = [[list(range(_BEHIND + 2))] * min(READING_COUNTS[-1], slots)], _BEHIND
+    for behind in (range(_BEHIND), range(0)):
+        fitting = [size for size in READING_SIZES if size <= chunk and len(behind) + size + 2 <= longest]
+        for size, count in itertools.product(fitting * 2, READING_COUNTS):
+            if reading_count(size, min(count, chunk // size)) == count <= slots:
+                # The last token of a prompt is not read but drafted behind.
+                sizes = range(first + 1, first + 1 + count)
+                groups.append([[*behind, *((own + place) % vocab_size for place in range(size + 1))] for own in sizes])
+                first += count
+    return groups
 
 
 @contextmanager

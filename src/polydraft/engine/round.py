@@ -132,7 +132,8 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
             verdict = greedy_verdict(candidates, target_laws).where(state.greedy_B, verdict)
     with stats.clock("commit"):
         keep_B = torch.where(state.active_B, verdict.accepted_B + 1, 0)
-        target_context.commit(verdict.path_BD, keep_B)
+        longest = draft.depth if draft.reach is None else draft.reach
+        target_context.commit(verdict.path_BD[:, : longest + 1], keep_B, in_place=draft.chain)
         report_BX = session.commit(verdict, keep_B, features_BNF)
         recent_BX = torch.cat([state.tail_B2[:, 1:], verdict.tokens_BD], dim=1)
         last_B2 = verdict.accepted_B[:, None] + torch.arange(2, device=recent_BX.device)

@@ -5,7 +5,7 @@ Everything else of a model reads all nodes in one pass. Inside a `with` statemen
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,16 +25,30 @@ from polydraft.trees import Block
 class Step:
     """Tokens that mixers read together: R texts with C tokens each."""
 
-    rows_R1: Tensor
-    columns_RC: Tensor
+    rows_R: Tensor
     sources_R: Tensor
     """Where each text's state is: 0 for committed text, else one more than a place."""
     targets_R: Tensor
     """Where the state after its tokens goes."""
+    columns: Tensor | slice
+    """Of their tokens, `[R, C]`; a slice is a level of the same columns in all rows, with a text for each of its nodes."""
+
+    def pick(self, values_BTX: Tensor) -> Tensor:
+        """Return what belongs to these tokens, `[R, C, ...]`."""
+        if isinstance(self.columns, slice):
+            return values_BTX[:, self.columns].flatten(0, 1)[:, None]
+        return values_BTX[self.rows_R[:, None], self.columns]
+
+    def place(self, values_RCX: Tensor, result_BTX: Tensor) -> None:
+        """Put what belongs to these tokens where it belongs."""
+        if isinstance(self.columns, slice):
+            result_BTX[:, self.columns] = values_RCX.view(len(result_BTX), -1, *values_RCX.shape[2:])
+        else:
+            result_BTX[self.rows_R[:, None], self.columns] = values_RCX
 
 
 def level_steps(block: Block, places_BT: Tensor, depths_BU: Tensor) -> Iterator[Step]:
-    """Yield the levels of a block, upper ones first.
+    """Yield the levels of a block, upper ones first; without a look at values if the block knows them.
 
     Parameters
     ----------
@@ -48,9 +62,19 @@ def level_steps(block: Block, places_BT: Tensor, depths_BU: Tensor) -> Iterator[
     depths_BTU = torch.where(above_BTU, depths_BU[:, None, :width], -1)
     deepest_BT, parents_BT = depths_BTU.max(dim=2)
     sources_BT = torch.where(deepest_BT < 0, 0, parents_BT + 1)
+    if block.levels is not None:
+        assert sum(block.levels) == block.size, (block.levels, block.size)
+        rows_BT = torch.arange(len(sources_BT), device=sources_BT.device)[:, None].expand_as(sources_BT)
+        start = 0
+        for size in block.levels:
+            columns = slice(start, start + size)
+            rows_R, sources_R, targets_R = (one[:, columns].flatten() for one in (rows_BT, sources_BT, places_BT + 1))
+            yield Step(rows_R, sources_R, targets_R, columns)
+            start += size
+        return
     for depth in sorted(set(block.depths_BT.flatten().tolist())):
         rows_R, columns_R = torch.nonzero(block.depths_BT == depth, as_tuple=True)
-        yield Step(rows_R[:, None], columns_R[:, None], sources_BT[rows_R, columns_R], places_BT[rows_R, columns_R] + 1)
+        yield Step(rows_R, sources_BT[rows_R, columns_R], places_BT[rows_R, columns_R] + 1, columns_R[:, None])
 
 
 def text_steps(counts: Sequence[int], device: torch.device) -> Iterator[Step]:
@@ -58,7 +82,7 @@ def text_steps(counts: Sequence[int], device: torch.device) -> Iterator[Step]:
     for count in sorted(set(counts) - {0}):
         rows_R = torch.tensor([row for row, other in enumerate(counts) if other == count], device=device)
         columns_RC = torch.arange(count, device=device).expand(len(rows_R), -1)
-        yield Step(rows_R[:, None], columns_RC, torch.zeros_like(rows_R), torch.zeros_like(rows_R))
+        yield Step(rows_R, torch.zeros_like(rows_R), torch.zeros_like(rows_R), columns_RC)
 
 
 class NodeStates:
@@ -81,11 +105,11 @@ class NodeStates:
 
     def take(self, name: StateName, step: Step) -> Tensor:
         """Return a copy of the states that a step begins with."""
-        return self._states[name][step.rows_R1[:, 0], step.sources_R]
+        return self._states[name][step.rows_R, step.sources_R]
 
     def put(self, name: StateName, step: Step, states_R: Tensor) -> None:
         """Keep the states that a step ends with."""
-        self._states[name][step.rows_R1[:, 0], step.targets_R] = states_R
+        self._states[name][step.rows_R, step.targets_R] = states_R
 
     def gather(self, index_BX: Tensor) -> None:
         """Replace the first states of each row by others of it."""
@@ -98,18 +122,25 @@ class NodeStates:
             states_BU[row, : None if everywhere else 1] = self._starts[name]
 
     @property
+    def address(self) -> int:
+        """Where the first of them are: they move when room is made."""
+        return next((states_BU.data_ptr() for states_BU in self._states.values()), 0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(states_BU.nbytes for states_BU in self._states.values())
 
 
-class _SlotPositions:
-    """Stands for a layer where a model's indexer looks for the positions of what is stored."""
+class _Layer:
+    """Stands for a layer where models look into one: for stored positions, and before transformers 5.22 for states."""
 
-    is_sliding = is_compileable = False
+    is_sliding = is_compileable = record_past = False
 
-    def __init__(self, cache: "HybridCache") -> None:
+    def __init__(self, cache: "HybridCache", number: int) -> None:
         self._cache = cache
+        self.conv_states = _LayerStates(cache.get_conv_state, number)
+        self.recurrent_states = _LayerStates(cache.get_recurrent_state, number)
 
     @property
     def indexer_position_ids(self) -> Tensor:
@@ -119,6 +150,16 @@ class _SlotPositions:
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
         """Forget what the model would keep: slots know their positions."""
+
+
+class _LayerStates:
+    """States of one layer by their numbers."""
+
+    def __init__(self, get: Callable[[int, int], Tensor], layer: int) -> None:
+        self._get, self._layer = get, layer
+
+    def __getitem__(self, state: int) -> Tensor:
+        return self._get(self._layer, state)
 
 
 class HybridCache(SpreadCache):
@@ -132,7 +173,7 @@ class HybridCache(SpreadCache):
         self.step: Step | None = None
         self.positions_BS = torch.empty(0, 0, dtype=torch.long)
         """Positions of the slots in use."""
-        self.layers = [_SlotPositions(self)] * num_layers
+        self.layers = [_Layer(self, number) for number in range(num_layers)]
 
     def _state(self, name: StateName) -> Tensor:
         assert self.states is not None and self.step is not None, "states are asked for by mixers only"
@@ -206,13 +247,13 @@ class _Mixer:
             if not results:
                 results = [part_RCF.new_zeros(*plan.size, *part_RCF.shape[2:]) for part_RCF in outputs]
             for result_BTF, part_RCF in zip(results, outputs, strict=True):
-                result_BTF[step.rows_R1, step.columns_RC] = part_RCF
+                step.place(part_RCF, result_BTF)
         return results[0] if alone else tuple(results)
 
     def _read(self, plan: _Plan, step: Step, args: Any, options: dict[str, Any]) -> Any:
         def part(value: Any) -> Any:
             if isinstance(value, Tensor) and value.shape[:2] == plan.size:
-                return value[step.rows_R1, step.columns_RC]
+                return step.pick(value)
             return value
 
         cache = plan.cache

@@ -6,20 +6,20 @@ References
 .. [2] Li et al. 2025, EAGLE-3, arXiv:2503.01840 (several layers as input, training on the head's own outputs).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polydraft.models.language_model import Context, by_rows, steady_attention
-from polydraft.models.tree_attention import obstacle
-from polydraft.native import NativeBody, NativeProduct, Rows
+from polydraft.models.language_model import by_rows
+from polydraft.native import NativeBody, NativeProduct
 from polydraft.sampling import PartialVocabulary
-from polydraft.trees import Block
+
+if TYPE_CHECKING:
+    from polydraft.models.head_context import HeadContext
 
 
 class TapNorm(StrEnum):
@@ -148,9 +148,7 @@ class FeatureHead(nn.Module):
             features_RF = torch.cat([norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)], dim=-1)
         if self.fuse is None:
             return features_RF
-        product = self._product(self.fuse.weight)
-        fused_RH: Tensor = self.fuse(features_RF) if product is None else product(features_RF).to(self.dtype)
-        return fused_RH
+        return self._multiplied(self.fuse, features_RF)
 
     def entry(self, fused_BTH: Tensor, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Bring features and the tokens that follow them together: what passes by attention, and what it reads."""
@@ -159,7 +157,7 @@ class FeatureHead(nn.Module):
         pair_BTX = torch.cat([normed_BTH, self.token_norm(embedded_BTH)], dim=-1)
         if self.join is None or self.attention_norm is None:
             return normed_BTH if self.shape.normed_residual else fused_BTH, pair_BTX
-        joined_BTH = self.join(pair_BTX)
+        joined_BTH = self._multiplied(self.join, pair_BTX)
         return joined_BTH, self.attention_norm(joined_BTH)
 
     def angles(self, positions_X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -190,7 +188,7 @@ class FeatureHead(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values `[B, heads, T, C]`, turned by their positions; their angles may be known already."""
         shape = self.shape
-        heads_BTHC = self.normed_heads(self.qkv(normed_BTX))
+        heads_BTHC = self.normed_heads(self._multiplied(self.qkv, normed_BTX))
         turning = shape.num_heads + shape.num_key_heads
         plain_BTHC = heads_BTHC[:, :, :turning]
         turned_BTHC = _turned(plain_BTHC, self.angles(positions_BT) if angles_BT3C is None else angles_BT3C)
@@ -228,6 +226,15 @@ class FeatureHead(nn.Module):
         table_VH = self.tables[1].to(outputs_RH.dtype)
         return by_rows(lambda rows_RH: functional.linear(rows_RH, table_VH), outputs_RH)
 
+    def _multiplied(self, layer: nn.Linear, input_XF: Tensor) -> Tensor:
+        """Apply a layer, by compiled code where there is some."""
+        product = self._product(layer.weight)
+        if product is None:
+            output_XG: Tensor = layer(input_XF)
+            return output_XG
+        output_XG = product(input_XF).to(self.dtype)
+        return output_XG if layer.bias is None else output_XG + layer.bias
+
     def _product(self, weight_GH: Tensor) -> NativeProduct | None:
         """Return products with a weight by compiled code, made once; None where there is none, and in training."""
         if not self.native or torch.is_grad_enabled() or weight_GH.device.type != "cpu":
@@ -253,6 +260,8 @@ class FeatureHead(nn.Module):
 
     def start(self, batch_size: int, capacity: int) -> "HeadContext":
         """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
+        from polydraft.models.head_context import HeadContext  # late: it loads transformers
+
         return HeadContext(self, batch_size, capacity)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -260,123 +269,6 @@ class FeatureHead(nn.Module):
         self.tables = (fn(self.tables[0]), fn(self.tables[1]))
         self._products, self._body = {}, None
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-
-class HeadContext(Context):
-    """Keys and values of the entries of one batch."""
-
-    elastic = True
-
-    def __init__(self, head: FeatureHead, batch_size: int, capacity: int) -> None:
-        from polydraft.models._fused import FusedHead
-        from polydraft.models.cache import SlotCache  # late: they load transformers
-
-        super().__init__(batch_size, capacity, head.device, max_positions=None)
-        self._head = head
-        self.cache: SlotCache = SlotCache(1, capacity)
-        self._fused_BTH: Tensor | None = None
-        self._angles_P3C = head.angles(torch.arange(capacity, device=head.device))
-        """Of every position, as long as the memory."""
-        runs = head.device.type == "cuda" and obstacle(head.device, head.dtype) is None
-        self._fused = FusedHead(head, head.shape.norm_epsilon) if runs else None
-        self._native = head.native_body()
-        self._checked = False
-        """Whether the native body was found in order since the last text began."""
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        """Cut rows to the given numbers of committed entries."""
-        super().rewind(lengths)
-        self._checked = False
-
-    def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
-        """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""
-        self._fused_BTH = fused_BTH
-        native, head = self._native, self._head
-        if native is not None and not torch.is_grad_enabled() and native.ready(sure=self._checked):
-            self._checked = True
-            keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, head.dtype, *native.key_shape)
-            rows = Rows(
-                lengths_B=self.lengths_B,
-                slot_positions_BS=self._positions_BS,
-                keys_LBHSC=keys_LBHSC,
-                values_LBHSC=values_LBHSC,
-                window=head.shape.window,
-            )
-            return native(tokens_BT, block, rows, features_BTF=fused_BTH)
-        # Where all rows are equally long the host knows every place, and a level is half as many calls.
-        if self._fused is None and self.aligned:
-            with steady_attention(self.device):
-                return self._read_aligned(tokens_BT, fused_BTH, block)
-        return self.extend(tokens_BT, block)
-
-    def _read_aligned(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
-        """Do what `extend` and `_forward` do."""
-        start, window = self.lengths[0], self._head.shape.window
-        first, used = start + block.start, start + block.stop
-        assert used <= self.capacity, (used, self.capacity)
-        positions_BT = block.depths_BT + start
-        self._positions_BS[:, first:used] = positions_BT
-        visible_BTS = functional.pad(block.visible_BTU, (start, 0), value=True)
-        if used > window:
-            visible_BTS = visible_BTS & (positions_BT[:, :, None] - self._positions_BS[:, None, :used] < window)
-        self.cache.aim(positions_BT, first, used)
-        return self._outputs(tokens_BT.clamp(min=0), fused_BTH, positions_BT, visible_BTS)
-
-    def _outputs(self, tokens_BT: Tensor, fused_BTH: Tensor, positions_BT: Tensor, visible_BTS: Tensor) -> Tensor:
-        """Store entries where the cache aims, and return the head's outputs."""
-        passing_BTH, normed_BTX = self._head.entry(fused_BTH, tokens_BT)
-        query_BHTC, key_BHTC, value_BHTC = self._head.projected(normed_BTX, positions_BT, self._angles_P3C[positions_BT])
-        key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
-        return self._head.attended(passing_BTH, query_BHTC, key_BHSC, value_BHSC, visible_BTS[:, None])
-
-    def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
-        from polydraft.models._fused import MOST_TOKENS, TreeView
-
-        window = self._head.shape.window
-        # The kernels cut off committed text only, so the window must reach over all that is not committed.
-        if self._fused is None or block.size > MOST_TOKENS or window < block.stop:
-            return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)
-        assert self._fused_BTH is not None, "read() is the way in"
-        starts_BT = (positions_BT - window + 1).clamp(min=0)
-        view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT)
-        return self._fused(self._fused_BTH, tokens_BT, positions_BT, view, self.cache, self.capacity)
-
-    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
-        assert self._fused_BTH is not None, "read() is the way in"
-        size, used = tokens_BT.shape[1], visible_BTS.shape[2]
-        self.cache.aim(slots_BT, used - size if self.aligned else None, used)
-        near_BTS = positions_BT[:, :, None] - self._positions_BS[:, None, :used] < self._head.shape.window
-        return self._outputs(tokens_BT, self._fused_BTH, positions_BT, visible_BTS & near_BTS)
-
-    @property
-    def address(self) -> int:
-        """Where keys and values begin."""
-        return self.cache.address
-
-    def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
-        self.cache.move(source_BD, target_BD)
-
-    @property
-    def divisible(self) -> bool:
-        """Always: a head knows what its storage looks like."""
-        return True
-
-    def _share(self, whole: Context, rows: slice) -> None:
-        assert isinstance(whole, HeadContext)
-        shape, like_B = self._head.shape, torch.empty(whole.batch_size, dtype=self._head.dtype, device=self.device)
-        whole.cache.storage(0, like_B, shape.num_key_heads, shape.head_size)
-        self.cache = whole.cache.part(rows)
-
-    def _resize(self, rows: int, most: int) -> None:
-        self.cache.resize(rows, most)
-
-    def clear(self, row: int) -> None:
-        """Forget what a row holds."""
-        self.cache.clear(row)
-
-    def _grow(self, capacity: int) -> None:
-        self.cache.grow(capacity)
-        self._angles_P3C = self._head.angles(torch.arange(capacity, device=self.device))
 
 
 class _Norm(nn.Module):

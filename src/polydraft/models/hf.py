@@ -138,7 +138,7 @@ class HFModel(LanguageModel):
         self.recurrence = find_recurrence(model)
         """Its recurrent layers, if it has any."""
         if self.recurrence is not None:
-            self.graph_obstacle = "its recurrent layers read a tree level by level"
+            self.shape_obstacle = "its recurrent layers read a tree level by level, and only static trees have known levels"
         lean = lean and self.spread is None
         self.dtype = model.dtype
         self.int8 = is_quantised(model)
@@ -323,8 +323,9 @@ def early_exit(target: HFModel, layers: int) -> HFModel:
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None) is not None:
-        text.layer_types = list(text.layer_types)[:layers]
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None and len(kinds) != layers:  # Falcon-H1 derives them from their number
+        text.layer_types = list(kinds)[:layers]
     _truncate(model, total, layers, config)
     return HFModel(model, name=f"early-exit:{layers}", native=target.uses_native, invariant=False)
 

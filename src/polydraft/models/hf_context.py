@@ -1,6 +1,6 @@
 """The memory of a batch in a Hugging Face model: keys and values in slots, and the passes that fill them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polydraft.models._fused import MOST_TOKENS, TreeView
 from polydraft.models.cache import SlotCache, SpreadCache
-from polydraft.models.language_model import READING_SIZES, Context
+from polydraft.models.language_model import Context, Observer, reading_count, reading_size
 from polydraft.native import Rows
 from polydraft.transfers import brought
 from polydraft.trees import Block, causal_block
@@ -77,36 +77,68 @@ class HFContext(Context):
         known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)
         return fused(known_BT, positions_BT, view, self.cache, self._model.taps)
 
+    def prefill(self, texts: Sequence[Sequence[int]], observer: Observer | None = None) -> None:
+        """Append tokens known beforehand to each row's committed text, showing their features to the observer.
+
+        Short ones are read by recorded passes where there are some, a few at a time: each pass reads all weights.
+        """
+        rest = list(texts)
+        for rows in self._groups(texts) if self.divisible and any(self.lengths) else ():
+            features_BTF = self._replayed([list(texts[row]) for row in rows], rows)
+            if features_BTF is None:
+                break
+            lengths = list(self.lengths)
+            for place, row in enumerate(rows):
+                count, rest[row] = len(texts[row]), ()
+                if observer is not None:
+                    observer(slice(row, row + 1), [lengths[row]], [count], features_BTF[place : place + 1, :count])
+                lengths[row] += count
+            self.rewind(lengths)
+        super().prefill(rest, observer)
+
+    def _groups(self, texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Yield rows whose texts one recorded pass may read, those that begin and those that go on apart."""
+        for begun in (False, True):
+            rows = [row for row, text in enumerate(texts) if text and bool(self.lengths[row]) == begun]
+            rows = sorted((row for row in rows if reading_size(len(texts[row]))), key=lambda row: -len(texts[row]))
+            while rows:
+                count = reading_count(reading_size(len(texts[rows[0]])) or 1, len(rows))
+                yield rows[:count]
+                rows = rows[count:]
+
     def _read(self, parts: Sequence[list[int]], rows: slice, size: int) -> Tensor:
         """Read by a recorded pass where there is one: launching one of this length takes much of its time."""
-        features_BTF = self._replayed(parts[0], rows.start) if len(parts) == 1 else None
+        features_BTF = self._replayed(parts, [rows.start]) if len(parts) == 1 else None
         return super()._read(parts, rows, size) if features_BTF is None else features_BTF[:, :size]
 
-    def _replayed(self, tokens: list[int], row: int) -> Tensor | None:
-        """Pass the next tokens of one row and return their features, padded; None where that cannot be recorded."""
-        model, length = self._model, self.lengths[row]
+    def _replayed(self, parts: Sequence[list[int]], rows: Sequence[int]) -> Tensor | None:
+        """Pass the next tokens of some rows and return their features, padded; None where that cannot be recorded.
+
+        Of these rows all have committed text, or none.
+        """
+        model, count, longest = self._model, len(rows), max(self.lengths[row] for row in rows)
         fused, window = model.fused, model.window
-        size = next((size for size in READING_SIZES if size >= len(tokens)), None)
-        if self.recorder is None or size is None or not self.divisible or length + size > self.capacity:
+        size = reading_size(max(map(len, parts)))
+        if self.recorder is None or size is None or not self.divisible or longest + size > self.capacity:
             return None
         if fused is None or not fused.invariant or torch.is_grad_enabled():
             return None
-        padded = [row, *tokens, *[0] * (size - len(tokens))]
-        most = self.capacity - size if length else 0  # a text that begins is attended to without splits
+        padded = [[row, *part, *[0] * (size - len(part))] for row, part in zip(rows, parts, strict=True)]
+        most = self.capacity - size if longest else 0  # a text that begins is attended to without splits
 
-        def function(values_X: Tensor) -> Tensor:
-            """Which row and which tokens it is are values, so that one recording serves for all."""
-            rows_B, tokens_BT = values_X[:1], values_X[None, 1:].clamp(max=model.vocab_size - 1)
+        def function(values_BX: Tensor) -> Tensor:
+            """Which rows and which tokens they are are values, so that one recording serves for all."""
+            rows_B, tokens_BT = values_BX[:, 0].contiguous(), values_BX[:, 1:].clamp(max=model.vocab_size - 1)
             lengths_B = self.lengths_B[rows_B]
             slots_BT = lengths_B[:, None] + torch.arange(size, device=self.device)
             positions_BT = slots_BT if self.max_positions is None else slots_BT.clamp(max=self.max_positions - 1)
             self._positions_BS[rows_B[:, None], slots_BT] = positions_BT
             starts_BT = None if window is None else (positions_BT - window + 1).clamp(min=0)
-            visible_BTU = causal_block(1, size, self.device).visible_BTU
+            visible_BTU = causal_block(count, size, self.device).visible_BTU
             view = TreeView(slots_BT, lengths_B, visible_BTU, most, starts_BT, causal=True, rows_B=rows_B)
             return fused(tokens_BT, positions_BT, view, self.cache, model.taps)
 
-        kind = "reading", size, most, self.capacity, self.address
+        kind = "reading", count, size, most, self.capacity, self.address
         return self.recorder.run(kind, function, brought(torch.tensor(padded), self.device))[0]
 
     @property

@@ -14,6 +14,7 @@ arithmetic draws, and so a GPU's clock, depends on the numbers.
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -329,8 +330,8 @@ class InflatedContext(HFContext):
         """Run the large model and return the features of the small one."""
         return self._narrowed(super().extend(tokens_BT, block))
 
-    def _replayed(self, tokens: list[int], row: int) -> Tensor | None:
-        features_BTF = super()._replayed(tokens, row)
+    def _replayed(self, parts: Sequence[list[int]], rows: Sequence[int]) -> Tensor | None:
+        features_BTF = super()._replayed(parts, rows)
         return None if features_BTF is None else self._narrowed(features_BTF)
 
     def _narrowed(self, features_BTF: Tensor) -> Tensor:

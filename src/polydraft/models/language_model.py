@@ -20,7 +20,20 @@ from polydraft.trees import Block, causal_block
 PREFILL_CHUNK = 512
 READING_SIZES = (32, 64, 96, 128, 192, 256)
 """Tokens of recorded passes that read a prompt: shorter parts are padded. Longer ones keep a GPU busy without a recording."""
+READING_COUNTS = (1, 2, 4)
+"""Prompts that such a pass may read, as long as they have no more tokens together than the longest one alone."""
 _SMALLEST_SPAN = 512
+
+
+def reading_size(tokens: int) -> int | None:
+    """Return the size of a recorded pass that reads so many tokens of a prompt; None where there is none."""
+    return next((size for size in READING_SIZES if size >= tokens), None)
+
+
+def reading_count(size: int, waiting: int) -> int:
+    """Return how many prompts of so many tokens a recorded pass reads, of those that wait."""
+    most = max(READING_SIZES[-1] // size, 1)
+    return max(count for count in READING_COUNTS if count <= min(waiting, most))
 
 
 class _WithoutPlans(AbstractContextManager[None]):
@@ -172,8 +185,14 @@ class Context(ABC):
         place_BTS = place_BS.clamp(0, block.stop - 1)[:, None].expand(-1, block.size, -1)
         return (place_BS < 0)[:, None] | (in_block_BS[:, None] & block.visible_BTU.gather(2, place_BTS))
 
-    def commit(self, places_BD: Tensor, counts_B: Tensor) -> None:
-        """Keep the tokens in the first `counts_B` of `places_BD` as committed text, in that order; drop the rest."""
+    def commit(self, places_BD: Tensor, counts_B: Tensor, *, in_place: bool = False) -> None:
+        """Keep the tokens in the first `counts_B` of `places_BD` as committed text, in that order; drop the rest.
+
+        The caller may know that they are `in_place`: that the places are 0, 1, 2 and so on.
+        """
+        if in_place and not self.always_moves:
+            self.lengths_B += counts_B
+            return
         if can_sync(counts_B) and not self.always_moves:
             places_BD = places_BD[:, : int(counts_B.max())]
             if bool((places_BD == torch.arange(places_BD.shape[1])).all()):  # they are where they belong
@@ -307,6 +326,8 @@ class LanguageModel(ABC):
     """Longest text the model can read; None for any length."""
     graph_obstacle: str | None = None
     """Why passes cannot be recorded in a CUDA graph; None if they can."""
+    shape_obstacle: str | None = None
+    """The same of passes over trees whose shapes the host does not know, or that rows do not share."""
     vocabulary: PartialVocabulary | None = None
     """Tokens that the columns of `head` stand for, where a draft does not know all of them."""
 

@@ -25,12 +25,8 @@ from polydraft.models.placement import spread_obstacle
 
 StateName = tuple[int, str, int]
 """Layer, kind (`conv` or `recurrent`), and number of a state among those of its kind in the layer."""
-_ASKED = {
-    "get_conv_state": "conv",
-    "update_conv_state": "conv",
-    "get_recurrent_state": "recurrent",
-    "update_recurrent_state": "recurrent",
-}
+_ASKED = ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state")
+"""Of a cache; before transformers 5.22 there are no `get_` methods, and models look into its layers instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +72,8 @@ class _Watch:
 
     def spy(self, cache: Any) -> None:
         for method in _ASKED:
-            setattr(cache, method, self._noting(getattr(cache, method)))
+            if hasattr(cache, method):
+                setattr(cache, method, self._noting(getattr(cache, method)))
 
     def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **options: Any) -> Any:
@@ -102,10 +99,10 @@ def find_recurrence(model: Any) -> Recurrence | None:
                 f"model type {kind!r} has recurrent layers and keeps their state {where}, where it cannot be copied for "
                 "every candidate; use a model that keeps it in the DynamicCache of transformers, or an attention-only one"
             )
-        if not all(hasattr(cache, method) for method in _ASKED):
+        if not _has_numbered_states(cache):
             raise UsageError(
                 f"model type {kind!r} has recurrent layers, and transformers {transformers.__version__} does not hand out "
-                "their states; use 5.22 or newer"
+                "their states; use 5.17 or newer"
             )
         watch = _Watch(model)
         try:
@@ -122,6 +119,12 @@ def find_recurrence(model: Any) -> Recurrence | None:
         states=tuple(_shapes(cache, _first_end(text_config(model)))),
         cache_argument=argument,
     )
+
+
+def _has_numbered_states(cache: DynamicCache) -> bool:
+    """Whether states are where we look for them: in the cache's layers, by their numbers, as since transformers 5.17."""
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    return all(isinstance(getattr(layer, "conv_states", None), dict) for layer in layers)
 
 
 def _first_end(config: Any) -> int:

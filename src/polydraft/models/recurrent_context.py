@@ -28,8 +28,8 @@ class RecurrentContext(HFContext):
         self.cache, self._hybrid = cache, cache
         self._states = cache.states = NodeStates(model.recurrence.states, batch_size, self.device)
         self._depths_BU = torch.zeros(batch_size, 0, dtype=torch.long, device=self.device)
-        self._lost = [False] * batch_size
-        """Rows that were cut where there is no state: nothing can follow them."""
+        self._read_B = torch.zeros(batch_size, dtype=torch.long, device=self.device)
+        """How many tokens each state of committed text has read, -1 where nobody knows: only such a text can go on."""
         self._counts: Sequence[int] | None = None
         """Tokens per row of a text that is being read."""
 
@@ -52,16 +52,27 @@ class RecurrentContext(HFContext):
         self._depths_BU.scatter_(1, places_BT, block.depths_BT)
         return list(level_steps(block, places_BT, self._depths_BU))
 
+    @property
+    def address(self) -> int:
+        """Where keys and values, and states, begin."""
+        return hash((super().address, self._states.address))
+
+    def fix_span(self, span: int | None = None) -> int:
+        """Let passes see so many slots; what rounds leave behind stays where it is from now on."""
+        self._make_places(self.places)
+        return super().fix_span(span)
+
     def _make_places(self, places: int) -> None:
         if (more := places - self._depths_BU.shape[1]) > 0:
             self._depths_BU = torch.nn.functional.pad(self._depths_BU, (0, more))
             self._states.reserve(places)
 
-    def commit(self, places_BD: Tensor, counts_B: Tensor) -> None:
+    def commit(self, places_BD: Tensor, counts_B: Tensor, *, in_place: bool = False) -> None:
         """Keep the tokens in the first `counts_B` of `places_BD` as committed text, in that order; drop the rest."""
         last_B1 = places_BD.gather(1, (counts_B[:, None] - 1).clamp(min=0))
         self._states.gather(torch.where(counts_B[:, None] > 0, last_B1 + 1, 0))
-        super().commit(places_BD, counts_B)
+        self._read_B += counts_B
+        super().commit(places_BD, counts_B, in_place=in_place)
 
     def rearrange(self, places_BD: Tensor) -> None:
         """Move uncommitted tokens to the first uncommitted places, in that order; they stay uncommitted where they stand."""
@@ -79,27 +90,24 @@ class RecurrentContext(HFContext):
         places = self._depths_BU.shape[1]
         index_BX = (torch.arange(places + 1, device=self.device) + counts_B[:, None]).clamp(max=places)
         self._states.gather(index_BX)
+        self._read_B += counts_B
         if places:
-            self._depths_BU = self._depths_BU.gather(1, index_BX[:, :-1].clamp(max=places - 1)) - counts_B[:, None]
+            self._depths_BU.copy_(self._depths_BU.gather(1, index_BX[:, :-1].clamp(max=places - 1)) - counts_B[:, None])
 
     def keepable(self, lengths: Sequence[int]) -> list[int]:
         """Return how many of so many committed tokens can be kept: all, or none where there is no state to go on from."""
-        return [
-            length if length == held and not lost else 0
-            for length, held, lost in zip(lengths, self.lengths, self._lost, strict=True)
-        ]
+        # Only the device knows: a round that ran ahead of a text's end has moved its state on.
+        return [length if length == read else 0 for length, read in zip(lengths, self._read_B.tolist(), strict=True)]
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Cut rows to the given numbers of committed tokens, or keep what was read behind them."""
         more = [max(length - held, 0) for length, held in zip(lengths, self.lengths, strict=True)]
         if any(more):
             self._shift(torch.tensor(more, device=self.device))
-        for row, (length, held) in enumerate(zip(lengths, self.lengths, strict=True)):
+        for row, length in enumerate(lengths):
             if length == 0:
                 self._states.forget(row)
-                self._lost[row] = False
-            elif length < held:
-                self._lost[row] = True
+                self._read_B[row] = 0
         super().rewind(lengths)
 
     def clear(self, row: int) -> None:
@@ -121,15 +129,15 @@ class RecurrentContext(HFContext):
             size = max(counts)
             tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
             self.reserve(max(self.lengths) + size)
-            before = self._lost
+            read_B, counts_B = self._read_B.clone(), torch.tensor(counts, device=self.device)
             # A pass that is interrupted leaves states of which nobody knows how far they are.
-            self._lost = [lost or count > 0 for lost, count in zip(before, counts, strict=True)]
+            self._read_B.masked_fill_(counts_B > 0, -1)
             self._counts = counts
             try:
                 features_BTF = self.extend(tokens_BT, causal_block(self.batch_size, size, self.device))
             finally:
                 self._counts = None
-            self._lost = before
+            self._read_B.copy_(read_B + counts_B)
             if observer is not None:
                 observer(slice(0, self.batch_size), self.lengths, counts, features_BTF)
             super().rewind([length + count for length, count in zip(self.lengths, counts, strict=True)])

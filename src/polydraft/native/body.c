@@ -397,6 +397,7 @@ static void run_layer(Worker *w, int64_t number) {
     norm_all(w, layer->attention_norm, &layer->qkv);
     product(w, &layer->qkv, STORE, m->wide, m->wide_stride);
     rotate_store(w, number);
+    if (!w->p->output && number + 1 == w->b->num_layers) return; /* nobody wants outputs: keys and values are all */
     attend(w, number);
     prepare_all(w, &layer->output, m->mixed, m->mixed_stride);
     product(w, &layer->output, ADD, m->hidden, w->b->hidden);
@@ -441,7 +442,7 @@ int32_t polydraft_pass(const Body *body, const Pass *pass) {
             for (int64_t tap = 0; tap < pass->num_taps; tap++)
                 if (pass->taps[tap] == number + 1) give(w, tap + 1);
         }
-        give(w, 0);
+        if (pass->output) give(w, 0);
     }
     return 1;
 }

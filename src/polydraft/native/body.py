@@ -140,6 +140,24 @@ class NativeBody:
         features_BTF : Tensor, optional
             Of a feature head: the features that stand before the tokens.
         """
+        shape = (*tokens_BT.shape, self.hidden_size * (1 + len(set(taps))))
+        output_BTF = torch.empty(shape, dtype=self.dtype)
+        self._pass(tokens_BT, block, rows, taps, features_BTF, output_BTF)
+        return output_BTF
+
+    def store(self, tokens_BT: Tensor, block: Places, rows: Rows, features_BTF: Tensor | None = None) -> None:
+        """Store keys, values and positions alone: of the last layer nothing else is computed."""
+        self._pass(tokens_BT, block, rows, (), features_BTF, None)
+
+    def _pass(
+        self,
+        tokens_BT: Tensor,
+        block: Places,
+        rows: Rows,
+        taps: Sequence[int],
+        features_BTF: Tensor | None,
+        output_BTF: Tensor | None,
+    ) -> None:
         assert self._body is not None, "ready() comes first"
         batch_size, size = tokens_BT.shape
         keys, values, positions_BS = rows.keys_LBHSC, rows.values_LBHSC, rows.slot_positions_BS
@@ -152,7 +170,6 @@ class NativeBody:
             self._cosines, self._sines = (part.contiguous() for part in self._weights.angles(max(2 * capacity, 512)))
         taps = sorted(set(taps))
         listed = (ctypes.c_int64 * len(taps))(*taps)
-        output_BTF = torch.empty(batch_size, size, self.hidden_size * (1 + len(taps)), dtype=self.dtype)
         tokens_BT = tokens_BT.contiguous()
         chosen_BT = None if chosen_BT is None else chosen_BT.expand(batch_size, size).contiguous()
         features_BTF = None if features_BTF is None else features_BTF.to(self.dtype).contiguous()
@@ -160,16 +177,16 @@ class NativeBody:
             tokens_BT.data_ptr(), depths_BT.data_ptr(), None if chosen_BT is None else chosen_BT.data_ptr(),
             rows.lengths_B.data_ptr(), positions_BS.data_ptr(), visible_BTU.data_ptr(),
             self._cosines.data_ptr(), self._sines.data_ptr(), None if features_BTF is None else features_BTF.data_ptr(),
-            keys.data_ptr(), values.data_ptr(), output_BTF.data_ptr(), ctypes.addressof(listed), None,
+            keys.data_ptr(), values.data_ptr(), None if output_BTF is None else output_BTF.data_ptr(),
+            ctypes.addressof(listed), None,
             batch_size, size, block.start, visible_BTU.shape[2], capacity, min(rows.max_positions or capacity, capacity) - 1,
             *depths_BT.stride(), *visible_BTU.stride(),
-            positions_BS.stride(0), output_BTF.shape[2], len(taps), rows.window or 0, torch.get_num_threads(),
+            positions_BS.stride(0), self.hidden_size * (1 + len(taps)), len(taps), rows.window or 0, torch.get_num_threads(),
             keys.stride(0) // row,
         )  # fmt: skip
         one.memory = _MEMORY.address(self._library.polydraft_memory(self._body, one))
         placed = self._library.polydraft_pass(self._body, one)
         assert placed, (rows.lengths_B.tolist(), block.stop, capacity)
-        return output_BTF
 
     def _laid_out(self) -> Body:
         weights = self._weights

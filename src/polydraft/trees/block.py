@@ -32,6 +32,8 @@ class Block:
     """The places themselves, any of the U, where a recorded pass must not know them; `start` does not count then."""
     plain: bool = False
     """Whether the tokens are a text: each sees all before it."""
+    levels: tuple[int, ...] | None = None
+    """How many tokens each level has, in the order in which they stand, where the host knows it and all rows have the same."""
 
     @property
     def size(self) -> int:
@@ -49,7 +51,7 @@ def causal_block(batch_size: int, size: int, device: torch.device) -> Block:
     """Return a plain sequence of `size` tokens, as a prompt is."""
     depths_BT = torch.arange(size, device=device).expand(batch_size, size)
     visible_TT = torch.ones(size, size, dtype=torch.bool, device=device).tril()
-    return Block(0, depths_BT, visible_TT.expand(batch_size, size, size), plain=True)
+    return Block(0, depths_BT, visible_TT.expand(batch_size, size, size), plain=True, levels=(1,) * size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +61,12 @@ class StaticBlock:
     start: int
     depths_T: Tensor
     visible_TU: Tensor
+    levels: tuple[int, ...] | None = None
 
     def expand(self, batch_size: int) -> Block:
         """Return the block of a batch."""
-        return Block(self.start, self.depths_T.expand(batch_size, -1), self.visible_TU.expand(batch_size, -1, -1))
+        depths_BT, visible_BTU = self.depths_T.expand(batch_size, -1), self.visible_TU.expand(batch_size, -1, -1)
+        return Block(self.start, depths_BT, visible_BTU, levels=self.levels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +94,8 @@ class SlicedMask:
     def level(self, first: int, stop: int) -> StaticBlock:
         """Return the pass over nodes `first` to `stop` of one level, which see earlier places; a root brings the lead along."""
         start, end = 0 if first == 0 else first + self.lead, stop + self.lead
-        return StaticBlock(start, self.depths_P[start:end], self.visible_PP[start:end, :end])
+        levels = (1,) * (end - start) if first == 0 else (end - start,)
+        return StaticBlock(start, self.depths_P[start:end], self.visible_PP[start:end, :end], levels)
 
     def stopped(self, depth: int) -> TreeTables:
         """Return what is left of the tree when drafting stops after `depth` levels below the root."""

@@ -37,6 +37,8 @@ class DraftTree:
     """How many nodes, the last ones, only ride along in the pass: no walk gets there."""
     extra_table_BNK: Tensor | None = None
     """Further children that no scheme has drawn, by node id, 0 for none: a walk may go on there, see `union`."""
+    levels: tuple[int, ...] | None = None
+    """Nodes of each level, where all rows have one shape that the host knows."""
 
     @classmethod
     def from_topology(
@@ -59,11 +61,17 @@ class DraftTree:
             laws,
             law_rows_N.expand(batch_size, -1),
             vocabulary,
+            levels=tuple(map(len, topology.levels)),
         )
+
+    @property
+    def chain(self) -> bool:
+        """Whether each node is known to be the next one's parent, in all rows: a text, whose tokens are where they belong."""
+        return self.levels is not None and len(self.levels) == self.tokens_BN.shape[1]
 
     def block(self) -> Block:
         """Return the whole tree as one model pass."""
-        return Block(0, self.depths_BN, self.ancestors_BNN)
+        return Block(0, self.depths_BN, self.ancestors_BNN, plain=self.chain, levels=self.levels)
 
     def children(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return node ids and tokens of the children of one node per row; token `NO_TOKEN` where there is none."""
@@ -205,6 +213,7 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
         reach=None if certain.reach is None else max(drawn.depth, certain.reach),
         riders=certain.riders,
         extra_table_BNK=torch.cat([inherited_BNK, moved_BNK[:, 1:]], dim=1),
+        levels=None,
     )
 
 

@@ -1,0 +1,152 @@
+"""The memory of a batch in a feature head: keys and values of entries, and the passes that fill them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from polydraft.models._fused import MOST_TOKENS, FusedHead, TreeView
+from polydraft.models.cache import SlotCache
+from polydraft.models.language_model import Context, steady_attention
+from polydraft.models.tree_attention import obstacle
+from polydraft.native import NativeBody, Rows
+from polydraft.trees import Block, causal_block
+
+if TYPE_CHECKING:
+    from polydraft.models.feature_head import FeatureHead
+
+
+class HeadContext(Context):
+    """Keys and values of the entries of one batch."""
+
+    elastic = True
+
+    def __init__(self, head: "FeatureHead", batch_size: int, capacity: int) -> None:
+        super().__init__(batch_size, capacity, head.device, max_positions=None)
+        self._head = head
+        self.cache: SlotCache = SlotCache(1, capacity)
+        self._fused_BTH: Tensor | None = None
+        self._angles_P3C = head.angles(torch.arange(capacity, device=head.device))
+        """Of every position, as long as the memory."""
+        runs = head.device.type == "cuda" and obstacle(head.device, head.dtype) is None
+        self._fused = FusedHead(head, head.shape.norm_epsilon) if runs else None
+        self._native = head.native_body()
+        self._checked = False
+        """Whether the native body was found in order since the last text began."""
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Cut rows to the given numbers of committed entries."""
+        super().rewind(lengths)
+        self._checked = False
+
+    def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
+        """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""
+        self._fused_BTH = fused_BTH
+        if (native := self._ready()) is not None:
+            return native(tokens_BT, block, self._rows(native), features_BTF=fused_BTH)
+        # Where all rows are equally long the host knows every place, and a level is half as many calls.
+        if self._fused is None and self.aligned:
+            with steady_attention(self.device):
+                return self._read_aligned(tokens_BT, fused_BTH, block)
+        return self.extend(tokens_BT, block)
+
+    def _ready(self) -> NativeBody | None:
+        """Return compiled code, if there is some and it is in order."""
+        native = self._native
+        if native is None or torch.is_grad_enabled() or not native.ready(sure=self._checked):
+            return None
+        self._checked = True
+        return native
+
+    def _rows(self, native: NativeBody) -> Rows:
+        keys_LBHSC, values_LBHSC = self.cache.whole(self.batch_size, self._head.dtype, *native.key_shape)
+        return Rows(
+            lengths_B=self.lengths_B,
+            slot_positions_BS=self._positions_BS,
+            keys_LBHSC=keys_LBHSC,
+            values_LBHSC=values_LBHSC,
+            window=self._head.shape.window,
+        )
+
+    def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
+        """Take in the next entries of texts whose outputs nobody wants: with one layer, keys and values are all they leave."""
+        batch_size, size = tokens_BT.shape
+        if (native := self._ready()) is not None:
+            block = causal_block(batch_size, size, self.device)
+            native.store(tokens_BT, block, self._rows(native), features_BTF=fused_BTH)
+            return
+        positions_BT = self.lengths_B[:, None] + torch.arange(size, device=self.device)
+        self._positions_BS[self._rows_B1, positions_BT] = positions_BT
+        normed_BTX = self._head.entry(fused_BTH, tokens_BT)[1]
+        _, key_BHTC, value_BHTC = self._head.projected(normed_BTX, positions_BT, self._angles_P3C[positions_BT])
+        self.cache.aim(positions_BT, self.lengths[0] if self.aligned else None, max(self.lengths) + size)
+        self.cache.update(key_BHTC, value_BHTC, 0)
+
+    def _read_aligned(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
+        """Do what `extend` and `_forward` do."""
+        start, window = self.lengths[0], self._head.shape.window
+        first, used = start + block.start, start + block.stop
+        assert used <= self.capacity, (used, self.capacity)
+        positions_BT = block.depths_BT + start
+        self._positions_BS[:, first:used] = positions_BT
+        visible_BTS = functional.pad(block.visible_BTU, (start, 0), value=True)
+        if used > window:
+            visible_BTS = visible_BTS & (positions_BT[:, :, None] - self._positions_BS[:, None, :used] < window)
+        self.cache.aim(positions_BT, first, used)
+        return self._outputs(tokens_BT.clamp(min=0), fused_BTH, positions_BT, visible_BTS)
+
+    def _outputs(self, tokens_BT: Tensor, fused_BTH: Tensor, positions_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        """Store entries where the cache aims, and return the head's outputs."""
+        passing_BTH, normed_BTX = self._head.entry(fused_BTH, tokens_BT)
+        query_BHTC, key_BHTC, value_BHTC = self._head.projected(normed_BTX, positions_BT, self._angles_P3C[positions_BT])
+        key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
+        return self._head.attended(passing_BTH, query_BHTC, key_BHSC, value_BHSC, visible_BTS[:, None])
+
+    def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
+        window = self._head.shape.window
+        # The kernels cut off committed text only, so the window must reach over all that is not committed.
+        if self._fused is None or block.size > MOST_TOKENS or window < block.stop:
+            return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)
+        assert self._fused_BTH is not None, "read() is the way in"
+        starts_BT = (positions_BT - window + 1).clamp(min=0)
+        view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT)
+        return self._fused(self._fused_BTH, tokens_BT, positions_BT, view, self.cache, self.capacity)
+
+    def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        assert self._fused_BTH is not None, "read() is the way in"
+        size, used = tokens_BT.shape[1], visible_BTS.shape[2]
+        self.cache.aim(slots_BT, used - size if self.aligned else None, used)
+        near_BTS = positions_BT[:, :, None] - self._positions_BS[:, None, :used] < self._head.shape.window
+        return self._outputs(tokens_BT, self._fused_BTH, positions_BT, visible_BTS & near_BTS)
+
+    @property
+    def address(self) -> int:
+        """Where keys and values begin."""
+        return self.cache.address
+
+    def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        self.cache.move(source_BD, target_BD)
+
+    @property
+    def divisible(self) -> bool:
+        """Always: a head knows what its storage looks like."""
+        return True
+
+    def _share(self, whole: Context, rows: slice) -> None:
+        assert isinstance(whole, HeadContext)
+        shape, like_B = self._head.shape, torch.empty(whole.batch_size, dtype=self._head.dtype, device=self.device)
+        whole.cache.storage(0, like_B, shape.num_key_heads, shape.head_size)
+        self.cache = whole.cache.part(rows)
+
+    def _resize(self, rows: int, most: int) -> None:
+        self.cache.resize(rows, most)
+
+    def clear(self, row: int) -> None:
+        """Forget what a row holds."""
+        self.cache.clear(row)
+
+    def _grow(self, capacity: int) -> None:
+        self.cache.grow(capacity)
+        self._angles_P3C = self._head.angles(torch.arange(capacity, device=self.device))
