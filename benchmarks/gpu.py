@@ -40,6 +40,8 @@ SHAPE_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers"
             "num_key_value_heads": 32, "vocab_size": 49152, "max_position_embeddings": 65536}  # fmt: skip
 SHAPE_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
               "num_key_value_heads": 3, "vocab_size": 49152}  # fmt: skip
+_PROCESSES = 15
+"""That the GPU tests run in."""
 OPTIONS = argparse.Namespace()
 
 
@@ -227,22 +229,23 @@ def pieces(target: HFModel, drafter: TreeDrafter, params: SamplingParams) -> dic
 
 
 def gpu_tests() -> dict[str, str]:
-    """The tests that need a GPU, file by file, a few at a time: most of their time is compiling."""
-    files = sorted(Path("tests/gpu").glob("test_*.py"))
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    """The tests that need a GPU, in several processes: most of their time is compiling."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    listed = subprocess.run([*command, "--collect-only", "tests/gpu"], capture_output=True, text=True)
+    names = [line for line in listed.stdout.splitlines() if "::" in line]
+    if not names:
+        raise SystemExit(f"no test was found: {listed.stdout[-500:]}{listed.stderr[-500:]}")
 
-    def run(file: Path) -> str:
-        done = subprocess.run([*command, str(file)], capture_output=True, text=True)
-        # The last dots tell the share, and letters other than dots what is not as it should be.
+    def run(part: int) -> str:
+        done = subprocess.run([*command, *names[part::_PROCESSES]], capture_output=True, text=True)
         marks = "".join(line.split()[0] for line in done.stdout.splitlines() if line.endswith("%]"))
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return f"{marks.count('.')} passed, {marks.count('s')} skipped, exit {done.returncode} {' '.join(failed)}"
+        result = f"{marks.count('.')} passed, {marks.count('s')} skipped, exit {done.returncode} {' '.join(failed)}"
+        print(f"part {part + 1} of {_PROCESSES}, {len(names[part::_PROCESSES])} tests: {result}", flush=True)
+        return result
 
-    with ThreadPoolExecutor(4) as pool:
-        results = dict(zip((file.name for file in files), pool.map(run, files), strict=True))
-    for name, result in results.items():
-        print(f"{name:28} {result}")
-    return results
+    with ThreadPoolExecutor(_PROCESSES) as pool:
+        return dict(zip(map(str, range(_PROCESSES)), pool.map(run, range(_PROCESSES)), strict=True))
 
 
 def random_model(shape: dict[str, int]) -> HFModel:

@@ -22,6 +22,8 @@ from polydraft.trees import parse_dynamic, parse_tree
 
 TREES = ("default", "4x2x2x1x1", "dynamic:64")
 """What the end-to-end run tries if not told otherwise."""
+ALIKE = ("default", "chain:5", "3x2x1x1x1", "4x2x2x1x1", "best:64x6", "dynamic:64")
+"""Trees whose greedy texts are compared with plain decoding's."""
 _WARM = 3
 """Prompts that every arm decodes before it counts, the longest ones: then no memory grows, and every round is recorded."""
 
@@ -130,6 +132,30 @@ def identity(options: argparse.Namespace) -> dict[str, int]:
     return found
 
 
+def alike(options: argparse.Namespace) -> dict[str, int]:
+    """Count greedy texts that differ from plain decoding's, alone and in batches of 8: none, where passes are invariant."""
+    usual = polydraft.load(options.target, device="cuda")
+    head = load_draft("smollm2-head", Loaded(usual.target, usual.tokenizer, usual.eos_token_ids))
+    prompts = [usual.encode(text, chat=True) for text in sample_prompts(options.prompts, options.limit)]
+    bare, greedy = usual.replace(tokenizer=None), SamplingParams(temperature=0)
+    arms = {"plain": bare.replace(drafter=None)}
+    for spec in options.trees or ALIKE:
+        arms[spec] = bare if spec == "default" else bare.replace(drafter=drafter_of(spec, head, usual))
+    found: dict[str, int] = {}
+    expected: list[list[int]] = []
+    for rows in (1, 8):
+        for name, decoder in arms.items():
+            texts: list[list[int]] = []
+            for first in range(0, len(prompts), rows):
+                batch = prompts[first : first + rows]
+                texts += [one.token_ids for one in decoder.generate(batch, sampling=greedy, max_new_tokens=128)]
+            expected = expected or texts
+            differ = sum(one != two for one, two in zip(texts, expected, strict=True))
+            found[f"{name}, batch {rows}"] = differ
+            print(f"{name}, batch {rows}: {differ} of {len(texts)} greedy texts differ from plain decoding alone", flush=True)
+    return found
+
+
 def sample_prompts(path: Path | None, limit: int) -> list[str]:
     """Return prompts of all categories in turn: from a file, or the built-in ones."""
     return [prompt.text for prompt in load_prompts(str(path) if path else "builtin", limit=limit)]
@@ -145,4 +171,9 @@ def hf_generate(model, prompt: list[int], temperature: float) -> tuple[int, floa
     return output.shape[1] - len(prompt), time.perf_counter() - start
 
 
-TEXTS: dict[str, Callable[[argparse.Namespace], object]] = {"identity": identity, "end": end_to_end, "batches": batches}
+TEXTS: dict[str, Callable[[argparse.Namespace], object]] = {
+    "identity": identity,
+    "alike": alike,
+    "end": end_to_end,
+    "batches": batches,
+}

@@ -6,13 +6,17 @@ python benchmarks/serving.py --target smollm2 --streams 1,8 --tokens 32 --only s
 Batches: tokens per second of `generate` after its prompts are read, plain and with trees by load. Streams: so many clients,
 each asking again as soon as it is answered; tokens per second of all, and p50 and p99 of the time between two of a client's
 rounds, per token. Texts never end early; those of streams are of different lengths, so that clients do not stay in step.
+Overhead: the same clients in another process, over HTTP, against the scheduler alone.
 """
 
 import argparse
 import asyncio
 import json
+import multiprocessing
+import queue
 import random
 import statistics
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -84,34 +88,102 @@ async def one_client(
                 break
 
 
+async def timed_clients(
+    options: argparse.Namespace, decoder: Decoder, prompts: list[list[int]], count: int
+) -> dict[str, float]:
+    """Time so many clients of a scheduler with as many slots."""
+    warm = [SamplingParams(temperature=options.temperature)] if options.warm else []
+    size = LaneOptions(slots=count, slot_tokens=LONGEST, chunk_tokens=CHUNK)
+    scheduler, gaps = Scheduler(decoder, size, max_queue=count, warm_up=warm), list[float]()
+    scheduler.start()
+    while not scheduler.ready:
+        await asyncio.sleep(0.05)
+    start = time.perf_counter()
+    await asyncio.gather(*(one_client(scheduler, AUTO, prompts, number, options, gaps) for number in range(count)))
+    seconds = time.perf_counter() - start
+    await asyncio.to_thread(scheduler.drain, 5.0)
+    ordered = sorted(gaps)
+    new = sum(length_of(number, turn, options.tokens) for number in range(count) for turn in range(options.turns))
+    return {
+        "tokens_per_second": new / seconds,
+        "p50": ordered[len(ordered) // 2],
+        "p99": ordered[len(ordered) * 99 // 100],
+    }
+
+
 async def streams(options: argparse.Namespace, decoder: Decoder, prompts: list[list[int]]) -> dict[str, Any]:
     """Time many clients of a scheduler with as many slots."""
-    found, warm = {}, [SamplingParams(temperature=options.temperature)] if options.warm else []
+    found: dict[str, Any] = {}
     for count in options.streams:
-        size = LaneOptions(slots=count, slot_tokens=LONGEST, chunk_tokens=CHUNK)
         row: dict[str, Any] = {}
         for arm, own in ((OFF, decoder.replace(drafter=None)), (AUTO, decoder)):
-            scheduler, gaps = Scheduler(own, size, max_queue=count, warm_up=warm), list[float]()
-            scheduler.start()
-            while not scheduler.ready:
-                await asyncio.sleep(0.05)
-            start = time.perf_counter()
-            clients = [one_client(scheduler, AUTO, prompts, number, options, gaps) for number in range(count)]
-            await asyncio.gather(*clients)
-            seconds = time.perf_counter() - start
-            await asyncio.to_thread(scheduler.drain, 5.0)
-            ordered = sorted(gaps)
-            new = sum(length_of(number, turn, options.tokens) for number in range(count) for turn in range(options.turns))
-            row[arm] = {
-                "tokens_per_second": new / seconds,
-                "p50": ordered[len(ordered) // 2],
-                "p99": ordered[len(ordered) * 99 // 100],
-            }
+            row[arm] = await timed_clients(options, own, prompts, count)
         ratio = row[AUTO]["tokens_per_second"] / row[OFF]["tokens_per_second"]
         found[f"streams {count}"] = {**row, "ratio": ratio}
         times = ", ".join(f"{arm} {row[arm]['p50'] * 1000:.1f}/{row[arm]['p99'] * 1000:.1f}" for arm in (OFF, AUTO))
         print(f"streams {count}: off {row[OFF]['tokens_per_second']:.0f}, auto {row[AUTO]['tokens_per_second']:.0f} tokens/s "
               f"({ratio:.2f}x); ms per token p50/p99: {times}", flush=True)  # fmt: skip
+    return found
+
+
+async def one_http_client(http: Any, prompts: list[list[int]], number: int, options: argparse.Namespace) -> None:
+    """Ask some times, one after the other, and read the answers as they come."""
+    for turn in range(options.turns):
+        tokens = length_of(number, turn, options.tokens)
+        asked = {"prompt": prompts[(number + turn) % len(prompts)], "max_tokens": tokens, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=asked | {"temperature": options.temperature}) as answer:
+            lines = [line async for line in answer.aiter_lines()]
+        if answer.status_code != 200 or "[DONE]" not in lines[-2:][0] + lines[-1]:
+            raise RuntimeError(f"status {answer.status_code}: {lines[-2:]}")
+
+
+def ask_over_http(url: str, prompts: list[list[int]], count: int, options: argparse.Namespace, seconds: Any) -> None:
+    """Be all clients, in a process of their own, twice: who comes first meets what was not rehearsed."""
+    import httpx
+
+    async def ask() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+            for _ in range(2):
+                start = time.perf_counter()
+                await asyncio.gather(*(one_http_client(http, prompts, number, options) for number in range(count)))
+                seconds.value = time.perf_counter() - start
+
+    asyncio.run(ask())
+
+
+def overhead(options: argparse.Namespace, decoder: Decoder, prompts: list[list[int]]) -> dict[str, Any]:
+    """Time clients of a server against those of its scheduler."""
+    from polydraft.serve.options import ServeOptions
+    from polydraft.serve.running import listen, server_of
+    from polydraft.serve.service import Service
+
+    found: dict[str, Any] = {}
+    context = multiprocessing.get_context("spawn")
+    for count in options.streams:
+        serve = ServeOptions(slots=count, slot_tokens=LONGEST, chunk_tokens=CHUNK, port=0, max_queue=count)
+        service, listening, address = Service(decoder, serve), listen(serve), queue.Queue[str]()
+        server = server_of(service, listening, address.put)
+        server.install_signal_handlers = lambda: None
+        serving = threading.Thread(target=server.run_until_left)
+        serving.start()
+        url = address.get()
+        while not service.scheduler.ready:
+            time.sleep(0.05)
+        seconds = context.Value("d", 0.0)
+        clients = context.Process(target=ask_over_http, args=(url, prompts, count, options, seconds))
+        clients.start()
+        clients.join()
+        server.leave()
+        serving.join()
+        new = sum(length_of(number, turn, options.tokens) for number in range(count) for turn in range(options.turns))
+        direct = asyncio.run(timed_clients(options, decoder, prompts, count))["tokens_per_second"]
+        over = new / seconds.value
+        found[f"overhead {count}"] = {"http": over, "direct": direct, "overhead": direct / over - 1}
+        print(
+            f"overhead, {count} streams: {over:.0f} tokens/s over HTTP, {direct:.0f} without: {direct / over - 1:.1%}",
+            flush=True,
+        )
     return found
 
 
@@ -127,7 +199,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--cold", dest="warm", action="store_false", help="leave the scheduler's warm-up out")
-    parser.add_argument("--only", choices=["batches", "streams"])
+    parser.add_argument("--only", choices=["batches", "streams", "overhead"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     start = time.perf_counter()
@@ -136,10 +208,12 @@ def main() -> None:
     prompts = [text for text in texts if len(text) + 2 * options.tokens < LONGEST]
     print(f"loaded in {time.perf_counter() - start:.1f} s; {decoder.drafter.name} {decoder.drafter.topology}", flush=True)
     found: dict[str, Any] = {}
-    if options.only != "streams":
+    if options.only in (None, "batches"):
         found |= batches(options, decoder, prompts)
-    if options.only != "batches":
+    if options.only in (None, "streams"):
         found |= asyncio.run(streams(options, decoder, prompts))
+    if options.only == "overhead":
+        found |= overhead(options, decoder, prompts)
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 

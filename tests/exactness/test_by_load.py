@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covering import covering
+from covering import all_slow, covering, some_slow
 from polydraft.certify.reference import greedy_text
 from polydraft.drafters import TreeDrafter
 from polydraft.drafters.tree_choice import TreeChoice, smaller_trees
@@ -32,10 +32,10 @@ SAMPLINGS: dict[str, Any] = {
     "penalties": PENALTIES,
     "mixed": [GREEDY, SamplingParams(), SamplingParams(temperature=0.7, top_k=9)],
 }
+TRUNCATED = SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3)
 SEEDS = [5, 6, 7]
 
 both_models = pytest.mark.parametrize("model", MODELS)
-every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
 
 
 @pytest.fixture
@@ -64,7 +64,12 @@ def texts(results: list[Generation]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("model", "sampling"),
-    covering(MODELS, [SamplingParams(), SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3)]),
+    [
+        # The law of a head's trees is tested with all drafters; what changes here is the tree.
+        *covering(["model"], [SamplingParams()]),
+        *all_slow(["head"], [SamplingParams(), TRUNCATED]),
+        *all_slow(["model"], [TRUNCATED]),
+    ],
 )
 def test_texts_follow_the_target_law(
     every_tree: object, monkeypatch: pytest.MonkeyPatch, model: str, sampling: SamplingParams
@@ -77,8 +82,10 @@ def test_texts_follow_the_target_law(
     assert results[0].stats.drafted_tokens > 0
 
 
-@both_models
-@every_sampling
+@pytest.mark.parametrize(("model", "sampling"), [
+    *covering(MODELS, ["greedy", "mixed"]),
+    *all_slow(MODELS, ["drawn", "penalties"]),
+])  # fmt: skip
 def test_greedy_rows_have_the_greedy_text(every_tree: object, model: str, sampling: str) -> None:
     params = SAMPLINGS[sampling]
     results = by_load(model).generate(RAGGED_PROMPTS, sampling=params, max_new_tokens=25, seed=SEEDS)
@@ -87,7 +94,14 @@ def test_greedy_rows_have_the_greedy_text(every_tree: object, model: str, sampli
             assert result.token_ids == greedy_text(TARGET, prompt, 25, GREEDY)
 
 
-@pytest.mark.parametrize(("model", "sampling", "ahead"), covering(MODELS, SAMPLINGS, [True, False], strength=2))
+# By default a draft model with both kinds of texts, and the head, which takes longest, once.
+@pytest.mark.parametrize(("model", "sampling", "ahead"), [
+    *covering(["model"], ["greedy", "drawn"], [True, False]),
+    *covering(["head"], ["greedy"], [False]),
+    *all_slow(["head"], ["greedy"], [True]),
+    *all_slow(["head"], ["drawn"], [True, False]),
+    *all_slow(MODELS, ["penalties", "mixed"], [True, False]),
+])  # fmt: skip
 def test_recorded_rounds_give_the_same_texts(
     every_tree: Callable[[int], None], recorders: list[StandIn], model: str, sampling: str, ahead: bool
 ) -> None:
@@ -119,7 +133,7 @@ def test_texts_with_a_seed_have_the_tree_that_was_asked_for() -> None:
     assert texts(by_load().generate(RAGGED_PROMPTS, **options)) == texts(fixed.generate(RAGGED_PROMPTS, **options))
 
 
-@pytest.mark.parametrize("steady", [True, False])
+@pytest.mark.parametrize("steady", some_slow([True, False], [True]))  # texts with a seed, above, are steady
 def test_other_texts_have_smaller_trees_where_these_pay(steady: bool) -> None:
     decoder = by_load()
     workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * 4))

@@ -16,6 +16,9 @@ from polydraft.serve.options import ServeOptions
 from polydraft.serve.running import Server, listen, server_of
 from polydraft.serve.service import Service
 
+CLIENT = httpx.Client(verify=False, timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
+"""Reading certificates for each request would take longer than most answers."""
+
 
 @dataclass
 class Live:
@@ -28,10 +31,11 @@ class Live:
     @property
     def client(self) -> openai.OpenAI:
         """A client that gives up at the first error."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none-needed", max_retries=0, timeout=120)
+        options = {"max_retries": 0, "timeout": 120, "http_client": CLIENT}
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none-needed", **options)
 
     def post(self, path: str, body: object, **options: object) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=120, **options)
+        return CLIENT.post(self.url + path, json=body, **options)
 
     def idle(self) -> bool:
         """Whether nobody's text is left."""

@@ -10,6 +10,7 @@ import openai
 import pytest
 import torch
 
+from covering import covering
 from polydraft.sampling import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -32,17 +33,15 @@ def test_a_chat_answers_with_the_librarys_text(shared):
     assert choice.finish_reason == ("stop" if expected.stop_reason == "eos" else "length")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"temperature": 0},
-        {"temperature": 0.7, "top_p": 0.9},
-        {"presence_penalty": 0.5, "frequency_penalty": 0.4},
-        {"logit_bias": {"65": 5.0, "66": -100}},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("extra", [{}, {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2}], ids=["", "extra"])
+GIVEN = [
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.4},
+    {"logit_bias": {"65": 5.0, "66": -100}},
+]
+
+
+@pytest.mark.parametrize(("given", "extra"), covering(GIVEN, [{}, {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2}]))
 def test_sampling_parameters_mean_what_they_mean_in_the_library(shared, given, extra):
     answer = shared.client.completions.create(
         model=shared.service.model, prompt="Once", max_tokens=20, seed=3, **given, extra_body=extra

@@ -1,16 +1,22 @@
 """`polydraft serve` as a process: it starts, says where, and leaves in good order."""
 
+import logging
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
 import httpx
 import pytest
 
-LONG = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400, "logit_bias": {"256": -100}, "stream": True}
+CHAT = "/v1/chat/completions"
+LONG = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "logit_bias": {"256": -100}, "stream": True}
 
 
 @contextmanager
@@ -30,10 +36,48 @@ def process(*arguments):
             one.kill()
 
 
+@pytest.fixture
+def own_log():
+    """The command's log goes to its standard error, which is gone when the test is over."""
+    logger = logging.getLogger("polydraft")
+    handlers, level = logger.handlers[:], logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_lets_answers_end(roomy, number):
+@pytest.mark.usefixtures("own_log")
+def test_a_signal_lets_answers_end(roomy, invoke, number):
+    """In this process, whose main thread signals go to: starting another one takes longer than all the rest."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+
+    def ask():
+        try:
+            limit = time.monotonic() + 60
+            while time.monotonic() < limit:
+                with suppress(httpx.TransportError), httpx.stream("POST", f"{url}{CHAT}", json=LONG, timeout=60) as answer:
+                    lines = answer.iter_lines()
+                    return [next(lines), os.kill(os.getpid(), number), *lines]
+                time.sleep(0.02)
+        except BaseException:
+            os.kill(os.getpid(), number)
+            raise
+
+    options = ["--target", roomy, "--draft", "early-exit:1", "--tree", "2x1", "--slot-tokens", "512", "--threads", "1"]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        code, _, err = invoke("serve", "--port", url.rpartition(":")[2], *options)
+    assert code == 0 and f"at {url}" in err
+    assert "data: [DONE]" in asked.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_a_process_lets_answers_end(roomy, number):
     with process("--target", roomy, "--draft", "early-exit:1", "--tree", "2x1", "--slot-tokens", "512") as (one, url):
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=LONG, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}{CHAT}", json=LONG, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             one.send_signal(number)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from covering import keeping
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.errors import UsageError
@@ -50,8 +51,7 @@ def random_schema(number):
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("speculative", ["auto", "off"])
+@pytest.mark.parametrize(("speculative", "count"), keeping([*itertools.product(["auto", "off"], [7, 40])], ("auto", 7)))
 def test_texts_of_many_schemas_are_valid(shared, speculative, count):
     for number in range(count):
         schema = random_schema(number)
@@ -122,17 +122,17 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("drafts", [
-    pytest.param(name, marks=() if name == "static" else pytest.mark.slow) for name in DRAFTS
+@pytest.mark.parametrize(("drafts", "count"), [
+    ("static", 300), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in DRAFTS)
 ])  # fmt: skip
-def test_the_law_is_the_masked_targets(roomy, grammars, drafts):
+def test_the_law_is_the_masked_targets(roomy, grammars, drafts, count):
     decoder = loaded(roomy, **DRAFTS[drafts])
     values = itertools.product((True, False), SCHEMA["properties"]["b"]["enum"])
     texts = [json.dumps({"a": a, "b": b}) for a, b in values]
     prompt = decoder.encode("Say")
     law = exact_law(decoder, grammars, prompt, texts)
     assert sum(law.values()) == pytest.approx(1, abs=1e-4)
-    sampling, count = SamplingParams(grammar=Grammar.json_schema(SCHEMA)), 600
+    sampling = SamplingParams(grammar=Grammar.json_schema(SCHEMA))
     found = decoder.generate([prompt] * count, sampling=sampling, max_new_tokens=60, seed=8)
     counts = [sum(one.text == text for one in found) for text in texts]
     assert sum(counts) == count
@@ -144,8 +144,9 @@ def test_the_law_is_the_masked_targets(roomy, grammars, drafts):
         assert found[0].stats.tokens_per_pass > 4
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafts", ["static", "none"])
+@pytest.mark.parametrize(
+    ("drafts", "count"), keeping([("static", 9), ("none", 9), ("static", 200), ("none", 200)], ("static", 9))
+)
 def test_texts_of_the_library_are_valid(roomy, drafts, count):
     decoder = loaded(roomy, **DRAFTS[drafts])
     for number in range(count):

@@ -2,78 +2,28 @@
 
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import httpx
 import pytest
 
 from polydraft.engine import Decoder
 from polydraft.sampling import SamplingParams
+from serve.clusters import CHAT, Cluster, asked, running
 
 pytestmark = pytest.mark.slow
-CHAT = "/v1/chat/completions"
-NAME = "ray::ServeReplica:polydraft:polydraft-replica"
-
-
-@dataclass
-class Cluster:
-    process: subprocess.Popen[str]
-    url: str
-
-    def ask(self, text: str, **options: object) -> httpx.Response:
-        return httpx.post(self.url + CHAT, json={**asked(text), **options}, timeout=60)
-
-    def count(self, figure: str) -> dict[str, float]:
-        page = httpx.get(f"{self.url}/metrics", timeout=60).text
-        found = re.findall(rf'^polydraft:{figure}{{replica="(\w+)"}} (\S+)$', page, re.M)
-        return {replica: float(value) for replica, value in found}
-
-    def replicas(self) -> list[int]:
-        """Return the processes that compute, those of this cluster alone."""
-        listed = subprocess.run(["ps", "-e", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
-        return [int(line.split()[0]) for line in listed.splitlines() if line.split(None, 1)[1].startswith(NAME)]
-
-
-def asked(text: str) -> dict[str, object]:
-    return {"messages": [{"role": "user", "content": text}], "max_tokens": 20}
 
 
 @pytest.fixture(scope="module")
 def cluster(roomy: str) -> Iterator[Cluster]:
     pytest.importorskip("ray")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    model = ["--target", roomy, "--draft", "early-exit:1", "--tree", "3x2x1", "--dtype", "float32"]
-    size = ["--replicas", "2", "--replica-cpus", "0.5", "--port", str(port), "--slots", "4"]
-    command = [sys.executable, "-m", "polydraft", "serve", "--ray", *size, *model]
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as one:
-        said = []
-        for line in one.stderr or ():
-            said.append(line)
-            if found := re.search(r"serving \S+ at (http://\S+)", line):
-                break
-        else:
-            raise AssertionError("".join(said))
-        threading.Thread(target=lambda: list(one.stderr or ()), daemon=True).start()  # it says more than a pipe holds
-        made = Cluster(one, found[1])
+    with running(roomy, "--replicas", "2", "--slots", "4") as made:
         yield made
-        body = {**asked("last words"), "max_tokens": 400, "logit_bias": {"256": -100}, "stream": True}
-        with httpx.stream("POST", made.url + CHAT, json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            one.send_signal(signal.SIGTERM)
-            assert "data: [DONE]" in list(lines)
-        assert one.wait(60) == 0
 
 
 def test_answers_are_the_librarys_whichever_replica_writes_them(cluster: Cluster, tiny_decoder: Decoder) -> None:

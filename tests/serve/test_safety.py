@@ -187,7 +187,7 @@ def test_a_client_that_does_not_read_keeps_nobody_waiting(serving):
 
 def test_leaving_lets_answers_end_and_refuses_new_ones(serving):
     server = serving(drain_seconds=20)
-    with httpx.stream("POST", server.url + CHAT, json={**LONG, "stream": True}, timeout=120) as running:
+    with httpx.stream("POST", server.url + CHAT, json={**LONG, "max_tokens": 250, "stream": True}, timeout=120) as running:
         lines = running.iter_lines()
         next(lines)
         server.server.leave()

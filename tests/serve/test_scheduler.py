@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import keeping
 from exactness.setups import DRAFT, TARGET, make_decoder
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, StopReason, TokenSequence
@@ -256,7 +257,7 @@ def test_a_warm_scheduler_gives_the_same_texts_and_says_when_it_is_ready() -> No
     run(main())
 
 
-@pytest.mark.parametrize("temperatures", [[1.0], [0.0], [1.0, 0.0]])
+@pytest.mark.parametrize("temperatures", keeping([[1.0], [0.0], [1.0, 0.0]], [1.0, 0.0]))
 def test_a_warm_scheduler_meets_nothing_new(temperatures: list[float], recorders: list[StandIn]) -> None:
     """Recording takes as long as a hundred rounds, so no text may wait for it: whoever comes, goes, or stands beside whom."""
 

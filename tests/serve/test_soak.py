@@ -103,7 +103,7 @@ def sample(checked, most):
     return checked[:: max(len(checked) // most, 1)]
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(2000, marks=pytest.mark.slow)])
 def test_soak(serving, tiny_decoder, count):
     server = serving(slots=4, max_queue=40)
     checked = asyncio.run(soak(server.url, tiny_decoder, count))

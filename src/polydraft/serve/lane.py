@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
-from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, prompts_to_read, rehearsing
+from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, groups_to_read, lengths_of, prompt_of, rehearsing
 from polydraft.engine.sequence import Emitted
 from polydraft.engine.workspace import Workspace
 from polydraft.models.language_model import PREFILL_CHUNK
@@ -88,13 +88,16 @@ class Lane:
                     if stopped():
                         return
         chunk = min(self._options.chunk_tokens, PREFILL_CHUNK)
-        for prompt in prompts_to_read(self._options.slot_tokens, chunk, target.vocab_size, target.device):
-            sequence = TokenSequence(prompt=prompt, generator=row_generator(0), params=samplings[0], max_new_tokens=1)
-            engine.add(sequence)
+        size = self._options.slot_tokens, chunk, self._options.slots
+        for group in groups_to_read(*size, target.vocab_size, target.device):
+            options: dict[str, Any] = {"params": samplings[0], "max_new_tokens": 1}
+            sequences = [TokenSequence(prompt=prompt, generator=row_generator(0), **options) for prompt in group]
+            for sequence in sequences:
+                engine.add(sequence)
             while not engine.done and not stopped():
                 engine.step()
-            if not sequence.done:
-                engine.end(sequence, StopReason.CANCELLED, 0)
+            if stopped():
+                self._let_go(engine, sequences)
                 return
 
     def _rehearse(self, engine: Engine, prompt: list[int], cast: Sequence[SamplingParams], stopped: Callable[[], bool]) -> None:
@@ -109,6 +112,10 @@ class Lane:
         last = engine.stats.rounds + ROUNDS
         while not engine.done and engine.stats.rounds < last and not stopped():
             engine.step()
+        self._let_go(engine, sequences)
+
+    @staticmethod
+    def _let_go(engine: Engine, sequences: Sequence[TokenSequence]) -> None:
         for sequence in sequences:
             if not sequence.done:
                 engine.end(sequence, StopReason.CANCELLED, 0)
