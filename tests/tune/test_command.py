@@ -4,8 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from polydraft.engine import Decoder
+from polydraft.loading import GPU_TREE, SMALL_GPU_TREE
 from polydraft.profile import VARIABLE
+from polydraft.tune.options import TuneOptions
+from polydraft.tune.rounds import Use
+from polydraft.tune.tuning import Tuning
 
 COMMON = ("--limit", "2", "--max-new-tokens", "12", "--batches", "1,4", "--raw", "--device", "cpu", "--dtype", "float32")
 
@@ -103,3 +109,24 @@ def test_a_cache_that_cannot_be_written_to(
     monkeypatch.setenv("POLYDRAFT_CACHE", str(blocked))
     code, _, err = invoke("tune", "--target", tiny, "--prompts", prompts, "--check", "0", *COMMON)
     assert code == 1 and "cannot keep the profile" in err
+
+
+def test_a_gpu_is_warm_before_it_counts_and_rates_its_own_default(
+    roomy: str, cache: Path, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recordings that are made while rounds are timed would be most of the time; shown on a CPU that passes for a GPU."""
+    options = TuneOptions(
+        target=roomy, draft="early-exit:1", source=prompts, limit=2, raw=True, device="cpu", dtype="float32", max_new_tokens=8
+    )
+    tuning = Tuning(options)
+    greedy, drawn = Use(temperature=0.0, max_new_tokens=8), Use(temperature=1.0, max_new_tokens=8)
+    assert tuning._likeliest(greedy) == []
+    monkeypatch.setattr(tuning, "_place", torch.device("cuda"))
+    default = SMALL_GPU_TREE.partition("/")[0], GPU_TREE.partition("/")[0]
+    assert tuple(tuning._likeliest(greedy)) == default and tuning._likeliest(drawn) == []
+    warmed = []
+    monkeypatch.setattr(Decoder, "warm_up", lambda self, **asked: warmed.append(asked))
+    run = tuning._turns([tuning._decoder("chain:2")], greedy, 2, "test")[0]
+    assert run.rounds().tokens >= 1
+    longest = max(map(len, tuning._prompts)) + 9
+    assert [(one["batch_size"], one["longest"], one["sampling"].temperature) for one in warmed] == [(2, longest, 0.0)]

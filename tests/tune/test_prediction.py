@@ -100,10 +100,10 @@ def test_passes_that_were_timed_in_a_slow_minute() -> None:
 def test_costs_are_never_negative() -> None:
     strange = [
         Rounds(batch=1, tokens=1, nodes=n, levels=v, seconds=s, accepts=(), offers=())
-        for n, v, s in ((1, 0, 1), (5, 1, 0.5), (5, 4, 0.4))
+        for n, v, s in ((1, 0, 1), (6, 1, 0.5), (6, 4, 0.4))
     ]
     model = MeasuredRounds.fitted({1: 1.0, 8: 2.0}, strange)
-    assert model.drafted(1, 5, 4) >= model.drafted(1, 5, 1) > 0
+    assert model.drafted(1, 6, 4) >= model.drafted(1, 6, 1) > 0
 
 
 def test_passes_are_timed_within_the_context() -> None:
@@ -137,3 +137,22 @@ def test_unknown_hardware_is_refused(text: str) -> None:
 def test_figures_stand_for_a_gpu_of_ones_own() -> None:
     own = parse_gpu("3350:989x2")
     assert (own.gigabytes_per_second, own.teraflops, own.count) == (3350, 989, 2)
+
+
+def test_large_passes_are_of_several_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rounds are: a row of hundreds of tokens may run by other kernels."""
+    model, rows = TabularModel(torch.zeros(8, 8)), []
+    start = model.start
+    monkeypatch.setattr(model, "start", lambda batch, capacity: rows.append(batch) or start(batch, capacity))
+    assert set(pass_seconds(model, [1, 64, 128, 512])) == {1, 64, 128, 512} and rows == [1, 1, 2, 8]
+
+
+def test_chains_may_be_cheaper_than_trees_of_as_many_tokens() -> None:
+    def seconds(nodes: float, levels: float) -> float:
+        return 1 + 0.01 * nodes + 0.1 * levels + (0.4 if nodes > levels + 1 else 0.0) if nodes > 1 else 1.01
+
+    sizes = [(1, 0), (2, 1), (5, 4), (5, 1), (9, 4), (15, 3), (7, 2)]
+    seen = [Rounds(batch=1, tokens=1, nodes=n, levels=v, seconds=seconds(n, v), accepts=(), offers=()) for n, v in sizes]
+    model = MeasuredRounds.fitted({1: 1.01, 16: 1.16}, seen)
+    for nodes, levels in ((4, 3), (6, 5), (5, 2), (12, 3)):
+        assert model.drafted(1, nodes, levels) == pytest.approx(seconds(nodes, levels), rel=0.02)

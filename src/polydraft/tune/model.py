@@ -25,7 +25,7 @@ class RoundModel(Protocol):
 def costs_at(model: RoundModel, batch: int) -> Costs:
     """Return a model's costs at one batch, in plain rounds of that batch, as `polydraft.theory` reckons with them."""
     plain = model.plain(batch)
-    level = model.drafted(batch, 2, 1) - model.drafted(batch, 2, 0)
+    level = model.drafted(batch, 4, 2) - model.drafted(batch, 4, 1)
     return Costs(
         draft_level=level / plain,
         tree_pass=lambda nodes: model.drafted(batch, nodes, 0) / plain if nodes > 1 else 1.0,
@@ -43,6 +43,8 @@ class _Fit:
     fixed: float
     level: float
     node: float
+    branched: float
+    """Of trees that are no chains: a chain's tokens are read as a text, and stay where they are."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,14 @@ class MeasuredRounds:
     def fitted(cls, passes: Mapping[int, float], seen: Sequence[Rounds]) -> "MeasuredRounds":
         """Fit to rounds that were run: of each batch plain ones, and others of at least three sizes if there is a draft.
 
-        A round takes the target's pass over all its tokens, something fixed, something per level, and something per node. None
-        of these is negative; errors count relative to the round.
+        A round takes the target's pass over all its tokens, something fixed, something per level, something per node, and
+        something more if its trees are no chains. None of these is negative; errors count relative to the round.
         """
         curve = _Curve(passes)
         fits = {}
         for batch in sorted({one.batch for one in seen}):
             own = [one for one in seen if one.batch == batch]
-            rows = [
-                [curve(batch * one.nodes), *((1.0, one.levels, one.nodes) if one.nodes > 1 else (0.0, 0.0, 0.0))] for one in own
-            ]
+            rows = [[curve(batch * one.nodes), *_beside(one.nodes, one.levels)] for one in own]
             scale, *rest = _least_squares(np.array(rows), np.array([one.seconds for one in own]))
             plain = [one.seconds - scale * curve(batch) for one in own if one.nodes == 1]
             fits[batch] = _Fit(scale, float(np.mean(plain)) if plain else 0.0, *rest)
@@ -85,8 +85,9 @@ class MeasuredRounds:
 
     def drafted(self, batch: int, nodes: float, levels: float) -> float:
         """Return the seconds of a round with drafts."""
-        scale, fixed, level, node = (self._between(batch, name) for name in ("scale", "fixed", "level", "node"))
-        return max(scale * _Curve(self.passes)(batch * nodes) + fixed + level * levels + node * nodes, 1e-9)
+        pass_seconds = self._between(batch, "scale") * _Curve(self.passes)(batch * nodes)
+        rest = [self._between(batch, name) for name in ("fixed", "level", "node", "branched")]
+        return max(pass_seconds + float(np.dot(rest, _beside(nodes, levels))), 1e-9)
 
     def _between(self, batch: int, name: str) -> float:
         known = sorted(self.fits)
@@ -94,6 +95,11 @@ class MeasuredRounds:
         if batch > known[-1] and name != "scale":
             return float(values[-1]) * batch / known[-1]
         return float(np.interp(batch, known, values))
+
+
+def _beside(nodes: float, levels: float) -> tuple[float, float, float, float]:
+    """Return what the time of a round beside its pass depends on: that there are drafts, levels, nodes, and branches."""
+    return (1.0, levels, nodes, float(nodes > levels + 1.01)) if nodes > 1 else (0.0, 0.0, 0.0, 0.0)
 
 
 class _Curve:
@@ -115,14 +121,15 @@ def _least_squares(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> l
     The first column is always part of it.
     """
     matrix, wanted = rows / seconds[:, None], np.ones(len(seconds))
-    best, least = [1.0, 0.0, 0.0, 0.0], float("inf")
-    for count in range(4):
-        for others in itertools.combinations((1, 2, 3), count):
+    size = rows.shape[1]
+    best, least = [1.0] + [0.0] * (size - 1), float("inf")
+    for count in range(size):
+        for others in itertools.combinations(range(1, size), count):
             columns = [0, *others]
             found = np.linalg.lstsq(matrix[:, columns], wanted, rcond=None)[0]
             error = float(((matrix[:, columns] @ found - wanted) ** 2).sum())
             if (found >= 0).all() and error < least - 1e-12:
-                best, least = [0.0] * 4, error
+                best, least = [0.0] * size, error
                 for column, value in zip(columns, found, strict=True):
                     best[column] = float(value)
     return best

@@ -17,6 +17,8 @@ from polydraft.sampling.categorical import row_seed
 from polydraft.trees import causal_block
 
 _CONTEXT = 128
+_ROW = 64
+"""Most tokens of a row in passes that are timed: larger ones are of several texts, as in rounds."""
 _REPEATS = 5
 _WARM_ROUNDS = 3
 """First rounds of a text, which set things up: on a GPU they are run, then recorded, then replayed."""
@@ -123,21 +125,22 @@ def in_batches(prompts: Sequence[Sequence[int]], batch: int) -> list[Sequence[Se
 
 @torch.inference_mode()
 def pass_seconds(target: LanguageModel, sizes: Sequence[int]) -> dict[int, float]:
-    """Time passes of the target over so many tokens of one text, output head included, as rounds run them.
+    """Time passes of the target over so many tokens in all, output head included, as rounds run them.
 
     Sizes take turns, so that a disturbance hits each once and not one of them always; the second least of their times counts.
     """
-    largest = max(sizes)
-    room = target.max_positions or _CONTEXT + largest
-    sizes = [size for size in sizes if size < room] or [1]
-    known = max(min(_CONTEXT, room - max(sizes)), 1)
-    context = target.start(1, known + max(sizes))
-    context.prefill([[index % target.vocab_size for index in range(known)]])
+    room = target.max_positions or _CONTEXT + _ROW
+    sizes = [size for size in sizes if min(size, _ROW) < room] or [1]
+    known = max(min(_CONTEXT, room - min(max(sizes), _ROW)), 1)
+    prompt = [index % target.vocab_size for index in range(known)]
 
     def work(size: int) -> Callable[[], Any]:
-        tokens_1T = torch.arange(size, device=target.device)[None] % target.vocab_size
-        block = causal_block(1, size, target.device)
-        return lambda: target.head(context.extend(tokens_1T, block))
+        rows, width = max(size // _ROW, 1), min(size, _ROW)
+        context = target.start(rows, known + width)
+        context.prefill([prompt] * rows)
+        tokens_BT = (torch.arange(width, device=target.device) % target.vocab_size).expand(rows, -1)
+        block = causal_block(rows, width, target.device)
+        return lambda: target.head(context.extend(tokens_BT, block))
 
     works = {size: work(size) for size in sizes}
     for one in works.values():  # the first time is not like the others

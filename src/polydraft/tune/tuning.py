@@ -16,6 +16,7 @@ from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.options import AUTO, LoadOptions
 from polydraft.profile import Pick, Profile, origin_of, profile_file
 from polydraft.prompts import load_prompts
+from polydraft.sampling import SamplingParams
 from polydraft.trees import Topology, parse_dynamic, parse_tree
 from polydraft.tune.acceptance import PROBES, Acceptance, shapes, spelled
 from polydraft.tune.hardware import PredictedRounds, parse_gpu, size_named, size_of
@@ -24,15 +25,17 @@ from polydraft.tune.options import TuneOptions
 from polydraft.tune.rounds import Rounds, Run, Use, in_batches, pass_seconds
 
 _PROBE_BATCH = 8
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _ROUNDS, _TURNS = 8, 2
 """Of each setting whose rounds are timed and nothing else; settings take turns, as machines are not always equally fast."""
-_TIMED = ("none", "4", "chain:4", "2x2x2", "4x2x2x1x1")
+_TIMED = ("none", "chain:1", "4", "chain:4", "2x2x2", "2x1x1x1", "4x2x2x1x1")
 _MOST_TOKENS = {"cpu": 320, "cuda": 2048}
 """Of a round that is only timed: larger ones take long and teach nothing new, as passes cost by their tokens there."""
 _LISTED = ((1,), (1,) * 2, (1,) * 3, (1,) * 5, (4, 2, 1), (4, 2, 2, 1, 1))
 _MOST_NODES = 64
 _DYNAMIC = ("dynamic:8", "dynamic:64")
+_LIKELIEST = ("best:24x4", "best:64x6")
+"""At temperature 0 on a GPU, where one of them is what a pair has that was never tuned."""
 _NGRAMS = ("lookup", "suffix")
 _UNION = "lookup+model"
 
@@ -45,7 +48,7 @@ class Choice:
     """One setting, with what it is expected to give, and what it gave."""
 
     kind: str
-    """plain, chain, static tree, dynamic tree, n-grams, or union."""
+    """plain, chain, static tree, likeliest, dynamic tree, n-grams, or union."""
     tree: str
     drafter: str = AUTO
     temperature: float
@@ -168,7 +171,7 @@ class Tuning:
         seen = list(probes.values())
         batch = seen[0].batch if seen else min(_PROBE_BATCH, len(self._prompts))
         for rows in sorted({1, batch, max(options.batches), options.check_batch}):
-            trees = ["none"] if rows == batch or self._draft is None else _TIMED
+            trees = ("none",) if self._draft is None else _TIMED
             fitting = [tree for tree in trees if rows * parse_tree(tree).num_nodes <= _MOST_TOKENS[self._place.type]]
             fitting = fitting if len(fitting) > 2 else list(trees[:3])
             runs = [Run(self._decoder(tree), use, rows) for tree in fitting]
@@ -191,11 +194,18 @@ class Tuning:
             rated += self._static(acceptance, use, model)
             best = max(rated[1:], key=lambda one: one.expected[self.options.batches[0]])
             others = [
+                *(("likeliest", tree, AUTO, self._decoder(tree)) for tree in self._likeliest(use)),
                 *(("dynamic tree", tree, AUTO, self._dynamic(tree, model)) for tree in _DYNAMIC),
                 *others,
                 ("union", best.tree, _UNION, self._decoder(best.tree, _UNION)),
             ]
         return rated + self._ran(others, use, model, self.options.check_batch)
+
+    def _likeliest(self, use: Use) -> list[str]:
+        """Return trees of the likeliest nodes to run: their levels are of no one width, so that no table rates them."""
+        if self._draft is None or self._place.type != "cuda" or use.temperature > 0:
+            return []
+        return [tree for tree in _LIKELIEST if parse_tree(tree).max_children <= self._draft.num_columns]
 
     def _dynamic(self, tree: str, model: RoundModel) -> Decoder:
         """Return a decoder with dynamic trees, which follow the costs of other hardware where these are asked for."""
@@ -242,8 +252,10 @@ class Tuning:
     def _turns(self, decoders: Sequence[Decoder], use: Use, batch: int, what: str) -> list[Run]:
         """Let settings write all prompts, batch by batch in turns, so that a slow minute hits all of them."""
         for decoder in decoders:
-            whole = self._place.type == "cuda"  # recordings are of lengths
-            Run(decoder, use, batch).generate(self._prompts[:batch], most_rounds=None if whole else 2)
+            if self._place.type == "cuda":  # recordings are of lengths, and one that is made while it counts takes a second
+                longest = max(map(len, self._prompts)) + use.max_new_tokens + 1
+                decoder.warm_up(sampling=SamplingParams(temperature=use.temperature), batch_size=batch, longest=longest)
+            Run(decoder, use, batch).generate(self._prompts[:batch], most_rounds=None if self._place.type == "cuda" else 2)
         runs, parts = [Run(decoder, use, batch) for decoder in decoders], in_batches(self._prompts, batch)
         for number, part in enumerate(parts):
             for turn, run in enumerate(runs):
@@ -274,14 +286,22 @@ class Tuning:
         )
 
     def _checked(self, rated: Sequence[Choice], use: Use) -> list[Choice]:
+        """Run the best few: at all batches on a GPU, where that takes seconds."""
+        batches = {self.options.check_batch, *(self.options.batches if self._place.type == "cuda" else ())}
+        for batch in sorted(batches):
+            rated = self._checked_at(batch, rated, use)
+        return list(rated)
+
+    def _checked_at(self, batch: int, rated: Sequence[Choice], use: Use) -> list[Choice]:
         """Run plain decoding and the best few in turns, batch of prompts by batch of prompts."""
-        batch = self.options.check_batch
         ranked = sorted((one for one in rated if one.kind != "plain"), key=lambda one: -one.expected[batch])
         chosen = [next(one for one in rated if one.kind == "plain"), *ranked[: self.options.check]]
         runs = self._turns([self._decoder(one.tree, one.drafter) for one in chosen], use, batch, "check")
         plain = runs[0].rounds().rate
         measured = {one.name: run.rounds().rate / plain for one, run in zip(chosen, runs, strict=True)}
-        return [replace(one, measured={batch: measured[one.name]}) if one.name in measured else one for one in rated]
+        return [
+            replace(one, measured={**one.measured, batch: measured[one.name]}) if one.name in measured else one for one in rated
+        ]
 
 
 def _pick(rated: Sequence[Choice], batch: int) -> Pick:
