@@ -34,6 +34,32 @@ def chosen(rows: Sequence[tuple[Hashable, ...]], strength: int = 1) -> list[tupl
     return found
 
 
+def some_slow(values: Collection[Any], slow: Collection[Any]) -> list[Any]:
+    """Return parameters of all values, some of them marked slow. A value that is a tuple stands for as many arguments."""
+    rows = list(values)
+    unknown = [value for value in slow if value not in rows]
+    assert not unknown, f"nothing of that name to mark: {unknown}"
+    return [
+        pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.slow if row in slow else ())
+        for row in rows
+    ]
+
+
+def all_slow(*dimensions: Collection[Any]) -> list[Any]:
+    """Return parameters of all combinations, all of them marked slow."""
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in product(*dimensions)]
+
+
+def keeping(values: Collection[Any], *kept: Any) -> list[Any]:
+    """Return parameters of all values, those that are not kept by name marked slow: for cases whose like runs elsewhere.
+
+    A value that is a tuple stands for as many arguments.
+    """
+    missing = [one for one in kept if one not in values]
+    assert not missing, f"nothing to keep: {missing}"
+    return some_slow(values, [value for value in values if value not in kept])
+
+
 def covering(*dimensions: Collection[Any], strength: int = 1) -> list[Any]:
     """Return parameters of all combinations, those that are not needed to cover the dimensions marked slow.
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,15 @@ def room_of(path):
     return None if first == "__init__.py" else first.removesuffix(".py")
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 def modules_imported(path):
     """Names of polydraft modules that a file imports, inside functions too, as full dotted names."""
     package = ("polydraft", *path.relative_to(SOURCE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "polydraft")
         elif isinstance(node, ast.ImportFrom):
@@ -115,7 +121,7 @@ def test_files_stay_small():
 
 def test_nothing_prints_but_command_line_and_bench():
     def prints(path):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
         printing = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
         return [] if room_of(path) in PRINTING_ROOMS else printing
 
@@ -127,7 +133,7 @@ def test_modules_are_named_for_what_they_are():
 
 
 def test_every_module_says_what_it_is():
-    assert not wrongs(lambda path: not ast.get_docstring(ast.parse(path.read_text()))), "begin with a line that says it"
+    assert not wrongs(lambda path: not ast.get_docstring(parsed(path))), "begin with a line that says it"
 
 
 def test_the_rules_see_every_file(tmp_path, monkeypatch):

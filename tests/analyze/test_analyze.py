@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import covering
 from polydraft.engine import Decoder
 from polydraft.models.hf import early_exit
 from polydraft.models.loading import Loaded, load_draft
@@ -59,8 +60,7 @@ def test_optimal_schemes_attain_their_optimum_and_more_drafts_accept_more(analyz
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.parametrize(("temperature", "draft_temperature"), [(0.6, None), (1.0, 0.5), (0.0, 1.0)])
+@pytest.mark.parametrize(("kind", "temperature", "draft_temperature"), covering(DRAFTS, [(0.6, None), (1.0, 0.5), (0.0, 1.0)]))
 def test_speculative_acceptance_is_the_overlap_of_laws_computed_otherwise(
     analyze,
     drafts: dict[str, str],

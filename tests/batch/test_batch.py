@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from covering import keeping
 from polydraft.batch.results import ResultFile
 from polydraft.batch.rows import BatchOptions, Prompts
 from polydraft.batch.running import BatchTask, run_batch
@@ -71,7 +72,7 @@ def test_results_are_those_of_generate_in_the_order_of_the_rows(decoder: Decoder
     assert totals["rows"] == 14 and totals["new_tokens"] == sum(one["new_tokens"] for one in results)
 
 
-@pytest.mark.parametrize("after", [1, 6, 13])
+@pytest.mark.parametrize("after", keeping([1, 6, 13], 6))
 def test_an_interrupted_run_goes_on_without_losing_or_repeating_a_row(decoder: Decoder, tmp_path: Path, after: int) -> None:
     file = prompts_file(tmp_path)
     whole = ran(decoder, file, tmp_path / "whole.jsonl")
@@ -137,7 +138,7 @@ def test_text_and_gzip(decoder: Decoder, tmp_path: Path) -> None:
 def test_a_full_disk_leaves_whole_rows_and_says_how_to_go_on(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, out = prompts_file(tmp_path), tmp_path / "out.jsonl"
+    file, out = prompts_file(tmp_path, 8), tmp_path / "out.jsonl"
     whole = ran(decoder, file, tmp_path / "whole.jsonl")
     results = ResultFile(out, {"seed": 5, "prompts": Prompts(file, 2**20).digest}, resume=False)
     real = results._file
@@ -210,12 +211,12 @@ def test_memory_does_not_grow_with_rows(decoder: Decoder, tmp_path: Path) -> Non
 
     from polydraft.engine import TokenSequence
 
-    file = prompts_file(tmp_path, 200)
+    file = prompts_file(tmp_path, 120)
     most = 0
 
     def observe(row: int, totals: object) -> None:
         nonlocal most
-        if row % 50 == 0:
+        if row % 30 == 0:
             gc.collect()
             most = max(most, sum(type(one) is TokenSequence for one in gc.get_objects()))
 

@@ -25,7 +25,7 @@ def logits_after(model, texts):
     return torch.stack([model(torch.tensor([text])).logits[0, -1] for text in texts])
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", pytest.param("gemma2", marks=pytest.mark.slow), "opt"])
 @torch.inference_mode()
 def test_beams_that_die_leave_the_others_alone(name):
     """Grow and prune a random tree for many rounds, compacting all the time."""

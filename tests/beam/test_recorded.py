@@ -6,6 +6,7 @@ import torch
 import polydraft.beam._slots as slots
 import polydraft.beam._workspace as workspace
 import polydraft.models.language_model as language_model
+from covering import covering, keeping
 from polydraft.beam._node import Node
 from polydraft.beam._run import BeamRun
 from polydraft.engine import StopReason
@@ -17,7 +18,10 @@ from .recording import PROMPTS, WAYS, assert_same, beams, outcome, pair, recorde
 __all__ = ["recorders"]
 
 
-@pytest.mark.parametrize(("name", "way"), [*(("table", way) for way in WAYS), ("head", "coupled"), ("head", "dynamic")])
+EVERY_WAY = [("table", way) for way in WAYS]
+
+
+@pytest.mark.parametrize(("name", "way"), keeping([*EVERY_WAY, ("head", "coupled"), ("head", "dynamic")], *EVERY_WAY))
 def test_every_way_gives_the_same_texts_and_scores(recorders, name, way):
     recorded, plain = beams(name), beams(name, graphs=False)
     for prompt in PROMPTS:
@@ -28,9 +32,11 @@ def test_every_way_gives_the_same_texts_and_scores(recorders, name, way):
     assert all(one.replays > len(one.kinds) / 2 for one in recorders)
 
 
-@pytest.mark.parametrize(
-    "name", ["head", "near head", "llama/noisy", "llama/early", "llama/none", "mistral-sliding/noisy", "gemma2/noisy"]
-)
+DRAFTS = ["head", "near head", "llama/noisy", "llama/early", "llama/none", "mistral-sliding/noisy", "gemma2/noisy"]
+
+
+# A head, models that draft, none, a window; the others are of these kinds, too.
+@pytest.mark.parametrize("name", keeping(DRAFTS, "head", "llama/early", "llama/none", "mistral-sliding/noisy"))
 def test_every_draft_and_attention_gives_the_same_texts_and_scores(recorders, name):
     recorded, plain = beams(name), beams(name, graphs=False)
     options = {} if name != "llama/none" else {"draft_width": None}
@@ -40,7 +46,9 @@ def test_every_draft_and_attention_gives_the_same_texts_and_scores(recorders, na
     assert all(one.replays > len(one.kinds) / 2 for one in recorders)
 
 
-@pytest.mark.parametrize(("name", "width", "tokens"), [("table", 8, 120), ("table", 40, 60), ("head", 8, 30)])
+@pytest.mark.parametrize(
+    ("name", "width", "tokens"), keeping([("table", 8, 120), ("table", 40, 60), ("head", 8, 30)], ("table", 8, 120))
+)
 def test_a_long_text_needs_few_recordings(recorders, name, width, tokens):
     recorded, plain = beams(name), beams(name, graphs=False)
     options = {"max_new_tokens": tokens, "beams": 4, "draft_width": width, "draft_depth": 5, "num_return_sequences": 4}
@@ -60,7 +68,7 @@ def test_a_long_text_needs_few_recordings(recorders, name, width, tokens):
         assert len({kind[3:] for kind in kinds}) == 1, "a memory that moves makes its recordings worthless"
 
 
-@pytest.mark.parametrize("name", ["table", "head"])
+@pytest.mark.parametrize("name", keeping(["table", "head"], "head"))
 def test_requests_with_other_laws_take_turns(recorders, name):
     """A recording has a law in it: another temperature or truncation, or a search, needs one of its own."""
     recorded, plain = beams(name), beams(name, graphs=False)
@@ -78,7 +86,7 @@ def test_a_first_request_of_one_token_leaves_no_recording_without_features(recor
         assert_same(*(outcome(one, prompt, draft_depth=5, max_new_tokens=14) for one in (recorded, plain)))
 
 
-@pytest.mark.parametrize("name", ["table", "head"])
+@pytest.mark.parametrize("name", keeping(["table", "head"], "head"))
 def test_the_bank_may_move_on_the_way(monkeypatch, recorders, name):
     monkeypatch.setattr(workspace, "_FIRST_ROWS", 3)
     monkeypatch.setattr(workspace, "_FIRST_PLACES", -20)
@@ -101,7 +109,11 @@ def passed_nodes(monkeypatch, decoder, prompt):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("table", 0), ("table", 1), ("table", 2), ("head", 1), ("head", 2), ("llama/noisy", 1)]
+    ("name", "number"),
+    keeping(
+        [("table", 0), ("table", 1), ("table", 2), ("head", 1), ("head", 2), ("llama/noisy", 1)],
+        *(("table", 1), ("head", 1), ("llama/noisy", 1)),
+    ),
 )
 def test_launching_ahead_changes_neither_texts_nor_figures(monkeypatch, name, number):
     """What lies in slots and memories when a forest is being passed must be what lies there when nothing is."""
@@ -114,8 +126,7 @@ def test_launching_ahead_changes_neither_texts_nor_figures(monkeypatch, name, nu
         assert again <= expected_again, "nodes under way were taken for dead, and read once more"
 
 
-@pytest.mark.parametrize("name", ["table", "head"])
-@pytest.mark.parametrize("where", ["spans", "growth", "large passes"])
+@pytest.mark.parametrize(("name", "where"), covering(["table", "head"], ["spans", "growth", "large passes"]))
 def test_spans_storage_and_large_passes_may_change_on_the_way(monkeypatch, recorders, name, where):
     monkeypatch.setattr(slots, "FEWEST_PLACES", 8)
     if where == "growth":

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from covering import covering
 from polydraft.beam._law import Continuations
 from polydraft.beam._layer import RandomChance
 from polydraft.beam._node import Beam, Node
@@ -64,7 +65,8 @@ def enumerated(case, draws):
     return got, beam_sampling_law(rows, width=options["beams"], steps=steps, draws=draws, ends=ends)
 
 
-LONG = [("one beam, two layers", "iid"), ("two beams", "iid")]
+# Two layers of distinct drafts are enumerated by default in test_stops.
+LONG = [("one beam, two layers", "iid"), ("one beam, two layers", "distinct"), ("two beams", "iid"), ("no draft", "iid")]
 RUNS = [
     pytest.param(case, draws, marks=[pytest.mark.slow] if (case, draws) in LONG else [])
     for case in EXACT
@@ -150,7 +152,12 @@ def test_cold_coupled_runs_find_what_search_finds(draws):
 
 
 # Where texts can gain by going on, a beam outside the forest always matters.
-LAWS = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.6), SamplingParams(logit_bias={3: 2.0})]
+LAWS = {
+    "plain": SamplingParams(),
+    "cold": SamplingParams(temperature=0.7),
+    "hot": SamplingParams(temperature=1.6),
+    "bias": SamplingParams(logit_bias={3: 2.0}),
+}
 
 
 def differing_seeds(draws, params):
@@ -170,10 +177,9 @@ def differing_seeds(draws, params):
     return differing, passes[False] / passes[True]
 
 
-@pytest.mark.parametrize("draws", ["distinct", "hf"])
-@pytest.mark.parametrize("params", LAWS, ids=["plain", "cold", "hot", "bias"])
-def test_coupled_runs_give_the_texts_of_runs_without_a_draft(draws, params):
-    differing, gain = differing_seeds(draws, params)
+@pytest.mark.parametrize(("draws", "name"), covering(["distinct", "hf"], LAWS))
+def test_coupled_runs_give_the_texts_of_runs_without_a_draft(draws, name):
+    differing, gain = differing_seeds(draws, LAWS[name])
     assert not differing and gain > 1.05
 
 
@@ -232,8 +238,10 @@ def test_places_of_a_forest_go_to_what_may_win(monkeypatch):
     assert any(mixed and total == 8 for _, total, mixed in grown)
 
 
-@pytest.mark.parametrize("options", [dict(width_threshold=0.6), dict(width_threshold=0.6, min_width=2), dict(one_cache=True)])
-@pytest.mark.parametrize("draws", ["iid", "distinct"])
+BOUNDS = [dict(width_threshold=0.6), dict(width_threshold=0.6, min_width=2), dict(one_cache=True)]
+
+
+@pytest.mark.parametrize(("options", "draws"), covering(BOUNDS, ["iid", "distinct"]))
 def test_widths_and_one_cache_keep_to_their_bounds(options, draws):
     target, draft = pair(12, seed=3, share=0.8)
     kept = parts(target, draft, 12, draws=draws, beams=3, draft_width=5, draft_depth=3, **options)

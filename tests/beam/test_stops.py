@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from covering import keeping
 from polydraft.beam import BeamDecoder
 from polydraft.beam._layer import RandomChance
 from polydraft.beam._node import Node, Stops
@@ -43,7 +44,8 @@ def cut(text, strings):
     return text[: min((text.find(string) for string in strings if string in text), default=None)]
 
 
-@pytest.mark.parametrize("name", FAMILIES.names())
+# Every setting and all strings by default, in families that beams without stop strings are not tested with by default.
+@pytest.mark.parametrize("name", keeping(FAMILIES.names(), *FAMILIES.names()[4:8]))
 def test_search_is_hugging_faces_in_every_family(name):
     number = FAMILIES.names().index(name)
     setting, strings = dict(SETTINGS[number % len(SETTINGS)]), STRINGS[number % len(STRINGS)]
@@ -82,7 +84,7 @@ def test_search_is_hugging_faces_where_few_beams_go_on(monkeypatch):
     assert 0 in going_on and {1, 2} & set(going_on) and 3 in going_on
 
 
-@pytest.mark.parametrize("string", ["{0}", "{1}", "{2}", "no such string"])
+@pytest.mark.parametrize("string", keeping(["{0}", "{1}", "{2}", "no such string"], "{0}", "no such string"))
 def test_one_beam_ends_and_streams_as_a_single_text(string):
     engine = decoder("phi", (), True)
     alone = Decoder(engine.decoder.target, tokenizer=spelling())
@@ -174,7 +176,12 @@ DRAFTED = [case for case in EXACT if case != "no draft"]
 RUNS = [(case, draws) for case in DRAFTED for draws in ("iid", "distinct")]
 
 
-@pytest.mark.parametrize(("case", "draws"), [*RUNS, ("a string of two tokens", "hf"), ("no draft", "distinct")])
+# Those that take long run without stop strings in test_runs.
+LONG = [("two beams", "iid"), ("one beam, two layers", "iid"), ("no draft", "distinct")]
+EVERY_RUN = [*RUNS, ("a string of two tokens", "hf"), ("no draft", "distinct")]
+
+
+@pytest.mark.parametrize(("case", "draws"), keeping(EVERY_RUN, *(run for run in EVERY_RUN if run not in LONG)))
 def test_the_law_of_whole_runs_by_enumeration(case, draws):
     got, expected = enumerated(case, draws)
     assert sum(got.values()) == pytest.approx(1, abs=1e-9)
@@ -207,7 +214,10 @@ def both_runs(kind, seed, draws="distinct"):
     return *runs, [layer for grown in layers for layer in grown]
 
 
-@pytest.mark.parametrize(("kind", "draws"), [(SearchRun, "distinct"), (CoupledRun, "distinct"), (CoupledRun, "hf")])
+DRAWN = [(SearchRun, "distinct"), (CoupledRun, "distinct"), (CoupledRun, "hf")]
+
+
+@pytest.mark.parametrize(("kind", "draws"), keeping(DRAWN, (SearchRun, "distinct"), (CoupledRun, "hf")))
 def test_a_draft_changes_no_text(kind, draws):
     reasons, passes, wide = set(), [0, 0], []
     for seed in range(6):
@@ -236,7 +246,8 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("case", ALIKE)
+# One of each kind of run.
+@pytest.mark.parametrize("case", keeping(ALIKE, "search", "coupled", "independent, dynamic width"))
 def test_a_string_that_is_one_token_ends_texts_as_that_token_does(case):
     """Whatever holds of texts that end by a token, laws included, holds of stop strings: nothing else depends on the end."""
     kind, options = ALIKE[case]

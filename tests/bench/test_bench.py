@@ -62,7 +62,7 @@ def test_results_and_report_are_written_and_texts_are_identical(invoke, tiny: st
     assert "fork:2x2" in out and "speed-up" in out
 
 
-@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize("temperature", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_texts_side_by_side_are_those_of_single_ones(
     invoke, tiny: str, prompt_file: str, tmp_path: Path, temperature: str
 ) -> None:

@@ -54,13 +54,19 @@ def test_compiled_generation_compiles_once_for_all_lengths(
         assert figures["identical"] + figures["near_tie_differences"] == 3
 
 
+# By default nothing is traced, which takes seconds: the compiler fails before it is given anything.
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_without_a_compiler_the_other_methods_go_on(
-    tiny: str, prompt_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+    tiny: str, prompt_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, traced: bool
 ) -> None:
-    def fail(graph: torch.fx.GraphModule, _: object):
+    def fail(*_: object, **options: object):
         raise RuntimeError("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')")
 
-    monkeypatch.setattr(_peers, "_BACKEND", fail)
+    if traced:
+        request.getfixturevalue("fresh_compiler")
+        monkeypatch.setattr(_peers, "_BACKEND", fail)
+    else:
+        monkeypatch.setattr(torch, "compile", fail)
     figures = measure(tiny, prompt_file, tmp_path / "out", "hf-compiled", "ar")
     assert figures["ar"]["status"] == "ok" and figures["ar"]["prompts"] == 3
     assert (

@@ -172,7 +172,7 @@ document.getElementById("frame").onload = (event) => {{
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium is not installed")
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [360, pytest.param(1280, marks=pytest.mark.slow)])
 def test_in_a_browser(tmp_path, page, width):
     host = tmp_path / "host.html"
     host.write_text(HOST.format(width=width, page=html.escape(page)), encoding="utf-8")

@@ -102,7 +102,11 @@ def test_an_endpoint_that_serves_something_else_is_refused(invoke, serve, decode
     assert "is not certified: greedy failed" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("change", [lambda text: text[:-2], lambda text: text + "and more", lambda text: ""])
+@pytest.mark.parametrize("change", [
+    lambda text: text[:-2],
+    lambda text: text + "and more",
+    pytest.param(lambda text: "", marks=pytest.mark.slow),  # the earliest end
+])  # fmt: skip
 def test_texts_that_end_early_or_go_on_are_refused(invoke, serve, decoder, tiny, prompt_file, change) -> None:
     code, out, _ = certify(invoke, serve(model_answer(decoder, change)), tiny, prompt_file, "--json")
     assert code == 1 and json.loads(out)["checks"][0]["worst"] == 2

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covering import some_slow
 from polydraft.certify import Subject, all_subjects, certify, find_subject
 from polydraft.certify._kit import check_subject, power_check
 from polydraft.certify.chi_square import FALSE_ALARM
@@ -17,8 +18,13 @@ from polydraft.walks import WALKS, NodeWalk
 
 from .conftest import LEAST, TINY
 
+QUICK = {"rrs-wor", "hybrid+block", "rrs-wor+traversal"}
+"""One by each walk: the others have tests of their own, of the same checks, in `exactness` and `walks`."""
 
-@pytest.mark.parametrize("subject", all_subjects(), ids=lambda subject: subject.name)
+
+@pytest.mark.parametrize("subject", [
+    pytest.param(one, id=one.name, marks=() if one.name in QUICK else pytest.mark.slow) for one in all_subjects()
+])  # fmt: skip
 def test_everything_that_is_registered_is_certified(subject: Subject) -> None:
     certificate = certify([subject], TINY, power=False)
     assert certificate.certified, certificate.text()
@@ -62,7 +68,10 @@ def emitted_law(scheme: Scheme, target: list[float], draft: list[float], drafts:
     return total
 
 
-@pytest.mark.parametrize("mutant", [*STRUCTURAL, *SUBTLE], ids=lambda mutant: mutant.__name__)
+# Enumeration catches all of them in `exactness/test_mutations`; by default, here is what the command makes of some.
+@pytest.mark.parametrize(
+    "mutant", some_slow([*STRUCTURAL, *SUBTLE], [*STRUCTURAL[2:], *SUBTLE[2:]]), ids=lambda mutant: mutant.__name__
+)
 def test_wrong_rules_are_refused_with_a_counter_example_that_is_one(
     invoke, least_sizes, monkeypatch, mutant: type[Scheme]
 ) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import polydraft
+from covering import covering
+from polydraft.engine.stream import Stream
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import FailureError
 from polydraft.sampling import SamplingParams
@@ -18,6 +20,33 @@ SOURCE = str(Path(polydraft.__file__).parents[1])
 PROGRAM = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from polydraft.cli.main import main; main()"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+def test_a_signal_in_mid_stream_keeps_the_text_and_says_so_in_one_line(
+    invoke, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the next one, in this process, and the signal comes at a place that is known."""
+    options = ["--target", tiny, "--draft", "early-exit:1", "--tree", "2x1", "--max-new-tokens", "60", "--dtype", "float32"]
+    command = ["generate", "hello", *options, "--device", "cpu", "--threads", "1"]
+    code, whole, _ = invoke(*command)
+    assert code == 0
+    right, left = Stream.__next__, iter([*range(20)])
+
+    def signalled(stream: Stream):
+        if next(left, None) is None:
+            signal.raise_signal(signal.SIGINT)
+        return right(stream)
+
+    monkeypatch.setattr(Stream, "__next__", signalled)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code, printed, errors = invoke(*command)
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert (code, errors) == (130, "polydraft: error: interrupted\n")
+    assert printed.endswith("\n") and 10 < len(printed) < len(whole) - 20 and whole.startswith(printed[:-1])
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs signals")
 def test_an_interrupted_command_keeps_its_text_and_says_so_in_one_line(roomy: str) -> None:
     options = ["--target", roomy, "--draft", "early-exit:1", "--tree", "2x1", "--max-new-tokens", "900", "--dtype", "float32"]
@@ -72,8 +101,7 @@ class Interruption:
         monkeypatch.setattr(Workspace, place, interrupted)
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["fresh", "kept"])
-@pytest.mark.parametrize("drafter", ["none", "lookup+model"])
+@pytest.mark.parametrize(("drafter", "keep"), covering(["none", "lookup+model"], [False, True]))
 def test_a_decoder_serves_the_next_request_after_an_interruption(
     roomy: str, drafter: str, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

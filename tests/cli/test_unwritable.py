@@ -76,7 +76,7 @@ def test_a_place_for_nothing_is_refused_in_one_line(invoke, commands, tmp_path: 
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["head", "draft"])
+@pytest.mark.parametrize("name", ["head", pytest.param("draft", marks=pytest.mark.slow)])
 def test_a_draft_that_cannot_be_put_in_its_place_is_no_traceback(invoke, commands, tmp_path: Path, name: str) -> None:
     """What was trained is kept: with the obstacle out of the way the same command goes on to the end."""
     out = tmp_path / "out"

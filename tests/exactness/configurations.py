@@ -41,7 +41,7 @@ class Configuration:
     drafter: str = "model"
     draft_temperature: float | None = None
     prompt: tuple[int, ...] = tuple(PROMPT)
-    samples: int = 4_000  # 16,000 tokens, every one of them tested
+    samples: int = 3_000  # 12,000 tokens, every one of them tested; 2,000 texts miss a wrong draft law now and then
     fixture: bool = False
     """Use the models that emit fixture F at every node."""
 
@@ -137,6 +137,7 @@ FIXTURE_CONFIGURATIONS = [
 ]
 
 # All tests of texts are one family, of false alarm 1e-4 by Bonferroni: in every configuration three conditional tests,
-# and two transformed ones of each token and of all together.
+# and two transformed ones of each token and of all together. Every configuration is there
+# twice, the second time with more texts.
 _TESTS = 3 + 2 * (Configuration.new_tokens + 1)
-THRESHOLD = FALSE_ALARM / (_TESTS * (len(CONFIGURATIONS) + len(FIXTURE_CONFIGURATIONS)))
+THRESHOLD = FALSE_ALARM / (2 * _TESTS * (len(CONFIGURATIONS) + len(FIXTURE_CONFIGURATIONS)))

@@ -38,6 +38,8 @@ HEAD = _random_head()
 
 COMBINATIONS = ["lookup+model", "self-draft+head", "corpus+suffix", "lookup+dynamic-head"]
 EVERY_DRAFTER = [*DRAFTERS, *COMBINATIONS]
+ADMITTED = ["none", "ngram", "corpus", "model", "head", "dynamic-head"]
+"""Those that the default tests let come and go: one of each kind of memory. The others are tried in batches."""
 
 
 @cache

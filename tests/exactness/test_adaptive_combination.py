@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import some_slow
 from polydraft.certify.reference import greedy_text
 from polydraft.drafters import Combination, TreeDrafter
 from polydraft.drafters.grams import gram_tree
@@ -36,11 +37,6 @@ CASES = {
     "suffix + head, balanced": ("suffix", HEAD, BALANCED),
     "suffix + head, resting": ("suffix", HEAD, LOSING),
 }
-SLOW = {"lookup + model", "self-draft + model, balanced", "suffix + head, balanced"}
-"""Whatever of these breaks breaks a quicker case too, or the parametrised tests of all drafters."""
-every_case = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
-)
 
 
 def combined(case: str, draft: Any = None) -> Decoder:
@@ -57,7 +53,8 @@ def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polydraft.drafters.policy.LONGEST_REST", 3)
 
 
-@every_case
+# Without rests, `test_end_to_end` tests the law of n-grams beside a dynamic tree.
+@pytest.mark.parametrize("case", some_slow(CASES, CASES.keys() - {"suffix + head, resting"}))
 def test_texts_follow_the_target_law(case: str, short_rests: None, monkeypatch: pytest.MonkeyPatch) -> None:
     configuration = Configuration(label=f"adaptive {case}", prompt=GRAM_PROMPT, samples=800)
     monkeypatch.setattr(Configuration, "decoder", lambda self: combined(case))
@@ -67,7 +64,8 @@ def test_texts_follow_the_target_law(case: str, short_rests: None, monkeypatch: 
     assert len(results[0].stats.tokens_by_source) >= 2, "both are heard"
 
 
-@every_case
+# By default where sizes hang on what was learnt: that is what rows could take from each other.
+@pytest.mark.parametrize("case", some_slow(CASES, CASES.keys() - {"lookup + model, balanced"}))
 def test_rows_are_their_own(case: str) -> None:
     decoder = combined(case)
     for sampling, prompts in ((SamplingParams(), PROMPTS), (PENALTIES, PROMPTS[:3])):

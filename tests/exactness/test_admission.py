@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covering import covering
+from covering import all_slow, covering
 from polydraft.certify.reference import next_laws
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
@@ -16,7 +16,7 @@ from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
 
 from .checks import text_p_values
-from .setups import DRAFT, GRAM_PROMPT, TARGET
+from .setups import ADMITTED, DRAFT, GRAM_PROMPT, TARGET
 from .test_mixed_rows import DECODERS, PARAMS
 
 pytestmark = pytest.mark.usefixtures("short_blocks")
@@ -79,9 +79,16 @@ ADMISSIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "admission"), covering(DECODERS, ADMISSIONS))
+QUICK = [*ADMITTED, "lookup+model", "rrs-wor, traversal"]
+"""All kinds of memories, with what they take by themselves; other schemes, walks and unions have rows in other tests."""
+
+
+@pytest.mark.parametrize(
+    ("name", "admission"),
+    [*covering(QUICK, ADMISSIONS), *all_slow([name for name in DECODERS if name not in QUICK], ADMISSIONS)],
+)
 def test_a_sequence_gets_its_own_text_whoever_comes_and_goes(name: str, admission: str) -> None:
-    decoder, asked = DECODERS[name](), requests(12)
+    decoder, asked = DECODERS[name](), requests(len(PARAMS))
     engine = open_engine(decoder, slots=3, **ADMISSIONS[admission])
     sequences = [sequence(decoder, row, **one) for row, one in enumerate(asked)]
     driven(engine, sequences, seed=len(name))
@@ -92,10 +99,9 @@ def test_a_sequence_gets_its_own_text_whoever_comes_and_goes(name: str, admissio
     assert engine.stats.new_tokens == sum(len(found.new_tokens) for found in sequences)
 
 
-SLOW = ("head", "lookup+model", "adaptive model")
-
-
-@pytest.mark.parametrize("name", ["model", "self-draft", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+# Slow: texts are those of a row alone, above, whose law is tested for every drafter.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["model", "self-draft", "head", "lookup+model", "adaptive model"])
 def test_texts_of_a_full_house_follow_the_target_law(name: str) -> None:
     decoder = DECODERS[name]().replace(eos_token_ids=())
     drawn = [params for params in PARAMS if params.temperature > 0 and not params.processors][:3]

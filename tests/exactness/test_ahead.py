@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import polydraft.models.language_model as language_model
-from covering import covering
+from covering import covering, some_slow
 from polydraft.engine import Decoder, Generation, StopReason
 from polydraft.engine.graphs import Launched
 from polydraft.engine.workspace import Workspace
@@ -16,7 +16,7 @@ from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 from stand_in import StandIn, round_recorder
 
-from .setups import EVERY_DRAFTER, PENALTIES, PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
+from .setups import COMBINATIONS, EVERY_DRAFTER, PENALTIES, PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
 
 RUNS_AHEAD = ["none", "model", "head"]
 SEEDS = [7, 8, 9]
@@ -24,7 +24,7 @@ TREE = "2x1"
 
 pytestmark = pytest.mark.usefixtures("replaying")
 ahead_drafters = pytest.mark.parametrize("drafter", RUNS_AHEAD)
-both_temperatures = pytest.mark.parametrize("temperature", [0.0, 1.0])
+with_some_temperature = pytest.mark.parametrize(("drafter", "temperature"), covering(RUNS_AHEAD, [0.0, 1.0]))
 
 
 class Letters:
@@ -77,9 +77,7 @@ def assert_in_step(decoder: Decoder) -> None:
             assert context.lengths_B.tolist() == context.lengths
 
 
-@pytest.mark.parametrize(
-    ("drafter", "temperature", "limit", "rows"), covering(RUNS_AHEAD, [0.0, 1.0], [5, 20], [1, 3], strength=2)
-)
+@pytest.mark.parametrize(("drafter", "temperature", "limit", "rows"), covering(RUNS_AHEAD, [0.0, 1.0], [5, 20], [1, 3]))
 def test_limits(replaying: list[StandIn], drafter: str, temperature: float, limit: int, rows: int) -> None:
     sampling, prompts = SamplingParams(temperature=temperature), [PROMPT] if rows == 1 else RAGGED_PROMPTS
     pair = decoders(drafter)
@@ -96,7 +94,7 @@ def test_limits(replaying: list[StandIn], drafter: str, temperature: float, limi
 
 
 @pytest.mark.parametrize(
-    ("drafter", "temperature", "row", "place"), covering(RUNS_AHEAD, [0.0, 1.0], [(0, 3), (1, 6), (2, 11)], strength=2)
+    ("drafter", "temperature", "row", "place"), covering(RUNS_AHEAD, [0.0, 1.0], [(0, 3), (1, 6), (2, 11)])
 )
 def test_ends(replaying: list[StandIn], drafter: str, temperature: float, row: int, place: int) -> None:
     """A token, then a string, that comes first at some place of one row ends it there, and the others where they have it."""
@@ -113,7 +111,7 @@ def test_ends(replaying: list[StandIn], drafter: str, temperature: float, row: i
         assert results[0].stats.rounds_ahead > 0
 
 
-@pytest.mark.parametrize("drafter", ["model", "head"])
+@pytest.mark.parametrize("drafter", some_slow(["model", "head"], ["head"]))
 def test_the_host_knows_how_much_the_memories_hold(drafter: str) -> None:
     """Above all of a row that ended on the second token of a round, and idles: it had more to read than others."""
     whole = make_decoder(drafter=drafter, tree=TREE).generate(RAGGED_PROMPTS, max_new_tokens=30, seed=SEEDS)
@@ -133,8 +131,7 @@ def test_the_host_knows_how_much_the_memories_hold(drafter: str) -> None:
                     assert context.lengths_B.tolist() == context.lengths
 
 
-@both_temperatures
-@ahead_drafters
+@with_some_temperature
 def test_a_round_that_runs_in_vain_leaves_no_trace(replaying: list[StandIn], drafter: str, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature)
     whole = make_decoder(drafter=drafter, tree=TREE).generate(PROMPT, sampling=sampling, max_new_tokens=16, seed=5).token_ids
@@ -148,9 +145,7 @@ def test_a_round_that_runs_in_vain_leaves_no_trace(replaying: list[StandIn], dra
     assert len(replaying[-2].kinds) > len(replaying[-1].kinds), "no round ran in vain: nothing is proven"
 
 
-@both_temperatures
-@ahead_drafters
-@pytest.mark.parametrize("positions", [12, 17])
+@pytest.mark.parametrize(("drafter", "temperature", "positions"), covering(RUNS_AHEAD, [0.0, 1.0], [12, 17]))
 def test_the_context_limit(drafter: str, temperature: float, positions: int) -> None:
     target = TabularModel(TARGET._logits_XV.reshape([VOCABULARY] * 4), max_positions=positions)
     pair = decoders(drafter, target=target)
@@ -160,9 +155,7 @@ def test_the_context_limit(drafter: str, temperature: float, positions: int) -> 
     assert {result.stop_reason for result in results} == {StopReason.CONTEXT}
 
 
-@both_temperatures
-@ahead_drafters
-@pytest.mark.parametrize("seen", [1, 20])
+@pytest.mark.parametrize(("drafter", "temperature", "seen"), covering(RUNS_AHEAD, [0.0, 1.0], [1, 20]))
 def test_cancellation(drafter: str, temperature: float, seen: int) -> None:
     pair, found = decoders(drafter), []
     for decoder in pair:
@@ -179,8 +172,7 @@ def test_cancellation(drafter: str, temperature: float, seen: int) -> None:
     assert_in_step(pair[0])
 
 
-@pytest.mark.parametrize("cut", [0, 6])
-@ahead_drafters
+@pytest.mark.parametrize(("drafter", "cut"), covering(RUNS_AHEAD, [0, 6]))
 def test_a_row_that_is_ended_and_cut_from_outside(drafter: str, cut: int) -> None:
     """As `model.generate` does: a row's end is found when further rounds have been."""
     pair, found = decoders(drafter), []
@@ -200,9 +192,7 @@ def test_a_row_that_is_ended_and_cut_from_outside(drafter: str, cut: int) -> Non
     assert_in_step(pair[0])
 
 
-@both_temperatures
-@ahead_drafters
-@pytest.mark.parametrize("prompts", [[PROMPT], RAGGED_PROMPTS], ids=["single", "ragged"])
+@pytest.mark.parametrize(("drafter", "temperature", "prompts"), covering(RUNS_AHEAD, [0.0, 1.0], [RAGGED_PROMPTS, [PROMPT]]))
 def test_a_kept_memory(drafter: str, temperature: float, prompts: list[list[int]]) -> None:
     pair, texts = decoders(drafter, eos_token_ids=[13, 21]), prompts
     sampling, ahead = SamplingParams(temperature=temperature), 0
@@ -253,7 +243,7 @@ def test_an_interruption_while_waiting_loses_no_round(drafter: str, monkeypatch:
     assert run.stats.rounds == expected.stats.rounds and run.stats.rounds_ahead > 3
 
 
-@ahead_drafters
+@pytest.mark.parametrize("drafter", some_slow(RUNS_AHEAD, ["head"]))
 def test_rounds_ahead_are_the_recordings_that_they_would_be(
     monkeypatch: pytest.MonkeyPatch, replaying: list[StandIn], drafter: str
 ) -> None:
@@ -268,7 +258,7 @@ def test_rounds_ahead_are_the_recordings_that_they_would_be(
     assert results[0].stats.rounds_ahead > results[0].stats.rounds / 2
 
 
-@pytest.mark.parametrize("drafter", [name for name in EVERY_DRAFTER if name not in RUNS_AHEAD])
+@pytest.mark.parametrize("drafter", some_slow([name for name in EVERY_DRAFTER if name not in RUNS_AHEAD], COMBINATIONS))
 def test_drafters_that_learn_from_the_outcome_wait_for_it(drafter: str) -> None:
     results, expected = (one.generate(RAGGED_PROMPTS, max_new_tokens=12, seed=SEEDS) for one in decoders(drafter))
     assert_same(results, expected)

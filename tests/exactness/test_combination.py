@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import some_slow
 from polydraft.drafters import Parts, make_drafter
 from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.drafters.trie import TokenTrie, as_draft_tree
@@ -56,7 +57,7 @@ def test_texts_follow_the_target_law_with_every_scheme(scheme: str) -> None:
     assert {"model", "lookup"} <= set(results[0].stats.tokens_by_source)
 
 
-@pytest.mark.parametrize("drafter", ["lookup+model", "corpus+head"])
+@pytest.mark.parametrize("drafter", some_slow(["lookup+model", "corpus+head"], ["corpus+head"]))
 def test_both_are_heard(drafter: str) -> None:
     results = make_decoder(drafter=drafter, scheme="auto").generate([list(GRAM_PROMPT)] * 60, max_new_tokens=12, seed=3)
     alone = make_decoder(drafter=drafter.split("+")[1], scheme="auto").generate(

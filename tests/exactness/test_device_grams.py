@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from covering import covering
+from covering import all_slow, covering, some_slow
 from polydraft.certify.reference import greedy_text
 from polydraft.drafters import GRAM_DRAFTERS
 from polydraft.drafters.device_trie import DeviceGramSource, DeviceTrieBuilder
@@ -32,9 +32,13 @@ SEEDS = [7, 8, 9]
 ALONE = [name for name in GRAM_DRAFTERS if name in ("lookup", "suffix", "corpus")]
 UNIONS = ["suffix+corpus", "lookup+model", "suffix+corpus+head", "corpus+dynamic-head"]
 
-every_drafter = pytest.mark.parametrize("drafter", [*ALONE, *UNIONS])
-every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
-each_with_some_sampling = pytest.mark.parametrize(("drafter", "sampling"), covering([*ALONE, *UNIONS], SAMPLINGS))
+# By default a text's own n-grams, and a corpus beside a draft, have their law tested; unions take longest in the rest.
+every_drafter = pytest.mark.parametrize("drafter", some_slow([*ALONE, *UNIONS], ["lookup", "corpus", *UNIONS[:-1]]))
+QUICK = [*ALONE, "lookup+model"]
+each_with_some_sampling = pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    [*covering(QUICK, SAMPLINGS), *all_slow([name for name in UNIONS if name not in QUICK], SAMPLINGS)],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +60,7 @@ def texts(results: Any) -> list[list[int]]:
 
 @every_drafter
 def test_texts_follow_the_target_law(drafter: str) -> None:
-    configuration = Configuration(label=f"device {drafter}", drafter=drafter, scheme="auto", prompt=GRAM_PROMPT, samples=1_200)
+    configuration = Configuration(label=f"device {drafter}", drafter=drafter, scheme="auto", prompt=GRAM_PROMPT, samples=800)
     results = configuration.generate()
     assert min(configuration.p_values(results)) > THRESHOLD
     assert set(results[0].stats.tokens_by_source) - {"target", "model", "head", "dynamic"}, "no n-gram was accepted"
@@ -91,7 +95,7 @@ def test_rows_are_their_own(drafter: str, sampling: str) -> None:
             assert together[row].token_ids == greedy_text(TARGET, prompt, 25, GREEDY)
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "suffix+corpus", "suffix+corpus+head"])
+@pytest.mark.parametrize("drafter", some_slow(["lookup", "suffix+corpus", "suffix+corpus+head"], ["lookup", "suffix+corpus"]))
 def test_kept_texts_are_those_of_fresh_ones(recorders: list[StandIn], drafter: str) -> None:
     decoder, prompts = decoder_of(drafter, eos_token_ids=[13]), PROMPTS
     for turn in range(4):
@@ -101,7 +105,7 @@ def test_kept_texts_are_those_of_fresh_ones(recorders: list[StandIn], drafter: s
         prompts = [text + row.token_ids[: -1 - turn % 2] + [5, turn] for text, row in zip(prompts, fresh, strict=True)]
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "suffix+corpus+head"])
+@pytest.mark.parametrize("drafter", some_slow(["suffix", "suffix+corpus+head"], ["suffix+corpus+head"]))
 def test_an_end_token_ends_the_text_wherever_it_falls(recorders: list[StandIn], drafter: str) -> None:
     whole = decoder_of(drafter).generate(PROMPTS, max_new_tokens=24, seed=SEEDS)
     inside = 0
@@ -141,8 +145,10 @@ def test_texts_are_never_offered_to_other_rows_or_requests(monkeypatch: pytest.M
     assert first > 10 and any(tokens for rows in seen for tokens in rows)
 
 
-@pytest.mark.parametrize("drafter", ["suffix+corpus", "suffix+corpus+head"])
-@every_sampling
+@pytest.mark.parametrize(("drafter", "sampling"), [
+    *covering(["suffix+corpus", "suffix+corpus+head"], ["penalties", "mixed"]),
+    *all_slow(["suffix+corpus", "suffix+corpus+head"], ["greedy", "drawn"]),
+])  # fmt: skip
 def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, drafter: str, sampling: str) -> None:
     stream = decoder_of(drafter).stream(PROMPTS, sampling=SAMPLINGS[sampling], max_new_tokens=40, seed=0)
     next(stream)  # tables are made once

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import covering, some_slow
 from polydraft.certify.reference import greedy_text
 from polydraft.decision import Decision
 from polydraft.drafters import TreeDrafter, dynamic_builder, policy
@@ -55,11 +56,9 @@ DECODERS = {
     "static, decision, rrs": lambda: Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("fork:3x3"), "rrs-wor", decision=Moody())),
 }
 
-SLOW = {"drawn, head", "fixed", "static head, decision", "static, decision, rrs"}
+SLOW = {"drawn, block", "drawn, head", "resting head", "fixed", "static head, decision", "static, decision, rrs"}
 """Whatever of these breaks breaks the parametrised tests of all drafters too, or a quicker decoder here."""
-every_decoder = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in DECODERS]
-)
+every_decoder = pytest.mark.parametrize("name", some_slow(DECODERS, SLOW))
 
 
 @every_decoder
@@ -89,12 +88,12 @@ def test_greedy_texts_are_the_argmax_and_rows_are_their_own(name: str) -> None:
         assert decoder.generate(prompt, sampling=PENALTIES, max_new_tokens=25, seed=[seed]).token_ids == result.token_ids
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams()], ids=["chosen", "drawn"])
-@pytest.mark.parametrize("model", [DRAFT, HEAD], ids=["model", "head"])
-def test_rounds_without_a_look_give_the_same_texts(model, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model", "temperature"), covering([DRAFT, HEAD], [0.0, 1.0]))
+def test_rounds_without_a_look_give_the_same_texts(model, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a GPU: all levels are computed, all tables are as wide as they may be.
     def texts() -> list[list[int]]:
         decoder = dynamic(model, Costs(draft_level=0.15, tree_pass=lambda nodes: 1 + 0.02 * nodes))
+        sampling = SamplingParams(temperature=temperature)
         results = decoder.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=25, seed=4)
         return [result.token_ids for result in results]
 

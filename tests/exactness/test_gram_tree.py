@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import covering, some_slow
 from polydraft.drafters import GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
 from polydraft.drafters.grams import GramSource, TrieBuilder
 from polydraft.engine import Decoder, StopReason
@@ -24,7 +25,7 @@ SEEDS = [7, 8, 9]
 FED_BY_TEXT = [name for name in GRAM_DRAFTERS if name != "self-draft"]
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "self-draft+model"])
+@pytest.mark.parametrize("drafter", some_slow(["lookup", "self-draft+model"], ["self-draft+model"]))
 def test_an_end_token_ends_the_text_wherever_it_falls(drafter: str) -> None:
     whole = make_decoder(drafter=drafter, scheme="auto").generate(PROMPTS, max_new_tokens=24, seed=SEEDS)
     inside = 0
@@ -39,8 +40,7 @@ def test_an_end_token_ends_the_text_wherever_it_falls(drafter: str) -> None:
     assert inside > 1, "too few ends fell inside a block to prove anything"
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "self-draft", "lookup+head"])
-@pytest.mark.parametrize("room", [1, 2, 5])
+@pytest.mark.parametrize(("drafter", "room"), covering(["lookup", "self-draft", "lookup+head"], [1, 2, 5]))
 def test_the_context_limit_is_reached_exactly(drafter: str, room: int) -> None:
     table = TARGET._logits_XV.reshape([VOCABULARY] * 4)
     limited = TabularModel(table, max_positions=max(map(len, PROMPTS)) + room)
@@ -226,7 +226,7 @@ def test_sizes_follow_the_device() -> None:
     assert GramTreeOptions(nodes=3).on(torch.device("cpu")).depth == 3
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "self-draft"])
+@pytest.mark.parametrize("drafter", some_slow(["lookup", "self-draft"], ["self-draft"]))
 def test_a_stop_string_inside_a_block_ends_the_text_there(roomy: str, drafter: str) -> None:
     # A penalty that rewards makes a model of random weights repeat its prompt.
     options: Any = {"sampling": SamplingParams(temperature=0, repetition_penalty=0.05), "max_new_tokens": 30}

@@ -1,12 +1,14 @@
 """Layer 4: at temperature 0 speculation changes not a single token."""
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
-from covering import covering
+from covering import all_slow, chosen, covering
 from polydraft.certify.reference import greedy_text
+from polydraft.drafters import DRAFTERS
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
@@ -14,7 +16,7 @@ from polydraft.schemes import SCHEMES
 
 from .checks import unequal_texts
 from .configurations import SCHEMES_AND_WALKS
-from .setups import DRAFT, EVERY_DRAFTER, PENALTIES, RAGGED_PROMPTS, TARGET, TREES, VOCABULARY, make_decoder, tree_for
+from .setups import COMBINATIONS, DRAFT, PENALTIES, RAGGED_PROMPTS, TARGET, TREES, VOCABULARY, make_decoder, tree_for
 
 GREEDY = SamplingParams(temperature=0)
 GREEDY_PENALTIES = SamplingParams(
@@ -45,9 +47,17 @@ def test_plain_decoding_is_the_argmax_loop() -> None:
 
 
 # A greedy draft has no temperature of its own.
-@pytest.mark.parametrize(
-    ("scheme", "walk", "tree", "draft_temperature"), covering(SCHEMES_AND_WALKS, TREES, [None, 1.0], strength=2)
-)
+PICKED = [
+    (scheme, (walk, tree), (walk, temperature))
+    for (scheme, walk), tree, temperature in product(SCHEMES_AND_WALKS, TREES, [None, 1.0])
+]
+QUICK = set(chosen(PICKED))
+"""Every scheme by some walk, and every walk through every tree and with every draft: schemes see one node at a time."""
+
+
+@pytest.mark.parametrize(("scheme", "walk", "tree", "draft_temperature"), [
+    pytest.param(one[0], *one[1], one[2][1], marks=() if one in QUICK else pytest.mark.slow) for one in PICKED
+])  # fmt: skip
 def test_every_scheme_tree_and_walk_gives_the_argmax_text(
     scheme: str, walk: str, tree: str, draft_temperature: float | None
 ) -> None:
@@ -57,8 +67,11 @@ def test_every_scheme_tree_and_walk_gives_the_argmax_text(
     assert 0.1 < results[0].stats.acceptance_rate < 0.99
 
 
-@pytest.mark.parametrize("drafter", EVERY_DRAFTER)
-@pytest.mark.parametrize("penalties", [False, True], ids=["plain", "penalties"])
+# Of unions one is enough by default: others have greedy rows in tests of their own.
+@pytest.mark.parametrize(
+    ("drafter", "penalties"),
+    [*covering([*DRAFTERS, COMBINATIONS[0]], [False, True]), *all_slow(COMBINATIONS[1:], [False, True])],
+)
 def test_every_drafter_gives_the_argmax_text(drafter: str, penalties: bool) -> None:
     decoder = make_decoder(drafter=drafter, scheme="auto")
     drafted = texts(decoder, MANY_PROMPTS, GREEDY_PENALTIES if penalties else GREEDY)

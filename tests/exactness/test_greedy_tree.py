@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import covering
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, Generation
 from polydraft.errors import UsageError
@@ -31,8 +32,7 @@ def depth_of(result: Generation) -> float:
     return result.stats.path_tokens / result.stats.rounds
 
 
-@pytest.mark.parametrize("model", [DRAFT, HEAD], ids=["model", "head"])
-@pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize(("model", "graphs"), covering([DRAFT, HEAD], [False, True]))
 def test_one_greedy_text_has_the_wide_tree(model: Any, graphs: bool, recorders: list[StandIn]) -> None:
     decoder = decoder_of(model, graphs=graphs)
     for prompt in RAGGED_PROMPTS:

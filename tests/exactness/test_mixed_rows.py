@@ -76,8 +76,8 @@ DECODERS = {
 }
 
 
-QUICK = {"model", "head", "lookup+model", "adaptive head"}
-"""All others are tried by `test_admission` in the default suite, where sequences come and go as well."""
+QUICK = {"model"}
+"""Others are tried by `test_admission` in the default suite, where sequences come and go as well."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DECODERS])
@@ -96,10 +96,11 @@ def test_texts_are_those_of_a_row_alone(name: str) -> None:
             assert result.token_ids == expected[: len(result.token_ids)]
 
 
-SLOW = ("head", "lookup+model", "rrs-wor, traversal")
+SLOW = ("adaptive model", "head", "lookup+model", "rrs-wor, traversal")
+"""Their texts are those of a row alone, above, whose law is tested for every drafter."""
 
 
-@pytest.mark.parametrize("name", ["model", "adaptive model", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", ["model", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_every_row_follows_its_own_distribution(name: str) -> None:
     decoder, copies = DECODERS[name](), 250
     decoder = decoder.replace(eos_token_ids=())

@@ -1,7 +1,7 @@
 """Dynamic trees of a few sizes, recorded: the same texts as without, by a row's own choice, and nothing taken from the host."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from covering import covering
+from covering import all_slow, covering, some_slow
 from polydraft.certify.reference import greedy_text
 from polydraft.drafters import Combination, TreeDrafter
 from polydraft.drafters.candidates import even_levels
@@ -43,10 +43,11 @@ SAMPLINGS: dict[str, Any] = {
 }
 SHAPE = DynamicShape(nodes=24, depth=4)
 SEEDS = [5, 6, 7]
+QUICK_ROWS = {("head", "greedy"), ("model", "mixed")}
+"""Rows of all kinds together show what one kind does; sizes change most where all are greedy."""
 
-both_models = pytest.mark.parametrize("model", MODELS)
-every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
-every_cost = pytest.mark.parametrize("costs", [pytest.param("cheap", marks=pytest.mark.slow), "middling", "losing"])
+# By default the law is tested where rows come to rest and draft again, so that sizes change most.
+every_cost = pytest.mark.parametrize("costs", some_slow(COSTS, ["cheap", "middling"]))
 
 
 @pytest.fixture
@@ -71,7 +72,17 @@ def sizes_in(recorder: StandIn) -> set[object]:
     return {kind[-3][4] for kind in recorder.kinds}
 
 
-@pytest.mark.parametrize(("model", "sampling", "costs"), covering(MODELS, SAMPLINGS, COSTS))
+# By default the head, which takes longest, has one case.
+@pytest.mark.parametrize(
+    ("model", "sampling", "costs"),
+    [
+        *covering(["model"], ["drawn", "penalties", "mixed"], COSTS),
+        *covering(["head"], ["greedy"], ["middling"]),
+        *all_slow(["head"], ["drawn", "penalties", "mixed"], COSTS),
+        *all_slow(["model"], ["greedy"], COSTS),
+        *all_slow(["head"], ["greedy"], ["cheap", "losing"]),
+    ],
+)
 def test_recorded_rounds_give_the_same_texts(recorders: list[StandIn], model: str, sampling: str, costs: str) -> None:
     recorded, eager = dynamic(model, costs), dynamic(model, costs, graphs=False)
     for prompts, seed in ((RAGGED_PROMPTS, 3), (RAGGED_PROMPTS[::-1], 4)):
@@ -86,7 +97,10 @@ def test_recorded_rounds_give_the_same_texts(recorders: list[StandIn], model: st
     assert len(set(recorder.kinds)) <= len(sizes_of(SHAPE)), "a recording per size must do"
 
 
-@pytest.mark.parametrize(("model", "sampling", "costs"), covering(MODELS, ["greedy", "drawn"], COSTS))
+@pytest.mark.parametrize(
+    ("model", "sampling", "costs"),
+    [*covering(["model"], ["greedy", "drawn"], COSTS), *all_slow(["head"], ["greedy", "drawn"], COSTS)],
+)
 def test_rounds_that_run_ahead_give_the_same_texts(recorders: list[StandIn], model: str, sampling: str, costs: str) -> None:
     pair = [dynamic(model, costs, ahead=ahead) for ahead in (True, False)]
     for limit in (9, 40):
@@ -98,7 +112,9 @@ def test_rounds_that_run_ahead_give_the_same_texts(recorders: list[StandIn], mod
     assert figures.rounds_ahead > figures.rounds / 3 and others.rounds_ahead == 0
 
 
-@pytest.mark.parametrize(("model", "sampling"), covering(MODELS, SAMPLINGS))
+@pytest.mark.parametrize(
+    ("model", "sampling"), some_slow(list(product(MODELS, SAMPLINGS)), set(product(MODELS, SAMPLINGS)) - QUICK_ROWS)
+)
 def test_rows_are_their_own_whatever_size_the_batch_has(recorders: list[StandIn], model: str, sampling: str) -> None:
     decoder, params = dynamic(model), SAMPLINGS[sampling]
     together = decoder.generate(RAGGED_PROMPTS, sampling=params, max_new_tokens=25, seed=SEEDS)
@@ -126,8 +142,9 @@ def test_recorded_texts_follow_the_target_law(
     assert results[0].stats.drafted_tokens > 0.03 * results[0].stats.new_tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@both_models
+@pytest.mark.parametrize(
+    ("model", "temperature"), some_slow(list(product(MODELS, [0.0, 1.0])), [("model", 0.0), ("model", 1.0), ("head", 1.0)])
+)
 def test_recorded_beside_n_grams(recorders: list[StandIn], model: str, temperature: float) -> None:
     def united(**options: Any) -> Decoder:
         tree = TreeDrafter(MODELS[model], SHAPE, costs=MIDDLING)
@@ -149,7 +166,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(recorders: list[StandIn]
         assert costs is not LOSING or stats.passes > stats.offers_by_depth[0] > 0, "no rest, or nothing else"
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", some_slow(["greedy", "drawn"], ["drawn"]))
 def test_a_warm_decoder_has_recorded_all_sizes(recorders: list[StandIn], sampling: str) -> None:
     decoder = dynamic()
     decoder.warm_up(sampling=SAMPLINGS[sampling], longest=40)
@@ -176,8 +193,10 @@ class Sealed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@both_models
-@every_sampling
+@pytest.mark.parametrize(("model", "sampling"), [
+    *covering(MODELS, ["penalties", "mixed"]),
+    *all_slow(MODELS, ["greedy", "drawn"]),
+])  # fmt: skip
 def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, model: str, sampling: str) -> None:
     # Verification has ways of its own on a CPU; on a GPU it is that of static trees.
     stream = dynamic(model).stream(RAGGED_PROMPTS, sampling=SAMPLINGS[sampling], max_new_tokens=40, seed=0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import all_slow, covering, some_slow
 from polydraft.certify.mutants import RaceWithoutExchange
 from polydraft.sampling import NO_TOKEN
 from polydraft.schemes import SCHEMES, Hybrid, Race, RaceBucketed, Scheme
@@ -33,11 +34,13 @@ RACES: list[Race] = [
     Hybrid(threshold=0.0, buckets=3),
     Hybrid(threshold=float("inf"), buckets=3),
 ]
+ODD_RACES = [*RACES[2:4], *RACES[5:]]
 # Laws at which children of most cells exchange places, a third of them with two children, more with three.
 LIVELY = (
     torch.tensor([0.281, 0.110, 0.054, 0.100, 0.455]).double(),
     torch.tensor([0.313, 0.055, 0.014, 0.083, 0.535]).double(),
 )
+LAWS = {"fixture": (FIXTURE_TARGET_V, FIXTURE_DRAFT_V), "lively": LIVELY}
 every_race = pytest.mark.parametrize(
     "scheme", RACES, ids=lambda race: f"{race.name} {race.buckets} {vars(race).get('threshold')}"
 )
@@ -64,7 +67,7 @@ def selection_p_value(scheme: Scheme, laws: tuple[Tensor, Tensor], count: int) -
 
 
 @every_race
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", some_slow([1, 2, 3], [1, 2]))
 def test_the_selected_child_follows_the_declared_law(scheme: Race, count: int) -> None:
     for vocabulary in (1, 2, 4, 5):
         target_CV, draft_CV = random_cases(vocabulary, cases=60, seed=vocabulary + 7 * count)
@@ -82,13 +85,16 @@ def test_the_selected_child_follows_the_declared_law(scheme: Race, count: int) -
         torch.testing.assert_close(selected_CV, contest.law_RV[first_C], rtol=0, atol=TOLERANCE)
 
 
-@selecting
-@pytest.mark.parametrize("laws", [(FIXTURE_TARGET_V, FIXTURE_DRAFT_V), LIVELY], ids=["fixture", "lively"])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_selected_samples_follow_the_declared_law(name: str, count: int, laws: tuple[Tensor, Tensor]) -> None:
+@pytest.mark.parametrize(("name", "laws", "count"), [
+    # By default where most children exchange places.
+    *covering(SELECTING, ["lively"], [3]),
+    *all_slow(SELECTING, ["lively"], [1, 2]),
+    *all_slow(SELECTING, ["fixture"], [1, 2, 3]),
+])  # fmt: skip
+def test_selected_samples_follow_the_declared_law(name: str, laws: str, count: int) -> None:
     scheme = SCHEMES.get(name)()
     count = largest_count(scheme, count)
-    assert selection_p_value(scheme, laws, count) > FALSE_ALARM
+    assert selection_p_value(scheme, LAWS[laws], count) > FALSE_ALARM
 
 
 def test_samples_catch_a_race_without_exchange() -> None:
@@ -103,8 +109,12 @@ def test_verified_samples_follow_the_target_law_where_places_are_exchanged(name:
     assert token_p_value(token_R, LIVELY[0]) > FALSE_ALARM
 
 
-# Enumeration proves `chances`; this ties it to the random numbers that production uses.
-@every_race
+# Enumeration proves `chances`; this ties it to the random numbers that production uses, by default as they are registered.
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(race, marks=pytest.mark.slow if race in ODD_RACES else ()) for race in RACES],
+    ids=lambda race: f"{race.name} {race.buckets} {vars(race).get('threshold')}",
+)
 def test_selected_samples_follow_the_chances_given_the_children(scheme: Race) -> None:
     _, children_SK, chance_S = drawings(scheme, LIVELY[1][None], 3)
     laws = [law_V.expand(len(children_SK), -1) for law_V in LIVELY]
@@ -130,7 +140,7 @@ def test_rows_without_children_select_nothing(name: str) -> None:
     assert torch.all(selection.law_RV == 0)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("threshold", some_slow([0.0, 0.5, 1.0, 2.0, float("inf")], [0.5, 1.0, 2.0]))
 def test_verification_finds_the_certain_children_that_were_drawn(threshold: float) -> None:
     scheme = Hybrid(threshold)
     generator = torch.Generator().manual_seed(3)

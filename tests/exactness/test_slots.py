@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from covering import covering, some_slow
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
 from polydraft.models import TabularModel
@@ -105,8 +106,10 @@ def test_without_isolation_a_failure_is_raised() -> None:
         finish(engine)
 
 
-@pytest.mark.parametrize("name", ["none", "model", "head", "adaptive model", "lookup+model"])
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.7, top_k=9)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    ("name", "params"),
+    covering(["none", "model", "head", "adaptive model", "lookup+model"], [GREEDY, SamplingParams(temperature=0.7, top_k=9)]),
+)
 def test_log_probabilities_are_the_targets_own(name: str, params: SamplingParams) -> None:
     decoder = DECODERS[name]().replace(eos_token_ids=())
     engine = open_engine(decoder, slots=2)
@@ -129,7 +132,7 @@ def test_log_probabilities_are_the_targets_own(name: str, params: SamplingParams
         text.append(token)
 
 
-@pytest.mark.parametrize("name", ["none", "model", "head"])
+@pytest.mark.parametrize("name", some_slow(["none", "model", "head"], ["head"]))
 def test_a_long_prompt_keeps_nobody_waiting(name: str) -> None:
     decoder = DECODERS[name]().replace(eos_token_ids=())
     engine = open_engine(decoder, slots=2, chunk=8)
@@ -205,7 +208,7 @@ def test_rounds_of_a_text_are_counted() -> None:
     assert counted.mean_acceptance_length == pytest.approx(engine.stats.tokens_per_pass)
 
 
-@pytest.mark.parametrize("name", ["model", "head", "adaptive model", "lookup+model"])
+@pytest.mark.parametrize("name", some_slow(["model", "head", "adaptive model", "lookup+model"], ["head", "lookup+model"]))
 def test_a_batch_may_shrink_to_greedy_texts_alone(name: str) -> None:
     decoder = DECODERS[name]().replace(eos_token_ids=())
     engine = open_engine(decoder, slots=4, elastic=True)

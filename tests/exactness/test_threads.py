@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from covering import all_slow, covering
 from polydraft.beam import BeamDecoder
 from polydraft.beam._workspace import BeamWorkspace
 from polydraft.drafters import DraftSession
@@ -67,8 +68,9 @@ def expected(drafter: str, thread: int, call: int, sampling: SamplingParams) -> 
 
 @pytest.mark.usefixtures("slow_passes")
 @pytest.mark.parametrize(("drafter", "keep"), [
-    *((drafter, True) for drafter in ("model", "head", "lookup+model", "dynamic")),
-    ("head", False),
+    ("head", True),  # it keeps most: a memory of its own, and features of the target's
+    *all_slow(["model", "lookup+model", "dynamic"], [True]),
+    *all_slow(["head"], [False]),
 ])  # fmt: skip
 def test_calls_from_several_threads_get_their_own_texts(drafter: str, keep: bool) -> None:
     decoder = make_decoder(drafter=drafter, scheme="auto")
@@ -135,8 +137,7 @@ def test_spare_memories_go_to_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch
         assert tokens == expected("model", thread, call, SamplingParams())
 
 
-@pytest.mark.parametrize("place", ["launch", "settle"])
-@pytest.mark.parametrize("draft", [DRAFT, HEAD], ids=["model", "head"])
+@pytest.mark.parametrize(("place", "draft"), covering(["launch", "settle"], [DRAFT, HEAD]))
 def test_a_round_that_broke_off_does_not_go_on(place: str, draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder: Decoder = make_decoder(drafter="head" if draft is HEAD else "model", scheme="auto")
     stream = decoder.stream(PROMPT, max_new_tokens=30, seed=1, keep=True)

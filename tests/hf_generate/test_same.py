@@ -18,12 +18,14 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from covering import covering, keeping
 from polydraft.errors import UsageError
 from polydraft.hf_generate import Speculate, _sampling_params
 from polydraft.models.hf import HFModel
 
 from .setups import PROMPTS, assert_same, batch, both, draft, single, speculate, target
 
+BOTH = {"single": single, "batch": batch}
 every_batch = pytest.mark.parametrize("inputs", [single, batch], ids=["single", "batch"])
 
 
@@ -48,13 +50,13 @@ def test_several_texts_of_one_prompt():
     assert len({tuple(row) for row in fast.tolist()}) > 1, "rows have random numbers of their own"
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("count", keeping(range(1, 6), 1, 3, 4))
 def test_lengths_are_exact(count):
     assert assert_same(batch, max_new_tokens=count).shape[1] == 7 + count
     assert assert_same(single, max_new_tokens=None, max_length=7 + count).shape[1] == 7 + count
 
 
-@pytest.mark.parametrize("offset", range(6))
+@pytest.mark.parametrize("offset", keeping(range(6), 0, 2, 5))
 def test_an_end_of_text_inside_a_block(offset):
     """Whatever token comes at some place, made the end of text, ends the row there and pads the others' rest."""
     plain = target().generate(**batch, do_sample=False, max_new_tokens=12, pad_token_id=0)
@@ -72,9 +74,7 @@ class StopAtMultiple(StoppingCriteria):
         return input_ids[:, -1] % self.number == 0
 
 
-@every_batch
-@pytest.mark.parametrize("eos", [None, 95])
-@pytest.mark.parametrize("number", [3, 5, 7])
+@pytest.mark.parametrize(("inputs", "eos", "number"), covering(["single", "batch"], [None, 95], [3, 5, 7], strength=2))
 def test_a_criterion_ends_texts_where_it_would(inputs, number, eos):
     """Without an end-of-text token, `generate` lets rows go on until all are done; with one, it pads them."""
     criteria = []
@@ -83,7 +83,7 @@ def test_a_criterion_ends_texts_where_it_would(inputs, number, eos):
         criteria.append(StopAtMultiple(number))
         return [criteria[-1]]
 
-    assert_same(inputs, stopping_criteria=make, eos_token_id=eos)
+    assert_same(BOTH[inputs], stopping_criteria=make, eos_token_id=eos)
     assert criteria[0].widths == criteria[1].widths, "it is asked once a token, in order"
 
 
@@ -120,7 +120,7 @@ class LetterStop(StopStringCriteria):
         self.target_lens = torch.tensor([len(string) for string in strings], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("start", range(4))
+@pytest.mark.parametrize("start", keeping(range(4), 0, 3))
 def test_stop_strings(start):
     plain = target().generate(**single, do_sample=False, max_new_tokens=12, pad_token_id=0)[0, 7:].tolist()
     string = "".join(LETTERS[token] for token in plain[start : start + 3])
@@ -183,10 +183,9 @@ PROCESSORS = {
 }
 
 
-@every_batch
-@pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
-def test_logits_processors_do_what_they_do(inputs, options):
-    assert_same(inputs, **options)
+@pytest.mark.parametrize(("name", "inputs"), covering(PROCESSORS, ["single", "batch"]))
+def test_logits_processors_do_what_they_do(name, inputs):
+    assert_same(BOTH[inputs], **PROCESSORS[name])
 
 
 def test_a_configuration_object():
@@ -252,7 +251,8 @@ def exact_law(prompt, top_k, temperature):
     }
 
 
-@pytest.mark.parametrize("extra", [False, True], ids=["translated", "as processors"])
+# The law of translated ones is in test_sampled_law, too.
+@pytest.mark.parametrize("extra", keeping([False, True], True), ids=["translated", "as processors"])
 def test_samples_follow_the_exact_law(extra):
     """False alarms: one in a million."""
     set_seed(0)

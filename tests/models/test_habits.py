@@ -159,7 +159,7 @@ def test_checking_leaves_the_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("length", [240, 256])
+@pytest.mark.parametrize("length", [pytest.param(240, marks=pytest.mark.slow), 256])
 def test_gpt_neo_past_its_stock_window(length):
     """With a window of 256, texts that cross it parted from `generate` after a few tokens."""
     model = FAMILIES.get("gpt_neo").build(window_size=256, max_position_embeddings=320)

@@ -89,7 +89,7 @@ def test_recorded_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
         shape = BigShape(hidden_size=80, num_layers=4, num_heads=6, num_key_heads=6, head_size=16, mlp_size=100)
         monkeypatch.setitem(SHAPES._items, "wider", shape)
         model = InflatedModel(model, "wider", native=False)
-    monkeypatch.setattr("polydraft.models.hf_context.READING_SIZES", (4, 8))
+    monkeypatch.setattr("polydraft.models.language_model.READING_SIZES", (4, 8))
     fused = FusedBody(lean_body(model.hf_model), invariant=True)
     parts = [
         [list(range(3, 9)), [], []],
@@ -97,6 +97,7 @@ def test_recorded_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
         [[], [9, 8], []],
         [[4] * 7, [], [7, 7, 7]],
         [[], [5] * 9, []],
+        [[6, 6, 6], [], [8, 8]],
     ]
     found, recorder = [], FirstOfItsKind()
     for lent in (None, recorder):
@@ -114,8 +115,9 @@ def test_recorded_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
                 context.prefill(texts, observe)
             one = SlicedMask.of(parse_tree("none"), torch.device("cpu")).level(0, 1).expand(3)
             found.append((seen, model.head(context.extend(torch.tensor([[9], [8], [7]]), one)), context.lengths))
-    assert recorder.calls == 5 and len(recorder.functions) == 2, "nine tokens are too many, and sizes are rounded up"
-    assert found[0][2] == found[1][2] == [15, 13, 11]
+    assert recorder.calls == 6, "nine tokens are too many, and two texts of four are read together"
+    assert [kind[1:3] for kind in recorder.functions] == [(1, 8), (1, 4), (2, 4)], "sizes are rounded up"
+    assert found[0][2] == found[1][2] == [18, 13, 13]
     for plain, replayed in zip(found[0][0], found[1][0], strict=True):
         assert plain[:3] == replayed[:3]
         torch.testing.assert_close(replayed[3], plain[3], rtol=1e-4, atol=1e-4)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from covering import covering
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
@@ -79,9 +80,9 @@ def test_a_cache_a_layer_holds_what_one_cache_holds():
 
 
 @needs_accelerate
-@pytest.mark.parametrize("parts", [("model.layers.1",), ("model.embed_tokens", "model.layers.0", "lm_head")], ids=len)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_of_a_target_with_hooks_are_the_same(roomy, tmp_path, parts, temperature):
+@pytest.mark.parametrize(("where", "temperature"), covering(["a layer", "the ends"], [0.0, 1.0]))
+def test_texts_of_a_target_with_hooks_are_the_same(roomy, tmp_path, where, temperature):
+    parts = ("model.layers.1",) if where == "a layer" else ("model.embed_tokens", "model.layers.0", "lm_head")
     whole = load_model(roomy, CPU, torch.float32).model
     target = offloaded(roomy, tmp_path, *parts)
     assert target.device == CPU and target.graph_obstacle == "parts of the model are offloaded"

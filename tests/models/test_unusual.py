@@ -30,8 +30,8 @@ QSA = {
 SPARSE = {"deepseek_v32": {}, "glm_moe_dsa": {}, "axk2": {}, "hy_v4": {}, "qwen4_exp_text": QSA}
 CHUNKED = {"llama4_text": {"num_hidden_layers": 4}}  # the last one sees everything
 MIXERS_IN_ATTENTION = {"zaya": {}}
-QUICK = {"bart", "bloom", "mpt", "roformer", "gemma4_text", "mimo_v2_flash", "deepseek_v32", "llama4_text"}
-"""One of each kind at least."""
+QUICK = {"bart", "bloom", "deepseek_v32", "llama4_text"}
+"""One of each kind that no other default test compares with `generate`: gemma4_text comes below."""
 
 
 def build(model_type, auto=AutoModelForCausalLM, **options):
@@ -69,7 +69,7 @@ def test_texts_are_those_of_generate(model_type, options):
     assert results[0].stats.tokens_per_pass > 1
 
 
-@pytest.mark.parametrize("model_type", ["bart", "bloom"])
+@pytest.mark.parametrize("model_type", ["bart", pytest.param("bloom", marks=pytest.mark.slow)])
 def test_the_model_counts_as_ever_when_no_pass_of_ours_runs(model_type):
     model = build(model_type)
     before = [list(module.__dict__) for module in model.modules()]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from native_models import FORMATS, SHAPES, block_of, native, path_to, random_text, random_tree, read
 
+from covering import covering
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models.head_folder import new_head
@@ -13,14 +14,14 @@ from polydraft.trees import causal_block, parse_tree
 from stand_in import head_shape
 
 pytestmark = pytest.mark.usefixtures("compiled")
+# Every shape and every number format by default, and all pairs in the slow tests.
+every_pair = pytest.mark.parametrize(("shape", "number_format"), covering(SHAPES, FORMATS))
 every_model = pytest.mark.parametrize("number_format", FORMATS)
-every_shape = pytest.mark.parametrize("shape", SHAPES)
 CPU = torch.device("cpu")
 LENGTH = 70
 
 
-@every_shape
-@every_model
+@every_pair
 def test_parts_of_any_size(shape, number_format):
     model, text = native(shape, number_format), random_text(LENGTH)
     alone_1TF = read(model, [text], [1] * LENGTH)
@@ -43,8 +44,7 @@ def test_every_number_of_tokens_from_1_to_64(number_format):
             assert torch.equal(model.head(got_1TF), logits_1TV[:, :count]), count
 
 
-@every_shape
-@every_model
+@every_pair
 def test_batches_of_texts_of_different_lengths(shape, number_format):
     model = native(shape, number_format)
     for rows in (2, 3, 8):
@@ -59,8 +59,7 @@ def test_batches_of_texts_of_different_lengths(shape, number_format):
             assert torch.equal(got_BTF[row], alone_1TF[0, -5:]), (rows, row)
 
 
-@every_shape
-@every_model
+@every_pair
 @torch.inference_mode()
 def test_trees_against_their_paths(shape, number_format):
     model = native(shape, number_format)
@@ -128,7 +127,35 @@ def test_feature_heads_in_trees_against_their_paths(number_format):
 
 
 @every_model
-@pytest.mark.parametrize("shape", ["llama", "mistral-sliding", "odd"])
+@torch.inference_mode()
+def test_feature_heads_store_what_they_would_read(number_format):
+    """Whole or in parts, by compiled code; and as torch does it, but for rounding."""
+    target = native("odd", number_format)
+    head, text = head_for(target), random_text(12)
+    fused_1TH = torch.randn(1, 12, target.hidden_size, generator=torch.Generator().manual_seed(0)).to(target.dtype)
+
+    def stored(parts, by_torch=False):
+        context = head.start(1, 40)
+        context._native = None if by_torch else context._native
+        for start, stop in parts:
+            context.store(torch.tensor([text[start:stop]]), fused_1TH[:, start:stop])
+            context.rewind([stop])
+        return context.cache.keys_LBHSC[..., :12, :], context.cache.values_LBHSC[..., :12, :]
+
+    whole = head.start(1, 40)
+    assert whole._native is not None
+    whole.read(torch.tensor([text]), fused_1TH, causal_block(1, 12, CPU))
+    for number, read_LBHSC in enumerate((whole.cache.keys_LBHSC, whole.cache.values_LBHSC)):
+        assert read_LBHSC[..., :12, :].abs().sum() > 0
+        assert torch.equal(stored([(0, 12)])[number], read_LBHSC[..., :12, :])
+        assert torch.equal(stored([(0, 5), (5, 6), (6, 12)])[number], read_LBHSC[..., :12, :])
+        tolerance = 1e-4 if target.dtype == torch.float32 else 0.05
+        torch.testing.assert_close(
+            stored([(0, 12)], by_torch=True)[number], read_LBHSC[..., :12, :], rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize(("shape", "number_format"), covering(["llama", "mistral-sliding", "odd"], FORMATS))
 def test_greedy_texts_are_identical_whatever_is_drafted(shape, number_format):
     """Without allowance for near-ties."""
     target = native(shape, number_format)

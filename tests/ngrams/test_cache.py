@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from covering import some_slow
 from polydraft.errors import UsageError
 from polydraft.ngrams import GRAM_CACHES, GramOptions
 
@@ -14,7 +15,7 @@ every_cache = pytest.mark.parametrize("name", GRAM_CACHES.names())
 
 
 @every_cache
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", some_slow(range(20), range(6, 20)))
 def test_continuations_keep_their_bounds_and_differ(name, options, seed):
     memory = GRAM_CACHES.get(name)(options).open()
     text = random_text(seed, 120, vocabulary=6)
@@ -28,7 +29,7 @@ def test_continuations_keep_their_bounds_and_differ(name, options, seed):
 
 
 @every_cache
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", some_slow(range(20), range(6, 20)))
 def test_ways_are_what_followed_the_longest_end_of_text_and_path(name, options, seed):
     memory = GRAM_CACHES.get(name)(options).open()
     text = random_text(seed, 120, vocabulary=6)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from covering import some_slow
 from polydraft.ngrams import GramOptions, LookupCache, SuffixCache
 from polydraft.ngrams.cache import best_paths
 from polydraft.ngrams.lookup import ROOT, SuffixAutomaton, copied
@@ -9,7 +10,7 @@ from polydraft.ngrams.lookup import ROOT, SuffixAutomaton, copied
 from .brute import longest_match, places_after, random_text
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", some_slow(range(30), range(8, 30)))
 @pytest.mark.parametrize("max_match", [1, 2, 4])
 def test_agrees_with_a_search_through_the_text(seed, max_match):
     subject = LookupCache(GramOptions(max_match=max_match)).open()
@@ -45,7 +46,7 @@ def state_of(automaton, gram):
     return state
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", some_slow(range(25), range(8, 25)))
 def test_the_automaton_knows_exactly_the_grams_of_the_text(seed):
     text = random_text(seed, 60, vocabulary=2 + seed % 5)
     automaton = SuffixAutomaton()
@@ -64,7 +65,7 @@ def test_the_automaton_knows_exactly_the_grams_of_the_text(seed):
     assert len(automaton.links) <= 2 * len(text)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", some_slow(range(25), range(8, 25)))
 @pytest.mark.parametrize("prefer", ["frequent", "recent"])
 def test_first_token_follows_the_longest_match(seed, prefer):
     memory = SuffixCache(GramOptions(prefer=prefer)).open()

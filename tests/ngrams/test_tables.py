@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import polydraft.drafters.trie as trie_module
+from covering import some_slow
 from polydraft.drafters.device_trie import DeviceTrieBuilder
 from polydraft.drafters.gram_options import Sizes
 from polydraft.drafters.riders import RiderOptions
@@ -93,7 +94,7 @@ def test_the_text_proposes_what_lookup_does_on_the_host(options, name, longest, 
         assert sorted((host[path] for path in proposed), reverse=True) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some_slow(range(4), range(1, 4)))
 def test_a_corpus_proposes_what_it_does_on_the_host(options, seed):
     texts = texts_of(seed)
     _, tree = built(["corpus"], options, texts, nodes=20)
@@ -111,7 +112,7 @@ def test_an_unknown_end_and_foreign_tokens_lead_to_nothing(options):
     assert set(paths_in(tree, 0)) <= set(expected(opened("corpus", options, [3]), DEPTH))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+@pytest.mark.parametrize("seed", some_slow(range(4), range(1, 4)))
 def test_a_corpus_goes_on_where_the_text_began(options, seed):
     texts, nodes = texts_of(seed), 16
     _, tree = built(["lookup", "corpus"], options, texts, nodes)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import covering, some_slow
 from exactness.checks import enumerated_acceptance
 from polydraft.errors import UsageError
 from polydraft.schemes import SCHEMES
@@ -47,8 +48,7 @@ def law(*chances: float) -> Tensor:
     return torch.tensor(chances, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", LAWS)
-@pytest.mark.parametrize(("vocabulary", "count"), SHAPES)
+@pytest.mark.parametrize(("name", "vocabulary", "count"), covering(LAWS, SHAPES))
 def test_optimum_is_that_of_all_sets_and_of_the_linear_program(name: str, vocabulary: int, count: int) -> None:
     optimum, draft_law = LAWS[name]
     target_CV, draft_CV = tiny(vocabulary, count)
@@ -61,7 +61,7 @@ def test_optimum_is_that_of_all_sets_and_of_the_linear_program(name: str, vocabu
             assert value_C[case].item() == pytest.approx(linear_program_optimum(target, table), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", some_slow([1, 2, 3], [1, 2]))
 def test_optimum_of_different_draft_laws(count: int) -> None:
     target_CV, first_CV = tiny(5, count)
     drafts = [first_CV, first_CV.roll(1, 0), first_CV.roll(2, 0)][:count]
@@ -126,7 +126,9 @@ def test_more_drafts_are_never_worse(optimum) -> None:
         assert values_XR.min() >= 0 and values_XR.max() <= 1
 
 
-@pytest.mark.parametrize(("vocabulary", "count"), [(60, 3), (60, 8), (300, 16), (300, 32), (50, 40)])
+@pytest.mark.parametrize(
+    ("vocabulary", "count"), some_slow([(60, 3), (60, 8), (300, 16), (300, 32), (50, 40)], [(300, 32), (50, 40)])
+)
 def test_drawing_from_the_uniform_law_is_counting(vocabulary: int, count: int) -> None:
     draft_1V = torch.full((1, vocabulary), 1 / vocabulary, dtype=torch.float64)
     held = [math.comb(size, count) / math.comb(vocabulary, count) for size in range(1, vocabulary + 1)]

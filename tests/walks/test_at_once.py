@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from covering import covering, some_slow
 from exactness.checks import largest_count
 from polydraft.drafters import DistributionSource
 from polydraft.drafters.static_builder import StaticBuilder
@@ -79,8 +80,7 @@ def check_same(one: Verdict, other: Verdict) -> None:
     assert torch.equal(one.tokens_BD * valid_BD, other.tokens_BD * valid_BD)
 
 
-@pytest.mark.parametrize(("name", "walk"), PAIRS)
-@pytest.mark.parametrize("known", [True, False], ids=["part of the tokens", "all tokens"])
+@pytest.mark.parametrize(("name", "walk", "known"), covering(PAIRS, [True, False]))
 def test_verdicts_do_not_depend_on_looking(name: str, walk: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     verify = round_of(name, walk, SamplingParams(), known)
     seen = verify()
@@ -107,7 +107,10 @@ def test_one_row_is_verified_as_many_are(monkeypatch: pytest.MonkeyPatch) -> Non
     check_same(without_looking(verify, monkeypatch), verify())
 
 
-@pytest.mark.parametrize(("name", "walk", "temperature"), [("top", "node", 0.0), ("hybrid", "block", 1.0)])
+@pytest.mark.parametrize(("name", "walk", "temperature"), [
+    ("top", "node", 0.0),
+    pytest.param("hybrid", "block", 1.0, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_round_is_one_graph(name: str, walk: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     verify = round_of(name, walk, SamplingParams(temperature=temperature))
     expected = without_looking(verify, monkeypatch)  # and the tables that are made once
@@ -115,7 +118,8 @@ def test_a_round_is_one_graph(name: str, walk: str, temperature: float, monkeypa
     check_same(without_looking(compiled, monkeypatch), expected)
 
 
-@pytest.mark.parametrize("name", list(SCHEMES))
+# By default one of each way to draw: distinct, independent, by noise, and the likeliest first.
+@pytest.mark.parametrize("name", some_slow(list(SCHEMES), set(SCHEMES) - {"rrs-wor", "rrs-wr", "gumbel", "hybrid"}))
 def test_drawing_is_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme, generator = SCHEMES.get(name)(), torch.Generator().manual_seed(3)
     law_RV = torch.softmax(2 * torch.randn(6, SIZE, generator=generator), dim=-1)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from covering import chosen, some_slow
 from exactness.checks import FALSE_ALARM, largest_count, tuple_p_value
 from polydraft.schemes import SCHEMES, Speculative
 from polydraft.walks import BlockWalk, TraversalWalk, Walk
@@ -14,9 +15,15 @@ from .sampling import sample_walk
 
 ROWS = 20_000
 PAIRS = [(scheme, walk) for walk in (BlockWalk, TraversalWalk) for scheme in SCHEMES if walk.fits(SCHEMES.get(scheme))]
+QUICK = chosen(PAIRS)
 
 
-@pytest.mark.parametrize(("name", "kind"), PAIRS, ids=lambda value: getattr(value, "name", value))
+# By default each scheme by one walk.
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    some_slow(PAIRS, [pair for pair in PAIRS if pair not in QUICK]),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_texts_follow_the_target_law(name: str, kind: type[Walk]) -> None:
     scheme, walk = SCHEMES.get(name)(), kind()
     batch = batch_of("x".join([str(largest_count(scheme, 2))] * 2), 3)
