@@ -13,7 +13,7 @@ from polydraft.beam._node import Node
 from polydraft.beam._slots import Inputs, SlotTree
 from polydraft.beam._workspace import BEFORE, NOWHERE, BeamMemory
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.models.feature_head import HeadContext
+from polydraft.models.head_context import HeadContext
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block, causal_block
 

@@ -112,7 +112,7 @@ class BeamMemory:
         self.context: Context = model.start(1, 8)
         self.bank = FeatureBank()
         self.recorder: Recorder | None = None
-        obstacle: str | None = getattr(model, "graph_obstacle", None)
+        obstacle: str | None = getattr(model, "graph_obstacle", None) or getattr(model, "shape_obstacle", None)
         if graphs and model.device.type == "cuda":
             if obstacle is None:
                 self.recorder = Recorder(device=model.device)
