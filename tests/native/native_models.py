@@ -16,6 +16,11 @@ CPU = torch.device("cpu")
 ODD = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 2}
 """No size is a multiple of a vector."""
 WIDE = {"hidden_size": 64, "intermediate_size": 112, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 1}
+CROWDED = {
+    "hidden_size": 63, "intermediate_size": 48, "head_dim": 68, "num_attention_heads": 7, "num_key_value_heads": 1,
+    "initializer_range": 0.2,
+}  # fmt: skip
+"""More heads share keys than are attended to at a time, and channels are some vectors more than are mixed at a time."""
 SHAPES = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {}),
@@ -23,6 +28,7 @@ SHAPES = {
     "qwen2": ("qwen2", {}),
     "odd": ("llama", ODD),
     "wide": ("llama", WIDE),
+    "crowded": ("llama", CROWDED),
 }
 FORMATS = ["float32", "bfloat16", "int8"]
 

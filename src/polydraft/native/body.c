@@ -125,35 +125,43 @@ static int64_t arrive(Meeting *m) {
 
 enum { STORE, ADD, GATE };
 
-static int64_t chunk_of(int64_t rows, int64_t threads) {
-    const int64_t even = rows / (4 * threads) / TILE_ROWS * TILE_ROWS;
-    return MAX(TILE_ROWS, MIN(CHUNK, even));
+/* Rows that a thread takes at a time: many side by side, since memory is ahead of their use, but some items for each thread. */
+static int64_t share_of(const Matrix *m, int64_t rows, int64_t threads) {
+    const int64_t bytes = m->stride * (m->format == INT8 ? 1 : m->format == BFLOAT16 ? 2 : 4);
+    const int64_t even = MIN(rows / (4 * threads), SHARE / bytes) / TILE_ROWS * TILE_ROWS;
+    return MAX(TILE_ROWS, even);
 }
 
-/* Multiply all tokens with a weight. GATE takes rows from both halves of the weight: SiLU of the first times the second. */
+/* What becomes of the products of some tokens with some rows. GATE: SiLU of the first times the second. */
+static void put(int kind, float *target, float *sum, float *other, int64_t count) {
+    if (kind == STORE) memcpy(target, sum, (size_t)count * 4);
+    else if (kind == ADD) for (int64_t r = 0; r < count; r++) target[r] += sum[r];
+    else {
+        for (int64_t r = count; r < CHUNK; r++) sum[r] = other[r] = 0;
+        for (int64_t r = 0; r < count; r += LANES) {
+            const Floats gate = load(sum + r);
+            store(sum + r, gate / (exponential(-gate) + 1.0f) * load(other + r));
+        }
+        memcpy(target, sum, (size_t)count * 4);
+    }
+}
+
+/* Multiply all tokens with a weight. GATE takes rows from both halves of the weight. */
 static void product(Worker *w, const Matrix *matrix, int kind, float *to, int64_t pitch) {
-    const int64_t rows = kind == GATE ? matrix->rows / 2 : matrix->rows, chunk = chunk_of(rows, w->p->threads);
-    const int64_t chunks = (rows + chunk - 1) / chunk, blocks = (w->tokens + BLOCK - 1) / BLOCK;
+    const int64_t rows = kind == GATE ? matrix->rows / 2 : matrix->rows, share = share_of(matrix, rows, w->p->threads);
+    const int64_t shares = (rows + share - 1) / share, blocks = (w->tokens + BLOCK - 1) / BLOCK;
     const int64_t bytes = padded(matrix->columns) * (int64_t)input_bytes(matrix->format);
     float sums[BLOCK * CHUNK], more[BLOCK * CHUNK];
-    EACH_ITEM(chunks * blocks) {
-        const int64_t token = item / chunks * BLOCK, count = MIN(BLOCK, w->tokens - token);
-        const int64_t first = item % chunks * chunk, some = MIN(chunk, rows - first);
+    EACH_ITEM(shares * blocks) {
+        const int64_t token = item / shares * BLOCK, count = MIN(BLOCK, w->tokens - token);
+        const int64_t end = MIN(rows, (item % shares + 1) * share);
         const Input input = {w->m->input + token * bytes, w->m->scales + token, padded(matrix->columns)};
-        multiply_rows(matrix, input, count, first, some, sums, CHUNK);
-        if (kind == GATE) multiply_rows(matrix, input, count, rows + first, some, more, CHUNK);
-        for (int64_t t = 0; t < count; t++) {
-            float *target = to + (token + t) * pitch + first, *sum = sums + t * CHUNK, *other = more + t * CHUNK;
-            if (kind == STORE) memcpy(target, sum, (size_t)some * 4);
-            else if (kind == ADD) for (int64_t r = 0; r < some; r++) target[r] += sum[r];
-            else {
-                for (int64_t r = some; r < CHUNK; r++) sum[r] = other[r] = 0;
-                for (int64_t r = 0; r < some; r += LANES) {
-                    const Floats gate = load(sum + r);
-                    store(sum + r, gate / (exponential(-gate) + 1.0f) * load(other + r));
-                }
-                memcpy(target, sum, (size_t)some * 4);
-            }
+        for (int64_t first = item % shares * share; first < end; first += CHUNK) {
+            const int64_t some = MIN(CHUNK, end - first);
+            multiply_rows(matrix, input, count, first, some, sums, CHUNK);
+            if (kind == GATE) multiply_rows(matrix, input, count, rows + first, some, more, CHUNK);
+            for (int64_t t = 0; t < count; t++)
+                put(kind, to + (token + t) * pitch + first, sums + t * CHUNK, more + t * CHUNK, some);
         }
     }
     finish(w);
@@ -274,23 +282,53 @@ INLINE Floats part(const int format, const int ragged, const void *from, int64_t
     return load_as(format, from, place, ragged ? left : LANES);
 }
 
-/* Scores of one query, four slots at a time. */
-INLINE void score(const int format, const int ragged, const Sight *s, const float *query, int64_t channels, float scale,
-                  float *scores) {
-    const size_t size = format == BFLOAT16 ? 2 : 4;
-    for (int64_t i = 0; i < s->count; i += 4) {
-        const char *key[4];
-        Floats sum[4];
-        for (int j = 0; j < 4; j++) {
-            key[j] = (const char *)s->keys + (size_t)(seen_slot(s, MIN(i + j, s->count - 1)) * channels) * size;
-            sum[j] = all(0);
+/* Some heads read the same keys and values; each number is read once for up to HEADS of them. How many is a constant wherever
+ * this is inlined, and changes nothing in the order of any sum.
+ */
+#define HEADS (LANES == 8 ? 2 : 4)
+#define SPAN 16          /* vectors of channels that are mixed at a time, at most: no sum waits for the one before */
+#define SPAN_OF(heads) ((heads) == 1 && LANES == 4 ? SPAN : 4)
+#define SLOTS_AHEAD 12   /* that memory brings before they are read */
+#define EACH_HEAD _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++)
+#define EACH_SLOT _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++)
+
+typedef struct {
+    const float *query;  /* of the first head; the others' stand behind it, and so do scores and outputs */
+    float *scores, *to;
+    int64_t channels, scores_stride;
+    float scale, factors[HEADS];
+} Heads;
+
+/* Scores with four slots, of which `some` are asked for. */
+INLINE void score_four(const int format, const int ragged, const int heads, const Heads *a, const char *const key[4], int64_t i,
+                       int64_t some) {
+    Floats sum[HEADS][4];
+    EACH_HEAD EACH_SLOT sum[h][j] = all(0);
+    for (int64_t c = 0; c < a->channels; c += LANES) {
+        Floats k[4];
+        EACH_SLOT k[j] = part(format, ragged, key[j], c, a->channels - c);
+        EACH_HEAD {
+            const Floats q = part(FLOAT32, ragged, a->query + h * a->channels, c, a->channels - c);
+            EACH_SLOT sum[h][j] += q * k[j];
         }
-        for (int64_t c = 0; c < channels; c += LANES) {
-            const Floats q = part(FLOAT32, ragged, query, c, channels - c);
-            for (int j = 0; j < 4; j++) sum[j] += q * part(format, ragged, key[j], c, channels - c);
-        }
-        const Four four = four_sums(sum[0], sum[1], sum[2], sum[3]) * scale;
-        memcpy(scores + i, &four, (size_t)MIN(s->count - i, 4) * 4);
+    }
+    EACH_HEAD {
+        const Four four = four_sums(sum[h][0], sum[h][1], sum[h][2], sum[h][3]) * a->scale;
+        memcpy(a->scores + h * a->scores_stride + i, &four, (size_t)some * 4);
+    }
+}
+
+INLINE void score(const int format, const int ragged, const int heads, const Heads *a, const Sight *s) {
+    const int64_t line = a->channels * (format == BFLOAT16 ? 2 : 4);
+    const char *key[4];
+    int64_t i = 0;
+    for (; i + 4 <= s->committed; i += 4) {
+        EACH_SLOT key[j] = (const char *)s->keys + (s->start + i + j) * line;
+        score_four(format, ragged, heads, a, key, i, 4);
+    }
+    for (; i < s->count; i += 4) {
+        EACH_SLOT key[j] = (const char *)s->keys + seen_slot(s, MIN(i + j, s->count - 1)) * line;
+        score_four(format, ragged, heads, a, key, i, MIN(s->count - i, 4));
     }
 }
 
@@ -313,34 +351,48 @@ static float weigh(float *scores, int64_t count) {
     return 1.0f / one_sum(sum);
 }
 
-#define SPAN 4  /* vectors of channels at a time */
-INLINE void mix_span(const int format, const int ragged, const int vectors, const Sight *s, const float *weights,
-                     int64_t channels, int64_t first, float factor, float *to) {
-    Floats sum[SPAN];
-    for (int v = 0; v < vectors; v++) sum[v] = all(0);
+/* Sums of the values of all slots, weighed, for some channels from `first` on. */
+#define EACH_VECTOR _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++)
+INLINE void mix_span(const int format, const int ragged, const int heads, const int vectors, const Heads *a, const Sight *s,
+                     int64_t first) {
+    const int64_t size = format == BFLOAT16 ? 2 : 4;
+    Floats sum[HEADS][SPAN];
+    EACH_HEAD EACH_VECTOR sum[h][v] = all(0);
     for (int64_t i = 0; i < s->count; i++) {
-        const int64_t place = seen_slot(s, i) * channels + first;
-        for (int v = 0; v < vectors; v++)
-            sum[v] += weights[i] * part(format, ragged, s->values, place + v * LANES, channels - first - v * LANES);
+        const int64_t place = seen_slot(s, i) * a->channels + first;
+        const char *later = (const char *)s->values + (place + SLOTS_AHEAD * a->channels) * size;
+        _Pragma("GCC unroll 4") for (int64_t at = 0; at < vectors * LANES * size; at += LINE) __builtin_prefetch(later + at, 0, 3);
+        Floats value[SPAN];
+        EACH_VECTOR value[v] = part(format, ragged, s->values, place + v * LANES, a->channels - first - v * LANES);
+        EACH_HEAD {
+            const float weight = a->scores[h * a->scores_stride + i];
+            EACH_VECTOR sum[h][v] += weight * value[v];
+        }
     }
-    for (int v = 0; v < vectors; v++) {
-        sum[v] *= factor;
-        memcpy(to + first + v * LANES, &sum[v], (size_t)MIN(channels - first - v * LANES, LANES) * 4);
+    EACH_HEAD EACH_VECTOR {
+        sum[h][v] *= a->factors[h];
+        memcpy(a->to + h * a->channels + first + v * LANES, &sum[h][v], (size_t)MIN(a->channels - first - v * LANES, LANES) * 4);
     }
 }
 
-INLINE void mix(const int format, const Sight *s, const float *weights, int64_t channels, float factor, float *to) {
+INLINE void attend_heads(const int format, const int heads, Heads *a, const Sight *s) {
+    if (a->channels % LANES) score(format, 1, heads, a, s);
+    else score(format, 0, heads, a, s);
+    EACH_HEAD a->factors[h] = weigh(a->scores + h * a->scores_stride, s->count);
     int64_t first = 0;
-    for (; first + SPAN * LANES <= channels; first += SPAN * LANES)
-        mix_span(format, 0, SPAN, s, weights, channels, first, factor, to);
-    for (; first + LANES <= channels; first += LANES) mix_span(format, 0, 1, s, weights, channels, first, factor, to);
-    if (first < channels) mix_span(format, 1, 1, s, weights, channels, first, factor, to);
+    for (; first + SPAN_OF(heads) * LANES <= a->channels; first += SPAN_OF(heads) * LANES)
+        mix_span(format, 0, heads, SPAN_OF(heads), a, s, first);
+    for (; first + LANES <= a->channels; first += LANES) mix_span(format, 0, heads, 1, a, s, first);
+    if (first < a->channels) mix_span(format, 1, heads, 1, a, s, first);
 }
 
-INLINE void attend_head(const int format, const Sight *s, const float *query, const Body *b, float *scores, float *to) {
-    if (b->channels % LANES) score(format, 1, s, query, b->channels, b->scale, scores);
-    else score(format, 0, s, query, b->channels, b->scale, scores);
-    mix(format, s, scores, b->channels, weigh(scores, s->count), to);
+INLINE void attend_some(const int format, int64_t heads, Heads *a, const Sight *s) {
+    switch (heads) {
+    case 1: attend_heads(format, 1, a, s); break;
+    case 2: attend_heads(format, 2, a, s); break;
+    case 3: attend_heads(format, MIN(3, HEADS), a, s); break;
+    default: attend_heads(format, HEADS, a, s); break;
+    }
 }
 
 static void attend(Worker *w, int64_t layer) {
@@ -349,18 +401,20 @@ static void attend(Worker *w, int64_t layer) {
     const int64_t group = b->queries / b->keys, lone = w->tokens * b->keys < 4 * p->threads;
     const int64_t share = lone ? 1 : group, shares = b->queries / share;  /* heads that one item takes */
     const size_t size = b->format == BFLOAT16 ? 2 : 4;
-    float *scores = w->m->scores + w->thread * b->queries * w->m->scores_stride;
     EACH_ITEM(w->tokens * shares) {
         const int64_t token = item / shares, head = item % shares * share, row = token / p->size;
         const size_t place = (size_t)slot_place(w, layer, row, head / group) * size;
         Sight s = {(const char *)p->keys + place, (const char *)p->values + place, w->m->places + token * p->places,
                    w->m->starts[token], p->lengths[row] - w->m->starts[token], 0};
         s.count = s.committed + w->m->counts[token];
-        for (int64_t h = head; h < head + share; h++) {
-            const float *query = w->m->wide + token * w->m->wide_stride + h * b->channels;
-            float *to = w->m->mixed + token * w->m->mixed_stride + h * b->channels;
-            if (b->format == BFLOAT16) attend_head(BFLOAT16, &s, query, b, scores, to);
-            else attend_head(FLOAT32, &s, query, b, scores, to);
+        for (int64_t h = head, some; h < head + share; h += some) {
+            some = MIN(HEADS, head + share - h);
+            Heads heads = {w->m->wide + token * w->m->wide_stride + h * b->channels,
+                           w->m->scores + w->thread * b->queries * w->m->scores_stride,
+                           w->m->mixed + token * w->m->mixed_stride + h * b->channels,
+                           b->channels, w->m->scores_stride, b->scale, {0}};
+            if (b->format == BFLOAT16) attend_some(BFLOAT16, some, &heads, &s);
+            else attend_some(FLOAT32, some, &heads, &s);
         }
     }
     finish(w);

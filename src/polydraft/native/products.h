@@ -5,14 +5,12 @@
  * multiplies in it), or in 15 bits per token (int8 weights): with 8 bits the few large channels of a hidden state would leave
  * too little for the others. Where the CPU multiplies 8 bits only, an input is two planes, 128 times one plus the other.
  */
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 #define BLOCK 64      /* tokens for which weights are read once */
-#define CHUNK 32      /* most rows that a thread takes at a time */
+#define CHUNK 32      /* rows whose products wait together for what becomes of them */
+#define SHARE 262144  /* most bytes of a weight that a thread takes at a time */
+#define LINE 64       /* bytes that memory brings at a time */
+#define FAR 16384     /* bytes that memory is asked for ahead of their use */
+#define NEAR 24576    /* bytes of inputs that stay in the first cache beside some rows */
 #define PADDING 64    /* inputs, and rows of int8 weights, are filled up to a multiple of this with zeros */
 
 typedef struct {
@@ -37,6 +35,9 @@ typedef struct {
 #if defined(__ARM_FEATURE_DOTPROD)
 typedef int8_t Quantum;
 #define PLANES 2
+INLINE int8x16_t bytes_of(const int16x4_t parts[4]) {
+    return vcombine_s8(vmovn_s16(vcombine_s16(parts[0], parts[1])), vmovn_s16(vcombine_s16(parts[2], parts[3])));
+}
 #else
 typedef int16_t Quantum;
 #define PLANES 1
@@ -64,6 +65,12 @@ INLINE int64_t grouped(int64_t tokens) { return (tokens + GROUP - 1) / GROUP * G
 
 INLINE int64_t padded(int64_t count) { return (count + PADDING - 1) / PADDING * PADDING; }
 
+/* LANES of `count` numbers, and zeros behind them. */
+INLINE Floats part_of(const float *from, int64_t place, int64_t count) {
+    if (place + LANES <= count) return load(from + place);
+    return place < count ? load_as(FLOAT32, from, place, count - place) : all(0);
+}
+
 /* One token's numbers in the form that products with `format` take. */
 static void prepare(int format, const float *from, int64_t count, void *to, float *scale) {
     const int64_t stride = padded(count);
@@ -76,27 +83,39 @@ static void prepare(int format, const float *from, int64_t count, void *to, floa
         for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[i] = rounded(from[i]);
         memset((uint16_t *)to + count, 0, (size_t)(stride - count) * 2);
     } else {
-        Floats most = {0}, faults = {0};
-        for (int64_t i = 0; i < count; i += LANES) {
-            const Floats x = load_as(FLOAT32, from, i, count - i), size = choose(x < 0, -x, x);
-            most = choose(size > most, size, most);
-            faults += x * 0.0f;  /* infinite or not a number: the scale carries it on */
-        }
+        Floats most[4] = {{0}}, faults[4] = {{0}};  /* four of each: none waits for the one before */
+        for (int64_t i = 0; i < count; i += 4 * LANES)
+            for (int j = 0; j < 4; j++) {
+                const Floats x = part_of(from, i + j * LANES, count);
+                most[j] = larger(most[j], x);
+                faults[j] += x * 0.0f;  /* infinite or not a number: the scale carries it on */
+            }
         float largest = 0;
-        for (int i = 0; i < LANES; i++) largest = MAX(largest, most[i]);
+        for (int i = 0; i < 4 * LANES; i++) largest = MAX(largest, most[i / LANES][i % LANES]);
         const float steps = (float)MIN(STEPS, INT32_MAX / 128 / (stride / LANES));  /* no sum of a lane overflows */
         const float factor = largest > 0 ? steps / largest : 0;
         const Floats magic = all(12582912.0f);
         Quantum *quanta = to;
-        for (int64_t i = 0; i < stride; i += LANES) {
-            const Floats x = i < count ? load_as(FLOAT32, from, i, count - i) : all(0);
-            const Ints whole = (Ints)(x * factor + magic) - (Ints)magic, high = (whole + 64) >> 7;
-            for (int j = 0; j < LANES; j++) {
-                quanta[i + j] = (Quantum)(PLANES == 1 ? whole[j] : high[j]);
-                if (PLANES == 2) quanta[stride + i + j] = (Quantum)(whole[j] - 128 * high[j]);
+#if PLANES == 2
+        for (int64_t i = 0; i < stride; i += 4 * LANES) {
+            int16x4_t high[4], low[4];
+            for (int j = 0; j < 4; j++) {
+                const int64_t at = i + j * LANES;
+                const Floats x = part_of(from, at, count);
+                const Ints whole = (Ints)(x * factor + magic) - (Ints)magic, upper = (whole + 64) >> 7;
+                high[j] = vmovn_s32((int32x4_t)upper), low[j] = vmovn_s32((int32x4_t)(whole - 128 * upper));
             }
+            vst1q_s8(quanta + i, bytes_of(high));
+            vst1q_s8(quanta + stride + i, bytes_of(low));
         }
-        *scale = largest / steps + one_sum(faults);
+#else
+        for (int64_t i = 0; i < stride; i += LANES) {
+            const Floats x = part_of(from, i, count);
+            const Ints whole = (Ints)(x * factor + magic) - (Ints)magic;
+            for (int j = 0; j < LANES; j++) quanta[i + j] = (Quantum)whole[j];
+        }
+#endif
+        *scale = largest / steps + one_sum(faults[0] + faults[1] + faults[2] + faults[3]);
     }
 }
 
@@ -111,18 +130,37 @@ INLINE char *input_at(char *inputs, int64_t token, int format, int64_t columns) 
 }
 
 /* Sums of `tokens` inputs with four rows: `sums[token][row]`. The number of tokens is a constant wherever this is inlined. */
+#define AT_ONCE(tokens) ((tokens) > 2 ? 0 : LINE)  /* bytes of a row: with more tokens than two, registers do not suffice */
 #define EACH_TOKEN _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++)
 #define EACH_ROW _Pragma("GCC unroll 4") for (int r = 0; r < TILE_ROWS; r++)
 
+/* Have memory bring of the next rows as much as `bytes` of each row at `place` are: they lie one behind the other. */
+INLINE void fetch(const char *rows, int64_t place, const int64_t bytes) {
+    _Pragma("GCC unroll 8") for (int64_t at = 0; at < TILE_ROWS * bytes; at += LINE)
+        __builtin_prefetch(rows + TILE_ROWS * place + at, 0, 2);
+}
+
 INLINE void tile_floats(const int tokens, const int format, const Matrix *m, const void *const rows[TILE_ROWS], const float *x,
-                        int64_t stride, int64_t ahead, float (*sums)[TILE_ROWS]) {
+                        int64_t stride, int64_t ahead, Four *sums) {
     Floats sum[TILE_TOKENS][TILE_ROWS];
     EACH_TOKEN EACH_ROW sum[t][r] = all(0);
-    const int64_t size = format == BFLOAT16 ? 2 : 4, whole = m->columns / LANES * LANES;
-    for (int64_t k = 0; k < whole; k += LANES) {
+    const int64_t size = format == BFLOAT16 ? 2 : 4, whole = m->columns / LANES * LANES, step = AT_ONCE(tokens) / size;
+    int64_t k = 0;
+    for (; step > LANES && k + step <= whole; k += step) {
+        if (ahead) fetch((const char *)rows[0] + ahead, k * size, step * size);
+        _Pragma("GCC unroll 8") for (int64_t u = k; u < k + step; u += LANES) {
+            Floats w[TILE_ROWS];
+            EACH_ROW w[r] = load_as(format, rows[r], u, LANES);
+            EACH_TOKEN {
+                const Floats v = load(x + t * stride + u);
+                EACH_ROW sum[t][r] += w[r] * v;
+            }
+        }
+    }
+    for (; k < whole; k += LANES) {
         Floats w[TILE_ROWS];
         EACH_ROW w[r] = load_as(format, rows[r], k, LANES);
-        if (ahead) EACH_ROW __builtin_prefetch((const char *)rows[r] + k * size + ahead, 0, 2);
+        if (ahead) fetch((const char *)rows[0] + ahead, k * size, LANES * size);
         EACH_TOKEN {
             const Floats v = load(x + t * stride + k);
             EACH_ROW sum[t][r] += w[r] * v;
@@ -136,10 +174,7 @@ INLINE void tile_floats(const int tokens, const int format, const Matrix *m, con
             EACH_ROW sum[t][r] += w[r] * v;
         }
     }
-    EACH_TOKEN {
-        const Four total = four_sums(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
-        memcpy(sums[t], &total, sizeof total);
-    }
+    EACH_TOKEN sums[t] = four_sums(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
 }
 
 #if defined(__AVX512BF16__)
@@ -154,7 +189,7 @@ INLINE Floats paired(Floats sum, Pairs w, Pairs x) { return (Floats)vbfdotq_f32(
 
 #ifdef PAIRS
 INLINE void tile_pairs(const int tokens, const Matrix *m, const void *const rows[TILE_ROWS], const uint16_t *x, int64_t stride,
-                       int64_t ahead, float (*sums)[TILE_ROWS]) {
+                       int64_t ahead, Four *sums) {
     Floats sum[TILE_TOKENS][TILE_ROWS];
     EACH_TOKEN EACH_ROW sum[t][r] = all(0);
     for (int64_t k = 0; k < m->columns; k += PAIRS) {
@@ -165,16 +200,13 @@ INLINE void tile_pairs(const int tokens, const Matrix *m, const void *const rows
             memset(w, 0, sizeof w);
             EACH_ROW memcpy(&w[r], (const uint16_t *)rows[r] + k, (size_t)left * 2);
         }
-        if (ahead) EACH_ROW __builtin_prefetch((const char *)rows[r] + k * 2 + ahead, 0, 2);
+        if (ahead) fetch((const char *)rows[0] + ahead, k * 2, PAIRS * 2);
         EACH_TOKEN {
             memcpy(&v, x + t * stride + k, sizeof v);
             EACH_ROW sum[t][r] = paired(sum[t][r], w[r], v);
         }
     }
-    EACH_TOKEN {
-        const Four total = four_sums(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
-        memcpy(sums[t], &total, sizeof total);
-    }
+    EACH_TOKEN sums[t] = four_sums(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
 }
 #endif
 
@@ -222,23 +254,25 @@ INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return sum + w * x; }
 #endif
 
 INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const rows[TILE_ROWS], const Quantum *x, int64_t stride,
-                        int64_t ahead, float (*sums)[TILE_ROWS]) {
+                        int64_t ahead, Four *sums) {
     Ints sum[TILE_TOKENS][TILE_ROWS];
     EACH_TOKEN EACH_ROW sum[t][r] = (Ints){0};
-    for (int64_t k = 0; k < m->stride; k += QUANTA) {
-        Weights8 w[TILE_ROWS];
-        EACH_ROW w[r] = weights8((const int8_t *)rows[r] + k);
-        if (ahead) EACH_ROW __builtin_prefetch((const char *)rows[r] + k + ahead, 0, 2);
-        EACH_TOKEN {
-            const Inputs8 v = inputs8(x + t * stride + k);
-            EACH_ROW sum[t][r] = multiplied(sum[t][r], w[r], v);
+    const int64_t step = MAX(QUANTA, AT_ONCE(tokens));
+    for (int64_t k = 0; k < m->stride; k += step) {
+        if (ahead) fetch((const char *)rows[0] + ahead, k, step);
+        _Pragma("GCC unroll 16") for (int64_t u = 0; u < step; u += QUANTA) {
+            Weights8 w[TILE_ROWS];
+            EACH_ROW w[r] = weights8((const int8_t *)rows[r] + k + u);
+            EACH_TOKEN {
+                const Inputs8 v = inputs8(x + t * stride + k + u);
+                EACH_ROW sum[t][r] = multiplied(sum[t][r], w[r], v);
+            }
         }
     }
     EACH_TOKEN {
         Floats floats[TILE_ROWS];
         EACH_ROW floats[r] = __builtin_convertvector(sum[t][r], Floats);
-        const Four total = four_sums(floats[0], floats[1], floats[2], floats[3]);
-        memcpy(sums[t], &total, sizeof total);
+        sums[t] = four_sums(floats[0], floats[1], floats[2], floats[3]);
     }
 }
 
@@ -324,42 +358,42 @@ static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t 
 #endif
     const int64_t size = m->format == INT8 ? 1 : m->format == BFLOAT16 ? 2 : 4;
     const int64_t planes = m->format == INT8 ? PLANES : 1, most = TILE_TOKENS / planes, parts = (tokens + most - 1) / most;
-    int64_t token = 0;
-    for (int64_t part = 0; part < parts; part++) {
-        const int64_t some = (tokens - token + parts - part - 1) / (parts - part);
-        for (int64_t row = 0; row < count; row += TILE_ROWS) {
-            const void *rows[TILE_ROWS];
-            const int64_t here = MIN(count - row, TILE_ROWS);
-            for (int r = 0; r < TILE_ROWS; r++)  /* past the end: the last one again */
-                rows[r] = (const char *)m->data + (first + row + MIN(r, here - 1)) * m->stride * size;
-            const int64_t ahead = part == 0 && first + row + 2 * TILE_ROWS <= m->rows ? TILE_ROWS * m->stride * size : 0;
-            float sums[TILE_TOKENS][TILE_ROWS];
-            if (m->format == INT8) {
-                const Quantum *x = (const Quantum *)input.data + token * PLANES * input.stride;
-                WITH_TOKENS(some * PLANES, tile_quanta(N, m, rows, x, input.stride, ahead, sums))
-                for (int64_t t = 0; t < some; t++)
-                    for (int64_t r = 0; r < here; r++) {
-                        const float whole = PLANES == 1 ? sums[t][r] : sums[2 * t][r] * 128.0f + sums[(2 * t + 1) % TILE_TOKENS][r];
-                        sums[t][r] = whole * (m->scales[first + row + r] * input.scales[token + t]);
-                    }
-            } else if (m->format == BFLOAT16) {
-                const BF16_INPUT *x = (const BF16_INPUT *)input.data + token * input.stride;
-#ifdef PAIRS
-                WITH_TOKENS(some, tile_pairs(N, m, rows, x, input.stride, ahead, sums))
-#else
-                WITH_TOKENS(some, tile_floats(N, BFLOAT16, m, rows, x, input.stride, ahead, sums))
-#endif
-            } else {
-                const float *x = (const float *)input.data + token * input.stride;
-                WITH_TOKENS(some, tile_floats(N, FLOAT32, m, rows, x, input.stride, ahead, sums))
+    const int64_t far = MAX(1, FAR / (TILE_ROWS * m->stride * size));  /* tiles that memory is ahead */
+    /* Few tokens stay near while rows go by, each once; of many, some at a time, and rows come again. */
+    const int near = tokens * input.stride * (int64_t)input_bytes(m->format) <= NEAR;
+    for (int64_t item = 0, tiles = (count + TILE_ROWS - 1) / TILE_ROWS; item < parts * tiles; item++) {
+        const int64_t part = near ? item % parts : item / tiles, row = (near ? item / parts : item % tiles) * TILE_ROWS;
+        const int64_t token = tokens * part / parts, some = tokens * (part + 1) / parts - token;
+        const int64_t here = MIN(count - row, TILE_ROWS);
+        const void *rows[TILE_ROWS];
+        for (int r = 0; r < TILE_ROWS; r++)  /* past the end: the last one again */
+            rows[r] = (const char *)m->data + (first + row + MIN(r, here - 1)) * m->stride * size;
+        const int64_t ahead = part == 0 && first + row + (far + 1) * TILE_ROWS <= m->rows ? far * TILE_ROWS * m->stride * size : 0;
+        Four sums[TILE_TOKENS], scale = {0}, bias = {0};
+        if (m->bias) for (int r = 0; r < here; r++) bias[r] = load_as(m->small, m->bias, first + row + r, 1)[0];
+        if (m->format == INT8) {
+            const Quantum *x = (const Quantum *)input.data + token * PLANES * input.stride;
+            WITH_TOKENS(some * PLANES, tile_quanta(N, m, rows, x, input.stride, ahead, sums))
+            memcpy(&scale, m->scales + first + row, (size_t)here * 4);
+            for (int64_t t = 0; t < some; t++) {
+                const Four whole = PLANES == 1 ? sums[t] : sums[2 * t] * 128.0f + sums[(2 * t + 1) % TILE_TOKENS];
+                sums[t] = whole * (scale * input.scales[token + t]);
             }
-            for (int64_t t = 0; t < some; t++)
-                for (int64_t r = 0; r < here; r++) {
-                    float value = sums[t][r];
-                    if (m->bias) value += load_as(m->small, m->bias, first + row + r, 1)[0];
-                    to[(token + t) * pitch + row + r] = value;
-                }
+        } else if (m->format == BFLOAT16) {
+            const BF16_INPUT *x = (const BF16_INPUT *)input.data + token * input.stride;
+#ifdef PAIRS
+            WITH_TOKENS(some, tile_pairs(N, m, rows, x, input.stride, ahead, sums))
+#else
+            WITH_TOKENS(some, tile_floats(N, BFLOAT16, m, rows, x, input.stride, ahead, sums))
+#endif
+        } else {
+            const float *x = (const float *)input.data + token * input.stride;
+            WITH_TOKENS(some, tile_floats(N, FLOAT32, m, rows, x, input.stride, ahead, sums))
         }
-        token += some;
+        for (int64_t t = 0; t < some; t++) {
+            const Four value = m->bias ? sums[t] + bias : sums[t];
+            if (here == TILE_ROWS) memcpy(to + (token + t) * pitch + row, &value, sizeof value);
+            else memcpy(to + (token + t) * pitch + row, &value, (size_t)here * 4);
+        }
     }
 }

@@ -6,6 +6,11 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -59,7 +64,21 @@ INLINE Floats all(float value) { return value - (Floats){0}; }
 
 INLINE Floats choose(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
 
+/* The larger of `most` and the size of each number; any of the two where the number is none. */
+INLINE Floats larger(Floats most, Floats x) {
+#if defined(__aarch64__)
+    return (Floats)vmaxq_f32((float32x4_t)most, vabsq_f32((float32x4_t)x));
+#else
+    const Floats size = choose(x < 0, -x, x);
+    return choose(size > most, size, most);
+#endif
+}
+
+#if defined(__aarch64__)  /* GCC 12 would move each number by itself */
+INLINE Floats widened(Halves halves) { return (Floats)vshll_n_u16((uint16x4_t)halves, 16); }
+#else
 INLINE Floats widened(Halves halves) { return (Floats)(__builtin_convertvector(halves, Words) << 16); }
+#endif
 
 /* LANES numbers of either format; of the last of `left` numbers, what is missing is zero. */
 INLINE Floats load_as(int format, const void *from, int64_t place, int64_t left) {
@@ -91,6 +110,9 @@ INLINE void store_as(int format, void *to, int64_t place, const float *from, int
 
 /* Sums over the lanes of four vectors, side by side; each one in the same order. */
 INLINE Four four_sums(Floats a, Floats b, Floats c, Floats d) {
+#if defined(__aarch64__)
+    return (Four)vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d));
+#else
     enum { B = LANES };
     const Floats ab = SHUFFLED(a, b, 0, B, 1, B + 1) + SHUFFLED(a, b, 2, B + 2, 3, B + 3);
     const Floats cd = SHUFFLED(c, d, 0, B, 1, B + 1) + SHUFFLED(c, d, 2, B + 2, 3, B + 3);
@@ -104,6 +126,7 @@ INLINE Four four_sums(Floats a, Floats b, Floats c, Floats d) {
         sum += more;
     }
     return sum;
+#endif
 }
 
 INLINE float one_sum(Floats value) { return four_sums(value, value, value, value)[0]; }
