@@ -81,16 +81,10 @@ VARIANTS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts-train", default="builtin", help="prompts that the target answers to be learnt from")
-    parser.add_argument("--prompts", default="builtin", help="prompts to measure on")
-    parser.add_argument("--folder", type=Path, required=True, help="for text, heads, logs and results of variants")
+    add_training_options(parser)
     parser.add_argument("--json", type=Path, help="all results  [default: ablations.json in the folder]")
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--only", nargs="+", choices=[variant.name for variant in VARIANTS], help="these variants")
-    parser.add_argument("--tokens", type=int, default=3_200_000, help="of text to train on")
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--batch", type=int, default=64)
+    names = [variant.name for variant in VARIANTS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"these variants: {'; '.join(names)}")
     parser.add_argument("--limit", type=int, default=60, help="prompts to measure on, as many of each kind")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, default=40, help="texts decoded at a time")
@@ -100,9 +94,6 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=3, help="variants at a time")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything; what runs then is cut off")
     parser.add_argument("--variant-minutes", type=float, default=5.0)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.smoke:
@@ -111,6 +102,21 @@ def main() -> None:
         run_child(options)
     else:
         run_all(options)
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what every experiment that trains heads takes."""
+    parser.add_argument("--prompts-train", default="builtin", help="prompts that the target answers to be learnt from")
+    parser.add_argument("--prompts", default="builtin", help="prompts to measure on")
+    parser.add_argument("--folder", type=Path, required=True, help="for text, heads, logs and results")
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=3_200_000, help="of text to train on")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
 
 
 # ------------------------------------------------------------------------------------------------ one process per variant

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ablations import MIXED, SMOKE, keep, read_corpus, residuals, settings_for
+from ablations import MIXED, SMOKE, add_training_options, keep, read_corpus, residuals, settings_for
 from polydraft.drafters.costs import costs_of, measure
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
@@ -86,25 +86,15 @@ ARMS: dict[str, tuple[Callable | None, int]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts-train", default="builtin", help="prompts that the target answers to be learnt from")
-    parser.add_argument("--prompts", default="builtin", help="prompts to measure on")
-    parser.add_argument("--folder", type=Path, required=True, help="for text and heads")
+    add_training_options(parser)
     parser.add_argument("--json", type=Path, help="all results  [default: parallel-depths.json in the folder]")
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS], default=[*ARMS])
-    parser.add_argument("--tokens", type=int, default=3_200_000, help="of text to train on")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS], default=[*ARMS], metavar="NAME", help=f"of {'; '.join(ARMS)}")
     parser.add_argument("--held-out", type=int, default=120_000, help="tokens of answers to measure on, at each temperature")
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--tree", default="4x2x2x1", help="its depth is that of all heads")
     parser.add_argument(
         "--large-pass", nargs="+", default=["1:4.1", "64:4.8"], help="tokens of a pass and its ms, of a larger target (7B)"
     )
     parser.add_argument("--large-level-ms", type=float, help="a level of that target's head  [default: as measured here]")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
     options = parser.parse_args()
     if options.smoke:
         vars(options).update({**SMOKE, "held_out": 256})
