@@ -129,7 +129,7 @@ INLINE char *input_at(char *inputs, int64_t token, int format, int64_t columns) 
     return uses_tiles(format, columns) ? inputs + token / GROUP * GROUP * bytes + token % GROUP * 4 : inputs + token * bytes;
 }
 
-/* Sums of `tokens` inputs with four rows: `sums[token][row]`. The number of tokens is a constant wherever this is inlined. */
+/* Sums of `tokens` inputs with four rows: one vector per token. The number of tokens is a constant wherever this is inlined. */
 #define AT_ONCE(tokens) ((tokens) > 2 ? 0 : LINE)  /* bytes of a row: with more tokens than two, registers do not suffice */
 #define EACH_TOKEN _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++)
 #define EACH_ROW _Pragma("GCC unroll 4") for (int r = 0; r < TILE_ROWS; r++)
@@ -361,9 +361,11 @@ static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t 
     const int64_t far = MAX(1, FAR / (TILE_ROWS * m->stride * size));  /* tiles that memory is ahead */
     /* Few tokens stay near while rows go by, each once; of many, some at a time, and rows come again. */
     const int near = tokens * input.stride * (int64_t)input_bytes(m->format) <= NEAR;
-    for (int64_t item = 0, tiles = (count + TILE_ROWS - 1) / TILE_ROWS; item < parts * tiles; item++) {
-        const int64_t part = near ? item % parts : item / tiles, row = (near ? item / parts : item % tiles) * TILE_ROWS;
-        const int64_t token = tokens * part / parts, some = tokens * (part + 1) / parts - token;
+    const int64_t tiles = (count + TILE_ROWS - 1) / TILE_ROWS, inner = near ? parts : tiles, outer = near ? tiles : parts;
+    const int64_t least = tokens / parts, fuller = tokens % parts;  /* parts are as even as can be */
+    for (int64_t i = 0, j = 0; i < outer; j + 1 < inner ? j++ : (i++, j = 0)) {
+        const int64_t part = near ? j : i, row = (near ? i : j) * TILE_ROWS;
+        const int64_t token = part * least + MIN(part, fuller), some = least + (part < fuller);
         const int64_t here = MIN(count - row, TILE_ROWS);
         const void *rows[TILE_ROWS];
         for (int r = 0; r < TILE_ROWS; r++)  /* past the end: the last one again */
