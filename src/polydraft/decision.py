@@ -64,7 +64,7 @@ class Decision(ABC):
 def check_threshold(value: float) -> float:
     """Refuse a threshold that is no probability."""
     if not 0 <= value <= 1:
-        raise UsageError(f"decision threshold {value!r} is out of range; allowed: 0 (never stop) to 1")
+        raise UsageError(f"decision threshold {value!r} (--stop-below) is out of range; allowed: 0 (never stop) to 1")
     return value
 
 
@@ -222,9 +222,9 @@ def load_decision(name: str, draft: LanguageModel | FeatureHead, threshold: floa
         kind = DecisionKind(config["kind"])
         shape = DecisionShape(kind=kind, inputs=int(config["inputs"]), width=int(config["width"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UsageError(
-            f"{name!r} is not a decision model ({reason}); name a folder made by polydraft train decision, or auto"
+            f"{name!r} is not a decision model ({reason}); give a folder made by polydraft train decision, or auto"
         ) from None
     if config.get("draft_fingerprint") != draft_fingerprint(draft):
         raise UsageError(

@@ -70,7 +70,7 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     options = _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format, batch)
     if BY_LOAD in options.tree and options.device_map == TENSOR_PARALLEL:
         raise UsageError(
-            f"--tree {options.tree} does not go with --device-map tp: each process times its rounds by itself, and all must "
+            f"--tree {options.tree} does not work with --device-map tp: each process times its own rounds, and all must "
             f"have the same tree; use --tree {options.tree.replace(BY_LOAD, '')}"
         )
     loaded = load_model(options.target, place, number_format, options.device_map, options.native, options.invariant)

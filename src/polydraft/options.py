@@ -69,11 +69,11 @@ class TreeOptions:
             SCHEMES.get(self.scheme)
         if self.tree != AUTO and self.shape[0] is not None and self.scheme != AUTO:
             raise UsageError(
-                f"scheme {self.scheme!r} with tree {self.tree!r}; allowed: auto, because dynamic trees choose their own"
+                f"scheme {self.scheme!r} does not work with tree {self.tree!r}: dynamic trees choose their own; leave it out"
             )
         if self.greedy is not None and self.shape[0] is not None:
             raise UsageError(
-                f"tree {self.tree!r}: allowed after the slash: a static tree, because dynamic ones follow the text"
+                f"tree {self.tree!r} has a dynamic tree after the slash; allowed there: a static one, such as 4x2x1"
             )
         check_walk(self.walk, self.scheme)
         check_draft_temperature(self.draft_temperature)
@@ -183,13 +183,11 @@ class LoadOptions(PairOptions, TreeOptions, DrafterOptions, PlaceOptions, Profil
         if self.lossy is not None and self.lossy != FLAT_BLOCKS:
             self._check_lossy_rule(self.lossy)
         if self.grams is not None and self.grams.flat_blocks and self.lossless and self.lossy != FLAT_BLOCKS:
-            raise UsageError(
-                "flat_blocks changes the law of the text above temperature 0; pass lossless=False to have it anyway"
-            )
+            raise UsageError("flat_blocks changes the law of the text above temperature 0; pass lossless=False to allow that")
         if self.draft not in (AUTO, "none") and not needs_draft(self.drafter):
             raise UsageError(
                 f"drafter {self.drafter!r} uses no draft, but draft={self.draft!r} is given; use {self.drafter}+model, or "
-                "leave it out"
+                "leave the draft out"
             )
 
     def _check_lossy_rule(self, rule: str) -> None:
@@ -212,27 +210,27 @@ class NgramOptions:
     """Drafting from n-grams."""
 
     ngram_nodes: int | None = field(default=None, metadata={"short": "nodes"})
-    """Most candidates per round from n-grams."""
+    """Take at most this many candidates per round from n-grams."""
     ngram_depth: int | None = field(default=None, metadata={"short": "depth"})
-    """Most tokens of a continuation from n-grams."""
+    """Draft at most this many tokens ahead from n-grams."""
     ngram_chance: float | None = field(default=None, metadata={"short": "chance"})
-    """Least chance that a candidate is reached and right, 0 to 1."""
+    """Drop candidates less likely than this to be reached and right, 0 to 1."""
     gram: int | None = None
-    """Tokens of a continuation that the context cache stores."""
+    """Tokens per continuation in the context cache."""
     ngram_prefix: int | None = field(default=None, metadata={"short": "prefix"})
-    """Most tokens at the text's end that the context cache matches."""
+    """Match at most this many tokens at the end of the text in the context cache."""
     branches: int | None = None
-    """Branches that ride along in self-draft."""
+    """Number of branches that self-draft extends in each pass."""
     branch_length: int | None = field(default=None, metadata={"short": "length"})
-    """Most tokens of a branch."""
+    """Most tokens per branch."""
     branch_seeds: str | None = field(default=None, metadata={"short": "seeds"})
-    """Where branches begin: vocabulary or prompt."""
+    """Where branches start: vocabulary or prompt."""
     corpus: str | None = None
-    """Corpus cache, made with: polydraft train corpus-cache."""
+    """Corpus cache file, made by: polydraft train corpus-cache."""
     no_corpus: bool = False
-    """self-draft without its corpus cache."""
+    """Run self-draft without its corpus cache."""
     no_context: bool = False
-    """self-draft without its context cache and branches."""
+    """Run self-draft without its context cache and branches."""
 
     def grams_asked_for(self) -> "GramTreeOptions":
         """Return them as options of the drafters, which check them."""
@@ -240,7 +238,7 @@ class NgramOptions:
         from polydraft.ngrams import GramOptions
 
         if self.corpus is not None and self.no_corpus:
-            raise UsageError(f"--corpus {self.corpus} and --no-corpus do not go together; leave one out")
+            raise UsageError(f"--corpus {self.corpus} and --no-corpus cannot be combined; leave one out")
         riders = _given(branches=self.branches, length=self.branch_length, seeds=self.branch_seeds)
         return GramTreeOptions(
             **_given(nodes=self.ngram_nodes, depth=self.ngram_depth, least_chance=self.ngram_chance),

@@ -91,7 +91,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """
     try:
         if not resume and (folder / "runs.jsonl").exists():
-            raise UsageError(f"{folder} already holds a benchmark; pass --resume to continue it, or another --out")
+            raise UsageError(f"{folder} already holds a benchmark; pass --resume to continue it, or choose another --out")
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -99,6 +99,22 @@ def check_folder(folder: Path, *, resume: bool) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise cannot_write(folder, error) from None
+
+
+def check_empty(folder: Path, *, remedy: str = "choose another --out") -> None:
+    """Refuse a folder that cannot be written to or that holds something, before anything is loaded."""
+    check_folder(folder, resume=True)
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty; {remedy}")
+
+
+def check_file(file: Path) -> None:
+    """Refuse the name of a file that cannot be written, before anything is loaded."""
+    parent = file.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"cannot write {file}: there is no folder {parent}; create it, or choose another file")
+    if file.is_dir():
+        raise UsageError(f"cannot write {file}: it is a folder; choose another file")
 
 
 def cannot_write(folder: Path, error: OSError) -> UsageError:
@@ -114,7 +130,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise ValueError("it is not an object")
     except ValueError as error:
         raise FailureError(
-            f"cannot read {path} ({error}), so it is unknown what was started there; restore it, or choose another --out"
+            f"cannot read {path} ({error}), which says what was started there; restore it, or choose another --out"
         ) from None
     return settings
 
@@ -126,7 +142,7 @@ def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: 
         key = changed[0]
         raise UsageError(
             f"{folder} was started with {key}={before.get(key)!r}, not {now.get(key)!r}; use the same settings to resume, "
-            "or another --out"
+            "or choose another --out"
         )
 
 

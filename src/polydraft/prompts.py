@@ -263,7 +263,9 @@ def load_prompts(source: str, limit: int | None = None, categories: Sequence[str
         If the source cannot be read, holds no prompt or a malformed one, or an argument is out of range.
     """
     if limit is not None and limit < 1:
-        raise UsageError(f"prompt limit is {limit}; allowed: 1 or more; leave it out to use every prompt")
+        raise UsageError(
+            f"prompt limit {limit} is out of range; allowed: whole numbers from 1; leave it out to use every prompt"
+        )
     prompts = _load(source)
     if not prompts:
         raise UsageError(
@@ -316,14 +318,16 @@ def _read_text(path: str, source: str) -> str:
         raise UsageError(f"prompt source {source!r} is a directory; {_ALLOWED}; name a file in it") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or _first_line(error)
-        raise UsageError(f"prompt file {source!r} cannot be read ({reason}); {_ALLOWED}; check it and its rights") from None
+        raise UsageError(
+            f"prompt file {source!r} cannot be read ({reason}); {_ALLOWED}; check the file and its permissions"
+        ) from None
     if content.startswith(_GZIP_MAGIC):
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             reason = _first_line(error)
             raise UsageError(
-                f"prompt file {source!r} is broken gzip ({reason}); allowed: whole files; fetch it again"
+                f"prompt file {source!r} is broken ({reason}); allowed: a complete gzip file; download it again"
             ) from None
     try:
         return content.decode("utf-8-sig")  # with or without a byte order mark
@@ -339,7 +343,7 @@ def _load_from_hub(source: str) -> list[Prompt]:
     name, _, split = source.removeprefix(_HUB).partition(":")
     parts = name.split("/")
     if not all(parts) or len(parts) > 3:
-        raise UsageError(f"prompt source {source!r} names no dataset; allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]; name one")
+        raise UsageError(f"prompt source {source!r} names no dataset; allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]")
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
@@ -353,7 +357,7 @@ def _load_from_hub(source: str) -> list[Prompt]:
     except Exception as error:  # the hub's client, its HTTP library and each dataset's reader raise what they like
         raise UsageError(
             f"prompt source {source!r} cannot be loaded ({_first_line(error)}); "
-            f"allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]; check name, split and network, or name a file"
+            f"allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]; check the name, the split and the network, or give a file"
         ) from None
     if isinstance(rows, dict):  # no split was asked for: all of them
         rows = rows["test"] if "test" in rows else next(iter(rows.values()), ())

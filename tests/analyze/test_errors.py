@@ -16,7 +16,7 @@ USAGE = {
     "temperature in words": (["--temperature", "warm"], "--temperature 'warm' is not a list of numbers"),
     "draft temperature zero": (["--draft-temperature", "0"], "--draft-temperature 0 is out of range"),
     "unreadable prompts": (["--prompts", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
-    "no prompts": (["--limit", "0"], "prompt limit is 0"),
+    "no prompts": (["--limit", "0"], "prompt limit 0 is out of range"),
     "no positions": (["--positions", "0"], "--positions 0 is out of range"),
     "no tokens": (["--max-new-tokens", "0"], "--max-new-tokens 0 is out of range"),
     "no batch": (["--batch-size", "0"], "--batch-size 0 is out of range"),

@@ -167,7 +167,7 @@ def test_a_full_disk_leaves_whole_rows_and_says_how_to_go_on(
 def test_what_cannot_be_gone_on_with(decoder: Decoder, tmp_path: Path) -> None:
     file, out = prompts_file(tmp_path, 2), tmp_path / "out.jsonl"
     ran(decoder, file, out)
-    with pytest.raises(UsageError, match="is there already; pass --resume"):
+    with pytest.raises(UsageError, match="already exists; pass --resume"):
         ran(decoder, file, out)
     with pytest.raises(UsageError, match="was started with seed=5, not 6"):
         ran(decoder, file, out, resume=True, task=BatchTask(sampling=WARM, max_new_tokens=12, seed=6, raw=True))
@@ -175,11 +175,13 @@ def test_what_cannot_be_gone_on_with(decoder: Decoder, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="was started with prompts="):
         ran(decoder, file, out, resume=True)
     out.write_text('{"row": 1}\nnothing\n{"row": 2}\n')
-    with pytest.raises(FailureError, match=r"line 2 of .* is no result"):
+    with pytest.raises(FailureError, match=r"line 2 of .* is not a result"):
         ran(decoder, prompts_file(tmp_path, 2), out, resume=True)
     (tmp_path / "out.jsonl.run.json").unlink()
     with pytest.raises(UsageError, match="is missing"):
         ran(decoder, file, out, resume=True)
+    with pytest.raises(UsageError, match=r"cannot write to .* \(Is a directory\); choose another --out"):
+        ran(decoder, file, tmp_path)
 
 
 def test_two_processes_do_not_write_to_one_file(tmp_path: Path) -> None:

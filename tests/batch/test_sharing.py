@@ -111,13 +111,13 @@ def test_processes_that_share_a_model_write_one_file(roomy: str, tmp_path: Path,
 def test_what_processes_that_share_a_model_cannot_do_is_refused(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = invoke("serve", "--device-map", "tp", "--ray")
-    assert code == 2 and "--device-map tp does not go with --ray; leave one of them out" in err
+    assert code == 2 and "--device-map tp and --ray cannot be combined; leave one out" in err
     code, _, err = invoke("generate", "hello", "--device-map", "tp", "--tree", "load:2x1")
-    assert code == 2 and "each process times its rounds by itself" in err and "use --tree 2x1" in err
+    assert code == 2 and "each process times its own rounds" in err and "use --tree 2x1" in err
 
 
 def test_workers_without_a_cluster_are_refused() -> None:
-    with pytest.raises(UsageError, match="--workers and its kin go with --ray"):
+    with pytest.raises(UsageError, match="--worker-gpus work only with --ray"):
         WorkerOptions(workers=2)
     with pytest.raises(UsageError, match=r"--worker-cpus 0.0 is out of range; allowed: 0.01 to 10000"):
         WorkerOptions(ray=True, worker_cpus=0.0)

@@ -40,13 +40,16 @@ USAGE = {
     "search with top-k": (["--beams", "2", "--top-k", "5"], "top_k=5 has no meaning in beam search"),
     "more texts than beams": (["--beams", "2", "--num-return-sequences", "3"], "more than the 2 beams"),
     "no texts": (["--num-return-sequences", "0"], "--num-return-sequences 0"),
-    "the same text many times": (["--num-return-sequences", "3"], "needs a temperature above 0"),
-    "a draft width without beams": (["--draft-width", "8"], "--draft-width is for beams; add --beams"),
-    "twins without beams": (["--twins"], "--twins is for beams"),
+    "the same text many times": (
+        ["--num-return-sequences", "3"],
+        "at temperature 0 would repeat one text; raise --temperature",
+    ),
+    "a draft width without beams": (["--draft-width", "8"], "--draft-width works only with --beams"),
+    "twins without beams": (["--twins"], "--twins works only with --beams"),
     "twins and a draft": (["--beams", "2", "--twins", "--draft", "early-exit:2"], "--twins needs no draft"),
     "another kind of draft": (["--beams", "2", "--drafter", "self-draft"], "--drafter self-draft does not apply to beams"),
     "a decision model": (["--beams", "2", "--decision", "auto"], "--decision does not apply to beams"),
-    "draws without beams": (["--beam-draws", "iid"], "--beam-draws is for beams"),
+    "draws without beams": (["--beam-draws", "iid"], "--beam-draws works only with --beams"),
     "coupled dynamic widths": (
         ["--beams", "2", "--temperature", "1", "--width-threshold", "0.5", "--beam-verification", "coupled"],
         "'coupled' is for distinct beams of fixed width",
@@ -55,7 +58,10 @@ USAGE = {
         ["--beams", "2", "--temperature", "1", "--width-threshold", "0.5", "--beam-draws", "hf"],
         "width_threshold does not work with draws 'hf'",
     ),
-    "several samples compared": (["--num-return-sequences", "2", "--temperature", "1", "--compare"], "--compare compares one"),
+    "several samples compared": (
+        ["--num-return-sequences", "2", "--temperature", "1", "--compare"],
+        "--compare works with one text only",
+    ),
 }
 
 

@@ -176,7 +176,7 @@ def test_a_wrong_greedy_text_fails_the_run(invoke, tiny: str, prompt_file: str, 
     [
         (["--methods", "ar mcds:2x1"], "did you mean 'mcsd'"),
         (["--methods", "mcsd:2x1,shceme=naive"], "has no option 'shceme'"),
-        (["--methods", "mcsd:2x1,naive"], "is not an option"),
+        (["--methods", "mcsd:2x1,naive"], "is not an option with a value"),
         (["--methods", "mcsd:0x1"], "tree width 0"),
         (["--methods", " "], "no methods"),
         (["--prompts", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
@@ -220,7 +220,7 @@ def test_an_interruption_keeps_what_was_measured(
 
     monkeypatch.setattr(Runner, "_measure", interrupted)
     code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar sd:2")
-    assert code == 130 and f"add --resume to go on in {tmp_path / 'out'}" in err
+    assert code == 130 and f"add --resume to continue in {tmp_path / 'out'}" in err
     assert len((tmp_path / "out" / "runs.jsonl").read_text().splitlines()) == 3
     assert bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar sd:2", "--resume")[0] == 0
 

@@ -79,11 +79,11 @@ def test_structures_of_any_size(built, extra):
 
 @needs_compiler
 def test_what_does_not_fit_is_refused(built):
-    with pytest.raises(UsageError, match="parameters of another layout"):
+    with pytest.raises(UsageError, match="unknown parameter layout"):
         LlamaCpp(built("SEED_FIRST"), WEIGHTS, capacity=2000, threads=1)
     engine = LlamaCpp(built("OTHER_BATCH"), WEIGHTS, capacity=300, threads=1)
     assert taken(engine.generate([4, 5], GREEDY, 0), 5) == expected([4, 5], 5), "what is not looked into may change"
-    with pytest.raises(UsageError, match="lays its batches out in another way"):
+    with pytest.raises(UsageError, match="has an unknown batch layout"):
         engine.read([1, 2], every_output=True)
 
 

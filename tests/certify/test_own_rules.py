@@ -91,7 +91,8 @@ USAGE = {
     "a walk that does not fit": (["rrs-wor+block"], "walk 'block' cannot verify"),
     "no name": ([], "name what to certify"),
     "names and all": (["naive", "--all"], "not both"),
-    "draws of a scheme": (["naive", "--draws", "top"], "--draws top goes with a function"),
+    "draws of a scheme": (["naive", "--draws", "top"], "--draws top works only with your own function"),
+    "unknown arrays": (["naive", "--arrays", "jax"], "unknown arrays 'jax'; allowed: numpy, torch"),
     "draws of all": (["--all", "--draws", "top"], "leave it out with --all"),
     "missing module": (["no_such_module:law"], "cannot import module 'no_such_module'"),
     "half a name": (["module:"], "does not name a rule"),
@@ -116,8 +117,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(invoke, case: str) -> None:
         ("right", "without-replacment", "did you mean 'without-replacement'?"),
         ("too_few", WITH, "takes 2 arguments"),
         ("Neither", None, "is not a subclass of polydraft's Scheme or Walk"),
-        ("Choosy", None, "cannot make"),
-        ("Own", "top", "--draws top goes with a function"),
+        ("Choosy", None, "cannot create"),
+        ("Own", "top", "--draws top works only with a function"),
     ],
 )
 def test_what_cannot_be_certified_is_refused(rules: str, name: str, draws: str | None, expected: str) -> None:

@@ -14,7 +14,7 @@ USAGE = {
     "a scheme of one's own": (["--tree", "dynamic:8", "--scheme", "race"], "dynamic trees choose their own"),
     "fork without width": (["--tree", "fork:0x3"], "tree width 0"),
     "fork without depth": (["--tree", "target-root:3x0"], "fork depth 0"),
-    "threshold above 1": (["--stop-below", "1.5"], "threshold 1.5 is out of range; allowed: 0"),
+    "threshold above 1": (["--stop-below", "1.5"], "threshold 1.5 (--stop-below) is out of range; allowed: 0"),
     "no decision model there": (["--decision", "no/such"], "'no/such' is not a decision model"),
     "no decision model ships": (["--decision", "auto"], "no decision model ships for draft"),
     "unknown lossy drafter": (["--lossy", "target-int"], "unknown lossy rule 'target-int'"),
@@ -76,6 +76,8 @@ def test_decision_models_are_trained_used_and_refused(invoke, roomy: str, tmp_pa
     assert code == 2 and "trained for another draft" in err and err.count("\n") == 1
     code, _, err = invoke("train", "decision", *model, *sizes, "--out", folder)
     assert code == 2 and "is not empty" in err
+    code, _, err = invoke("train", "decision", *model, *sizes, "--max-new-tokens", "0", "--out", folder)
+    assert code == 2 and "--max-new-tokens 0 is out of range; allowed: whole numbers from 1" in err
 
 
 def test_certify_fails_what_is_lossy(invoke, roomy: str) -> None:

@@ -49,7 +49,7 @@ USAGE = {
     ),
     "unknown seeds": (["--drafter", "self-draft+model", "--branch-seeds", "soil"], "unknown branch_seeds 'soil'"),
     "unknown lossy rule": (["--lossy", "all"], "unknown lossy rule 'all'"),
-    "two wishes about the corpus": (["--corpus", "x", "--no-corpus"], "do not go together"),
+    "two wishes about the corpus": (["--corpus", "x", "--no-corpus"], "--corpus x and --no-corpus cannot be combined"),
     "unknown option": (["--temprature", "1"], "--temprature"),
     "not a number": (["--seed", "abc"], "abc"),
 }

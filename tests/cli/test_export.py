@@ -38,7 +38,7 @@ def test_a_head_is_written_and_what_cannot_be_said_is_told(invoke, head: Path, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "HEAD"], "is there already; choose another --out"),
+        (["--out", "HEAD"], "already exists; choose another --out"),
         (["--out", "OUT", "--target", "OTHER"], "trained for another tokenizer"),
         (["--out", "OUT", "--format", "gguf"], "'gguf' is not"),
     ],
@@ -57,5 +57,7 @@ def test_models_and_heads_without_a_target_are_refused(invoke, tiny: str, tmp_pa
     command = ["export", "head", tiny, "--format", "speculators", "--out", str(tmp_path / "out"), "--device", "cpu"]
     code, _, err = invoke(*command)
     assert code == 2 and "does not say which target it was trained for; pass --target NAME" in err
+    code, _, err = invoke("export", "head", "nowhere", *command[3:])
+    assert code == 2 and "there is no folder nowhere" in err and not (tmp_path / "out").exists()
     code, _, err = invoke(*command, "--target", tiny)
-    assert code == 2 and "is no feature head" in err and not (tmp_path / "out").exists()
+    assert code == 2 and "is not a feature head" in err and not (tmp_path / "out").exists()

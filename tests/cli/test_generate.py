@@ -109,7 +109,7 @@ def test_a_text_follows_a_schema(roomy, invoke, tmp_path):
     code, out, err = invoke(*arguments, "--json", "--json-schema", str(file))
     assert code == 0, err
     assert sorted(json.loads(json.loads(out)["text"])) == ["ok", "size"]
-    for text, message in (("[", "cannot read"), ("[]", "no JSON object"), ('{"type": "odd"}', "cannot be used")):
+    for text, message in (("[", "cannot read"), ("[]", "does not hold a JSON object"), ('{"type": "odd"}', "cannot be used")):
         file.write_text(text)
         code, _, err = invoke(*arguments, "--json-schema", str(file))
         assert code == 2 and message in err

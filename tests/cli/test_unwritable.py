@@ -76,6 +76,18 @@ def test_a_place_for_nothing_is_refused_in_one_line(invoke, commands, tmp_path: 
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["head", "draft", "decision"])
+def test_a_folder_with_something_in_it_is_refused_before_a_model_is_loaded(
+    invoke, commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("polydraft.models.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    code, printed, err = invoke(*commands[name], "--out", str(tmp_path / "out"))
+    assert (code, printed) == (2, "") and err.count("\n") == 1 and "choose another --out" in err
+    assert f"{tmp_path / 'out'} is not empty" in err and ("pass --resume" in err) == (name != "decision")
+
+
 @pytest.mark.parametrize("name", ["head", pytest.param("draft", marks=pytest.mark.slow)])
 def test_a_draft_that_cannot_be_put_in_its_place_is_no_traceback(invoke, commands, tmp_path: Path, name: str) -> None:
     """What was trained is kept: with the obstacle out of the way the same command goes on to the end."""

@@ -25,15 +25,15 @@ CALLS = {
 }
 
 PROMPTS = {
-    "fractions": ([1.5, 2.5], "holds 1.5, which is no token id"),
-    "fractions in a list": ([[1.9, 2.9]], "holds 1.9, which is no token id"),
-    "fractions in an array": (np.array([1.0, 2.0]), "holds 1.0, which is no token id"),
-    "fractions in a tensor": (torch.tensor([[1.0, 2.0]]), "holds 1.0, which is no token id"),
-    "a list among tokens": ([1, [2]], r"holds \[2\], which is no token id"),
+    "fractions": ([1.5, 2.5], "holds 1.5, which is not a token id"),
+    "fractions in a list": ([[1.9, 2.9]], "holds 1.9, which is not a token id"),
+    "fractions in an array": (np.array([1.0, 2.0]), "holds 1.0, which is not a token id"),
+    "fractions in a tensor": (torch.tensor([[1.0, 2.0]]), "holds 1.0, which is not a token id"),
+    "a list among tokens": ([1, [2]], r"holds \[2\], which is not a token id"),
     "a token among lists": ([[1], 2], "prompt 2 of type int"),
     "bytes": (b"Hi", "prompt b'Hi' of type bytes; decode it first"),
     "bytes in a list": ([b"Hi"], "prompt b'Hi' of type bytes"),
-    "truths": ([True, False], "holds True, which is no token id"),
+    "truths": ([True, False], "holds True, which is not a token id"),
     "nothing": (None, "prompt None of type NoneType; allowed: text, token ids"),
     "a number": (3, "prompt 3 of type int"),
     "a set": ({1, 2}, "of type set"),

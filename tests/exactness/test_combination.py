@@ -137,7 +137,7 @@ def test_walks_over_whole_paths_are_refused(walk: str) -> None:
 
 @pytest.mark.parametrize(("name", "message"), [
     ("lookup+model+head", "has 2 that draw from a draft"),
-    ("lookup+none", "'none' combines with nothing"),
+    ("lookup+none", "'none' cannot be combined"),
     ("lookpu", "did you mean 'lookup'"),
     ("lookup+", "unknown drafter ''"),
 ])  # fmt: skip

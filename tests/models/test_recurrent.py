@@ -193,7 +193,7 @@ def test_a_recurrent_layer_that_somebody_has_replaced_is_refused():
     model = copy.deepcopy(build("lfm2"))
     layer = model.model.layers[0].conv
     layer.forward = lambda *args, **options: type(layer).forward(layer, *args, **options)
-    with pytest.raises(UsageError, match="replaced the forward"):
+    with pytest.raises(UsageError, match="the forward method of a recurrent layer was replaced"):
         HFModel(model)
 
 

@@ -59,8 +59,8 @@ def test_figures_of_known_times():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "either --rate"),
-        ({"rate": 1.0, "concurrency": 2}, "either --rate"),
+        ({}, "give --rate .* or --concurrency"),
+        ({"rate": 1.0, "concurrency": 2}, "--rate 1.0 and --concurrency 2 cannot be combined"),
         ({"rate": -1.0}, "--rate -1.0"),
         ({"rate": 1.0, "url": "ftp://x"}, "--url"),
         ({"rate": 1.0, "arms": "fast"}, "--arms"),
@@ -72,6 +72,19 @@ def test_wrong_options_are_named(options, message):
         ServingLoad(**options)
 
 
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("no-folder/load.json", "there is no folder"),
+        (".", "it is a folder"),
+        ("load.html", "is the name of the page; name the JSON file, such as load.json"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_a_server_is_asked(invoke, out, message):
+    code, _, err = invoke("bench", "serve", "--url", "http://127.0.0.1:9", "--rate", "1", "--out", out)
+    assert code == 2 and out in err and message in err and err.count("\n") == 1
+
+
 def test_a_server_that_is_not_there_is_said_so(invoke):
     code, _, err = invoke("bench", "serve", "--url", "http://127.0.0.1:9", "--rate", "1")
-    assert code == 1 and "cannot ask http://127.0.0.1:9" in err
+    assert code == 1 and "cannot get the models of http://127.0.0.1:9" in err

@@ -90,7 +90,7 @@ def test_wrong_options_take_no_time(invoke, tmp_path):
     for arguments, message in (
         (["--host", "0.0.0.0"], "--api-keys FILE"),
         (["--slots", "0"], "--slots 0 is out of range"),
-        (["--replicas", "2"], "go with --ray"),
+        (["--replicas", "2"], "work only with --ray"),
         (["--ray", "--replicas", "0"], "--replicas 0 is out of range"),
         (["--ray", "--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 is less than --replicas 3"),
         (["--ray", "--port", "0"], "polydraft[ray]" if find_spec("ray") is None else "--port 0"),

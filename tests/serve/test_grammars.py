@@ -186,7 +186,7 @@ def test_texts_without_a_grammar_keep_to_themselves(shared):
     [
         (lambda: SamplingParams(grammar="a+"), "allowed: Grammar.json_schema"),
         (lambda: Grammar("yaml", "x"), "unknown kind of grammar 'yaml'"),
-        (lambda: Grammar.regex(5), "regex 5 is no grammar; allowed: text"),
+        (lambda: Grammar.regex(5), "regex 5 is not a grammar; allowed: text"),
         (lambda: Grammar.json_schema("x"), "allowed: a JSON schema as a dict"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_peer_that_does_not_start_says_why(build, invoke, tmp_path):
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UsageError, match=f"llama-server; name a build of llama.cpp by {VARIABLE}"):
+    with pytest.raises(UsageError, match=f"llama-server; set {VARIABLE} to a build of llama.cpp"):
         command_of("llama.cpp", str(tmp_path / "model.gguf"), 4, 1)
     with pytest.raises(UsageError, match="needs a GGUF file"):
         command_of("llama.cpp", str(tmp_path), 4, 1)

@@ -48,7 +48,9 @@ def test_wrong_options_are_named(option):
 
 def test_a_port_in_use_is_said_so(shared):
     port = int(shared.url.rsplit(":", 1)[1])
-    with pytest.raises(FailureError, match=f"cannot listen on 127.0.0.1:{port}"):
+    with pytest.raises(
+        FailureError, match=rf"^cannot listen on 127.0.0.1:{port} \(Address already in use\); choose another --port"
+    ):
         listen(ServeOptions(port=port))
 
 

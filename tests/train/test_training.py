@@ -230,15 +230,15 @@ def test_a_model_that_hides_its_states_gets_no_head() -> None:
     [
         (("--steps", "0"), "--steps 0 is out of range"),
         (("--loss", "mse"), "unknown loss 'mse'"),
-        (("--tree", "4x0"), "--tree '4x0' does not say the candidates"),
-        (("--start", "."), "no folder of a head"),
+        (("--tree", "4x0"), "--tree '4x0' is not a list of candidates per depth"),
+        (("--start", "."), "is not a folder with a head"),
         (("--made-up", "1.5"), "--made-up 1.5 is out of range"),
         (("--length", "4"), "--length 4 is out of range"),
         (("--length", "4000"), "longer than the target's context"),
         (("--text", "nowhere.txt"), "there is no such file"),
         (("--taps", "a,b"), "not a list of layers"),
         (("--taps", "1,99"), "allowed: layers 1 to"),
-        (("--text", "pyproject.toml", "--prompts", "pyproject.toml"), "exclude each other"),
+        (("--text", "pyproject.toml", "--prompts", "pyproject.toml"), "--prompts and --text cannot be combined"),
     ],
 )
 def test_bad_options_in_one_line(invoke, tiny: str, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

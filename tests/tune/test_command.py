@@ -81,9 +81,9 @@ def test_predicting_another_gpu_keeps_nothing(invoke, roomy: str, cache: Path, p
     ("arguments", "message"),
     [
         (("--predict", "h1"), "unknown GPU 'h1'"),
-        (("--size", "70b"), "goes with --predict"),
-        (("--predict", "h100", "--size", "5b"), "unknown size of a target '5b'"),
-        (("--predict", "h100", "--out", "x.json"), "no profile to write"),
+        (("--size", "70b"), "works only with --predict"),
+        (("--predict", "h100", "--size", "5b"), "unknown target size '5b'"),
+        (("--predict", "h100", "--out", "x.json"), "writes no profile"),
         (("--batches", "1,zero"), "is not a list of numbers"),
         (("--batches", "0"), "--batches 0 is out of range"),
         (("--temperature", "-1"), "--temperature -1 is out of range"),
@@ -93,6 +93,7 @@ def test_predicting_another_gpu_keeps_nothing(invoke, roomy: str, cache: Path, p
         (("--prompts", "no-such-file"), "not found"),
         (("--out", "no-folder/x.json"), "there is no folder"),
         (("--plot", "no-folder/x.svg"), "there is no folder"),
+        (("--out", "."), "cannot write .: it is a folder"),
         (("--device", "tpu"), "unknown device"),
     ],
 )

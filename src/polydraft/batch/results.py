@@ -86,12 +86,12 @@ class ResultFile:
         self._settings = json.loads(json.dumps(settings))
         self.totals, self.last = Totals(), 0
         """What the file holds, and the number of its last row."""
-        there = path.exists() and path.stat().st_size > 0
+        there = path.is_file() and path.stat().st_size > 0
         if there and not resume:
-            raise UsageError(f"{path} is there already; pass --resume to go on with it, or another --out")
+            raise UsageError(f"{path} already exists; pass --resume to continue it, or choose another --out")
         if there:
             if not self._beside.exists():
-                raise UsageError(f"{self._beside} is missing, so it is unknown what {path} was started with; use another --out")
+                raise UsageError(f"{self._beside}, the settings that {path} was started with, is missing; choose another --out")
             check_same(read_settings(self._beside).get("settings", {}), self._settings, path, _FREE)
         try:
             self._file = path.open("ab", buffering=0)
@@ -114,7 +114,7 @@ class ResultFile:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UsageError(f"another process is writing to {self.path}; wait for it, or use another --out") from None
+                raise UsageError(f"another process is writing to {self.path}; wait for it, or choose another --out") from None
 
     def _whole(self) -> int:
         """Read what is there, and return how many bytes of it are whole results; a last line may be torn."""
@@ -129,7 +129,7 @@ class ResultFile:
                 except (ValueError, KeyError, TypeError):
                     if line.endswith(b"\n"):
                         raise FailureError(
-                            f"line {number} of {self.path} is no result; restore it, or use another --out"
+                            f"line {number} of {self.path} is not a result; restore it, or choose another --out"
                         ) from None
                     break
                 self.last = row
@@ -154,7 +154,7 @@ class ResultFile:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise FailureError(
-                f"cannot write to {self.path} ({error.strerror}); whole rows are safe: make room, then go on with --resume"
+                f"cannot write to {self.path} ({error.strerror}); finished rows are safe: free some space, then add --resume"
             ) from None
 
     def close(self, *, quietly: bool = False) -> None:

@@ -19,13 +19,13 @@ class BatchOptions:
     """Batch."""
 
     slots: int = 8
-    """Texts that are written at the same time."""
+    """Texts to generate at the same time."""
     slot_tokens: int = 2048
-    """Most tokens of a text, its prompt included; memory for all slots follows from it."""
+    """Most tokens per text, including its prompt; all slots reserve memory for this many."""
     chunk_tokens: int = 1024
-    """Tokens of prompts that are read between two rounds of those that write already."""
+    """Prompt tokens to read between two rounds of the texts that are already being written."""
     max_row_bytes: int = 2**20
-    """Largest row; larger ones are reported and left out."""
+    """Largest row, in bytes; larger ones are reported and skipped."""
 
     def __post_init__(self) -> None:
         texts = (("slots", 1, 4096), ("slot_tokens", 16, 2**20), ("chunk_tokens", 8, 2**20))
@@ -37,18 +37,18 @@ class WorkerOptions:
     """Workers."""
 
     ray: bool = False
-    """Share the rows among workers by Ray Data: on the cluster that this machine belongs to, or on this machine alone."""
+    """Share the rows among Ray Data workers, on the cluster that this machine belongs to or on this machine alone."""
     workers: int = 1
-    """With --ray: processes that each hold the model."""
+    """With --ray: number of processes, each with its own copy of the model."""
     worker_cpus: float = 1.0
-    """With --ray: CPUs that each worker takes, and threads that it has."""
+    """With --ray: CPUs, and so threads, per worker."""
     worker_gpus: float = 0.0
-    """With --ray: GPUs that each worker takes."""
+    """With --ray: GPUs per worker."""
 
     def __post_init__(self) -> None:
         check_ranges(self, (("workers", 1, 10**4), ("worker_cpus", 0.01, 10**4), ("worker_gpus", 0, 10**3)))
         if not self.ray and any(getattr(self, one.name) != one.default for one in fields(self)):
-            raise UsageError("--workers and its kin go with --ray; add it, or leave them out")
+            raise UsageError("--workers, --worker-cpus and --worker-gpus work only with --ray; add it, or leave them out")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Prompts:
         self.digest = digest.hexdigest()[:32]
         opening = b"".join(first.split())[:2]
         if opening[:1] == b"[" and opening[1:] in (b"{", b'"', b"[", b"]"):
-            raise UsageError(f"{path} holds a JSON array; a batch reads row by row: write JSON lines (jq -c '.[]')")
+            raise UsageError(f"{path} holds a JSON array, but batch reads one row per line; convert it with: jq -c '.[]'")
         if not first:
             raise UsageError(f"{path} holds no prompts; give one per line, as text or as JSON")
         self._json = opening[:1] == b"{" or path.name.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson"))

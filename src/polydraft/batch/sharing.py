@@ -85,7 +85,9 @@ def run_by_ray(
             return keep(_shares(data), results, observer)
         except RayError as error:
             reason = str(error).strip().splitlines()[-1]
-            raise FailureError(f"a worker failed ({reason}); whole rows are safe: mend it, then go on with --resume") from None
+            raise FailureError(
+                f"a worker failed ({reason}); finished rows are safe: fix the cause, then add --resume"
+            ) from None
 
 
 def _shares(data: Any) -> Iterator[list[dict[str, Any]]]:

@@ -109,7 +109,7 @@ class BeamOptions:
                 ("verification", Verification.AUTO),
             ):
                 if getattr(self, name) != default:
-                    raise UsageError(f"{name} is for beam sampling; deterministic beam search draws nothing: use mode 'sample'")
+                    raise UsageError(f"{name} is for beam sampling; beam search draws nothing; use mode 'sample'")
 
     def _check_counts(self) -> None:
         for name in ("beams", "draft_depth", "num_return_sequences", "draft_width", "min_width"):

@@ -257,6 +257,6 @@ def _llama_cpp_library() -> Any:
         reason = str(problem).splitlines()[0][:200]
         raise UsageError(
             f"method 'llama.cpp' needs the package llama-cpp-python, which cannot be loaded ({reason}); "
-            f"get it with: pip install llama-cpp-python, or name a build of llama.cpp by lib=PATH or {VARIABLE}"
+            f"get it with: pip install llama-cpp-python, or give a build of llama.cpp with lib=PATH or {VARIABLE}"
         ) from None
     return llama_cpp

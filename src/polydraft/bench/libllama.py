@@ -97,7 +97,7 @@ def find_build(place: str) -> Path:
             if (path / folder / name).is_file():
                 return path / folder / name
     what = f"folder {place!r} has no {_FILES[0]}" if path.is_dir() else f"there is no library or folder {place!r}"
-    raise UsageError(f"{what}; name what cmake made of llama.cpp with -DBUILD_SHARED_LIBS=ON, such as build/bin")
+    raise UsageError(f"{what}; give the folder where cmake built llama.cpp with -DBUILD_SHARED_LIBS=ON, such as build/bin")
 
 
 def find_wheel() -> Path:
@@ -126,7 +126,7 @@ def _opened(file: Path) -> ctypes.CDLL:
             raise UsageError(f"{str(file)!r} has no function {name}; use {_SINCE}") from None
         function.restype, function.argtypes = result, arguments
     if library.llama_supports_gpu_offload():  # where layers go is written in a structure of unknown layout
-        raise UsageError(f"{str(file)!r} is built for a GPU, and is measured on CPUs only; use a build without")
+        raise UsageError(f"{str(file)!r} is built for a GPU, but is measured on CPUs only; use a build without GPU support")
     library.llama_log_set(_SILENCE, None)
     library.llama_backend_init()
     return library
@@ -161,7 +161,7 @@ class LlamaCpp:
         weakref.finalize(self, library.llama_free, context)  # before the model: the newest is called first
         library.llama_set_n_threads(context, threads, threads)
         if not capacity <= library.llama_n_ctx(context) < 2 * capacity + 512 or library.llama_n_threads(context) != threads:
-            raise UsageError(f"{str(file)!r} has parameters of another layout than those known here; use {_SINCE}")
+            raise UsageError(f"{str(file)!r} has an unknown parameter layout; use {_SINCE}")
         self._most = int(library.llama_n_batch(context))
         self._memory = library.llama_get_memory(context)
         self.instructions = library.llama_print_system_info().decode(errors="replace").strip(" |\n")
@@ -225,5 +225,5 @@ class LlamaCpp:
         fits = all(room) and not probe.embeddings and batch.count == len(flags)
         self._library.llama_batch_free(probe)
         if not fits:
-            raise UsageError("this llama.cpp lays its batches out in another way than those known here; use an earlier one")
+            raise UsageError("this llama.cpp has an unknown batch layout; use an earlier one")
         batch.outputs = ctypes.addressof(flags)

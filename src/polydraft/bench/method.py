@@ -80,7 +80,7 @@ class MethodSpec:
         for pair in pairs:
             key, separator, value = pair.partition("=")
             if not separator:
-                raise UsageError(f"method {text!r}: {pair!r} is not an option; write name:argument,option=value")
+                raise UsageError(f"method {text!r}: {pair!r} is not an option with a value; write name:argument,option=value")
             options[key] = value
         return cls(text, name, argument, options)
 

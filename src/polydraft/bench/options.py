@@ -26,33 +26,33 @@ class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
     source: str = "builtin"
     """builtin, a file, or hf:NAME[:SPLIT]."""
     limit: int | None = None
-    """Use so many prompts, spread over the categories."""
+    """Use this many prompts, spread over the categories  [default: all]."""
     shard: str | None = None
-    """Measure only the I-th of N shares of these prompts, I/N; see merge."""
+    """Measure only the I-th of N parts of these prompts; join them with: polydraft bench merge."""
     methods: tuple[str, ...]
     """Methods, separated by spaces."""
     corpus: str = "auto"
     """Corpus cache: a file, none, or auto."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 decodes greedily."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Sample from the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the likeliest tokens up to this mass."""
+    """Sample from the likeliest tokens that together reach this probability."""
     log_likelihood: bool = False
-    """Also score every text with the target, outside the measured time."""
+    """Also score every text with the target; this is not timed."""
     max_new_tokens: int = 64
-    """Most tokens of each text."""
+    """Generate at most this many tokens per text."""
     repeat: int = 1
-    """Measure everything so many times."""
+    """Measure everything this many times."""
     batch: int = 1
-    """Decode so many texts side by side, to count what is accepted; nothing is warmed up, so speeds mean little then."""
+    """Decode this many texts at a time, to count what is accepted; above 1 nothing is warmed up, so speeds mean little."""
     seed: int = 0
-    """Seed of the first repeat; later ones count up."""
+    """Seed of the first repeat; each later one adds 1."""
     raw: bool = False
     """Use prompts as they are, without the chat template."""
     threads: int | None = None
-    """CPU threads  [default: torch's choice]."""
+    """Number of CPU threads  [default: torch's choice]."""
 
     def __post_init__(self) -> None:
         from polydraft.bench import _ours, _peers  # noqa: F401  (they register the methods)

@@ -25,46 +25,48 @@ class ServingLoad:
     """Load."""
 
     url: str = "http://127.0.0.1:8000"
-    """Server to measure: ours, or any that speaks the OpenAI API."""
+    """Server to measure: polydraft serve, or any that speaks the OpenAI API."""
     model: str | None = None
-    """Model to ask for  [default: the first that the server lists]."""
+    """Model to ask for  [default: the first one that the server lists]."""
     arms: str = "auto off"
-    """What to compare: auto, off (ours, speculation on and off), as-is (any server, asked for nothing special), transformers,
-    llama.cpp (peers, each started for its turn)."""
+    """What to compare, separated by spaces: auto and off (polydraft serve with and without speculation), as-is (any server,
+    plain requests), transformers and llama.cpp (peers, started automatically)."""
     peer_model: str = "smollm2"
-    """Model of peers: a folder in Hugging Face format, or a GGUF file for llama.cpp."""
+    """Model for the peers: a folder in Hugging Face format, or a GGUF file for llama.cpp."""
     requests: int = 64
     """Requests per arm."""
     rate: float | None = None
-    """Requests per second, arriving by chance (Poisson)."""
+    """Requests per second, arriving at random (Poisson)."""
     concurrency: int | None = None
-    """Requests under way at the same time, in place of --rate."""
+    """Requests to keep running at the same time, instead of --rate."""
     max_tokens: int = 128
-    """Most new tokens of an answer."""
+    """Generate at most this many tokens per answer."""
     temperature: float = 0.7
-    """0 is greedy."""
+    """Sampling temperature; 0 decodes greedily."""
     first_limit: float = 1.0
-    """Goodput counts answers whose first token came within so many seconds,"""
+    """Goodput counts only answers whose first token came within this many seconds."""
     token_limit: float = 0.1
-    """and whose other tokens took no longer than this on average."""
+    """Goodput counts only answers whose other tokens took at most this many seconds each, on average."""
     seed: int = 0
-    """Of the arrivals."""
+    """Seed of the arrival times."""
     api_key: str | None = None
-    """Key to show."""
+    """API key to send to the server."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme != "http" or not parts.hostname:
             raise UsageError(f"--url {self.url!r} is not the address of a server; allowed: http://HOST[:PORT]")
-        if (self.rate is None) == (self.concurrency is None):
-            raise UsageError("give either --rate (requests per second) or --concurrency (requests at the same time)")
+        if self.rate is None and self.concurrency is None:
+            raise UsageError("no load given; give --rate (requests per second) or --concurrency (requests at the same time)")
+        if self.rate is not None and self.concurrency is not None:
+            raise UsageError(f"--rate {self.rate} and --concurrency {self.concurrency} cannot be combined; leave one out")
         for name in ("requests", "rate", "concurrency", "max_tokens"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is out of range; allowed: above 0")
         wrong = [arm for arm in self.arms.split() if arm not in ARMS]
         if wrong or not self.arms.split():
-            raise UsageError(f"--arms {self.arms!r} is not known; allowed: {', '.join(ARMS)}, with blanks between them")
+            raise UsageError(f"unknown --arms {self.arms!r}; allowed: {', '.join(ARMS)}, separated by spaces")
 
 
 @dataclass
@@ -103,7 +105,7 @@ class Client:
             return str(json.loads(connection.getresponse().read())["data"][0]["id"])
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise FailureError(
-                f"cannot ask {self._options.url} for its models ({error}); check --url, or give --model"
+                f"cannot get the models of {self._options.url} ({error}); check --url, or give --model"
             ) from None
         finally:
             connection.close()

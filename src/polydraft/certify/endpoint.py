@@ -60,7 +60,7 @@ class Endpoint:
         if not isinstance(text, str):
             where = "choices[0].message.content" if self.chat else "choices[0].text"
             raise FailureError(
-                f"{self.address} answered without {where}; name an OpenAI-compatible one, with or without --chat"
+                f"{self.address} answered without {where}; give an OpenAI-compatible --url, and try with or without --chat"
             )
         return text
 
@@ -76,7 +76,7 @@ class Endpoint:
             raise FailureError(f"{self.address} answered HTTP {error.code} ({said}); check --url and --model") from None
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError, as are timeouts
             reason = getattr(error, "reason", None) or error or type(error).__name__
-            raise FailureError(f"cannot reach {self.address} ({reason}); check that the server runs, and --url") from None
+            raise FailureError(f"cannot reach {self.address} ({reason}); check that the server is running, and --url") from None
         try:
             return json.loads(content)
         except ValueError:

@@ -31,27 +31,33 @@ _ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")
 @click.command("analyze")
 @options_of(LoadOptions, only=("target", "draft", "draft_temperature"))
 @click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
-@click.option("--limit", type=int, default=32, show_default=True, help="Use so many prompts, spread over the categories.")
+@click.option("--limit", type=int, default=32, show_default=True, help="Use this many prompts, spread over the categories.")
 @click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
-@click.option("--temperature", default=None, metavar="T,T,...", help="Temperatures  [default: 0.6,1.0].")
-@click.option("--drafts", default=None, metavar="N,N,...", help="Numbers of drafts  [default: 2,4,8].")
-@click.option("--schemes", default="all", show_default=True, metavar="NAME,...", help="Schemes; 'polydraft info' lists them.")
+@click.option("--temperature", default=None, metavar="T,T,...", help="Temperatures to analyze  [default: 0.6,1.0].")
+@click.option("--drafts", default=None, metavar="N,N,...", help="Numbers of drafts to analyze  [default: 2,4,8].")
+@click.option(
+    "--schemes", default="all", show_default=True, metavar="NAME,...", help="Schemes to analyze; 'polydraft info' lists them."
+)
 @click.option("--sweep", type=click.Choice(["temperature", "drafts"]), help="Plot α over many temperatures or drafts.")
-@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each answer.")
-@click.option("--positions", type=int, default=256, show_default=True, help="Positions of the answers to look at, at random.")
-@click.option("--batch-size", type=int, default=16, show_default=True, help="Prompts answered side by side.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same answers and positions.")
-@click.option("--paper-bound", is_flag=True, help="Show beside α* what the paper prints for it.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for tables, plots and collected laws.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Generate at most this many tokens per answer.")
+@click.option(
+    "--positions", type=int, default=256, show_default=True, help="Number of random positions in the answers to examine."
+)
+@click.option("--batch-size", type=int, default=16, show_default=True, help="Prompts to answer at a time.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same answers and positions.")
+@click.option("--paper-bound", is_flag=True, help="Also show the value that the paper prints for α*.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=None, help="Folder for tables, plots and collected distributions."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 @machine_options()
 def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) -> None:
-    """Compare what every scheme accepts with the most that any verifier could accept of drafts drawn in the same way.
+    """Compare what each scheme accepts with the most that any verifier could accept from drafts drawn the same way.
 
-    The target answers prompts; at positions of the answers both models' laws are collected, and from these the acceptance α of
-    each scheme with n drafts, the optimum α* for its way of drawing, and the gap between them are computed (Table 1 of
-    "Towards Optimal Multi-Draft Speculative Decoding"; --sweep draws its Figures 1 and 2). Errors are standard errors over
-    prompts. Laws are kept, in --out or in the cache folder, so that asking for another scheme runs no model.
+    The target answers prompts, and both models' distributions are collected at random positions of the answers. From these the
+    command computes the acceptance α of each scheme with n drafts, the optimum α* for its way of drawing, and the gap between
+    them (Table 1 of "Towards Optimal Multi-Draft Speculative Decoding"; --sweep draws its Figures 1 and 2). Errors are standard
+    errors over prompts. The distributions stay in --out or in the cache folder, so analyzing another scheme runs no model.
     """
     from polydraft.analyze import Analysis
     from polydraft.analyze.files import Sweep, write_files
@@ -96,7 +102,7 @@ def _numbers(option: str, text: str, kind: type[float] | type[int]) -> tuple[Any
         numbers = ()
     if not numbers:
         what, example = ("whole numbers", "2,4,8") if kind is int else ("numbers", "0.6,1.0")
-        raise UsageError(f"{option} {text!r} is not a list of {what}; write them with commas, such as {example}")
+        raise UsageError(f"{option} {text!r} is not a list of {what}; separate them with commas, such as {example}")
     return numbers
 
 

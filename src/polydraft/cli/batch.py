@@ -18,18 +18,19 @@ from polydraft.errors import FailureError, UsageError
 @click.command("batch", cls=GroupedCommand)
 @click.argument("prompts", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="File for the results, one JSON object per line.")
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run in --out.")
 @click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print the totals as one JSON object.")
 @options_of(BatchOptions)
 @options_of(WorkerOptions)
 @shared_options
 def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **options: Any) -> None:
-    """Generate for every row of a file: JSON lines (prompt, or messages), other prompt formats, or text, one prompt per line.
+    """Generate text for every row of the file PROMPTS.
 
-    Slots are filled again as texts end. Results stand in the order of the rows, each with its row's number. A row that cannot
-    be used gets an error in its place, and does not stop the others. After a kill, --resume goes on behind the last result;
-    every row has a seed of its own, so that its text is the same. With --ray, workers on a cluster share the rows.
+    Rows are JSON lines (with a prompt, with messages, or in another known format), or plain text with one prompt per line.
+    When a text ends, the next row takes its slot. Results come in the order of the rows, each with its row number. A row that
+    cannot be used gets an error as its result and does not stop the others. After an interruption, --resume continues after
+    the last result; every row has its own seed, so its text stays the same. With --ray, workers on a cluster share the rows.
     """
     from polydraft.batch.results import Nowhere, ResultFile, Results
     from polydraft.batch.running import BatchTask, run_batch
@@ -58,7 +59,7 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     except BaseException as error:
         results.close(quietly=True)
         if isinstance(error, KeyboardInterrupt):
-            click.echo(f"{results.totals.rows} rows are in {out}; go on with --resume", err=True)
+            click.echo(f"{results.totals.rows} rows are in {out}; continue with --resume", err=True)
         raise
     results.close()
     if follows:

@@ -15,9 +15,10 @@ from polydraft.errors import FailureError, UsageError
 if TYPE_CHECKING:
     from polydraft.bench.session import BenchSession
 
+_PAGE = ".html"
 _BEHIND = (
-    f"Options behind a method, as in mcsd:4x2x1,walk=node: {', '.join(one.short for one in method_options(grams=True))}; "
-    "what they mean: polydraft generate --help. Static trees have attention=flat too."
+    f"Options of a method, as in mcsd:4x2x1,walk=node: {', '.join(one.short for one in method_options(grams=True))}; "
+    "'polydraft generate --help' explains them. Static trees also take attention=flat."
 )
 
 
@@ -32,7 +33,7 @@ _BEHIND = (
 @click.option(
     "--reproduce",
     default=None,
-    help="Measure papers again: mcsd, optimal, self-draft, improved, dsbd, several with commas, or all. --prompts may be a "
+    help="Reproduce papers: mcsd, optimal, self-draft, improved, dsbd, several separated by commas, or all. --prompts may be a "
     "folder of prompt sets.",
 )
 @click.option(
@@ -40,38 +41,38 @@ _BEHIND = (
     type=click.Choice(["smoke", "page"]),
     default="smoke",
     show_default=True,
-    help="How much --reproduce measures: a try, or what docs/papers shows.",
+    help="How much --reproduce measures: smoke is a quick try, page is what docs/papers shows.",
 )
 @click.option(
     "--untimed",
     is_flag=True,
-    help="Leave out what is timed, so that several --reproduce can share a machine; --resume adds it.",
+    help="Skip what is timed, so that several --reproduce runs can share a machine; --resume adds it.",
 )
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html.")
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run in --out.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html; required.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run in --out.")
 @click.pass_context
 def command(context: click.Context, /, **options: Any) -> None:
-    """Measure methods on the same prompts, arms interleaved in one process, against plain decoding (ar).
+    """Benchmark methods on the same prompts, interleaved in one process, against plain decoding (ar).
 
     Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, dynamic:NODES[:DEPTH]; without a draft: self-draft:NUMBERxLENGTH,
     ngram, lookup, suffix, corpus; combinations such as lookup+mcsd:4x2x1; target-init:WIDTHxDEPTH, which is lossy; beams:
     beam:W, beam-search:W, dsbd:W,width=..,depth=..,threshold=.. (see docs/beams.md); peers: hf, hf-assisted, hf-lookup,
-    hf-compiled, hf-beam:W, llama.cpp, llama.cpp,lib=PATH (a build of your own), xllamacpp. At temperature 0 all texts but
-    those of lossy methods, beams and llama.cpp are checked against ar's while measuring.
+    hf-compiled, hf-beam:W, llama.cpp, llama.cpp,lib=PATH (your own build), xllamacpp. At temperature 0, all texts except those
+    of lossy methods, beams and llama.cpp are checked against ar's while measuring.
 
-    A long run can be shared: N processes, each with --shard I/N, its own --out and its own cores (taskset), all other options
-    alike; then `polydraft bench merge OUT DIR...`.
+    To split a long run, start N processes, each with --shard I/N, its own --out and its own cores (taskset), and otherwise the
+    same options; then run `polydraft bench merge OUT DIR...`.
     """
     if context.invoked_subcommand is None:
         given = {name for name in options if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
         _bench(given, **options)
 
 
-@command.command("diff", short_help="Say what changed between two results.")
+@command.command("diff", short_help="Show what changed between two results.")
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 def diff(before: Path, after: Path) -> None:
-    """Say what changed beyond noise between two results (folders or results.json files)."""
+    """Show what changed beyond noise between two results (folders or results.json files)."""
     from polydraft.bench.diff import compare, format_diff, load_results
 
     click.echo(format_diff(compare(load_results(before), load_results(after))))
@@ -79,20 +80,26 @@ def diff(before: Path, after: Path) -> None:
 
 @command.command("serve", short_help="Measure a server under load.")
 @options_of(ServingLoad)
-@click.option("--prompts", "source", default="builtin", show_default=True, help="Prompt file, dataset, or our own prompts.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="File for the figures, as JSON; a page beside it.")
+@click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=None, help="JSON file for the figures; an HTML page goes beside it."
+)
 def serve(source: str, out: Path | None, **options: Any) -> None:
-    """Measure a running server: time to the first token, between tokens and in all, throughput, and goodput under limits.
+    """Measure a running server: time to first token, between tokens and in total, throughput, and goodput under limits.
 
-    Arms run one after the other, on the same prompts and arrivals. transformers and llama.cpp start a peer's server for its
-    turn; any other server is measured by its --url with --arms as-is.
+    Arms run one after the other, with the same prompts and arrival times. The arms transformers and llama.cpp start their own
+    servers; to measure any other server, give its --url and --arms as-is.
     """
     from polydraft.bench.report.serving import render_load
     from polydraft.bench.serving import format_load, run_load
-    from polydraft.output import write_text
+    from polydraft.output import check_file, write_text
     from polydraft.prompts import load_prompts
 
     load = ServingLoad(**options)
+    if out is not None:
+        check_file(out)
+        if out.suffix == _PAGE:
+            raise UsageError(f"--out {out} is the name of the page; name the JSON file, such as {out.with_suffix('.json')}")
     prompts = [prompt.text for prompt in load_prompts(source, load.requests)]
     found = run_load(load, prompts, lambda arm, done: click.echo(f"\r{arm}: {done} of {load.requests}", err=True, nl=False))
     click.echo(err=True)
@@ -100,21 +107,22 @@ def serve(source: str, out: Path | None, **options: Any) -> None:
         click.echo(format_load(arm))
     if out is not None:
         measured = {"options": {**vars(load), "api_key": None}, "arms": found}
-        write_text(out, json.dumps(measured, indent=1) + "\n")
-        write_text(out.with_suffix(".html"), render_load(measured))
+        remedy = "the figures are above"
+        write_text(out, json.dumps(measured, indent=1) + "\n", remedy=remedy)
+        write_text(out.with_suffix(_PAGE), render_load(measured), remedy=remedy)
     for arm in found:
         if arm["errors"] == arm["requests"]:
-            raise FailureError(f"arm {arm['arm']} gave no answer ({arm['first_error']}); the others' figures stand above")
+            raise FailureError(f"arm {arm['arm']} gave no answer ({arm['first_error']}); the figures of the others are above")
 
 
 @command.command("merge", short_help="Join the shards of one run.")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--reproduce", default=None, help="The shards were measured with --reproduce PAPER: write its tables too.")
+@click.option("--reproduce", default=None, help="Paper of shards measured with --reproduce: also write its tables.")
 def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
-    """Join the shards in the folders DIR into one benchmark in the new folder OUT, with the statistics of their union.
+    """Join the shards in the folders DIR into one benchmark in the new folder OUT, with joint statistics.
 
-    All N shards must be there, finished, and begun with equal settings on the same machine.
+    Give all N shards, finished, and started with the same settings on the same machine.
     """
     from polydraft.bench.reproduction import merge_reproduction
     from polydraft.bench.shards import merge_shards
@@ -172,7 +180,7 @@ def _run(session: "BenchSession", out: Path, resume: bool) -> dict[str, Any]:
         try:
             return session.run(out, resume=resume, command=_command_line(), progress=progress)
         except KeyboardInterrupt:
-            click.echo(f"interrupted; what was measured is kept: add --resume to go on in {out}", err=True)
+            click.echo(f"interrupted; what was measured is kept: add --resume to continue in {out}", err=True)
             raise
 
 
@@ -188,7 +196,7 @@ def _show(results: dict[str, Any], out: Path) -> None:
     click.echo(f"{out / 'results.json'} and {out / 'report.html'} written")
     differing = [name for name, figures in results["methods"].items() if figures["differences"]]
     if differing:
-        raise FailureError(f"greedy texts of {', '.join(differing)} differ from ar's other than at near-ties; see {out}")
+        raise FailureError(f"greedy texts of {', '.join(differing)} differ from ar's, and not only at near-ties; see {out}")
     failed = {name: figures["error"] for name, figures in results["methods"].items() if figures["status"] != "ok"}
     if failed:
         reason = next(iter(failed.values()))

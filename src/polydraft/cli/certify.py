@@ -25,9 +25,11 @@ _prompted = with_options(
     [
         click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."),
         click.option(
-            "--limit", type=int, default=20, show_default=True, help="Use so many prompts, spread over the categories."
+            "--limit", type=int, default=20, show_default=True, help="Use this many prompts, spread over the categories."
         ),
-        click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens of each text."),
+        click.option(
+            "--max-new-tokens", type=int, default=64, show_default=True, help="Generate at most this many tokens per text."
+        ),
         _JSON,
     ]
 )
@@ -39,11 +41,11 @@ _prompted = with_options(
 @click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
 @_prompted
 def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: int, **options: Any) -> None:
-    """Compare a whole decoder's greedy texts, token by token, with those of the target alone.
+    """Compare a decoder's greedy texts, token by token, with those of the target alone.
 
-    The target's own text comes from its Hugging Face forward pass, one token at a time. Where texts part, the target's logits
-    decide: as good as equal is a near-tie, and the text is judged on from there; anything else is a counter-example. Drafts are
-    drawn by --scheme only where --draft-temperature is above 0. A decoder that is --lossy must fail.
+    The target's own text comes from its Hugging Face forward pass, one token at a time. Where two texts differ, the target's
+    logits decide: if they are practically equal it is a near-tie, and the comparison continues from there; anything else is a
+    counter-example. --scheme draws the drafts only if --draft-temperature is above 0. A --lossy decoder must fail.
     """
     from polydraft.certify.greedy_identity import certify_decoder
     from polydraft.prompts import load_prompts
@@ -61,16 +63,16 @@ def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: 
 @click.command("endpoint")
 @options_of(Loading, only=("target",))
 @click.option("--url", required=True, help="Address of an OpenAI-compatible server, such as http://localhost:8000/v1.")
-@click.option("--model", required=True, help="Name of the model there.")
+@click.option("--model", required=True, help="Name of the model on that server.")
 @click.option("--chat", is_flag=True, help="Ask /v1/chat/completions instead of /v1/completions.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait for one answer.")
 @_prompted
 @machine_options()
 def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **options: Any) -> None:
-    """Compare an endpoint's text at temperature 0 with the greedy text of --target, which it is said to serve.
+    """Compare an endpoint's text at temperature 0 with the greedy text of --target, the model it claims to serve.
 
-    Texts are followed along the target's tokens; near-ties are told by the target's logits, as for a decoder. Prompts go out
-    as they are, or with --chat as one message of the user.
+    Texts are compared along the target's tokens; its logits decide what is a near-tie, as in 'certify decoder'. Prompts are
+    sent as they are, or with --chat as one user message.
     """
     from polydraft.certify.endpoint import Endpoint
     from polydraft.certify.greedy_identity import certify_endpoint
@@ -105,11 +107,13 @@ class _Certify(click.Command):
     epilog="Also: polydraft certify decoder --help, polydraft certify endpoint --help.",
 )
 @click.argument("names", metavar="NAME...", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Every registered scheme, and every walk with all schemes that fit.")
-@click.option("--draws", default=None, help="How a function's drafts are drawn: with-replacement, without-replacement or top.")
-@click.option("--arrays", default="torch", show_default=True, help="What a function's probabilities come as: torch or numpy.")
-@click.option("--quick", is_flag=True, help="Try less: seconds instead of half a minute per name.")
-@click.option("--no-power", is_flag=True, help="Leave out the known wrong rules.")
+@click.option("--all", "everything", is_flag=True, help="Certify every scheme, and every walk with every scheme that fits it.")
+@click.option(
+    "--draws", default=None, help="How drafts for your function are drawn: with-replacement, without-replacement or top."
+)
+@click.option("--arrays", default="torch", show_default=True, help="Arrays that your function takes: torch or numpy.")
+@click.option("--quick", is_flag=True, help="Run fewer checks: seconds instead of half a minute per name.")
+@click.option("--no-power", is_flag=True, help="Skip the known wrong rules.")
 @machine_options(skip=("device", "dtype"))
 @_JSON
 def command(
@@ -122,19 +126,22 @@ def command(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Certify that verification rules leave the target's law unchanged.
+    """Certify that verification rules leave the target's distribution unchanged.
 
-    NAME is a scheme, a walk, SCHEME+WALK, or a rule of your own, module:attribute: a subclass of Scheme or Walk, a function
+    NAME is a scheme, a walk, SCHEME+WALK, or your own rule as module:attribute: a subclass of Scheme or Walk, a function
     law(target_probs, draft_probs, children) -> probs, or a function verify(target_probs, draft_probs, children, rng) -> token,
-    which can only be sampled. The rule is enumerated exactly, sampled, and taken through the whole engine; wrong rules that are
-    known go the same way, to show that each is caught. Exit code 1, and the smallest counter-example found, if it fails.
+    which can only be sampled. Each rule is enumerated exactly, sampled, and run through the whole engine. Known wrong rules get
+    the same checks, to show that they are caught. If a rule fails, the command prints the smallest counter-example it found
+    and exits with code 1.
     """
     from polydraft.certify import FULL, QUICK, all_subjects, certify, find_subject
 
-    if everything == bool(names):
-        raise UsageError("name what to certify, such as rrs-wor, or give --all, not both; 'polydraft info' lists what there is")
+    if everything and names:
+        raise UsageError(f"--all already covers {names[0]}; give names or --all, not both")
+    if not everything and not names:
+        raise UsageError("name what to certify, such as rrs-wor, or give --all; 'polydraft info' lists schemes and walks")
     if everything and draws is not None:
-        raise UsageError(f"--draws {draws} goes with a function of yours, module:function; leave it out with --all")
+        raise UsageError(f"--draws {draws} works only with your own function, module:function; leave it out with --all")
     subjects = all_subjects() if everything else [find_subject(name, draws, arrays) for name in dict.fromkeys(names)]
     set_threads(threads)
     with _progress() as progress:

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
-_HELP = "/reset forgets the conversation, /stats shows figures of the last answer, /exit or end of input leaves"
+_HELP = "/reset forgets the conversation, /stats shows the figures of the last answer, /exit or end of input leaves"
 
 
 @click.command("chat", cls=GroupedCommand)
 @shared_options
 @click.option("--system", default=None, help="System message that opens the conversation.")
 def command(system: str | None, **options: Any) -> None:
-    """Talk with the target; each turn reads only what is new, the rest is remembered.
+    """Chat with the target; each turn processes only the new text.
 
-    One line of standard input is one turn. /reset forgets the conversation, /stats shows the figures of the last
+    Each line of standard input is one turn. /reset forgets the conversation, /stats shows the figures of the last
     answer, /exit leaves.
     """
     from polydraft.cli.terminal import TokenPrinter, output_console, standard_input, summary_line

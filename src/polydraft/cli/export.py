@@ -16,26 +16,28 @@ from polydraft.output import cannot_write, check_folder, partial_beside
 
 @click.group("export")
 def command() -> None:
-    """Write a draft for other engines."""
+    """Export a draft for other engines."""
 
 
-@command.command("head")
+@command.command("head", short_help="Export a feature head.")
 @click.argument("folder", metavar="HEAD")
-@click.option("--format", "form", type=click.Choice(["speculators"]), required=True, help="vLLM's speculators (EAGLE-3).")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the head, which is not there yet.")
-@click.option("--target", help="Model that the head is for  [default: the one it was trained for].")
-@click.option("--verifier", help="Name or folder of the target where the head will be used  [default: that of --target].")
+@click.option(
+    "--format", "form", type=click.Choice(["speculators"]), required=True, help="Format to write: vLLM's speculators (EAGLE-3)."
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder for the exported head.")
+@click.option("--target", help="Target model of the head  [default: the one it was trained for].")
+@click.option("--verifier", help="Target's name or folder where the head will be used  [default: the same as --target].")
 @machine_options(device={"help": "auto, cpu, cuda, cuda:1, ..."}, dtype={"help": "auto, float32, bfloat16."})
 def head(
     folder: str, form: str, out: Path, target: str | None, verifier: str | None, device: str, dtype: str, threads: int | None
 ) -> None:
-    """Write the feature head in the folder HEAD, or of this name, so that others load it and compute the same logits.
+    """Export the feature head HEAD (a folder or a name), so that other engines load it and compute the same logits.
 
-    What the format cannot say is printed.
+    Notes on standard error list what the format cannot express.
     """
     check_folder(out, resume=False)
     if out.exists():
-        raise UsageError(f"--out {out} is there already; choose another --out")
+        raise UsageError(f"--out {out} already exists; choose another --out")
 
     from polydraft.models import FeatureHead
     from polydraft.models.bundled import BUNDLED, bundled_folder
@@ -50,7 +52,7 @@ def head(
         loaded = load_model(name, place, resolve_dtype(dtype, place))
         draft = load_draft(folder, loaded)
         if not isinstance(draft, FeatureHead):
-            raise UsageError(f"{folder} is no feature head; export takes a folder made by: polydraft train head")
+            raise UsageError(f"{folder} is not a feature head; give a folder made by: polydraft train head")
         found = verifier or (str(bundled_folder()) if name == BUNDLED else name)
         notes = export_speculators(draft, loaded.model, found, partial)
     for note in notes:
@@ -80,6 +82,8 @@ def _trained_for(folder: str) -> str:
         name = config.get("trained_for")
     except (OSError, ValueError, AttributeError):
         name = None
+    if name is None and folder not in SHIPPED_DRAFTS and not Path(folder).is_dir():
+        raise UsageError(f"there is no folder {folder} that could say its target; check the name, or pass --target NAME")
     if not isinstance(name, str):
         raise UsageError(f"{folder} does not say which target it was trained for; pass --target NAME")
     return name

@@ -26,31 +26,32 @@ class BeamChoices:
     """Beams and several samples."""
 
     beams: int | None = None
-    """Decode with so many beams; beam search at temperature 0, sampling above."""
+    """Decode with this many beams: beam search at temperature 0, beam sampling above."""
     beam_mode: str | None = None
-    """search or sample  [default: by the temperature]."""
+    """search or sample  [default: search at temperature 0, sample above]."""
     draws: str | None = None
-    """Sampling: distinct beams, iid ones, or hf (twice as many drawn, the best kept)."""
+    """When sampling: distinct beams, iid (independent) beams, or hf (draw twice as many, keep the best)."""
     verification: str | None = None
-    """Sampling: layers (the paper's), coupled (shared noise) or auto."""
+    """When sampling: layers (the paper's method), coupled (shared noise) or auto."""
     draft_width: int | None = None
-    """Beams of the draft  [default: 4 times the beams on a GPU, 1.5 times on a CPU; twice with --width-threshold]."""
+    """Number of draft beams  [default: 4 times --beams on a GPU, 1.5 times on a CPU; twice with --width-threshold]."""
     draft_depth: int | None = None
-    """Most steps that the draft's beams run ahead  [default: 4 on a GPU, 2 on a CPU; 3 with --width-threshold]."""
+    """Let draft beams run at most this many steps ahead  [default: 4 on a GPU, 2 on a CPU; 3 with --width-threshold]."""
     twins: bool = False
-    """Draft beams from what the target said after texts that end alike; needs no draft model."""
+    """Draft beams from what the target predicted after texts with the same ending; needs no draft model."""
     width_threshold: float | None = None
-    """Sampling: keep as many beams per layer as drafts yield with this chance."""
+    """When sampling: keep as many beams per layer as the drafts yield with this probability."""
     min_width: int | None = None
-    """Least beams per layer, with --width-threshold."""
+    """With --width-threshold: keep at least this many beams per layer."""
     one_cache: bool = False
-    """Sampling: go on with the likeliest beam after each round (a heuristic, no sampling law)."""
+    """When sampling: continue with only the likeliest beam after each round (a heuristic; the text is no longer an exact
+    sample)."""
     length_penalty: float | None = None
-    """Beam scores are divided by length to this power  [default: 1]."""
+    """Divide beam scores by the length raised to this power  [default: 1]."""
     early_stopping: Literal["true", "false", "never"] | None = None
-    """When beams end, as in Hugging Face  [default: false]."""
+    """When beam search stops, as in Hugging Face  [default: false]."""
     num_return_sequences: int | None = None
-    """Texts wanted, with log-probabilities: the best beams, or so many samples."""
+    """Return this many texts with their log-probabilities: the best beams, or independent samples."""
 
     def given(self) -> dict[str, Any]:
         """Return those that were set."""
@@ -113,16 +114,16 @@ class Task:
     heading="Sampling",
     type=click.Path(path_type=Path),
     default=None,
-    help="File with a JSON schema that the text follows.",
+    help="File with a JSON schema that the text must follow.",
 )
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
-@click.option("--compare", is_flag=True, help="Also decode plainly and with Hugging Face, in the same run, and print a table.")
+@click.option("--compare", is_flag=True, help="Also decode without drafts and with Hugging Face, and print a comparison.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_json: bool, **options: Any) -> None:
-    """Generate text that continues or answers PROMPT ('-' reads it from standard input).
+    """Generate text that continues or answers PROMPT ('-' reads the prompt from standard input).
 
-    The text follows the target's own sampling law, whatever draft, tree and scheme are chosen; at temperature 0 it is
-    the target's greedy text. With --beams it is the text of beam search or beam sampling, see docs/beams.md.
+    Whichever draft, tree and scheme you choose, the text is distributed exactly as the target alone would sample it; at
+    temperature 0 it is the target's greedy text. With --beams it comes from beam search or beam sampling: see docs/beams.md.
     """
     from polydraft.cli.terminal import read_all
 
@@ -130,7 +131,7 @@ def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_
     choices = Choices(**options)
     params = choices.check()
     if as_json and compare:
-        raise UsageError("--json and --compare do not go together; run plain decoding apart, with --json --draft none")
+        raise UsageError("--json and --compare cannot be combined; for a baseline, run again with --json --draft none")
     text = read_all() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("empty prompt: it has no tokens; give at least one character")
@@ -149,9 +150,10 @@ def _read_schema(file: Path) -> Any:
     try:
         schema = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read --json-schema {file} ({error}); give a file with a JSON schema") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read --json-schema {file} ({reason}); give a file with a JSON schema") from None
     if not isinstance(schema, dict):
-        raise UsageError(f"--json-schema {file} holds no JSON object; give a JSON schema")
+        raise UsageError(f"--json-schema {file} does not hold a JSON object; give a file with a JSON schema")
     return schema
 
 
@@ -206,14 +208,16 @@ def _generate_samples(task: Task, beams: BeamChoices) -> None:
     for name in beams.given():
         if name != "num_return_sequences":
             flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
-            raise UsageError(f"{flag} is for beams; add --beams, such as --beams 4")
+            raise UsageError(f"{flag} works only with --beams; add it, such as --beams 4")
     assert count is not None
     if count < 1:
         raise UsageError(f"--num-return-sequences {count} is out of range; allowed: whole numbers from 1")
     if count > 1 and task.params.temperature == 0:
-        raise UsageError("--num-return-sequences needs a temperature above 0, or all texts would be the same; or use --beams")
+        raise UsageError(
+            "--num-return-sequences above 1 at temperature 0 would repeat one text; raise --temperature, or add --beams"
+        )
     if task.compare:
-        raise UsageError("--compare compares one text; leave --num-return-sequences out")
+        raise UsageError("--compare works with one text only; leave out --num-return-sequences")
     from polydraft.beam import scored
     from polydraft.cli.terminal import summary_line
 
@@ -278,7 +282,7 @@ def _refuse_what_does_not_apply(choices: Choices) -> None:
     """Refuse options of single texts."""
     for flag, value in (("--scheme", choices.scheme), ("--walk", choices.walk), ("--tree", choices.tree)):
         if value != "auto":
-            what = "beams have forests and a verification of their own" if flag != "--tree" else "beams grow forests"
+            what = "beams have their own verification" if flag != "--tree" else "beams grow forests"
             remedy = "--draft-width and --draft-depth" if flag == "--tree" else "--beam-verification"
             raise UsageError(f"{flag} {value} does not apply to beams: {what}; leave it out, or see {remedy}")
     if choices.drafter not in ("auto", "model"):
@@ -287,7 +291,7 @@ def _refuse_what_does_not_apply(choices: Choices) -> None:
             "from the target; leave it out"
         )
     if choices.decision is not None:
-        raise UsageError("--decision does not apply to beams, which end their forests by themselves; leave it out")
+        raise UsageError("--decision does not apply to beams, which decide for themselves when to stop drafting; leave it out")
     if choices.draft_temperature is not None:
         raise UsageError("--draft-temperature does not apply to beams, whose draft samples as the target does; leave it out")
 

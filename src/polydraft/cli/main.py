@@ -13,17 +13,17 @@ import polydraft
 from polydraft.errors import PolydraftError, UsageError
 
 _COMMANDS = {
-    "analyze": "Compare what schemes accept with the most that could be accepted.",
-    "batch": "Generate for a whole file of prompts.",
-    "bench": "Measure methods against each other.",
-    "certify": "Show that a rule, a decoder or an endpoint is lossless.",
-    "chat": "Talk with the target over several turns.",
-    "export": "Write a draft for other engines.",
+    "analyze": "Compare what each scheme accepts with the theoretical best.",
+    "batch": "Generate text for a whole file of prompts.",
+    "bench": "Benchmark decoding methods against each other.",
+    "certify": "Check that a rule, a decoder or an endpoint is lossless.",
+    "chat": "Chat with the target model.",
+    "export": "Export a draft for other engines.",
     "generate": "Generate text from one prompt.",
-    "info": "Show what is installed and what can be chosen.",
-    "serve": "Serve the target by the OpenAI API.",
+    "info": "Show what is installed and which schemes, drafters and models there are.",
+    "serve": "Serve the target over the OpenAI API.",
     "train": "Train a draft for your target.",
-    "tune": "Say what drafting would give here, and keep the best settings.",
+    "tune": "Find the best drafting settings for this machine, and keep them.",
 }
 
 
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def run(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     if sys.stdout is None:  # closed by whoever started us: all that is printed would be lost without a word
-        return _complain("standard output is closed; nothing was done: let it go to a file or a pipe", 1)
+        return _complain("standard output is closed, so nothing was done; send it to a file or a pipe", 1)
     # Torch's, with 15 lines of its stack, on CPUs without bfloat16: it multiplies another way, and nothing is wrong.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     try:

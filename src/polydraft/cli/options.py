@@ -117,7 +117,7 @@ class Threads:
     """Machine."""
 
     threads: int | None = None
-    """CPU threads  [default: torch's choice]."""
+    """Number of CPU threads  [default: torch's choice]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class Loading(LoadOptions, NgramOptions, Threads):
         for option in options_in(NgramOptions):
             if getattr(self, option.name) != option.default:
                 flag = option.name.replace("_", "-")
-                raise UsageError(f"--{flag} does not reach {who}; leave it out, or go without --ray")
+                raise UsageError(f"--{flag} is not passed on to {who}; leave it out, or run without --ray")
         return {one.name: getattr(self, one.name) for one in options_in(LoadOptions) if one.has_text}
 
 
@@ -145,13 +145,13 @@ class Request:
     """Options."""
 
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 decodes greedily."""
     top_p: float = 1.0
-    """Keep the likeliest tokens up to this mass."""
+    """Sample from the likeliest tokens that together reach this probability."""
     max_new_tokens: int = 128
-    """Most tokens to generate."""
+    """Generate at most this many tokens."""
     seed: int = 0
-    """Same seed, same text (dynamic trees: on one machine, with as many threads)."""
+    """The same seed gives the same text (with dynamic trees: on the same machine, with the same number of threads)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +159,11 @@ class Sampling:
     """Sampling."""
 
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Sample from the k likeliest tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Keep tokens this likely relative to the likeliest."""
+    """Drop tokens less likely than this fraction of the likeliest one's probability."""
     repetition_penalty: float = 1.0
-    """Above 1 discourages repetition."""
+    """Values above 1 discourage repetition."""
     stop: tuple[str, ...] = ()
     """String that ends the text; may be given several times."""
 

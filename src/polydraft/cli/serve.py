@@ -17,10 +17,10 @@ from polydraft.serve.options import ReplicaOptions, ServeOptions
 @options_of(ReplicaOptions)
 @loading_options
 def command(**options: Any) -> None:
-    """Serve the target by the OpenAI API, many texts at a time, and a page to talk to it.
+    """Serve the target over the OpenAI API, many texts at a time, with a web page to chat with it.
 
-    Without arguments it serves the bundled model to this machine alone, at http://127.0.0.1:8000. SIGTERM and Ctrl-C let
-    running answers end; a second Ctrl-C does not.
+    Without arguments it serves the bundled model at http://127.0.0.1:8000, to this machine only. After SIGTERM or Ctrl-C,
+    running answers may finish; a second Ctrl-C stops at once.
     """
     replicas = taken(ReplicaOptions, options)
     settings = taken(ServeOptions, options)
@@ -33,7 +33,7 @@ def command(**options: Any) -> None:
         raise UsageError(f"{error}; install what a server needs: pip install 'polydraft[serve]'") from None
     loading = Loading(**options)
     if replicas.ray and loading.device_map == TENSOR_PARALLEL:
-        raise UsageError("--device-map tp does not go with --ray; leave one of them out")
+        raise UsageError("--device-map tp and --ray cannot be combined; leave one out")
     if loading.device_map == TENSOR_PARALLEL and is_follower():
         for name in (signal.SIGTERM, signal.SIGINT):  # the first process says when to leave
             signal.signal(name, signal.SIG_IGN)
@@ -60,7 +60,7 @@ def _serve_by_ray(loading: Loading, settings: ServeOptions, replicas: ReplicaOpt
         raise UsageError(f"{error}; install what replicas need: pip install 'polydraft[ray]'") from None
     given = loading.for_others("replicas")
     if settings.port == 0:
-        raise UsageError("--port 0 does not go with --ray; name a port")
+        raise UsageError("--port 0 and --ray cannot be combined; choose a port")
     given |= {one.name: getattr(settings, one.name) for one in options_in(ServeOptions)}
     given |= {one.name: getattr(replicas, one.name) for one in options_in(ReplicaOptions)}
     prepare(loading.threads)

@@ -26,7 +26,7 @@ _SILENCE_SECONDS = 5.0
 def standard_input() -> TextIO:
     """Return standard input, refusing one that is closed."""
     if sys.stdin is None:
-        raise UsageError("standard input is closed; give the text as an argument, or by a file or a pipe")
+        raise UsageError("standard input is closed; pass the text as an argument, or pipe it in")
     return sys.stdin
 
 

@@ -9,6 +9,7 @@ import click
 from polydraft.cli.options import machine_options, options_of, prepare, with_options
 from polydraft.errors import UsageError
 from polydraft.options import PairOptions
+from polydraft.output import check_empty
 from polydraft.train import CorpusCacheSettings, DecisionSettings, DraftSize, HeadSize, TrainSettings
 
 if TYPE_CHECKING:
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from polydraft.train.training import Report
 
 _DTYPES = "auto, float32, bfloat16."
-_TAPS = "Layers of the target to read besides the last, such as 8,15,23; 'none' for none  [default: 2, 1/4, 1/2, 3/4 of the way, n-3]."
+_TAPS = "Layers of the target to read besides the last, such as 8,15,23, or none  [default: of n layers, 2, n/4, n/2, 3n/4 and n-3]."
 _shared = with_options([
     click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the draft."),
     options_of(TrainSettings, skip=("size",), prompt_limit={"flag": "--limit"}, texts={"flag": "--text"}),
-    click.option("--resume", is_flag=True, help="Go on with an interrupted training in --out."),
+    click.option("--resume", is_flag=True, help="Continue an interrupted training in --out."),
     machine_options(dtype={"help": _DTYPES}),
 ])  # fmt: skip
 
@@ -31,13 +32,13 @@ _shared = with_options([
 def command() -> None:
     """Train a draft for a target, from text that the target writes itself.
 
-    'draft' distils a small language model; 'head' trains one layer on the target's hidden states, which learns faster and
-    accepts more, but serves that one target only. Both are loaded with --draft FOLDER. 'decision' trains a small model that ends
-    drafting early, for --decision FOLDER. 'corpus-cache' counts n-grams for drafting without a model.
+    'draft' distils a small language model. 'head' trains one layer on the target's hidden states: it learns faster and gets more
+    tokens accepted, but works with that one target only. Load either with --draft FOLDER. 'decision' trains a small model that
+    ends drafting early; load it with --decision FOLDER. 'corpus-cache' counts n-grams for drafting without a model.
     """
 
 
-@command.command("draft")
+@command.command("draft", short_help="Distil a small language model.")
 @_shared
 @options_of(DraftSize)
 def draft(layers: int, width: int, **options: Any) -> None:
@@ -45,11 +46,11 @@ def draft(layers: int, width: int, **options: Any) -> None:
     _train(DraftSize(layers=layers, width=width), options)
 
 
-@command.command("head")
+@command.command("head", short_help="Train a feature head on the target's hidden states.")
 @_shared
 @options_of(HeadSize, mlp_size={"flag": "--mlp"}, taps={"type": str, "multiple": False, "help": _TAPS})
 def head(mlp_size: int, taps: str | None, rollouts: int, start: Path | None, tree: str, **options: Any) -> None:
-    """Train a feature head, in the manner of EAGLE, on the target's hidden states."""
+    """Train a feature head, as in EAGLE, on the target's hidden states."""
     _train(HeadSize(mlp_size=mlp_size, taps=_layers(taps), rollouts=rollouts, start=start, tree=tree), options)
 
 
@@ -59,7 +60,7 @@ def _layers(taps: str | None) -> tuple[int, ...] | None:
     try:
         return () if taps == "none" else tuple(int(part) for part in taps.split(","))
     except ValueError:
-        raise UsageError(f"--taps {taps!r} is not a list of layers; write numbers such as 8,15,23, or none") from None
+        raise UsageError(f"--taps {taps!r} is not a list of layers; allowed: numbers such as 8,15,23, or none") from None
 
 
 def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
@@ -72,8 +73,9 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     from polydraft.cli.terminal import PhaseProgress
     from polydraft.models.loading import load_model
     from polydraft.train.forecast import forecast_of, needs_of
-    from polydraft.train.training import train
+    from polydraft.train.training import check_out, train
 
+    check_out(out, resume=resume)
     target = load_model(settings.target, device, dtype, invariant=False)  # many rows at a time: the fastest kernels
     words = " ".join(["polydraft", *sys.argv[1:]])
     acceptance: tuple[Acceptance, ...] = ()
@@ -113,18 +115,19 @@ def _note(report: "Report") -> str:
     return note
 
 
-@command.command("decision")
+@command.command("decision", short_help="Train a model that ends drafting early.")
 @options_of(PairOptions)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the decision model.")
 @options_of(DecisionSettings, new_tokens={"flag": "--max-new-tokens"})
 @machine_options(dtype={"help": _DTYPES})
 def decision(target: str, draft: str, out: Path, device: str, dtype: str, threads: int | None, **options: Any) -> None:
-    """Train a model that says when to stop drafting, from real rounds of the pair.
+    """Train a model that decides when to stop drafting, from real rounds of the target and its draft.
 
-    It is used with --decision FOLDER and serves the draft it was trained for only.
+    Use it with --decision FOLDER; it works only with the draft it was trained for.
     """
     settings = DecisionSettings(**options)
     settings.check()
+    check_empty(out)
 
     from polydraft.cli.terminal import PhaseProgress
     from polydraft.loading import DEFAULT_PAIRS
@@ -164,7 +167,7 @@ def corpus_cache(
 ) -> None:
     """Count what usually follows a few tokens, for drafting from n-grams (--drafter self-draft or corpus).
 
-    A corpus need not fit into memory. The file is tied to the tokenizer, and mapped into memory when it is used.
+    The corpus may be larger than memory. The cache works only with the tokenizer it was made for.
 
     \b
     Examples:

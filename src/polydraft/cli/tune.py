@@ -12,6 +12,7 @@ import click
 
 from polydraft.cli.options import GroupedCommand, Threads, in_range, options_of, prepare
 from polydraft.errors import FailureError, UsageError
+from polydraft.output import check_file
 from polydraft.tune.options import TuneOptions
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, text: str) -> t
     except ValueError:
         example = "1,8,32" if kind is int else "0,1"
         raise UsageError(
-            f"{parameter.opts[0]} {text!r} is not a list of numbers; write them with commas, such as {example}"
+            f"{parameter.opts[0]} {text!r} is not a list of numbers; separate them with commas, such as {example}"
         ) from None
 
 
@@ -46,24 +47,26 @@ _LIST: dict[str, Any] = {"type": str, "multiple": False, "callback": _numbers, "
     predict={"metavar": "GPU"},
 )
 @options_of(Threads, threads={"callback": in_range})
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="File for the profile  [default: the cache folder].")
-@click.option("--plot", type=click.Path(path_type=Path), default=None, help="File for a chart of the table, as SVG.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=None, help="File for the profile  [default: a file in the cache folder]."
+)
+@click.option("--plot", type=click.Path(path_type=Path), default=None, help="File for an SVG chart of the table.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 def command(out: Path | None, plot: Path | None, as_json: bool, **options: Any) -> None:
-    """Say what drafting would give here, with which settings, and keep the best for later.
+    """Find out how much drafting speeds up this machine, with which settings, and keep the best ones for later.
 
-    Probes measure how often the draft's candidates are accepted on your prompts, and what rounds take on this machine. From
-    both follows what every choice is expected to give at every batch; the best few are run. After that load, generate, serve
-    and batch use the best by themselves, until machine, pair or version change. --predict GPU answers for hardware that is
-    not here, and keeps nothing.
+    Probes measure how often the draft's candidates are accepted on your prompts, and how long rounds take on this machine. From
+    both, tune predicts the speed-up of every choice at every batch size, then runs the best few. From then on, load, generate,
+    serve and batch use the best settings automatically, until the machine, the models or the version change. --predict GPU
+    predicts for a GPU that you don't have here, and keeps nothing.
     """
     threads = options.pop("threads")
     settings = TuneOptions(device_map=None, **options)
     if settings.predict is not None and out is not None:
-        raise UsageError(f"--predict {settings.predict} is for other hardware: there is no profile to write; leave out --out")
+        raise UsageError(f"--predict {settings.predict} is for other hardware and writes no profile; leave out --out")
     for file in (out, plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise UsageError(f"cannot write {file}: there is no folder {file.absolute().parent}; make it, or name another file")
+        if file is not None:
+            check_file(file)
     from polydraft.cli.terminal import PhaseProgress, output_console
     from polydraft.tune.tuning import Tuning
 
@@ -98,7 +101,7 @@ def _keep(tuning: "Tuning", picks: Sequence["Pick"], out: Path | None) -> Path:
         tuning.profile(picks).write(file)
     except OSError as error:
         raise FailureError(
-            f"cannot keep the profile in {file} ({error.strerror or error}); name another file by --out, or set POLYDRAFT_CACHE"
+            f"cannot keep the profile in {file} ({error.strerror or error}); choose another --out, or set POLYDRAFT_CACHE"
         ) from None
     return file
 

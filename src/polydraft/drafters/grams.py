@@ -207,8 +207,8 @@ def gram_tree(names: Sequence[str], options: GramTreeOptions) -> GramTree:
     caches = [GRAM_CACHES.get(name)(options.caches) for name in wanted]
     if "corpus" in names and options.corpus and any(cache.name == "corpus" and cache.is_empty for cache in caches):
         raise UsageError(
-            "drafter 'corpus' has no corpus cache for this tokenizer; make one with polydraft train corpus-cache, and name it "
-            "by corpus=FILE"
+            "drafter 'corpus' has no corpus cache for this tokenizer; make one with polydraft train corpus-cache, and pass it "
+            "with --corpus FILE"
         )
     caches = [cache for cache in caches if not cache.is_empty]
     if not caches:

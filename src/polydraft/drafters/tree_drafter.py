@@ -70,7 +70,7 @@ class TreeDrafter(Drafter):
         if isinstance(shape, Topology):
             check_tree(shape, scheme, model.num_columns)
         elif scheme != "auto":
-            raise UsageError(f"scheme {scheme!r} with a dynamic tree; allowed: auto, because dynamic trees choose their own")
+            raise UsageError(f"scheme {scheme!r} does not work here: dynamic trees choose their own; leave it out")
 
     @property
     def dynamic(self) -> bool:
@@ -208,7 +208,7 @@ def split_drafter(name: str) -> tuple[list[str], str | None]:
     grams = [one for one in names if one in GRAM_DRAFTERS]
     trees = [one for one in names if one not in GRAM_DRAFTERS]
     if len(names) > 1 and NONE in names:
-        raise UsageError(f"drafter {name!r}: 'none' combines with nothing; leave it out")
+        raise UsageError(f"drafter {name!r}: 'none' cannot be combined with others; leave it out")
     if len(trees) > 1:
         raise UsageError(
             f"drafter {name!r} has {len(trees)} that draw from a draft ({', '.join(trees)}); allowed: one, with any of "

@@ -130,9 +130,7 @@ class Engine:
         """Run one round and return the new tokens of every sequence that took part: of none while prompts are read."""
         with self._workspace.ownership.held_by(self), _device_errors():
             if self._torn:
-                raise FailureError(
-                    "a round of this text was interrupted, and nobody knows how far it got; start the request again"
-                )
+                raise FailureError("a round of this text was interrupted, so its state is unknown; start the request again")
             was_ahead = bool(self._launched)
             with self.undivided():
                 if not self._launched:
@@ -372,7 +370,7 @@ class Engine:
         raised = state.warper.errors.get(slot) if state is not None and state.warper.errors else None
         if raised is not None:
             return FailureError(
-                f"a logits processor failed after {length} tokens ({type(raised).__name__}: {raised}); see there"
+                f"a logits processor failed after {length} tokens ({type(raised).__name__}: {raised}); fix or remove it"
             )
         if fault == Fault.TARGET and state is not None and state.warper.emptied_by is not None:
             return FailureError(

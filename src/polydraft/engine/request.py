@@ -42,7 +42,7 @@ def token_ids(prompt: Any) -> list[int]:
     found: list[Any] = [one.item() if getattr(one, "ndim", None) == 0 else one for one in _listed(prompt)]
     for token in found:
         if isinstance(token, bool) or not isinstance(token, Integral):
-            raise UsageError(f"a prompt holds {shown(token)}, which is no token id; allowed: whole numbers, or text")
+            raise UsageError(f"a prompt holds {shown(token)}, which is not a token id; allowed: whole numbers, or text")
     return [int(token) for token in found]
 
 

@@ -288,7 +288,7 @@ class _Reading(AbstractContextManager[None]):
         _REPLACED.enter(self._forwards)
         if not all(isinstance(module.__dict__.get("forward"), _Mixer) for module, _ in self._forwards):
             _REPLACED.leave()
-            raise UsageError("somebody has replaced the forward of a recurrent layer; load the model without such hooks")
+            raise UsageError("the forward method of a recurrent layer was replaced; load the model without such hooks")
         _HERE.plan = self._plan
 
     def __exit__(

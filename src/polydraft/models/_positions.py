@@ -113,7 +113,7 @@ class _Telling(AbstractContextManager[None]):
         _REPLACED.enter(self._forwards)
         if not all(isinstance(module.__dict__.get("forward"), _Forward) for module, _ in self._forwards):
             _REPLACED.leave()
-            raise UsageError("somebody has replaced the forward of a layer that counts positions; load the model without hooks")
+            raise UsageError("the forward method of a layer that counts positions was replaced; load the model without hooks")
         _HERE.now = self._now
 
     def __exit__(

@@ -313,7 +313,7 @@ def _check_alone(model: "HFModel", text: list[int]) -> None:
     if _differ(expected_TV, _by_steps(model, [text], start)[0], _SAME_FORMULA):
         raise UsageError(
             f"model type {model.config.model_type!r} has recurrent layers that read a token alone by another formula than in a "
-            "row, so none of its texts can be called correct; if its configuration has a time_step_min, one of 1e-12 mends it"
+            "row, so none of its texts can be called correct; if its configuration has a time_step_min, set it to 1e-12"
         )
 
 

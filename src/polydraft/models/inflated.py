@@ -256,7 +256,7 @@ def parse_inflated(name: str) -> tuple[str, str]:
     _, _, rest = name.partition(":")
     shape, _, source = rest.partition(":")
     if not shape:
-        raise UsageError(f"target {name!r} lacks its shape; write inflated:7b; shapes: {', '.join(SHAPES)}")
+        raise UsageError(f"target {name!r} has no shape; write it as in inflated:7b; shapes: {', '.join(SHAPES)}")
     SHAPES.get(shape)
     if is_inflated(source):
         raise UsageError(f"target {name!r} is already inflated; name the small model, such as {BUNDLED}")

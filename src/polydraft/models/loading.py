@@ -77,7 +77,7 @@ def load_model(
     """
     if dtype == torch.int8 and (is_inflated(name) or device_map is not None or not native):
         what = "an inflated target" if is_inflated(name) else "a device map" if native else "native kernels off"
-        raise UsageError(f"dtype int8 does not go with {what}; use float32 or bfloat16")
+        raise UsageError(f"dtype int8 does not work with {what}; use float32 or bfloat16")
     if is_inflated(name):
         if device_map is not None:
             raise UsageError(f"target {name!r} is built on one device; leave out --device-map {device_map}")
@@ -211,7 +211,7 @@ def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
     if name.startswith("early-exit"):
         number = name.removeprefix("early-exit").removeprefix(":")
         if not number.isdigit():
-            raise UsageError(f"draft {name!r} lacks its number of layers; write early-exit:k, such as early-exit:4")
+            raise UsageError(f"draft {name!r} has no number of layers; write early-exit:k, such as early-exit:4")
         return early_exit(target.model, int(number))
     folder = SHIPPED_DRAFTS.get(name) or head_on_hub(name) or Path(name)
     if is_head(folder):

@@ -43,7 +43,7 @@ class Grammar:
         fits = {JSON_SCHEMA: isinstance(self.given, Mapping | bool), JSON_OBJECT: self.given is None}
         if not fits.get(self.kind, isinstance(self.given, str)):
             allowed = {JSON_SCHEMA: "a JSON schema as a dict", JSON_OBJECT: "nothing"}.get(self.kind, "text")
-            raise UsageError(f"{self.kind} {shown(self.given)} is no grammar; allowed: {allowed}")
+            raise UsageError(f"{self.kind} {shown(self.given)} is not a grammar; allowed: {allowed}")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> "Grammar":

@@ -13,39 +13,39 @@ class ServeOptions:
     """Server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; anything but this machine's own needs --api-keys, or --open."""
+    """Address to listen on; any but the local ones needs --api-keys or --open."""
     port: int = 8000
     """Port to listen on; 0 picks a free one."""
     api_keys: Path | None = None
-    """File with one API key per line; requests then need one of them."""
+    """File with one API key per line; requests must then carry one of them."""
     open: bool = False
-    """Listen beyond this machine without API keys."""
+    """Let other machines in without API keys."""
     model_name: str | None = None
-    """Name that clients ask for  [default: the target's]."""
+    """Model name that clients ask for  [default: the target's name]."""
     slots: int = 8
-    """Texts that are written at the same time."""
+    """Texts to generate at the same time."""
     slot_tokens: int = 2048
-    """Most tokens of a text, its prompt included; memory for all slots follows from it."""
+    """Most tokens per text, including its prompt; all slots reserve memory for this many."""
     max_queue: int = 64
-    """Texts that may wait for a slot; further requests are told to come back later."""
+    """Most texts waiting for a slot; further requests are told to come back later."""
     max_choices: int = 16
-    """Most texts that one request may ask for."""
+    """Most texts per request."""
     max_body_bytes: int = 2**20
-    """Largest request."""
+    """Largest request, in bytes."""
     chunk_tokens: int = 256
-    """Tokens of prompts that are read between two rounds of those that write already."""
+    """Prompt tokens to read between two rounds of the texts that are already being written."""
     request_seconds: float = 600.0
-    """Longest time from a request's arrival to the end of its answer."""
+    """Longest time from the arrival of a request to the end of its answer."""
     client_seconds: float = 30.0
-    """Longest time that a client may take to send its request, or leave the answer unread."""
+    """Longest time a client may take to send its request, or may leave its answer unread."""
     drain_seconds: float = 60.0
-    """On SIGTERM, time for running answers to end."""
+    """After SIGTERM, how long running answers may take to finish."""
     cors: tuple[str, ...] = ()
-    """Web page that may call from a browser, such as https://example.org; may be given several times."""
+    """Origin of web pages that may call from a browser, such as https://example.org; may be given several times."""
     warm_up: bool | None = None
-    """Before requests are taken, record and time rounds for texts of usual lengths  [default: on a GPU]."""
+    """Record and time rounds for texts of usual lengths before accepting requests  [default: on a GPU only]."""
     log_texts: bool = False
-    """Log prompts and answers; otherwise only their sizes are logged."""
+    """Log prompts and answers, not just their sizes."""
 
     def __post_init__(self) -> None:
         check_ranges(self, _RANGES)
@@ -56,7 +56,7 @@ class ServeOptions:
         for origin in self.cors:
             if not origin.startswith(("http://", "https://")) or origin.rstrip("/") != origin:
                 raise UsageError(
-                    f"--cors {shown(origin)} is no web page's origin; allowed: http(s)://HOST[:PORT] without a path"
+                    f"--cors {shown(origin)} is not the origin of a web page; allowed: http(s)://HOST[:PORT] without a path"
                 )
 
     def read_keys(self) -> list[str]:
@@ -70,10 +70,12 @@ class ServeOptions:
             raise UsageError(f"cannot read --api-keys {self.api_keys} ({reason}); give a file with one key per line") from None
         found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not found:
-            raise UsageError(f"--api-keys {self.api_keys} holds no key; write one per line")
+            raise UsageError(f"--api-keys {self.api_keys} holds no keys; write one per line")
         for key in found:
             if not key.isascii() or len(key) < _SHORTEST_KEY:
-                raise UsageError(f"--api-keys {self.api_keys} holds a key that is not {_SHORTEST_KEY} or more ASCII characters")
+                raise UsageError(
+                    f"--api-keys {self.api_keys} holds an unusable key; allowed: {_SHORTEST_KEY} or more ASCII characters"
+                )
         return found
 
 
@@ -82,22 +84,22 @@ class ReplicaOptions:
     """Replicas."""
 
     ray: bool = False
-    """Serve by replicas on Ray Serve: on the cluster that this machine belongs to, or on this machine alone."""
+    """Serve with Ray Serve replicas, on the cluster that this machine belongs to or on this machine alone."""
     replicas: int = 1
-    """With --ray: processes that each hold the model; with --max-replicas the least of them."""
+    """With --ray: number of processes, each with its own copy of the model; with --max-replicas, the fewest."""
     max_replicas: int | None = None
-    """With --ray: most replicas, by how many texts are under way or wait  [default: as many as --replicas]."""
+    """With --ray: most replicas; running and waiting texts decide how many there are  [default: as many as --replicas]."""
     replica_cpus: float = 1.0
-    """With --ray: CPUs that each replica takes, and threads that it has."""
+    """With --ray: CPUs, and so threads, per replica."""
     replica_gpus: float = 0.0
-    """With --ray: GPUs that each replica takes."""
+    """With --ray: GPUs per replica."""
 
     def __post_init__(self) -> None:
         check_ranges(self, (("replicas", 1, 10**4), ("replica_cpus", 0.01, 10**4), ("replica_gpus", 0, 10**3)))
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise UsageError(f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}; raise it")
         if not self.ray and any(getattr(self, one.name) != one.default for one in fields(self)):
-            raise UsageError("--replicas and its kin go with --ray; add it, or leave them out")
+            raise UsageError("--replicas and other replica options work only with --ray; add it, or leave them out")
 
 
 _SHORTEST_KEY = 8

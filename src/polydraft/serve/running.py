@@ -76,7 +76,8 @@ def listen(options: ServeOptions) -> socket.socket:
         return socket.create_server((options.host, options.port), family=family, backlog=512)
     except OSError as error:
         where = f"{options.host}:{options.port}"
-        raise FailureError(f"cannot listen on {where} ({error.strerror or error}); choose another --port or --host") from None
+        reason = (error.strerror or str(error)).partition(" (while")[0]  # Python adds the address again
+        raise FailureError(f"cannot listen on {where} ({reason}); choose another --port or --host") from None
 
 
 def server_of(service: Service, listening: socket.socket, announce: Announce) -> Server:

@@ -263,7 +263,7 @@ def _from_files(settings: TrainSettings, tokenizer: Any) -> Texts:
         try:
             text = Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read {name!r} as UTF-8 text ({error})") from None
+            raise UsageError(f"cannot read {name!r} as UTF-8 text ({error}); convert it with iconv") from None
         ids += tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) >= settings.tokens:
             break

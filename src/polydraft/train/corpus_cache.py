@@ -128,7 +128,9 @@ def blocks_of(file: Path, block: int = _BLOCK, advance: Callable[[int], None] | 
                     if advance:
                         advance(raw.tell())
     except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read {str(file)!r}: it is not UTF-8 text (byte {error.start} of a block)") from None
+        raise UsageError(
+            f"cannot read {str(file)!r}: it is not UTF-8 text (byte {error.start} of a block); convert it with iconv"
+        ) from None
     except (OSError, EOFError, zlib.error) as error:
         kind = "gzipped text" if file.suffix == ".gz" else "text"
         raise UsageError(f"cannot read {str(file)!r} as {kind} ({error}); get another copy") from None

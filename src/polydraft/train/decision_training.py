@@ -18,6 +18,7 @@ from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded
+from polydraft.output import check_empty
 from polydraft.prompts import load_prompts
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.schemes import Scheme
@@ -179,8 +180,7 @@ def train_decision(
     """Collect traces, train, calibrate, measure, and write a folder."""
     settings.check()
     try:
-        if out.exists() and any(out.iterdir()):
-            raise UsageError(f"{out} is not empty; choose another --out")
+        check_empty(out)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write to {out} ({error.strerror}); choose another --out") from None

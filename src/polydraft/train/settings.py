@@ -16,15 +16,15 @@ class DraftSize:
     """Sizes of a small language model."""
 
     layers: int = 3
-    """Layers of the draft."""
+    """Number of layers."""
     width: int = 256
-    """Hidden size of the draft, a multiple of 32."""
+    """Hidden size, a multiple of 32."""
 
     def check(self) -> None:
         """Refuse sizes that make no model."""
         _check_positive(self, "layers")
         if self.width < 32 or self.width % 32:
-            raise UsageError(f"--width {self.width} is out of range; allowed: multiples of 32, from 32")
+            raise UsageError(f"--width {self.width} is out of range; allowed: multiples of 32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +32,22 @@ class HeadSize:
     """Sizes of a feature head and how it is trained."""
 
     mlp_size: int = 0
-    """Width of the head's MLP; 0 for the target's."""
+    """Width of the head's MLP; 0 takes the target's."""
     taps: tuple[int, ...] | None = None
     """Layers of the target that it reads besides the last; None for the second, the third but last, and three between."""
     rollouts: int = 5
-    """Depths to train at, all but the first on the head's own outputs."""
+    """Number of depths to train; all but the first see the head's own outputs."""
     start: Path | None = None
-    """Folder of a head to begin with, for the same target: what it knows is kept as far as its layers are read."""
+    """Folder of a head for the same target to start from; it keeps what it learned from layers that are still read."""
     tree: str = "4x2x2x1x1"
-    """Candidates per node at each depth, whose acceptance the last part of training is for; only with the losses tv and lk."""
+    """Tree (candidates per node at each depth) that the last part of training optimizes for; only with the losses tv and lk."""
 
     def check(self) -> None:
         """Refuse sizes that make no head."""
         _check_positive(self, "rollouts")
         check_tree(self.tree)
         if self.start is not None and not (self.start / "config.json").is_file():
-            raise UsageError(f"--start {self.start} is no folder of a head; allowed: one made by polydraft train head")
+            raise UsageError(f"--start {self.start} is not a folder with a head; give one made by: polydraft train head")
         if self.mlp_size < 0:
             raise UsageError(f"--mlp {self.mlp_size} is out of range; allowed: 0 (the target's) or more")
 
@@ -60,19 +60,19 @@ class TrainSettings:
     target: str = "smollm2"
     """Model to draft for: smollm2 (bundled), a folder, or a hub name."""
     vocabulary: int = 24_576
-    """Draft only this many frequent tokens, which is faster; 0 for all."""
+    """Draft only the most frequent tokens, this many, which is faster; 0 for all."""
     prompts: str | None = None
-    """File of prompts (.jsonl, .jsonl.gz, text), or 'builtin', that the target answers  [default: it makes up its own]."""
+    """Prompts for the target to answer: a file (.jsonl, .jsonl.gz, text) or builtin  [default: it makes up its own]."""
     prompt_limit: int | None = None
     """Use at most this many prompts."""
     made_up: float = 0.25
-    """With prompts: share of the tokens that are conversations which the target makes up all the same."""
+    """With --prompts: share of the tokens that still come from conversations that the target makes up."""
     texts: tuple[str, ...] = ()
-    """File of plain text to train on instead; may be given several times."""
+    """Plain text file to train on instead; may be given several times."""
     tokens: int = 20_000_000
-    """Tokens of text to train on."""
+    """Number of tokens to train on."""
     length: int = 512
-    """Tokens per text; texts that begin with a long prompt have twice as many."""
+    """Tokens per text; twice as many where a text starts with a long prompt."""
     steps: int = 2_400
     """Training steps."""
     batch_size: int = 64
@@ -80,17 +80,17 @@ class TrainSettings:
     learning_rate: float = 1e-3
     """Peak learning rate."""
     optimizer: Literal["adamw", "muon"] = "muon"
-    """adamw, or muon for matrices."""
+    """adamw, or muon (for matrices, adamw for the rest)."""
     loss: str = "lk"
-    """kl, tv (chance of rejection), kl+tv or lk (from the one to the other), on the target's full distribution."""
+    """kl, tv (probability of rejection), kl+tv, or lk (moves from kl to tv), on the target's full distribution."""
     seed: int = 0
-    """Same seed, same draft (on the same machine)."""
+    """The same seed gives the same draft (on the same machine)."""
     save_every: int = 200
     """Steps between checkpoints."""
     evaluate_every: int = 100
     """Steps between measurements of acceptance."""
     sampling_rows: int = 0
-    """Texts that the target writes at a time; 0 for as many as memory allows."""
+    """Texts for the target to write at a time; 0 for as many as fit in memory."""
 
     def check(self) -> None:
         """Refuse what cannot be trained."""
@@ -108,10 +108,10 @@ class TrainSettings:
         if self.vocabulary < 0:
             raise UsageError(f"--vocabulary {self.vocabulary} is out of range; allowed: 0 (all tokens) or more")
         if self.prompts and self.texts:
-            raise UsageError("--prompts and --text exclude each other; choose one")
+            raise UsageError("--prompts and --text cannot be combined; choose one")
         for name in (*self.texts, *([self.prompts] if self.prompts else [])):
             if name != "builtin" and not Path(name).is_file():
-                raise UsageError(f"cannot read {name!r}: there is no such file")
+                raise UsageError(f"cannot read {name!r}: there is no such file; check the path")
 
     @property
     def kind(self) -> str:
@@ -131,19 +131,19 @@ class DecisionSettings:
     """What a decision model is trained with."""
 
     kind: Literal["hidden", "law"] = "law"
-    """What it looks at: the draft's hidden states (type 1), or its probabilities (type 2)."""
+    """Input of the model: the draft's hidden states (hidden), or its probabilities (law)."""
     prompts: str = "builtin"
-    """Prompts to decode for traces: builtin, or a file."""
+    """Prompts to collect traces from: builtin, or a file."""
     limit: int | None = None
     """Use at most this many prompts."""
     traces: int = 100_000
-    """Drafted tokens to learn from."""
+    """Number of drafted tokens to learn from."""
     depth: int = 5
-    """Tokens drafted per round."""
+    """Tokens to draft per round."""
     rows: int = 32
-    """Texts decoded at a time."""
+    """Texts to decode at a time."""
     new_tokens: int = 64
-    """Most tokens per text."""
+    """Generate at most this many tokens per text."""
     width: int = 64
     """Size of the hidden layers."""
     steps: int = 2000
@@ -151,11 +151,13 @@ class DecisionSettings:
     learning_rate: float = 1e-3
     """Peak learning rate."""
     seed: int = 0
-    """Same seed, same model (on the same machine)."""
+    """The same seed gives the same model (on the same machine)."""
 
     def check(self) -> None:
         """Refuse what cannot be trained."""
-        _check_positive(self, "traces", "depth", "rows", "new_tokens", "width", "steps")
+        _check_positive(self, "traces", "depth", "rows", "width", "steps")
+        if self.new_tokens < 1:
+            raise UsageError(f"--max-new-tokens {self.new_tokens} is out of range; allowed: whole numbers from 1")
         _check_rate(self.learning_rate)
 
 
@@ -166,23 +168,23 @@ class CorpusCacheSettings:
     tokenizer: str = "smollm2"
     """Tokenizer of the target: smollm2 (bundled), a folder, or a hub name."""
     texts: tuple[Path, ...] = ()
-    """File of UTF-8 text, .txt or .txt.gz, of any size; may be given several times, or followed by further files."""
+    """UTF-8 text file, plain or gzipped, of any size; may be given several times or followed by more files."""
     generate: int = 0
-    """Let the model that --tokenizer names write this many tokens of text itself."""
+    """Let the model named by --tokenizer write this many tokens of text."""
     max_bytes: int = 32_000_000
-    """Keep the most frequent n-grams that fit into a file of this size."""
+    """Keep the most frequent n-grams that fit in this many bytes."""
     gram: int = 4
-    """Tokens of a continuation."""
+    """Tokens per continuation."""
     max_prefix: int = 3
-    """Most tokens of the text's end to match."""
+    """Match at most this many tokens at the end of the text."""
     min_count: int = 2
-    """Leave out n-grams seen less often."""
+    """Drop n-grams that occur less often than this."""
     length: int = 512
     """With --generate: tokens per text."""
     sampling_rows: int = 0
-    """With --generate: texts written at a time; 0 for as many as memory allows."""
+    """With --generate: texts to write at a time; 0 for as many as fit in memory."""
     seed: int = 0
-    """With --generate: same seed, same text (on the same machine)."""
+    """With --generate: the same seed gives the same text (on the same machine)."""
 
     def check(self, out: Path) -> None:
         """Refuse what cannot be made, before anything is loaded."""
@@ -193,13 +195,15 @@ class CorpusCacheSettings:
         if self.generate < 0:
             raise UsageError(f"--generate {self.generate} is out of range; allowed: 0 (none) or more tokens")
         if not self.texts and not self.generate:
-            raise UsageError("there is no text to count; give files with --text, or let the model write with --generate TOKENS")
+            raise UsageError(
+                "there is no text to count; give files with --text, or let the model write some with --generate TOKENS"
+            )
         for file in self.texts:
             check_text_file(file)
         if out.is_dir():
             raise UsageError(f"--out {out} is a folder; give the name of a file in it")
         if not out.parent.is_dir():
-            raise UsageError(f"--out {out}: there is no folder {str(out.parent)!r}; make it first")
+            raise UsageError(f"--out {out}: there is no folder {str(out.parent)!r}; create it first")
         if self.generate:
             self.written().check()
 
@@ -224,7 +228,9 @@ def check_text_file(file: Path) -> None:
 def check_tree(tree: str) -> None:
     """Refuse what does not name candidates per depth."""
     if not all(part.isdigit() and 1 <= int(part) <= 64 for part in tree.split("x")):
-        raise UsageError(f"--tree {tree!r} does not say the candidates of each depth; allowed: numbers such as 4x2x2x1x1")
+        raise UsageError(
+            f"--tree {tree!r} is not a list of candidates per depth; allowed: numbers from 1 to 64, such as 4x2x2x1x1"
+        )
 
 
 def _check_positive(settings: object, *names: str) -> None:

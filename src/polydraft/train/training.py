@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
-from polydraft.output import check_same, partial_beside, read_settings, written_whole
+from polydraft.output import check_empty, check_folder, check_same, partial_beside, read_settings, written_whole
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.corpus import Corpus, make_corpus
 from polydraft.train.objective import loss_of
@@ -91,12 +91,19 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     return out
 
 
+def check_out(out: Path, *, resume: bool) -> None:
+    """Refuse a folder that training cannot write to, or that holds something it is not to go on with."""
+    if resume:
+        check_folder(out, resume=True)
+    else:
+        check_empty(out, remedy="pass --resume to continue training, or choose another --out")
+
+
 def _open_folder(settings: TrainSettings, out: Path, resume: bool) -> Path:
     work, fixed = out / "training", settings.as_dict()
     record = work / "settings.json"
     try:
-        if out.exists() and any(out.iterdir()) and not resume:
-            raise UsageError(f"{out} is not empty; pass --resume to resume training, or another --out")
+        check_out(out, resume=resume)
         if resume and record.exists():
             check_same(read_settings(record), json.loads(json.dumps(fixed)), out, _FREE)
         work.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ MAX_NODES = 1024
 """Largest tree that is accepted, the root included."""
 DEFAULT_NODES, DEFAULT_DEPTH = 64, 8
 _LEAST_BEAM, _BEAM, _BRANCH = 2, 8, 16
-_ALLOWED = 'widths ("4x2x2x1x1"), "chain:5", "fork:16x5", "best:64x6", a list of paths ("[[0],[1],[0,0]]"), or "none"'
+_ALLOWED = 'widths ("4x2x2x1x1"), "chain:5", "fork:16x5", "best:64x6", "dynamic:64", paths ("[[0],[1],[0,0]]"), or "none"'
 
 
 @dataclass(frozen=True)

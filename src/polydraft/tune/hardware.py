@@ -70,7 +70,7 @@ def parse_gpu(text: str) -> Gpu:
         return Gpu(name=text, gigabytes_per_second=float(own[1]), teraflops=float(own[2]), count=count)
     if spec not in _SHEETS:
         error = unknown_name("GPU", text, _SHEETS)
-        raise UsageError(f"{error}; or its figures, such as 3350:989 (GB/s and teraflops); several: h100x8")
+        raise UsageError(f"{error}, several as in h100x8, or figures such as 3350:989 (GB/s:TERAFLOPS)")
     bandwidth, teraflops, link = _SHEETS[spec]
     return Gpu(name=text, gigabytes_per_second=bandwidth, teraflops=teraflops, link=link, count=count)
 
@@ -116,7 +116,7 @@ LLAMAS = {
 def size_named(name: str, columns: int, *, layers: int | None = None) -> Size:
     """Return the size of a Llama by its name, or of one with fewer layers, such as a head of a single one."""
     if name not in LLAMAS:
-        raise unknown_name("size of a target", name, LLAMAS)
+        raise unknown_name("target size", name, LLAMAS)
     hidden, usual, keys, mlp = LLAMAS[name]
     count = layers or usual
     weights = count * (2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * mlp) + columns * hidden

@@ -14,25 +14,25 @@ class TuneOptions(PairOptions, PlaceOptions, CpuOptions):
     source: str = "builtin"
     """builtin, a file, or hf:NAME[:SPLIT]."""
     limit: int = 8
-    """Use so many prompts, spread over the categories."""
+    """Use this many prompts, spread over the categories."""
     raw: bool = False
     """Use prompts as they are, without the chat template."""
     temperatures: tuple[float, ...] = (0.0,)
-    """Temperatures of the texts."""
+    """Temperatures to tune for."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Texts at a time to rate choices for."""
+    """Batch sizes (texts at a time) to tune for."""
     max_new_tokens: int = 64
-    """Most tokens of each text."""
+    """Generate at most this many tokens per text."""
     check: int = 3
-    """Run so many of the best choices, and pick by what they give; 0 trusts the prediction."""
+    """Run this many of the best choices and pick the fastest; 0 trusts the prediction."""
     check_batch: int = 1
-    """Texts at a time while they are run."""
+    """Batch size of these runs."""
     seed: int = 0
-    """Same seed, same texts."""
+    """The same seed gives the same texts."""
     predict: str | None = None
-    """Rate choices for another GPU: h100, h100x8 (sharing every layer), or GB/s:TERAFLOPS."""
+    """Predict for another GPU: h100, h100x8 (8 that share every layer), or GB/s:TERAFLOPS."""
     size: str | None = None
-    """With --predict: as if the target were a Llama of that size (1b, 7b, 13b, 70b) with a head of one layer."""
+    """With --predict: treat the target as a Llama of this size (1b, 7b, 13b, 70b) with a one-layer head."""
 
     def __post_init__(self) -> None:
         for name, least in (("limit", 1), ("max_new_tokens", 8), ("check", 0), ("check_batch", 1)):
@@ -48,7 +48,7 @@ class TuneOptions(PairOptions, PlaceOptions, CpuOptions):
         if self.predict is not None:
             parse_gpu(self.predict)
         elif self.size is not None:
-            raise UsageError(f"--size {self.size} goes with --predict GPU; leave it out")
+            raise UsageError(f"--size {self.size} works only with --predict; add --predict GPU, or leave it out")
         if self.size is not None:
             size_named(self.size, 1)
 
