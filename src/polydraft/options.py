@@ -31,7 +31,7 @@ class PairOptions:
     draft: str = field(default=AUTO, kw_only=False)
     """Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto.
 
-    A draft has the target's tokens. ``"auto"`` is the draft that ships for a target, or none."""
+    A draft must share the target's tokenizer. ``"auto"`` is the draft that ships for the target, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +44,19 @@ class TreeOptions:
 
     See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"best:64x6/4x2x1"`` is the first for one text at
     temperature 0, the second otherwise. ``"auto"`` is such a pair on a GPU and ``"4x2x2x1x1"`` elsewhere; with the draft that
-    `load` picked by itself, and no GPU, it is a dynamic tree, or a small one where scheme, walk, drafter or lossy are given."""
+    `load` picked by itself, and no GPU, it is a dynamic tree, or a small one if scheme, walk, drafter or lossy are given."""
     scheme: str = AUTO
     """How candidates are drawn and verified; 'polydraft info' lists the schemes.
 
     Every scheme is exact; they differ in speed."""
     walk: str = AUTO
-    """In which order a tree is verified: node, block, traversal or auto.
+    """Order in which a tree is verified: node, block, traversal or auto.
 
     Every walk is exact; they differ in speed."""
     draft_temperature: float | None = None
     """Temperature of the draft  [default: the target's].
 
-    It changes speed, never the law of the text."""
+    It affects speed, never the distribution of the text."""
     grams: "GramTreeOptions | None" = field(default=None, metadata=_IN_PYTHON)
     """Sizes and caches of n-gram drafters."""
 
@@ -101,7 +101,7 @@ class DrafterOptions:
     """Drafting and verification."""
 
     drafter: str = field(default=AUTO, metadata=_NGRAMS)
-    """Who proposes: auto (the draft), self-draft, ngram, lookup, suffix, corpus, or several such as lookup+model.
+    """Source of candidates: auto (the draft), self-draft, ngram, lookup, suffix, corpus, or several such as lookup+model.
 
     N-grams need no draft; ``"model"`` stands for the draft in a combination."""
     decision: str | None = None
@@ -109,9 +109,9 @@ class DrafterOptions:
     stop_below: float = 0.4
     """Threshold of the decision model, 0 to 1."""
     lossy: str | None = None
-    """Change the law of the text: target-init (improved MCSD's trees) or flat-blocks (n-grams as Self-Draft verifies them)."""
+    """Use a rule that changes the distribution: target-init (improved MCSD's trees) or flat-blocks (Self-Draft's n-grams)."""
     lossless: bool = field(default=True, metadata=_IN_PYTHON)
-    """False allows settings that change the law of the text, such as ``GramTreeOptions(flat_blocks=True)``."""
+    """False allows settings that change the distribution of the text, such as ``GramTreeOptions(flat_blocks=True)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +119,14 @@ class PlaceOptions:
     """Machine."""
 
     device: str = AUTO
-    """auto, cpu, cuda, cuda:1, ...
+    """Device: auto, cpu, cuda, cuda:1, ...
 
     ``"auto"`` picks a GPU if there is one."""
     dtype: str = AUTO
-    """auto, float32, bfloat16, float16, or int8 (weights only, on a CPU).
+    """Number format: auto, float32, bfloat16, float16, or int8 (weights only, on a CPU).
 
-    ``"auto"`` is bfloat16 where the hardware computes in it. The text is that of the target as loaded: in int8 that is another,
-    slightly different model (docs/cpus.md says by how much)."""
+    ``"auto"`` is bfloat16 where the hardware computes in it. Output is exact for the target as loaded: int8 weights are a
+    slightly different model (docs/cpus.md says how different)."""
     device_map: str | None = field(default=None, metadata={"heading": "GPUs"})
     """For targets larger than one device: auto, balanced, sequential, or tp under torchrun."""
 
@@ -136,10 +136,10 @@ class ProfileOptions:
     """Machine."""
 
     profile: str = AUTO
-    """Settings that polydraft tune found: auto (those of this machine and pair), a file, or none.
+    """Settings from polydraft tune: auto (those for this machine and pair), a file, or none.
 
-    They stand in for ``"auto"`` where neither tree nor scheme, walk, drafter, decision, draft temperature or lossy rule is
-    given. A profile of another machine, pair or version is ignored, and a line says so."""
+    They replace ``"auto"`` unless a tree, scheme, walk, drafter, decision, draft temperature or lossy rule is given. A profile
+    of another machine, pair or version is ignored, with one line in the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class CpuOptions:
     """Machine."""
 
     native: bool = True
-    """On a CPU, run models by kernels that are compiled on first use; without a C compiler, or with --no-native, by torch."""
+    """On a CPU, run models with kernels that are compiled on first use; without a C compiler, torch is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +157,10 @@ class GpuOptions:
     graphs: bool = True
     """On a GPU, replay whole rounds as CUDA graphs."""
     compiled: bool = False
-    """On a GPU, compile drawing and verification where a scheme has no kernels of its own: 20 seconds once, then faster above
+    """On a GPU, compile drawing and verification for schemes without kernels of their own: 20 seconds once, then faster above
     T=0."""
     invariant: bool | None = None
-    """On a GPU, compute the same bits for a token whatever is computed beside it, so that greedy text is plain decoding's own
+    """On a GPU, compute the same bits for a token whatever is computed beside it, so that greedy text equals plain decoding's
     [default: in bfloat16, where the model can].
 
     Llama-shaped models in bfloat16 or float32 can."""

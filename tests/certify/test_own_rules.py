@@ -94,6 +94,7 @@ USAGE = {
     "draws of a scheme": (["naive", "--draws", "top"], "--draws top works only with your own function"),
     "unknown arrays": (["naive", "--arrays", "jax"], "unknown arrays 'jax'; allowed: numpy, torch"),
     "draws of all": (["--all", "--draws", "top"], "leave it out with --all"),
+    "arrays of all": (["--all", "--arrays", "lists"], "--arrays lists works only with your own function"),
     "missing module": (["no_such_module:law"], "cannot import module 'no_such_module'"),
     "half a name": (["module:"], "does not name a rule"),
     "threads": (["naive", "--threads", "0"], "--threads 0"),

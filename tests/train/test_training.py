@@ -250,6 +250,14 @@ def test_bad_options_in_one_line(invoke, tiny: str, tmp_path: Path, arguments: t
     assert out == ""
 
 
+def test_text_that_is_not_utf_8_is_refused_before_a_model_is_loaded(invoke, tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 9)
+    code, out, err = invoke(
+        "train", "draft", "--target", "no/model", "--out", str(tmp_path / "out"), "--text", str(tmp_path / "latin.txt")
+    )
+    assert (code, out) == (2, "") and "as UTF-8 text" in err and err.count("\n") == 1
+
+
 def test_the_command_reports_and_tells_how_to_go_on(invoke, tiny: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "out")
     sizes = ["--tokens", "800", "--length", "40", "--steps", "6", "--batch-size", "4", "--device", "cpu", "--taps", "none"]

@@ -142,6 +142,8 @@ def command(
         raise UsageError("name what to certify, such as rrs-wor, or give --all; 'polydraft info' lists schemes and walks")
     if everything and draws is not None:
         raise UsageError(f"--draws {draws} works only with your own function, module:function; leave it out with --all")
+    if everything and arrays != "torch":
+        raise UsageError(f"--arrays {arrays} works only with your own function, module:function; leave it out with --all")
     subjects = all_subjects() if everything else [find_subject(name, draws, arrays) for name in dict.fromkeys(names)]
     set_threads(threads)
     with _progress() as progress:

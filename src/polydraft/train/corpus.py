@@ -260,11 +260,7 @@ def _prompts(settings: TrainSettings, target: Loaded, chat: bool) -> dict[int, l
 def _from_files(settings: TrainSettings, tokenizer: Any) -> Texts:
     ids: list[int] = []
     for name in settings.texts:
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read {name!r} as UTF-8 text ({error}); convert it with iconv") from None
-        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += tokenizer(Path(name).read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
         if len(ids) >= settings.tokens:
             break
     rows = min(len(ids), settings.tokens) // settings.length

@@ -112,6 +112,8 @@ class TrainSettings:
         for name in (*self.texts, *([self.prompts] if self.prompts else [])):
             if name != "builtin" and not Path(name).is_file():
                 raise UsageError(f"cannot read {name!r}: there is no such file; check the path")
+        for name in self.texts:
+            _check_text(name)
 
     @property
     def kind(self) -> str:
@@ -237,6 +239,16 @@ def _check_positive(settings: object, *names: str) -> None:
     for name in names:
         if (value := getattr(settings, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value} is out of range; allowed: whole numbers from 1")
+
+
+def _check_text(name: str) -> None:
+    """Refuse a file that is not UTF-8 before a model is loaded for it."""
+    try:
+        with open(name, encoding="utf-8") as file:
+            while file.read(1 << 20):
+                pass
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {name!r} as UTF-8 text ({error}); convert it with iconv") from None
 
 
 def _check_rate(learning_rate: float) -> None:
