@@ -89,13 +89,21 @@ def stats(rounds: int, seconds: float, offered: int) -> Stats:
 
 
 def test_what_a_round_must_yield_is_said_where_rounds_had_drafts() -> None:
-    line = break_even_line(stats(64, 6.4, 0), stats(32, 6.4, 30))
+    drafted = stats(32, 6.4, 30)
+    drafted.seconds["verify"] = 1.28
+    line = break_even_line(stats(64, 6.4, 0), drafted)
     assert (
         "takes 2.0 plain passes" in line
-        and "drafting 0.5" in line
+        and "(drafting 0.5, target 0.0, verification 0.4)" in line
         and "pays above 2.0 tokens/pass" in line
         and "does not pay" in line
     )
+
+
+def test_rounds_that_are_replayed_as_a_whole_are_not_split() -> None:
+    drafted = stats(32, 6.4, 30)
+    drafted.replayed_rounds = 30
+    assert "plain passes on this machine, so it pays" in break_even_line(stats(64, 6.4, 0), drafted)
 
 
 def test_a_drafter_that_rests_is_no_measure_of_a_round_with_drafts() -> None:

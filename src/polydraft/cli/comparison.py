@@ -183,12 +183,15 @@ def break_even_line(plain: Stats, drafted: Stats) -> str:
         )
     plain_round = plain.decode_seconds / plain.rounds
     drafted_round = drafted.decode_seconds / drafted.rounds
-    drafting, target = (drafted.seconds[phase] / drafted.rounds / plain_round for phase in ("draft", "target"))
+    # The output head is read while verifying; of rounds replayed as CUDA graphs only the whole is known.
+    phases = {} if drafted.replayed_rounds else {"drafting": "draft", "target": "target", "verification": "verify"}
+    shares = [f"{name} {drafted.seconds[phase] / drafted.rounds / plain_round:.1f}" for name, phase in phases.items()]
+    split = f" ({', '.join(shares)})" if shares else ""
     pays = drafted.tokens_per_pass * plain_round > drafted_round
     return (
-        f"a round with drafts takes {drafted_round / plain_round:.1f} plain passes on this machine (drafting {drafting:.1f}, "
-        f"target {target:.1f}), so it pays above {drafted_round / plain_round:.1f} tokens/pass; here it yielded "
-        f"{drafted.tokens_per_pass:.1f}: drafting {'pays' if pays else 'does not pay'}"
+        f"a round with drafts takes {drafted_round / plain_round:.1f} plain passes on this machine{split}, so it pays above "
+        f"{drafted_round / plain_round:.1f} tokens/pass; here it yielded {drafted.tokens_per_pass:.1f}: drafting "
+        f"{'pays' if pays else 'does not pay'}"
     )
 
 
