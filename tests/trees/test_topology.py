@@ -130,6 +130,6 @@ def test_a_chain_is_read_as_a_text_and_stays_where_it_is() -> None:
         topology = parse_tree(spec)
         tokens_BN = torch.arange(topology.num_nodes)[None]
         tree = DraftTree.from_topology(topology, tokens_BN, (), torch.zeros(topology.num_nodes, dtype=torch.long))
-        assert topology.is_chain == tree.chain == tree.block().plain == chain
+        assert tree.chain == tree.block().plain == chain
         other = DraftTree.from_topology(parse_tree("chain:2"), torch.tensor([[0, 5, 6]]), (), torch.zeros(3, dtype=torch.long))
         assert not union(tree, other).chain

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from polydraft.errors import FailureError, UsageError, shown
 from polydraft.models.feature_head import FeatureHead, HeadShape, TapNorm
-from polydraft.models.head_folder import checked_shape, new_head
+from polydraft.models.head_folder import checked_shape, new_head, shapes_in
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary
 
@@ -224,13 +224,8 @@ def _name(theirs: str) -> str:
 
 def _found(files: list[Path]) -> dict[str, tuple[int, ...]]:
     """Read which tensors there are, and their shapes; only headers are read."""
-    found = {}
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                if not name.endswith(_NOT_READ):
-                    found[_name(name)] = tuple(opened.get_slice(name).get_shape())
-    return found
+    shapes = (item for file in files for item in shapes_in(file).items())
+    return {_name(name): shape for name, shape in shapes if not name.endswith(_NOT_READ)}
 
 
 def _load(files: list[Path]) -> dict[str, Tensor]:

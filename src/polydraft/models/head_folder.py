@@ -35,8 +35,7 @@ def check_header(file: Path, expected: Mapping[str, torch.Tensor]) -> None:
     OSError, SafetensorError
         If the file cannot be read.
     """
-    with safe_open(file, "pt") as opened:
-        found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+    found = shapes_in(file)
     for name, tensor in expected.items():
         if name not in found:
             raise ValueError(f"{name} is missing")
@@ -44,6 +43,12 @@ def check_header(file: Path, expected: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} has the shape {list(found[name])}, where config.json asks for {list(tensor.shape)}")
     if others := sorted({*found} - {*expected}):
         raise ValueError(f"{others[0]} is not part of it")
+
+
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors in a safetensors file; only its header is read."""
+    with safe_open(file, "pt") as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
 
 
 def weightless(module: type[nn.Module], *arguments: object) -> Mapping[str, torch.Tensor]:

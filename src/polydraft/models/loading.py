@@ -13,14 +13,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
 from polydraft.models.eagle3 import is_eagle3, load_eagle3
 from polydraft.models.feature_head import FeatureHead
 from polydraft.models.gguf_files import converted_folder, gguf_source
-from polydraft.models.head_folder import is_head, load_head, load_vocabulary
+from polydraft.models.head_folder import is_head, load_head, load_vocabulary, shapes_in
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 from polydraft.models.placement import layout_options
@@ -142,7 +142,7 @@ def _is_larger_than_its_files(folder: str) -> bool:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        held = sum(_num_weights(path) for path in Path(folder).glob("*.safetensors"))
+        held = sum(math.prod(shape) for path in Path(folder).glob("*.safetensors") for shape in shapes_in(path).values())
         if not held:  # a name on a hub, or a folder of other files
             return False
         config = AutoConfig.from_pretrained(folder)
@@ -152,11 +152,6 @@ def _is_larger_than_its_files(folder: str) -> bool:
         return False
     packed = 1 if getattr(config, "quantization_config", None) is None else 32  # of one bit, in integers of 32
     return asked > 2 * packed * held  # 2: tables may be shared
-
-
-def _num_weights(path: Path) -> int:
-    with safe_open(path, framework="pt") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def _obstacle(folder: str, error: Exception) -> str:

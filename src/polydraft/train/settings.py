@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polydraft.errors import UsageError
+from polydraft.output import check_file
 
 LOSSES = ("kl", "tv", "kl+tv", "lk")
 LENGTHS = (1, 2)
@@ -202,10 +203,7 @@ class CorpusCacheSettings:
             )
         for file in self.texts:
             check_text_file(file)
-        if out.is_dir():
-            raise UsageError(f"--out {out} is a folder; give the name of a file in it")
-        if not out.parent.is_dir():
-            raise UsageError(f"--out {out}: there is no folder {str(out.parent)!r}; create it first")
+        check_file(out)
         if self.generate:
             self.written().check()
 

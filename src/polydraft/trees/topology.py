@@ -133,11 +133,6 @@ class Topology:
         return len(self.parents)
 
     @property
-    def is_chain(self) -> bool:
-        """Whether no node has more than one child."""
-        return self.num_nodes == self.depth + 1
-
-    @property
     def depth(self) -> int:
         """Levels below the root; 0 for plain decoding."""
         return self.depths[-1]
