@@ -8,11 +8,23 @@ import torch
 
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
+from polydraft.models.feature_head import TapNorm
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from fused_cases import check_add_norm, check_gate, check_rotate_store, check_vector_product
+from fused_cases import (
+    FORMS,
+    PLACES,
+    check_add_norm,
+    check_fused_features,
+    check_gate,
+    check_head,
+    check_move_up,
+    check_place,
+    check_rotate_store,
+    check_vector_product,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 FORMATS = [torch.float32, torch.bfloat16]
@@ -27,6 +39,18 @@ def test_kernels(dtype: torch.dtype) -> None:
         check_rotate_store("cuda", dtype, queries, keys, channels)
     for rows, channels in ((7, 576), (4096, 11008), (12288, 4096), (5000, 2560)):
         check_vector_product("cuda", dtype, rows, channels, biased=rows == 4096)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_kernels_of_heads_and_memories(dtype: torch.dtype) -> None:
+    for form in FORMS.values():
+        check_head("cuda", dtype, form)
+    for norm in TapNorm:
+        check_fused_features("cuda", dtype, {"tap_norm": norm})
+    for case in PLACES.values():
+        check_place("cuda", **case)
+    for layers, rows, heads, channels in ((30, 3, 3, 64), (2, 1, 32, 128), (3, 2, 2, 80)):
+        check_move_up("cuda", dtype, layers, rows, heads, channels)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])

@@ -5,6 +5,29 @@ from torch import Tensor
 from torch.nn import functional
 
 from polydraft.models._fused import add_norm, gate, linear, rotate_store, vector_product
+from polydraft.models._fused_head import FusedHead
+from polydraft.models._slots import place
+from polydraft.models.cache import SlotCache
+from polydraft.models.feature_head import FeatureHead, HeadShape, TapNorm
+from polydraft.sampling import NO_TOKEN
+from polydraft.schemes import fused
+from polydraft.trees import Block, SlicedMask, causal_block, parse_tree
+
+EAGLE3 = {"joins": False, "reads_last": False, "normed_output": False}
+FORMS = {
+    "ours": {},
+    "EAGLE-3": EAGLE3,
+    "EAGLE-3, Qwen2": {**EAGLE3, "normed_residual": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "EAGLE-3, Qwen3": {**EAGLE3, "query_key_norm": True, "normed_output": True, "tap_norm": TapNorm.EACH},
+    "other turns": {**EAGLE3, "rope_frequencies": (1.0, 0.3, 0.2, 0.1), "rope_gain": 1.1},
+}
+PLACES = {
+    "a level": {},
+    "limits": {"max_positions": 12, "num_tokens": 40, "window": 4},
+    "a window": {"window": 3},
+    "many": {"size": 150, "window": 100},
+    "places by values": {"scattered": True},
+}
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
@@ -49,6 +72,12 @@ def check_rotate_store(device: str, dtype: torch.dtype, queries: int, keys: int,
             slot = int(places[row, token])
             torch.testing.assert_close(key[row, :, slot], turned[row, token, queries : queries + keys], **tolerance(dtype))
             torch.testing.assert_close(value[row, :, slot], heads[row, token, queries + keys :], **tolerance(dtype))
+    positions = torch.tensor([[5, 0, 3], [2, 2, 6]], device=device)
+    tables = numbers(2, 7, channels, device=device, dtype=dtype, seed=3)
+    found, expected = (torch.zeros_like(key) for _ in range(2))
+    chosen, table = (tables[0][positions], tables[1][positions]), torch.cat([*tables], dim=-1).chunk(2, dim=-1)
+    looked_up = rotate_store(projected, *table, places, found, value, positions_BT=positions)
+    assert torch.equal(looked_up, rotate_store(projected, *chosen, places, expected, value)) and torch.equal(found, expected)
     written = torch.zeros(batch, slots, dtype=torch.bool, device=device).scatter_(1, places, True)
     assert not key.transpose(1, 2)[~written].any() and not value.transpose(1, 2)[~written].any()
 
@@ -66,3 +95,98 @@ def check_vector_product(device: str, dtype: torch.dtype, rows: int, channels: i
     expected = functional.linear(vector.double(), weight.double(), None if bias is None else bias.double())
     for product in (vector_product, linear):
         torch.testing.assert_close(product(vector, weight, bias).double(), expected, **tolerance(dtype))
+
+
+def head_of(device: str, dtype: torch.dtype, form: dict) -> FeatureHead:
+    shape = HeadShape(hidden_size=32, taps=(1, 2), num_heads=4, num_key_heads=2, head_size=8, mlp_size=24, window=40, **form)
+    torch.manual_seed(0)
+    head = FeatureHead(shape, *torch.randn(2, 16, 32)).requires_grad_(False)
+    for parameter in head.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(0.3 * torch.randn_like(parameter))  # norms and biases that are not all alike
+    head.native = False
+    return head.to(device, dtype)
+
+
+def check_head(device: str, dtype: torch.dtype, form: dict) -> None:
+    """A head's pass, level by level: each token follows the output of its parent."""
+    head, rows = head_of(device, dtype, form), 2
+    mask, place = SlicedMask.of(parse_tree("2x1"), torch.device(device)), torch.device(device)
+    tokens = torch.tensor([[11, 12, 13, 14, 15], [3, 2, NO_TOKEN, 4, 5]], device=device)
+    before, above = (numbers(rows, size, 32, device=device, dtype=dtype, seed=size) for size in (3, 1))
+    by_row = torch.tensor([[0, 1], [1, 0]], device=device)
+    found = []
+    for kernels in (None, FusedHead(head, head.shape.norm_epsilon)):
+        context, outputs = head.start(rows, 16), above
+        context._fused = None
+        context.read(tokens[:, :3].clamp(min=0), before, causal_block(rows, 3, place))
+        context.rewind([3, 2])
+        context._fused, context.span, passed = kernels, 16, []
+        for first, stop, parents in ((0, 1, None), (1, 3, torch.tensor([0, 0], device=device)), (3, 5, by_row)):
+            outputs = context.read(tokens[:, first:stop], outputs, mask.level(first, stop).expand(rows), parents)
+            passed.append(outputs)
+        found.append(torch.cat(passed, dim=1))
+    # Small differences of one level go through the next ones.
+    rough = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-1, "atol": 1e-1}
+    torch.testing.assert_close(found[1], found[0], **rough)
+
+
+def check_fused_features(device: str, dtype: torch.dtype, form: dict) -> None:
+    head = head_of(device, dtype, form)
+    read = 32 * (3 if head.shape.reads_last else 2)
+    features = numbers(2, 5, read + 32 * (not head.shape.reads_last), device=device, dtype=dtype, seed=1)
+    for some in (features, features[:, 1:4]):
+        found, expected = FusedHead(head, head.shape.norm_epsilon).fused(some), head.fused(some)
+        assert found.shape == expected.shape == (*some.shape[:2], 32)
+        torch.testing.assert_close(found, expected, **tolerance(dtype))
+
+
+def check_place(
+    device: str, *, size: int = 5, scattered: bool = False, max_positions=None, num_tokens=None, window=None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(NO_TOKEN, 60, (3, 2 * size), generator=generator).to(device)[:, size:]
+    depths = torch.randint(0, 4, (size,), generator=generator).to(device).expand(3, -1)
+    places = torch.stack([torch.randperm(size + 2, generator=generator)[:size] for _ in range(3)]).to(device)
+    visible = torch.ones(3, size, size + 2, dtype=torch.bool, device=device)
+    lengths = torch.tensor([9, 0, 17, 5], device=device)[1:]
+    limits, found = {"max_positions": max_positions, "num_tokens": num_tokens, "window": window}, []
+    for kernels in (None, True):  # torch's operations are those of a CPU without the interpreter
+        where, before = device if kernels else "cpu", fused._INTERPRETED
+        fused._INTERPRETED = bool(kernels) and device == "cpu"
+        there = Block(2, depths.to(where), visible.to(where), places_BT=places.to(where) if scattered else None)
+        slot_positions = torch.full((3, 200), -5, device=where)
+        try:
+            placed = place(tokens.to(where), there, lengths.to(where), slot_positions, **limits)
+        finally:
+            fused._INTERPRETED = before
+        values = [placed.tokens_BT, placed.positions_BT, placed.slots_BT, placed.starts_BT, slot_positions]
+        found.append([None if value is None else value.cpu() for value in values])
+    for one, two in zip(*found, strict=True):
+        assert (one is None and two is None) or torch.equal(one, two)
+    assert found[1][0].min() >= 0 and (num_tokens is None or found[1][0].max() < num_tokens)
+
+
+def check_move_up(device: str, dtype: torch.dtype, layers: int, rows: int, heads: int, channels: int) -> None:
+    lengths = torch.tensor([4, 0, 7], device=device)[:rows]
+    # Places that others are moved to, a path that repeats its last node, one that stays.
+    places = torch.tensor([[0, 3, 1, 5], [0, 2, 4, 4], [0, 1, 2, 3]], device=device)[:rows]
+    found = []
+    for on in (False, True):
+        cache = SlotCache(layers, 16)
+        cache.keys_LBHSC, cache.values_LBHSC = (
+            numbers(layers, rows, heads, 16, channels, device=device, dtype=dtype, seed=seed) for seed in (0, 1)
+        )
+        slot_positions = torch.full((rows, 16), -1, device=device)
+        target = lengths[:, None] + torch.arange(4, device=device)
+        before, fused._INTERPRETED = fused._INTERPRETED, device == "cpu"
+        try:
+            if on:
+                assert cache.move_up(lengths, places, slot_positions)
+            else:
+                cache.move(lengths[:, None] + places, target)
+                slot_positions.scatter_(1, target, target)
+        finally:
+            fused._INTERPRETED = before
+        found.append((cache.keys_LBHSC, cache.values_LBHSC, slot_positions))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

@@ -2,14 +2,25 @@
 
 import pytest
 import torch
-from fused_cases import check_add_norm, check_gate, check_rotate_store, check_vector_product
+from fused_cases import (
+    FORMS,
+    PLACES,
+    check_add_norm,
+    check_fused_features,
+    check_gate,
+    check_head,
+    check_move_up,
+    check_place,
+    check_rotate_store,
+    check_vector_product,
+)
 
 import interpreted
 from polydraft.models._bodies import lean_body
-from polydraft.models._fused import FusedBody, FusedHead
-from polydraft.models.feature_head import FeatureHead, HeadShape, TapNorm
+from polydraft.models._fused import FusedBody
+from polydraft.models.feature_head import TapNorm
 from polydraft.models.tree_attention import obstacle
-from polydraft.trees import SlicedMask, causal_block, parse_tree
+from polydraft.trees import SlicedMask, parse_tree
 
 interpreted.turn_on()
 
@@ -55,31 +66,22 @@ def test_a_body_computes_what_the_plain_one_does_and_multiplies_by_its_product(t
     assert shapes == [(64, 32), (32, 32), (96, 32), (32, 48)] * layers * passes
 
 
-EAGLE3 = {"joins": False, "reads_last": False, "normed_output": False}
-FORMS = {
-    "ours": {},
-    "EAGLE-3": EAGLE3,
-    "EAGLE-3, Qwen2": {**EAGLE3, "normed_residual": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
-    "EAGLE-3, Qwen3": {**EAGLE3, "query_key_norm": True, "normed_output": True, "tap_norm": TapNorm.EACH},
-    "other turns": {**EAGLE3, "rope_frequencies": (1.0, 0.3, 0.2, 0.1), "rope_gain": 1.1},
-}
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_head_computes_what_the_plain_one_does(form: str) -> None:
-    shape = HeadShape(
-        hidden_size=32, taps=(1, 2), num_heads=4, num_key_heads=2, head_size=8, mlp_size=24, window=40, **FORMS[form]
-    )
-    torch.manual_seed(0)
-    head = FeatureHead(shape, *torch.randn(2, 16, 32)).requires_grad_(False)
-    head.native = False
-    block = SlicedMask.of(parse_tree("2x1"), torch.device("cpu")).level(0, 5).expand(1)
-    inputs = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
-    found = []
-    for fused in (None, FusedHead(head, shape.norm_epsilon)):
-        context = head.start(1, 16)
-        context.read(torch.tensor([[5, 6, 7]]), inputs[0], causal_block(1, 3, torch.device("cpu")))
-        context.rewind([3])
-        context._fused = fused
-        found.append(context.read(torch.tensor([[11, 12, 13, 14, 15]]), inputs[1], block))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    check_head("cpu", torch.float32, FORMS[form])
+
+
+@pytest.mark.parametrize("norm", TapNorm)
+@pytest.mark.parametrize("reads_last", [False, True])
+def test_features_are_normed_and_fused(norm: TapNorm, reads_last: bool) -> None:
+    check_fused_features("cpu", torch.float32, {"tap_norm": norm, "reads_last": reads_last})
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_tokens_go_to_their_places(case: str) -> None:
+    check_place("cpu", **PLACES[case])
+
+
+@pytest.mark.parametrize(("layers", "rows", "heads", "channels"), [(2, 3, 2, 8), (1, 1, 3, 6)])
+def test_accepted_tokens_move_up(layers: int, rows: int, heads: int, channels: int) -> None:
+    check_move_up("cpu", torch.float32, layers, rows, heads, channels)

@@ -122,7 +122,7 @@ class HeadSource(DistributionSource):
             ]
             tokens_BT = brought(torch.tensor([tokens + [0] * (size - len(tokens)) for tokens in following]), self.device)
             self._context.reserve(max(held[rows]) + size)
-            fused_BTH = self._head.fused(features_BTF[:, :size])
+            fused_BTH = self._context.fused(features_BTF[:, :size])
             self._context.part(rows).store(tokens_BT, fused_BTH)
         for row, count in enumerate(kept, start=rows.start):
             held[row] += count
@@ -154,19 +154,12 @@ class HeadSource(DistributionSource):
         if self._features_BWF is None:  # nothing but texts of one token
             size = (*self._tokens_BW.shape, self._head.shape.hidden_size)
             return torch.zeros(size, dtype=self._head.dtype, device=self.device)
-        return self._head.fused(self._features_BWF)
+        return self._context.fused(self._features_BWF)
 
     def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
         """Pass a level, its parents' outputs in place of the target's features."""
-        above_BWH = self._outputs_BWH
-        assert above_BWH is not None, "root() comes first"
-        if above_BWH.shape[1] == 1:
-            fused_BWH = above_BWH.expand(-1, tokens_BW.shape[1], -1)
-        elif parents.dim() == 1 or len(parents) == 1:
-            fused_BWH = above_BWH.index_select(1, parents.flatten())
-        else:
-            fused_BWH = above_BWH.gather(1, parents[..., None].expand(-1, -1, above_BWH.shape[-1]))
-        outputs_BWH = self._context.read(tokens_BW, fused_BWH, block)
+        assert self._outputs_BWH is not None, "root() comes first"
+        outputs_BWH = self._context.read(tokens_BW, self._outputs_BWH, block, parents)
         self._outputs_BWH = outputs_BWH
         return outputs_BWH
 

@@ -7,7 +7,7 @@ costs what the text of the moment costs, whatever the size of the buffers, so th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from polydraft.models._bodies import LeanBody, LeanLayer
 from polydraft.models._invariant import FORMATS, Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
 from polydraft.models.cache import SlotCache
 from polydraft.models.tree_attention import obstacle, power_of_two, tree_attention
-
-if TYPE_CHECKING:
-    from polydraft.models.feature_head import FeatureHead
 
 MOST_TOKENS = 128
 """Tokens per row up to which these kernels are meant; longer blocks are prompts, which are computed, not read."""
@@ -199,20 +196,28 @@ def rotate_store(
     key_BHSC: Tensor,
     value_BHSC: Tensor,
     rows_B: Tensor | None = None,
+    positions_BT: Tensor | None = None,
 ) -> Tensor:
-    """Turn queries and keys, store keys and values in some rows, all if not given, and return the queries `[B, H, T, C]`."""
+    """Turn queries and keys, store keys and values in some rows, all if not given, and return the queries `[B, H, T, C]`.
+
+    With positions, cosines and sines are those of all positions, `[P, C]`.
+    """
     from polydraft.models import _kernels as kernels
 
     batch_size, size, width = projected_BTX.shape
     keys, channels = key_BHSC.shape[1], key_BHSC.shape[3]
     queries = width // channels - 2 * keys
     assert projected_BTX.is_contiguous() and slots_BT.is_contiguous() and cos_BTC.stride() == sin_BTC.stride()
-    assert cos_BTC.shape == (batch_size, size, channels) and cos_BTC.stride(0) == size * cos_BTC.stride(1), cos_BTC.shape
+    if positions_BT is None:
+        assert cos_BTC.shape == (batch_size, size, channels) and cos_BTC.stride(0) == size * cos_BTC.stride(1), cos_BTC.shape
+    else:
+        assert positions_BT.is_contiguous() and cos_BTC.shape[1:] == (channels,), cos_BTC.shape
     query_BTHC = projected_BTX.new_empty(batch_size, size, queries, channels)
     kernels.rotate_store[(batch_size * size,)](
-        projected_BTX, cos_BTC, sin_BTC, slots_BT, slots_BT if rows_B is None else rows_B, query_BTHC, key_BHSC, value_BHSC,
-        size, cos_BTC.stride(1), *key_BHSC.stride()[:3], *value_BHSC.stride()[:3],
-        SOME=rows_B is not None, QUERIES=queries, KEYS=keys, CHANNELS=channels, BLOCK_HEADS=power_of_two(queries + 2 * keys),
+        projected_BTX, cos_BTC, sin_BTC, slots_BT if positions_BT is None else positions_BT, slots_BT,
+        slots_BT if rows_B is None else rows_B, query_BTHC, key_BHSC, value_BHSC, size, cos_BTC.stride(-2),
+        *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], LOOKED_UP=positions_BT is not None, SOME=rows_B is not None,
+        QUERIES=queries, KEYS=keys, CHANNELS=channels, BLOCK_HEADS=power_of_two(queries + 2 * keys),
         HALF=power_of_two(channels // 2), num_warps=8 if queries > 16 else 4,
     )  # fmt: skip
     return query_BTHC.transpose(1, 2)
@@ -230,52 +235,3 @@ def gate(gate_up_BTX: Tensor) -> Tensor:
         gate_up_BTX, output_BTX, channels, BLOCK=block, num_warps=4
     )
     return output_BTX
-
-
-class FusedHead:
-    """Compute what a `FeatureHead` computes, with kernels that do several things at once."""
-
-    def __init__(self, head: "FeatureHead", epsilon: float) -> None:
-        self._head, self._epsilon = head, epsilon
-        self._angles_PX = torch.empty(0)
-        """Cosines and sines of each position, both halves of the channels."""
-
-    def __call__(
-        self, fused_BTH: Tensor, tokens_BT: Tensor, positions_BT: Tensor, view: TreeView, cache: SlotCache, capacity: int
-    ) -> Tensor:
-        """Return the head's outputs of some entries; `capacity` bounds the positions."""
-        head, shape, epsilon = self._head, self._head.shape, self._epsilon
-        size = shape.hidden_size
-        pair_BTX = fused_BTH.new_empty(*tokens_BT.shape, 2 * size)
-        add_norm(fused_BTH, None, head.feature_norm.weight, epsilon, pair_BTX[..., :size])
-        add_norm(functional.embedding(tokens_BT, head.tables[0]), None, head.token_norm.weight, epsilon, pair_BTX[..., size:])
-        if head.join is None or head.attention_norm is None:
-            passing_BTH, normed_BTX = pair_BTX[..., :size] if shape.normed_residual else fused_BTH, pair_BTX
-        else:
-            passing_BTH, normed_BTX = add_norm(head.join(pair_BTX), None, head.attention_norm.weight, epsilon)
-        projected_BTX = head.normed_heads(head.qkv(normed_BTX)).flatten(2)
-        key_BHSC, value_BHSC = cache.storage(0, projected_BTX, shape.num_key_heads, shape.head_size)
-        cos_BTC, sin_BTC = functional.embedding(positions_BT, self._angles(capacity)).chunk(2, dim=-1)
-        query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC)
-        mixed_BHTC = tree_attention(
-            query_BHTC,
-            key_BHSC,
-            value_BHSC,
-            view.lengths_B,
-            view.visible_BTU,
-            shape.head_size**-0.5,
-            view.max_length,
-            view.starts_BT,
-        )
-        attended_BTH = head.attention_output(mixed_BHTC.transpose(1, 2).flatten(2))
-        hidden_BTH, normed_BTH = add_norm(passing_BTH, attended_BTH, head.mlp_norm.weight, epsilon)
-        down_BTH = head.down(gate(head.gate_up(normed_BTH)))
-        output_BTH, normed_BTH = add_norm(hidden_BTH, down_BTH, head.output_norm.weight, epsilon)
-        return normed_BTH if shape.normed_output else output_BTH
-
-    def _angles(self, capacity: int) -> Tensor:
-        if len(self._angles_PX) < capacity:
-            weight = self._head.down.weight
-            cos_PC, _, sin_PC = self._head.angles(torch.arange(capacity, device=weight.device), torch.float32).unbind(1)
-            self._angles_PX = torch.cat([cos_PC, cos_PC, sin_PC, sin_PC], dim=1).to(weight.dtype)
-        return self._angles_PX

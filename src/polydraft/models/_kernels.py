@@ -40,15 +40,15 @@ def add_norm(
 
 @triton.jit(do_not_specialize=["rows", "size"])  # they differ from tree to tree, and are no reason to compile anew
 def rotate_store(
-    projected, cos, sin, slots, rows, query, keys, values, size, angle_row,
+    projected, cos, sin, positions, slots, rows, query, keys, values, size, angle_row,
     key_row, key_head, key_slot, value_row, value_head, value_slot,
-    SOME: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
+    LOOKED_UP: tl.constexpr, SOME: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Turn queries and keys by their positions (RoPE), and put keys and values into their slots; grid [B · T].
 
     `projected` holds the heads of queries, keys and values of a token side by side. With `SOME`, `rows` says in which row of
-    the storage each row of the tokens is.
+    the storage each row of the tokens is. With `LOOKED_UP`, `cos` and `sin` are tables by position.
     """
     token = tl.program_id(0).to(tl.int64)
     row = token // size
@@ -62,7 +62,10 @@ def rotate_store(
     source_HC = token * heads * CHANNELS + head_H * CHANNELS + channel_C
     first_HC = tl.load(projected + source_HC, mask=real_HC, other=0.0).to(tl.float32)
     second_HC = tl.load(projected + source_HC + CHANNELS // 2, mask=real_HC, other=0.0).to(tl.float32)
-    angle_C = token * angle_row + channel_C
+    angle = token
+    if LOOKED_UP:
+        angle = tl.load(positions + token)
+    angle_C = angle * angle_row + channel_C
     real_C = channel_C < CHANNELS // 2
     cos1_C = tl.load(cos + angle_C, mask=real_C, other=1.0).to(tl.float32)
     cos2_C = tl.load(cos + angle_C + CHANNELS // 2, mask=real_C, other=1.0).to(tl.float32)

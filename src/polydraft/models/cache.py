@@ -8,8 +8,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 from polydraft.errors import FailureError, UsageError
+from polydraft.models._slots import side_by_side
 from polydraft.models.families import text_config
 from polydraft.models.placement import home_device
+from polydraft.schemes.fused import kernels_run, power_of_two
+
+_LEAST_PLACES, _MOST_PLACES = 8, 64
+"""Paths that are shorter share the kernel of these; longer ones would fill the registers of a program that moves them."""
 
 
 def stored_layers(model: Any) -> int | None:
@@ -131,6 +136,24 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Copy slots within each row, in all layers at once."""
         rows_B1 = torch.arange(len(source_BD), device=source_BD.device)[:, None]
         self.take(self, rows_B1, source_BD, rows_B1, target_BD)
+
+    def move_up(self, lengths_B: Tensor, places_BD: Tensor, slot_positions_BS: Tensor) -> bool:
+        """Move uncommitted tokens to the first uncommitted places, by one kernel; return False where there is none for it."""
+        count, keys_LBHSC, values_LBHSC = places_BD.shape[1], self.keys_LBHSC, self.values_LBHSC
+        if type(self) is not SlotCache or keys_LBHSC is None or values_LBHSC is None:
+            return False
+        if count > _MOST_PLACES or not kernels_run(places_BD):
+            return False
+        from polydraft.models import _slot_kernels as kernels
+
+        places_BD = side_by_side(places_BD)
+        layers, rows, heads, _, channels = keys_LBHSC.shape
+        kernels.move_slots[layers, rows, heads](
+            keys_LBHSC, values_LBHSC, slot_positions_BS, lengths_B, places_BD, count, channels,
+            places_BD.stride(0), slot_positions_BS.stride(0), *keys_LBHSC.stride()[:4], *values_LBHSC.stride()[:4],
+            BLOCK_D=power_of_two(count, _LEAST_PLACES), BLOCK_C=power_of_two(channels), num_warps=4,
+        )  # fmt: skip
+        return True
 
     def take(self, other: "SlotCache", rows: Tensor, source_BD: Tensor, own_rows: Tensor, target_BD: Tensor) -> None:
         """Copy slots from the rows of another cache, in all layers at once."""

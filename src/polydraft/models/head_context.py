@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.models._fused import MOST_TOKENS, FusedHead, TreeView
+from polydraft.models._fused import MOST_TOKENS, TreeView
+from polydraft.models._fused_head import Entries, FusedHead, following
+from polydraft.models._slots import Placed
 from polydraft.models.cache import SlotCache
 from polydraft.models.language_model import Context, steady_attention
 from polydraft.models.tree_attention import obstacle
@@ -25,9 +27,11 @@ class HeadContext(Context):
 
     def __init__(self, head: "FeatureHead", batch_size: int, capacity: int) -> None:
         super().__init__(batch_size, capacity, head.device, max_positions=None)
-        self._head = head
+        self._head, self.window = head, head.shape.window
         self.cache: SlotCache = SlotCache(1, capacity)
         self._fused_BTH: Tensor | None = None
+        self._parents: Tensor | None = None
+        """What the pass at hand reads, see `read`."""
         self._angles_P3C = head.angles(torch.arange(capacity, device=head.device))
         """Of every position, as long as the memory."""
         runs = head.device.type == "cuda" and obstacle(head.device, head.dtype) is None
@@ -41,16 +45,27 @@ class HeadContext(Context):
         super().rewind(lengths)
         self._checked = False
 
-    def read(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
-        """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""
-        self._fused_BTH = fused_BTH
+    def read(self, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None = None) -> Tensor:
+        """Pass uncommitted entries through the head and return its outputs `[B, T, H]`.
+
+        `parents` say which of the features each token follows, `[T]` or row by row; token t follows feature t without them.
+        """
+        self._fused_BTH, self._parents = fused_BWH, parents
+        if self._fused is not None:  # which selects by itself
+            return self.extend(tokens_BT, block)
+        fused_BTH = following(fused_BWH, parents)
+        self._fused_BTH, self._parents = fused_BTH, None
         if (native := self._ready()) is not None:
             return native(tokens_BT, block, self._rows(native), features_BTF=fused_BTH)
         # Where all rows are equally long the host knows every place, and a level is half as many calls.
-        if self._fused is None and self.aligned:
+        if self.aligned:
             with steady_attention(self.device):
                 return self._read_aligned(tokens_BT, fused_BTH, block)
         return self.extend(tokens_BT, block)
+
+    def fused(self, features_RF: Tensor) -> Tensor:
+        """Bring the target's features, taps included, into the space of the head's own outputs."""
+        return self._head.fused(features_RF) if self._fused is None else self._fused.fused(features_RF)
 
     def _ready(self) -> NativeBody | None:
         """Return compiled code, if there is some and it is in order."""
@@ -104,22 +119,22 @@ class HeadContext(Context):
         key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
         return self._head.attended(passing_BTH, query_BHTC, key_BHSC, value_BHSC, visible_BTS[:, None])
 
-    def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
-        window = self._head.shape.window
+    def _pass(self, placed: Placed, block: Block, used: int) -> Tensor:
         # The kernels cut off committed text only, so the window must reach over all that is not committed.
-        if self._fused is None or block.size > MOST_TOKENS or window < block.stop:
-            return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)
+        if self._fused is None or block.size > MOST_TOKENS or self._head.shape.window < block.stop:
+            return super()._pass(placed, block, used)
         assert self._fused_BTH is not None, "read() is the way in"
-        starts_BT = (positions_BT - window + 1).clamp(min=0)
-        view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT)
-        return self._fused(self._fused_BTH, tokens_BT, positions_BT, view, self.cache, self.capacity)
+        view = TreeView(placed.slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, placed.starts_BT)
+        entries = Entries(placed.tokens_BT, self._fused_BTH, self._parents)
+        return self._fused(entries, placed.positions_BT, view, self.cache, self.capacity)
 
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         assert self._fused_BTH is not None, "read() is the way in"
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]
         self.cache.aim(slots_BT, used - size if self.aligned else None, used)
         near_BTS = positions_BT[:, :, None] - self._positions_BS[:, None, :used] < self._head.shape.window
-        return self._outputs(tokens_BT, self._fused_BTH, positions_BT, visible_BTS & near_BTS)
+        fused_BTH = following(self._fused_BTH, self._parents)
+        return self._outputs(tokens_BT, fused_BTH, positions_BT, visible_BTS & near_BTS)
 
     @property
     def address(self) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from polydraft.models._fused import MOST_TOKENS, TreeView
+from polydraft.models._slots import Placed
 from polydraft.models.cache import SlotCache, SpreadCache
 from polydraft.models.language_model import Context, Observer, reading_count, reading_size
 from polydraft.native import Rows
@@ -22,7 +23,7 @@ class HFContext(Context):
 
     def __init__(self, model: "HFModel", batch_size: int, capacity: int) -> None:
         super().__init__(batch_size, capacity, model.device, model.max_positions)
-        self._model = model
+        self._model, self.num_tokens, self.window = model, model.vocab_size, model.window
         layers = model.stored_layers if model.spread is None else None
         owner = f"model type {model.config.model_type!r}"
         self.cache = SpreadCache(model.num_layers, capacity, owner) if layers is None else SlotCache(layers, capacity, owner)
@@ -61,21 +62,24 @@ class HFContext(Context):
         # One token that sees everything needs no mask, which spares attention a slower path.
         plain = aligned and size == 1 and self._model.sees_everything
         mask = None if plain else self._model.mask(visible_BTS, positions_BT, self._positions_BS[:, :used])
-        # A draft's table may lack padding rows that the target's has; such tokens are never drawn, but may be read.
-        known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)
-        return self._model.forward(known_BT, positions_BT, mask, self.cache)
+        return self._model.forward(tokens_BT, positions_BT, mask, self.cache)
 
-    def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
+    def _pass(self, placed: Placed, block: Block, used: int) -> Tensor:
         fused, window = self._model.fused, self._model.window
         # Most kernels cut off committed text only, so a window must reach over all that is not committed.
         unfit = block.size > MOST_TOKENS or (window is not None and window < block.stop)
         if fused is None or (unfit and not fused.invariant) or (fused.invariant and torch.is_grad_enabled()):
-            return super()._pass(tokens_BT, positions_BT, slots_BT, block, used)
-        starts_BT = None if window is None else (positions_BT - window + 1).clamp(min=0)
-        causal = block.plain or (block.stop == 1 and block.places_BT is None)
-        view = TreeView(slots_BT, self.lengths_B, block.visible_BTU, used - block.stop, starts_BT, self._positions_BS, causal)
-        known_BT = tokens_BT.clamp(max=self._model.vocab_size - 1)
-        return fused(known_BT, positions_BT, view, self.cache, self._model.taps)
+            return super()._pass(placed, block, used)
+        view = TreeView(
+            placed.slots_BT,
+            self.lengths_B,
+            block.visible_BTU,
+            used - block.stop,
+            placed.starts_BT,
+            self._positions_BS,
+            causal=block.plain or (block.stop == 1 and block.places_BT is None),
+        )
+        return fused(placed.tokens_BT, placed.positions_BT, view, self.cache, self._model.taps)
 
     def prefill(self, texts: Sequence[Sequence[int]], observer: Observer | None = None) -> None:
         """Append tokens known beforehand to each row's committed text, showing their features to the observer.
@@ -148,6 +152,10 @@ class HFContext(Context):
 
     def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         self.cache.move(source_BD, target_BD)
+
+    def _move_up(self, places_BD: Tensor) -> None:
+        if not self.cache.move_up(self.lengths_B, places_BD, self._positions_BS):
+            super()._move_up(places_BD)
 
     def _grow(self, capacity: int) -> None:
         self.cache.grow(capacity)

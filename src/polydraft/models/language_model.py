@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
+from polydraft.models._slots import Placed, place
 from polydraft.sampling import PartialVocabulary
 from polydraft.schemes.arrays import can_sync
 from polydraft.transfers import assign, brought
@@ -112,6 +113,10 @@ class Context(ABC):
     """Whether the number of rows may change, see `resize`."""
     always_moves: ClassVar[bool] = False
     """Whether even tokens in the right places must be moved to be kept."""
+    num_tokens: int | None = None
+    """Rows of the table that tokens are looked up in; a draft's may lack padding rows that the target's has."""
+    window: int | None = None
+    """How many positions a token sees, its own included; all where there is no number."""
 
     def __init__(self, batch_size: int, capacity: int, device: torch.device, max_positions: int | None) -> None:
         self.batch_size, self.capacity, self.device = batch_size, capacity, device
@@ -131,17 +136,11 @@ class Context(ABC):
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
-        # Tokens past the position limit can only lead to text past it, which the engine cuts off.
-        position_BT = self.lengths_B[:, None] + block.depths_BT
-        if self.max_positions is not None:
-            position_BT = position_BT.clamp(max=self.max_positions - 1)
         used = self.span or max(self.lengths) + block.stop
         assert max(self.lengths) + block.stop <= used <= self.capacity, (self.lengths, block.stop, used, self.capacity)
         assert block.places_BT is None or not self.aligned, "tokens go to places that are not known only under a fixed span"
-        places_BT = torch.arange(block.start, block.stop, device=self.device) if block.places_BT is None else block.places_BT
-        slots_BT = self.lengths_B[:, None] + places_BT
-        self._positions_BS[self._rows_B1, slots_BT] = position_BT
-        return self._pass(tokens_BT.clamp(min=0), position_BT, slots_BT, block, used)
+        limits = {"max_positions": self.max_positions, "num_tokens": self.num_tokens, "window": self.window}
+        return self._pass(place(tokens_BT, block, self.lengths_B, self._positions_BS, **limits), block, used)
 
     @property
     def address(self) -> int:
@@ -170,10 +169,10 @@ class Context(ABC):
     def _span(self, length: int) -> int:
         return min(round_up(length + self.places), self.capacity)
 
-    def _pass(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, block: Block, used: int) -> Tensor:
+    def _pass(self, placed: Placed, block: Block, used: int) -> Tensor:
         """Store and compute a block; to be overridden where attention needs no mask over all slots."""
         with steady_attention(self.device):
-            return self._forward(tokens_BT, positions_BT, slots_BT, self._visible(block, used))
+            return self._forward(placed.tokens_BT, placed.positions_BT, placed.slots_BT, self._visible(block, used))
 
     def _visible(self, block: Block, used: int) -> Tensor:
         """Widen the block's own mask to all used slots: committed text is visible, leftovers are not."""
@@ -198,11 +197,15 @@ class Context(ABC):
             if bool((places_BD == torch.arange(places_BD.shape[1])).all()):  # they are where they belong
                 self.lengths_B += counts_B
                 return
+        self._move_up(places_BD)
+        self.lengths_B += counts_B
+
+    def _move_up(self, places_BD: Tensor) -> None:
+        """Move uncommitted tokens to the first uncommitted places, each to the position of its place."""
         source_BD = self.lengths_B[:, None] + places_BD
         target_BD = self.lengths_B[:, None] + torch.arange(places_BD.shape[1], device=self.device)
         self._move(source_BD, target_BD)
-        self._positions_BS[self._rows_B1, target_BD] = target_BD
-        self.lengths_B += counts_B
+        self._positions_BS.scatter_(1, target_BD, target_BD)
 
     def rearrange(self, places_BD: Tensor) -> None:
         """Move uncommitted tokens to the first uncommitted places, in that order; they stay uncommitted where they stand."""
