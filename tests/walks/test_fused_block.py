@@ -85,6 +85,14 @@ def test_verdicts_on_awkward_laws(scheme: Scheme, kernels: pytest.MonkeyPatch) -
     check_same(found, by_torch(BlockWalk(), scheme, draft, laws, uniforms_BU))
 
 
+@pytest.mark.parametrize("tree", ["1x1", "1x1x1"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_verdicts_where_no_node_has_more_than_one_child(tree: str, seed: int, kernels: pytest.MonkeyPatch) -> None:
+    draft, laws, uniforms_BU = trees(tree, 8, HYBRID, seed=seed)
+    found = BlockWalk().run(HYBRID, draft, laws, uniforms_BU)
+    check_same(found, by_torch(BlockWalk(), HYBRID, draft, laws, uniforms_BU))
+
+
 @pytest.mark.parametrize("tree", ["1x1", "2x1"])
 def test_verdicts_on_trees_that_are_shallower_than_they_say(tree: str, kernels: pytest.MonkeyPatch) -> None:
     # As trees by load are, whose outcomes all have the form of the largest one's.

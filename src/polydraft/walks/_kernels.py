@@ -4,6 +4,9 @@ They do what `polydraft.schemes.contest` and `polydraft.walks.block` describe, a
 and `race` pick a child of every node, `measure` adds up what the target has in excess along each row's path, `finish` draws
 where it stops and what is emitted there. Probabilities are whole numbers, as in `polydraft.schemes._kernels`.
 
+Where there is one child no race is needed: of such places the first cell holds the draft's total, `outside` the target's, and
+the first quotient is that of all tokens.
+
 A *place* is a node of a row, B · N of them. Of each place the kernels hand on `facts`: the number of children, how many of them
 are certain, which of the row's laws they were drawn from, the fault, and whether it has children.
 """
@@ -71,9 +74,12 @@ def prepare(
         certain = _count_certain(weight_K, next_K != token_K, total, children, THRESHOLD, BLOCK_K)
         rest = total - tl.sum(tl.where(rank_K < certain, weight_K, 0), 0)
         scale = total.to(tl.float64) / tl.maximum(rest, 1).to(tl.float64)
-        for start in range(0, 2 * CELLS, BLOCK):
-            cell_C = start + tl.arange(0, BLOCK)
-            tl.store(cells + place * 2 * CELLS + cell_C, tl.zeros([BLOCK], tl.int64), mask=cell_C < 2 * CELLS)
+        if children == 1:
+            tl.store(cells + place * 2 * CELLS, total)
+        else:
+            for start in range(0, 2 * CELLS, BLOCK):
+                cell_C = start + tl.arange(0, BLOCK)
+                tl.store(cells + place * 2 * CELLS + cell_C, tl.zeros([BLOCK], tl.int64), mask=cell_C < 2 * CELLS)
     tl.store(outside + place, tl.zeros([], tl.int64))
     tl.store(scales + place, scale)
     tl.store(facts + place * FACTS, children)
@@ -90,12 +96,16 @@ def fill_cells(
 ):  # fmt: skip
     """Add the tokens that may race to their cells, the draft's weights behind the target's; grid [B · N, blocks of tokens]."""
     place = tl.program_id(0).to(tl.int64)
-    if tl.load(facts + place * FACTS) == 0:
+    children = tl.load(facts + place * FACTS)
+    if children == 0:
         return
-    certain, law = tl.load(facts + place * FACTS + 1), tl.load(facts + place * FACTS + 2).to(tl.int64)
     token_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_C = token_C < size
     target_C = _fixed(tl.load(target + place * size + token_C, mask=real_C, other=0.0))
+    if children == 1:
+        tl.atomic_add(outside + place, tl.sum(target_C, 0), sem="relaxed")
+        return
+    certain, law = tl.load(facts + place * FACTS + 1), tl.load(facts + place * FACTS + 2).to(tl.int64)
     column_C = _columns_of(columns, token_C, real_C, PARTIAL)
     racing_C = column_C >= 0
     if PARTIAL:
@@ -148,10 +158,23 @@ def race(
         tl.store(ratios + place, tl.zeros([], tl.float64))
         return
     certain, law = tl.load(facts + place * FACTS + 1), tl.load(facts + place * FACTS + 2).to(tl.int64)
-    racing = children - certain
-    rank_K, cell_C = tl.arange(0, BLOCK_K), tl.arange(0, CELLS)
+    rank_K = tl.arange(0, BLOCK_K)
     column_K = tl.load(known + place * count + rank_K, mask=rank_K < count, other=-1)
     child_K = tl.load(table + row * table_row + node * table_node + rank_K, mask=rank_K < count, other=0)
+    if children == 1:
+        # The only child wins, whatever the plan: its law is the draft's.
+        column, child = tl.max(column_K, 0), tl.max(tl.where(column_K >= 0, child_K, 0), 0)
+        mass = tl.load(outside + place).to(tl.float64)
+        quotient = tl.full([], 1.0, tl.float64) / tl.maximum(tl.load(cells + place * 2 * CELLS), 1).to(tl.float64)
+        wanted = _fixed(tl.load(target + place * size + tl.load(tokens + row * tokens_row + child))).to(tl.float64)
+        chance = _fixed(tl.load(laws + law * width + column)).to(tl.float64) * quotient * mass
+        tl.store(quotients + place * CELLS, quotient)
+        tl.store(picks + place, tl.where(tl.load(facts + place * FACTS + 3) == 0, child, -1))
+        tl.store(ratios + place, tl.where(chance > 0, _share(wanted, chance), 0.0))
+        tl.store(masses + place, mass)
+        return
+    racing = children - certain
+    cell_C = tl.arange(0, CELLS)
     token_K = tl.load(tokens + row * tokens_row + child_K, mask=column_K >= 0, other=0)
     target_K = _fixed(tl.load(target + place * size + token_K, mask=column_K >= 0, other=0.0))
     law_K = _fixed(tl.load(laws + law * width + column_K, mask=column_K >= 0, other=0.0))
@@ -211,8 +234,7 @@ def race(
     spot_K = tl.where(swapped_K, other_above_K - down_K * other_own_K, above_K - down_K * own_K)
     winner = tl.argmax(tl.where(racing_K, spot_K, -1.0), 0)
 
-    # A winner may hand over to a certain child.
-    number = tl.load(uniforms)
+    number = tl.load(uniforms)  # a winner may hand over to a certain child
     keep_K = _share(tl.gather(left_C, cell_K, 0), tl.gather(selected_C, cell_K, 0))
     keep = tl.sum(tl.where(rank_K == winner, keep_K, 0.0), 0)
     running_K = tl.cumsum(tl.where(apart_K, target_K, 0), 0)
@@ -225,8 +247,7 @@ def race(
     chance_K = tl.where(apart_K, _share(target_K.to(tl.float64), mass), tl.gather(quotient_C, cell_K, 0) * law_K.to(tl.float64))
     chance = tl.sum(tl.where(rank_K == winner, chance_K, 0.0), 0) * mass
     wanted = tl.sum(tl.where(rank_K == winner, target_K, 0), 0).to(tl.float64)
-    # The first match: a token drawn twice has equal subtrees in law.
-    match = tl.min(tl.where(column_K == column, rank_K, BLOCK_K), 0)
+    match = tl.min(tl.where(column_K == column, rank_K, BLOCK_K), 0)  # a token drawn twice has equal subtrees in law
     picked = tl.sum(tl.where(rank_K == match, child_K, 0), 0)
     tl.store(picks + place, tl.where(tl.load(facts + place * FACTS + 3) == 0, picked, -1))
     tl.store(ratios + place, tl.where(chance > 0, _share(wanted, chance), 0.0))
@@ -257,7 +278,9 @@ def _left_over(
         certain, law = tl.load(facts + place * FACTS + 1), tl.load(facts + place * FACTS + 2).to(tl.int64)
         column_C = _columns_of(columns, token_C, real_C, PARTIAL)
         law_C = _fixed(tl.load(laws + law * width + column_C, mask=column_C >= 0, other=0.0))
-        cell_C = _cells_of(left_C, law_C, tl.load(scales + place), CELLS)
+        cell_C = tl.zeros_like(token_C)
+        if tl.load(facts + place * FACTS) > 1:
+            cell_C = _cells_of(left_C, law_C, tl.load(scales + place), CELLS)
         quotient_C = tl.load(quotients + place * CELLS + cell_C, mask=column_C >= 0, other=0.0)
         believed_C = left_C.to(tl.float64) * (weight / tl.load(masses + place))
         left_C = _fixed(tl.maximum(believed_C - quotient_C * law_C.to(tl.float64), 0.0))
