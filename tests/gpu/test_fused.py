@@ -17,6 +17,7 @@ from fused_cases import (
     FORMS,
     PLACES,
     check_add_norm,
+    check_entries,
     check_fused_features,
     check_gate,
     check_head,
@@ -43,6 +44,7 @@ def test_kernels(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_kernels_of_heads_and_memories(dtype: torch.dtype) -> None:
+    check_entries("cuda", dtype)
     for form in FORMS.values():
         check_head("cuda", dtype, form)
     for norm in TapNorm:

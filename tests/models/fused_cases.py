@@ -190,3 +190,27 @@ def check_move_up(device: str, dtype: torch.dtype, layers: int, rows: int, heads
             fused._INTERPRETED = before
         found.append((cache.keys_LBHSC, cache.values_LBHSC, slot_positions))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def check_entries(device: str, dtype: torch.dtype) -> None:
+    """What a head's memory does before and after a tree, against torch's operations on a CPU."""
+    outputs, features = (numbers(3, size, 32 * size, device="cpu", dtype=dtype, seed=size) for size in (4, 6))
+    outputs = outputs[..., :32].contiguous()
+    fresh, keep = torch.tensor([1, 4, 0]), torch.tensor([3, 0, 4])
+    path = torch.tensor([[0, 2, 5, 5], [0, 0, 0, 0], [0, 1, 3, 4]])
+    tokens = torch.tensor([[7, 8, 9, NO_TOKEN], [1, 2, 3, 4], [5, 6, 7, 8]])
+    found = []
+    for kernels in (False, True):
+        where, before = device if kernels else "cpu", fused._INTERPRETED
+        context = head_of(where, dtype, {}).start(3, 16)
+        context.rewind([5, 2, 9])
+        kept = torch.zeros_like(tokens).to(where), features.new_zeros(3, 4, 192).to(where), fresh.clone().to(where)
+        fused._INTERPRETED = kernels and device == "cpu"
+        try:
+            roots = context.take_roots(outputs.to(where), kept[2])
+            context.keep_entries(tokens.to(where), path.to(where), keep.to(where), features.to(where), kept)
+        finally:
+            fused._INTERPRETED = before
+        found.append([part.cpu() for part in (roots, context.lengths_B, *kept)])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    assert found[0][1].tolist() == [6, 5, 10] and found[0][0].shape == (3, 1, 32)

@@ -6,6 +6,7 @@ from fused_cases import (
     FORMS,
     PLACES,
     check_add_norm,
+    check_entries,
     check_fused_features,
     check_gate,
     check_head,
@@ -85,3 +86,7 @@ def test_tokens_go_to_their_places(case: str) -> None:
 @pytest.mark.parametrize(("layers", "rows", "heads", "channels"), [(2, 3, 2, 8), (1, 1, 3, 6)])
 def test_accepted_tokens_move_up(layers: int, rows: int, heads: int, channels: int) -> None:
     check_move_up("cpu", torch.float32, layers, rows, heads, channels)
+
+
+def test_entries_before_and_after_a_tree() -> None:
+    check_entries("cpu", torch.float32)

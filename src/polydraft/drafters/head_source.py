@@ -143,10 +143,8 @@ class HeadSource(DistributionSource):
         batch_size = len(tail_B2)
         block = self._fresh_block or causal_block(batch_size, self._tokens_BW.shape[1], self.device)
         outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), block)
-        before_root_B = (self._fresh_B - 1).clamp(min=0)
-        self._context.advance(before_root_B)
+        root_B1H = self._context.take_roots(outputs_BWH, self._fresh_B)
         self._context.settle([max(len(text) - 2, 0) for text in self._texts])
-        root_B1H = outputs_BWH[torch.arange(batch_size, device=self.device), before_root_B][:, None]
         self._outputs_BWH = root_B1H
         return root_B1H
 
@@ -170,6 +168,10 @@ class HeadSource(DistributionSource):
     def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> None:
         """Keep the root's entry; what follows it is read again, with the target's features, in the next round that drafts."""
         self._skipped = False
+        if self._recorded and self._features_BWF is not None and self._lone_B is None:
+            kept = self._tokens_BW, self._features_BWF, self._fresh_B
+            self._context.keep_entries(verdict.tokens_BD, verdict.path_BD, keep_B, features_BNF, kept)
+            return
         root_B = (keep_B > 0).long()
         self._context.advance(root_B if self._lone_B is None else root_B * ~self._lone_B)
         self._lone_B = None

@@ -112,3 +112,37 @@ def enter_head(
         weight_C = tl.load(token_weight + channel_C, mask=real_C, other=0.0).to(tl.float32)
     out_C = (2 * entry + tl.program_id(1)) * channels + channel_C
     tl.store(pair + out_C, _normed(value_C, weight_C, channels, epsilon).to(pair.dtype.element_ty), mask=real_C)
+
+
+@triton.jit(do_not_specialize=["fresh", "lengths", "outputs_row"])
+def take_roots(outputs, fresh, lengths, roots, channels, outputs_row, BLOCK: tl.constexpr):
+    """Commit all entries of each row but the last, of which there are `fresh`, and return the output of that one; grid [B]."""
+    row = tl.program_id(0).to(tl.int64)
+    before = tl.maximum(tl.load(fresh + row) - 1, 0)
+    channel_C = tl.arange(0, BLOCK)
+    real_C = channel_C < channels
+    output_C = tl.load(outputs + row * outputs_row + before * channels + channel_C, mask=real_C)
+    tl.store(roots + row * channels + channel_C, output_C, mask=real_C)
+    tl.store(lengths + row, tl.load(lengths + row) + before)
+
+
+@triton.jit(do_not_specialize=["tokens", "path", "keep", "lengths", "width", "tokens_row", "path_row", "features_row"])
+def keep_entries(
+    tokens, path, keep, features, lengths, kept_tokens, kept_features, fresh, width, channels,
+    tokens_row, path_row, features_row, features_node,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Commit the root's entry and note those that follow it, with the target's features; grid [B, width]."""
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    node = tl.load(path + row * path_row + place)
+    out = row * width + place
+    tl.store(kept_tokens + out, tl.load(tokens + row * tokens_row + place))
+    for first in range(0, channels, BLOCK):
+        channel_C = first + tl.arange(0, BLOCK)
+        real_C = channel_C < channels
+        feature_C = tl.load(features + row * features_row + node * features_node + channel_C, mask=real_C)
+        tl.store(kept_features + out * channels + channel_C, feature_C, mask=real_C)
+    if place == 0:
+        count = tl.load(keep + row)
+        tl.store(fresh + row, count)
+        tl.store(lengths + row, tl.load(lengths + row) + tl.minimum(count, 1))

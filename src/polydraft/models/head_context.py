@@ -9,11 +9,12 @@ from torch.nn import functional
 
 from polydraft.models._fused import MOST_TOKENS, TreeView
 from polydraft.models._fused_head import Entries, FusedHead, following
-from polydraft.models._slots import Placed
+from polydraft.models._slots import Placed, side_by_side
 from polydraft.models.cache import SlotCache
 from polydraft.models.language_model import Context, steady_attention
 from polydraft.models.tree_attention import obstacle
 from polydraft.native import NativeBody, Rows
+from polydraft.schemes.fused import kernels_run, power_of_two
 from polydraft.trees import Block, causal_block
 
 if TYPE_CHECKING:
@@ -66,6 +67,45 @@ class HeadContext(Context):
     def fused(self, features_RF: Tensor) -> Tensor:
         """Bring the target's features, taps included, into the space of the head's own outputs."""
         return self._head.fused(features_RF) if self._fused is None else self._fused.fused(features_RF)
+
+    def take_roots(self, outputs_BWH: Tensor, fresh_B: Tensor) -> Tensor:
+        """Commit all entries of each row but the last, of which there are `fresh_B`; return that one's output, `[B, 1, H]`."""
+        if not kernels_run(outputs_BWH):
+            before_B = (fresh_B - 1).clamp(min=0)
+            self.advance(before_B)
+            return outputs_BWH[self._rows_B1, before_B[:, None]]
+        from polydraft.models import _slot_kernels as kernels
+
+        batch_size, _, channels = outputs_BWH.shape
+        assert outputs_BWH.stride(1) == channels and outputs_BWH.stride(2) == 1
+        roots_B1H = outputs_BWH.new_empty(batch_size, 1, channels)
+        kernels.take_roots[batch_size,](
+            outputs_BWH, fresh_B, self.lengths_B, roots_B1H, channels, outputs_BWH.stride(0),
+            BLOCK=power_of_two(channels), num_warps=4,
+        )  # fmt: skip
+        return roots_B1H
+
+    def keep_entries(
+        self, tokens_BW: Tensor, path_BW: Tensor, keep_B: Tensor, features_BNF: Tensor, kept: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Commit the root's entry, and write those that follow it over those before: tokens, features and how many count."""
+        kept_tokens_BW, kept_features_BWF, fresh_B = kept
+        if not kernels_run(tokens_BW):
+            self.advance((keep_B > 0).long())
+            kept_tokens_BW.copy_(tokens_BW)
+            kept_features_BWF.copy_(features_BNF.gather(1, path_BW[..., None].expand(-1, -1, features_BNF.shape[-1])))
+            fresh_B.copy_(keep_B)
+            return
+        from polydraft.models import _slot_kernels as kernels
+
+        tokens_BW, path_BW, width = side_by_side(tokens_BW), side_by_side(path_BW), kept_tokens_BW.shape[1]
+        assert kept_tokens_BW.is_contiguous() and kept_features_BWF.is_contiguous() and features_BNF.stride(2) == 1
+        assert tokens_BW.shape == path_BW.shape == kept_tokens_BW.shape, (tokens_BW.shape, kept_tokens_BW.shape)
+        kernels.keep_entries[len(tokens_BW), width](
+            tokens_BW, path_BW, keep_B, features_BNF, self.lengths_B, kept_tokens_BW, kept_features_BWF, fresh_B,
+            width, features_BNF.shape[2], tokens_BW.stride(0), path_BW.stride(0), *features_BNF.stride()[:2],
+            BLOCK=1024, num_warps=4,
+        )  # fmt: skip
 
     def _ready(self) -> NativeBody | None:
         """Return compiled code, if there is some and it is in order."""
