@@ -18,13 +18,16 @@ from triton.runtime.jit import JITFunction
 
 from polydraft.models import FAMILIES, FeatureHead, _invariant
 from polydraft.models._bodies import lean_body
-from polydraft.models._fused import FusedBody, FusedHead, TreeView, add_norm, gate, rotate_store, vector_product
+from polydraft.models._fused import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
+from polydraft.models._fused_head import Entries, FusedHead
 from polydraft.models._invariant import Sight, invariant_attention, invariant_parts, sight_of
+from polydraft.models._slots import place
 from polydraft.models.cache import SlotCache
-from polydraft.models.feature_head import HeadShape
+from polydraft.models.feature_head import HeadShape, TapNorm
 from polydraft.models.tree_attention import AttentionPlan, tree_attention
 from polydraft.sampling import PartialVocabulary
 from polydraft.schemes import SCHEMES
+from polydraft.schemes import fused as drawing
 from polydraft.schemes.fused import draw
 from polydraft.trees import DraftTree, SlicedMask, parse_tree
 from polydraft.walks import BlockWalk
@@ -79,9 +82,32 @@ def whole_models(dtype: torch.dtype) -> None:
     view = _view(2, 5)
     whole = TreeView(view.slots_BT, view.lengths_B, view.visible_BTU, view.max_length)
     FusedBody(body)(tokens, tokens, whole, SlotCache(1, 512))
-    shape = HeadShape(hidden_size=576, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512)
+    norms = {"taps": (1, 2), "tap_norm": TapNorm.EACH}
+    shape = HeadShape(hidden_size=576, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512, **norms)
     head = FeatureHead(shape, *torch.zeros(2, 96, 576, dtype=dtype)).to(dtype)
-    FusedHead(head, 1e-5)(torch.zeros(2, 5, 576, dtype=dtype), tokens, tokens, view, SlotCache(1, 512), 512)
+    fused, features = FusedHead(head, 1e-5), torch.zeros(2, 5, 3 * 576, dtype=dtype)
+    for parents in (None, tokens[0]):
+        fused(Entries(tokens, fused.fused(features), parents), tokens, view, SlotCache(1, 512), 512)
+
+
+def memories(dtype: torch.dtype) -> None:
+    """Place tokens, keep accepted ones, and take a head's entries along."""
+    lengths, places = torch.zeros(2, dtype=torch.long), torch.zeros(2, 6, dtype=torch.long)
+    block = SlicedMask.of(parse_tree("4x2"), torch.device("cpu")).level(1, 5).expand(2)
+    limits = {"max_positions": 8192, "num_tokens": 49152}
+    for window in (None, 512):
+        place(
+            torch.zeros(2, 4, dtype=torch.long), block, lengths, torch.zeros(2, 512, dtype=torch.long), window=window, **limits
+        )
+    for layers, heads, channels in ((30, 3, 64), (32, 32, 128), (2, 1, 80)):
+        cache = SlotCache(layers, 64)
+        cache.keys_LBHSC, cache.values_LBHSC = torch.zeros(2, layers, 2, heads, 64, channels, dtype=dtype)
+        assert cache.move_up(lengths, places, torch.zeros(2, 64, dtype=torch.long))
+    shape = HeadShape(hidden_size=576, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512)
+    context = FeatureHead(shape, *torch.zeros(2, 96, 576, dtype=dtype)).to(dtype).start(2, 64)
+    context.take_roots(torch.zeros(2, 6, 576, dtype=dtype), lengths)
+    kept = places.clone(), torch.zeros(2, 6, 1728, dtype=dtype), lengths.clone()
+    context.keep_entries(places, places, lengths, torch.zeros(2, 29, 1728, dtype=dtype), kept)
 
 
 def large_models(dtype: torch.dtype) -> None:
@@ -179,7 +205,8 @@ def main(what: str, capability: str, dtype: str) -> None:
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
     if int(capability) >= 90:
         _invariant.shared_room = lambda device: 227 * 2**10
-    models = [whole_models, large_models, odd_models, invariant, verification]
+    drawing._INTERPRETED = True  # kernels are launched for tensors of a CPU, as when they are interpreted
+    models = [whole_models, large_models, odd_models, invariant, verification, memories]
     for launches in [trees] if what == "trees" else models:
         launches(getattr(torch, dtype))
 

@@ -7,7 +7,7 @@ costs what the text of the moment costs, whatever the size of the buffers, so th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn import Linear, Module, Parameter, functional
 from polydraft.models._bodies import LeanBody, LeanLayer
 from polydraft.models._invariant import FORMATS, Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
 from polydraft.models.cache import SlotCache
+from polydraft.models.families import steady_positions
 from polydraft.models.tree_attention import obstacle, power_of_two, tree_attention
 
 MOST_TOKENS = 128
@@ -46,6 +47,14 @@ class TreeView:
     none."""
 
 
+class Turns(NamedTuple):
+    """Cosines and sines that queries and keys are turned by: of each token, or tables `[P, C]` where positions are given."""
+
+    cos: Tensor
+    sin: Tensor
+    positions_BT: Tensor | None
+
+
 class FusedBody:
     """Compute the last hidden states of a Llama-shaped model on a GPU; build one with `fused_body`.
 
@@ -59,20 +68,22 @@ class FusedBody:
         self._body, self.invariant = body, invariant
         self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = invariant_linear if invariant else linear
         """Multiplies inputs by weights; `torch.nn.functional.linear` in its place does so without kernels of our own."""
+        self._turns_by_capacity: dict[int, tuple[Tensor, Tensor]] = {}
+        """Cosines and sines of all positions `[P, C]`; they stay, because recorded passes read them."""
 
     def __call__(
         self, tokens_BT: Tensor, positions_BT: Tensor, view: TreeView, cache: SlotCache, taps: Sequence[int] = ()
     ) -> Tensor:
         """Return the last hidden states, after the final norm, and beside them the outputs of the layers `taps`."""
         hidden_BTF: Tensor = self._body.embedding(tokens_BT)
-        cos_BTC, sin_BTC = (part.contiguous() for part in self._body.rotary(hidden_BTF, position_ids=positions_BT))
+        turns = self._turns(hidden_BTF, positions_BT, cache.capacity)
         delta_BTF, tapped = None, []
         sight = self._sight(view, positions_BT) if self.invariant else None
         for number, layer in enumerate(self._body.layers):
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, layer.input_norm.weight, layer.input_norm.variance_epsilon)
             if number in taps:
                 tapped.append(hidden_BTF)
-            attended_BTF = self._attended(layer, normed_BTF, cos_BTC, sin_BTC, view, sight, cache)
+            attended_BTF = self._attended(layer, normed_BTF, turns, view, sight, cache)
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, attended_BTF, layer.mlp_norm.weight, layer.mlp_norm.variance_epsilon)
             delta_BTF = self._through(layer.down, gate(self.product(normed_BTF, layer.gate_up, layer.gate_up_bias)))
         norm = self._body.norm
@@ -81,19 +92,33 @@ class FusedBody:
             tapped.append(hidden_BTF)
         return torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
 
+    def _turns(self, hidden_BTF: Tensor, positions_BT: Tensor, capacity: int) -> Turns:
+        """Return how far each token is turned: by a table, where positions mean the same in every text."""
+        known = self._turns_by_capacity.get(capacity)
+        if known is None:
+            recording = hidden_BTF.is_cuda and torch.cuda.is_current_stream_capturing()
+            if recording or not steady_positions(self._body.rotary.config):
+                cos_BTC, sin_BTC = self._body.rotary(hidden_BTF, position_ids=positions_BT)
+                return Turns(cos_BTC.contiguous(), sin_BTC.contiguous(), None)
+            all_1P = torch.arange(capacity, device=hidden_BTF.device)[None]
+            cos_PC, sin_PC = (part[0].contiguous() for part in self._body.rotary(hidden_BTF, position_ids=all_1P))
+            known = self._turns_by_capacity[capacity] = cos_PC, sin_PC
+        return Turns(*known, positions_BT.contiguous())
+
     def _attended(
         self,
         layer: LeanLayer,
         normed_BTF: Tensor,
-        cos_BTC: Tensor,
-        sin_BTC: Tensor,
+        turns: Turns,
         view: TreeView,
         sight: Sight | None,
         cache: SlotCache,
     ) -> Tensor:
         projected_BTX = self.product(normed_BTF, layer.qkv, layer.qkv_bias)
         key_BHSC, value_BHSC = cache.storage(layer.index, projected_BTX, layer.keys, layer.channels)
-        query_BHTC = rotate_store(projected_BTX, cos_BTC, sin_BTC, view.slots_BT, key_BHSC, value_BHSC, view.rows_B)
+        query_BHTC = rotate_store(
+            projected_BTX, turns.cos, turns.sin, view.slots_BT, key_BHSC, value_BHSC, view.rows_B, turns.positions_BT
+        )
         if sight is not None:
             mixed_BHTC = invariant_attention(query_BHTC, key_BHSC, value_BHSC, sight, layer.scale)
         else:
