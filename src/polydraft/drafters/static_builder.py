@@ -1,8 +1,7 @@
 """Trees of one static shape, drawn level by level."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,12 +9,13 @@ from torch import Tensor
 from polydraft.decision import Decision
 from polydraft.drafters.builder import Builder, DraftDistributions
 from polydraft.drafters.source import DistributionSource
+from polydraft.drafters.static_plan import LevelPlan, plan_passes
 from polydraft.drafters.tree_choice import TreeChoice
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import SCHEMES, Scheme
 from polydraft.transfers import assign
-from polydraft.trees import DraftTree, SlicedMask, StaticBlock, Topology
+from polydraft.trees import DraftTree, SlicedMask, Topology
 from polydraft.walks.walk import compiled
 
 DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
@@ -125,7 +125,7 @@ class StaticBuilder(Builder):
         return 0 if self._choice is None else self._choice.place
 
     @property
-    def levels(self) -> tuple["LevelPlan", ...]:
+    def levels(self) -> tuple[LevelPlan, ...]:
         """The next round's passes."""
         return self._plans[self._place].levels
 
@@ -206,7 +206,7 @@ class StaticBuilder(Builder):
         tokens_BN[:, 0] = root_B
         return tokens_BN
 
-    def draw(self, level: "LevelPlan", logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
+    def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
         """Draw the children of one level's nodes into `tokens_BN`."""
         distributions, scheme = self._distributions, self.scheme
         # At temperature 0 the law is one token; the children are the next ones in order as well.
@@ -286,102 +286,3 @@ class StaticBuilder(Builder):
             law_111 = torch.full((1, 1, 1), 1 / columns, device=self.source.device)
             laws = (law_111.expand(len(tree.tokens_BN), 1, columns),) * missing
         return replace(tree, depth=self.depth, laws=laws, reach=tree.depth)
-
-
-@dataclass(frozen=True, eq=False)
-class GroupPlan:
-    """Nodes of a level that draw equally many children."""
-
-    rows: Tensor | slice
-    """Which of the level's laws."""
-    children: Tensor | slice
-    """Nodes that are drawn, node by node of the group."""
-    uniforms: Tensor | slice
-    """Random numbers for them."""
-    width: int
-    """Children of each."""
-
-
-@dataclass(frozen=True, eq=False)
-class LevelPlan:
-    """One pass: some nodes of a level go through the draft, and those with children draw them."""
-
-    first: int
-    stop: int
-    parents_T: Tensor
-    """Which node of the pass above is each one's parent."""
-    block: StaticBlock
-    drawing: Tensor | slice
-    """Which nodes of the pass have children."""
-    paths_GP: Tensor
-    """Nodes from below the root to each drawing node."""
-    groups: tuple[GroupPlan, ...]
-    children: Tensor | slice
-    """All nodes that are drawn."""
-    picks: Tensor | slice
-    """Which they are of `widest` children of each law, laws side by side."""
-    widest: int
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """All passes of a tree."""
-
-    levels: tuple[LevelPlan, ...]
-    law_rows_N: Tensor
-
-
-@lru_cache(maxsize=64)
-def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
-    """Lay out the draft's passes: `lead` places before the root, then node n has place `lead + n`."""
-    tables = topology.tables(torch.device("cpu"))
-    mask = SlicedMask.of(topology, device, lead)
-    law_rows_N = torch.zeros(topology.num_nodes, dtype=torch.long)
-    levels, above = [], 0
-    for nodes, draws in zip(topology.levels, topology.draws, strict=True):
-        drawing = sorted(node for group in draws for node in group.nodes)
-        if not drawing:
-            continue
-        law_rows_N[drawing] = torch.arange(len(drawing))
-        first, stop = nodes.start, drawing[-1] + 1  # leaves at the level's end need no pass
-        ancestors = [tables.ancestors_NN[node].nonzero()[1:, 0].tolist() for node in drawing]
-        groups: list[GroupPlan] = []
-        picks: dict[int, int] = {}
-        widest = max(len(group.children[0]) for group in draws)
-        for group in draws:
-            rows = law_rows_N[list(group.nodes)].tolist()
-            children = [child for siblings in group.children for child in siblings]
-            groups.append(
-                GroupPlan(
-                    _places(rows, device),
-                    _places(children, device),
-                    _places([child - 1 for child in children], device),
-                    len(group.children[0]),
-                )
-            )
-            for row, siblings in zip(rows, group.children, strict=True):
-                picks |= {child: row * widest + rank for rank, child in enumerate(siblings)}
-        levels.append(
-            LevelPlan(
-                first,
-                stop,
-                torch.tensor(topology.parents[first:stop], device=device) - above,
-                mask.level(first, stop),
-                _places([node - first for node in drawing], device),
-                torch.tensor(ancestors, dtype=torch.long, device=device).reshape(len(drawing), -1),
-                tuple(groups),
-                _places(sorted(picks), device),
-                _places([picks[child] for child in sorted(picks)], device),
-                widest,
-            )
-        )
-        above = first
-    return Plan(tuple(levels), law_rows_N.to(device))
-
-
-def _places(numbers: Sequence[int], device: torch.device) -> Tensor | slice:
-    """Return an index of these places: a slice, which is a view, if they are consecutive."""
-    first, stop = numbers[0], numbers[-1] + 1
-    if list(numbers) == list(range(first, stop)):
-        return slice(first, stop)
-    return torch.tensor(numbers, device=device)
