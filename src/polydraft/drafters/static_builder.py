@@ -8,12 +8,14 @@ from torch import Tensor
 
 from polydraft.decision import Decision
 from polydraft.drafters.builder import Builder, DraftDistributions
+from polydraft.drafters.planting import plant_columns, plant_largest, takes_largest
 from polydraft.drafters.source import DistributionSource
-from polydraft.drafters.static_plan import LevelPlan, plan_passes
+from polydraft.drafters.static_plan import GroupPlan, LevelPlan, plan_passes
 from polydraft.drafters.tree_choice import TreeChoice
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import SCHEMES, Scheme
+from polydraft.schemes.fused import kernels_run
 from polydraft.transfers import assign
 from polydraft.trees import DraftTree, SlicedMask, Topology
 from polydraft.walks.walk import compiled
@@ -209,6 +211,9 @@ class StaticBuilder(Builder):
     def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
         """Draw the children of one level's nodes into `tokens_BN`."""
         distributions, scheme = self._distributions, self.scheme
+        self._drawn += 1
+        if self._going_B is None and distributions.keeps_order and takes_largest(scheme, logits_BGV, level.widest):
+            return plant_largest(logits_BGV, level.nodes_GK, tokens_BN, distributions.vocabulary, self._vocab_size)
         # At temperature 0 the law is one token; the children are the next ones in order as well.
         weigh = distributions.ranking if scheme.needs_order_only else distributions.probs
         paths_GP = level.paths_GP if distributions.params.needs_history else level.paths_GP[:, :0]
@@ -216,13 +221,12 @@ class StaticBuilder(Builder):
         if scheme.needs_order_only:
             # Fewer children are the first of more: one look serves all nodes of the level.
             children_RK = self._draw(probs_BGV.flatten(0, 1), uniforms_BU.new_empty(probs_BGV.shape[:2].numel(), level.widest))
-            self._plant(tokens_BN, level.children, children_RK.view(len(tokens_BN), -1)[:, level.picks])
+            self._plant(tokens_BN, level, children_RK)
         else:
             for group in level.groups:
                 law_RV = probs_BGV[:, group.rows].flatten(0, 1)
                 uniforms_RK = uniforms_BU[:, group.uniforms].reshape(len(law_RV), group.width)
-                self._plant(tokens_BN, group.children, self._draw(law_RV, uniforms_RK).view(len(tokens_BN), -1))
-        self._drawn += 1
+                self._plant(tokens_BN, group, self._draw(law_RV, uniforms_RK))
         if not scheme.follows_target:
             self._laws.append(probs_BGV)
 
@@ -237,12 +241,15 @@ class StaticBuilder(Builder):
         greedy_R1 = self._greedy_B.repeat_interleave(len(law_RV) // len(self._greedy_B))[:, None]
         return torch.where(greedy_R1, _TOP.draw(law_RV, uniforms_RK), children_RK)
 
-    def _plant(self, tokens_BN: Tensor, nodes: Tensor | slice, columns_BX: Tensor) -> None:
+    def _plant(self, tokens_BN: Tensor, plan: GroupPlan | LevelPlan, columns_RK: Tensor) -> None:
         """Put drawn columns of the draft's distributions into their nodes, as tokens."""
-        children_BX = self._distributions.tokens(columns_BX)
+        columns_BX = columns_RK.view(len(tokens_BN), -1)
+        if self._going_B is None and kernels_run(tokens_BN):
+            return plant_columns(columns_BX, plan.nodes_GK, tokens_BN, self._distributions.vocabulary)
+        children_BX = self._distributions.tokens(columns_BX[:, plan.picks])
         if self._going_B is not None:
             children_BX = torch.where(self._going_B[:, None], children_BX, NO_TOKEN)
-        tokens_BN[:, nodes] = children_BX
+        tokens_BN[:, plan.children] = children_BX
 
     def _stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
         """Let the decision model look at the nodes that drew last; say whether all rows stop there.

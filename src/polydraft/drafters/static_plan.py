@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ class GroupPlan:
     """Random numbers for them."""
     width: int
     """Children of each."""
+    nodes_GK: Tensor
+    """The drawn nodes, law by law."""
+    picks: ClassVar[slice] = slice(None)
+    """All that is drawn is wanted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +48,8 @@ class LevelPlan:
     picks: Tensor | slice
     """Which they are of `widest` children of each law, laws side by side."""
     widest: int
+    nodes_GK: Tensor
+    """The drawn nodes, law by law; 0 where a law has fewer than `widest`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +77,7 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
         groups: list[GroupPlan] = []
         picks: dict[int, int] = {}
         widest = max(len(group.children[0]) for group in draws)
+        nodes_GK = torch.zeros(len(drawing), widest, dtype=torch.long)
         for group in draws:
             rows = law_rows_N[list(group.nodes)].tolist()
             children = [child for siblings in group.children for child in siblings]
@@ -79,8 +87,10 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
                     _places(children, device),
                     _places([child - 1 for child in children], device),
                     len(group.children[0]),
+                    torch.tensor(group.children, device=device),
                 )
             )
+            nodes_GK[rows, : len(group.children[0])] = torch.tensor(group.children)
             for row, siblings in zip(rows, group.children, strict=True):
                 picks |= {child: row * widest + rank for rank, child in enumerate(siblings)}
         levels.append(
@@ -95,6 +105,7 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
                 _places(sorted(picks), device),
                 _places([picks[child] for child in sorted(picks)], device),
                 widest,
+                nodes_GK.to(device),
             )
         )
         above = first
