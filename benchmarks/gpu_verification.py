@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu import SHAPE_135M, graph_seconds, random_head, random_model, round_seconds
 from polydraft.certify.chi_square import tuple_p_value
 from polydraft.drafters import TreeDrafter
-from polydraft.drafters.static_builder import plan_passes
+from polydraft.drafters.static_plan import plan_passes
 from polydraft.engine import Decoder
 from polydraft.sampling import PartialVocabulary, SamplingParams, Warper
 from polydraft.schemes import Hybrid

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from polydraft.drafters.planting import MOST_CHILDREN, plant_columns, plant_largest
 from polydraft.models import FAMILIES, FeatureHead, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
@@ -166,6 +167,12 @@ def verification(dtype: torch.dtype) -> None:
         tree = DraftTree.from_topology(topology, tokens, laws, torch.zeros(topology.num_nodes).long(), vocabulary)
         numbers = torch.zeros(1, BlockWalk().uniforms(hybrid, topology.depth), dtype=torch.float64)
         verify_block(hybrid, tree, torch.zeros(1, topology.num_nodes, size), numbers, 2**-6)
+        children = torch.ones(2, topology.max_children, dtype=torch.long)
+        plant_largest(torch.zeros(1, 2, known, dtype=dtype), children, tokens, vocabulary, size)
+        plant_columns(children.view(1, -1), children, tokens, vocabulary)
+    most = torch.ones(64, MOST_CHILDREN, dtype=torch.long)
+    plant_largest(torch.zeros(1, 64, 262144, dtype=dtype), most, most, None, 262144)
+    plant_columns(most.view(1, -1), most, most, None)
 
 
 def attend(case: Case) -> None:

@@ -158,6 +158,12 @@ class DraftDistributions:
         assert self._warper is not None, "begin() comes first"
         return self._warper.ranking(self._aligned(logits_BWV), paths_BWP)
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether `ranking` has the order of the logits as they come."""
+        assert self._warper is not None, "begin() comes first"
+        return self._warper.keeps_order
+
     def tokens(self, columns_BX: Tensor) -> Tensor:
         """Return the tokens that some columns stand for."""
         return columns_BX if self.vocabulary is None else self.vocabulary.tokens(columns_BX)

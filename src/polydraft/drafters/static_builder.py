@@ -1,21 +1,23 @@
 """Trees of one static shape, drawn level by level."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from polydraft.decision import Decision
 from polydraft.drafters.builder import Builder, DraftDistributions
+from polydraft.drafters.planting import plant_columns, plant_largest, takes_largest
 from polydraft.drafters.source import DistributionSource
+from polydraft.drafters.static_plan import GroupPlan, LevelPlan, plan_passes
 from polydraft.drafters.tree_choice import TreeChoice
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import SCHEMES, Scheme
+from polydraft.schemes.fused import kernels_run
 from polydraft.transfers import assign
-from polydraft.trees import DraftTree, SlicedMask, StaticBlock, Topology
+from polydraft.trees import DraftTree, SlicedMask, Topology
 from polydraft.walks.walk import compiled
 
 DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
@@ -125,7 +127,7 @@ class StaticBuilder(Builder):
         return 0 if self._choice is None else self._choice.place
 
     @property
-    def levels(self) -> tuple["LevelPlan", ...]:
+    def levels(self) -> tuple[LevelPlan, ...]:
         """The next round's passes."""
         return self._plans[self._place].levels
 
@@ -206,9 +208,12 @@ class StaticBuilder(Builder):
         tokens_BN[:, 0] = root_B
         return tokens_BN
 
-    def draw(self, level: "LevelPlan", logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
+    def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
         """Draw the children of one level's nodes into `tokens_BN`."""
         distributions, scheme = self._distributions, self.scheme
+        self._drawn += 1
+        if self._going_B is None and distributions.keeps_order and takes_largest(scheme, logits_BGV, level.widest):
+            return plant_largest(logits_BGV, level.nodes_GK, tokens_BN, distributions.vocabulary, self._vocab_size)
         # At temperature 0 the law is one token; the children are the next ones in order as well.
         weigh = distributions.ranking if scheme.needs_order_only else distributions.probs
         paths_GP = level.paths_GP if distributions.params.needs_history else level.paths_GP[:, :0]
@@ -216,13 +221,12 @@ class StaticBuilder(Builder):
         if scheme.needs_order_only:
             # Fewer children are the first of more: one look serves all nodes of the level.
             children_RK = self._draw(probs_BGV.flatten(0, 1), uniforms_BU.new_empty(probs_BGV.shape[:2].numel(), level.widest))
-            self._plant(tokens_BN, level.children, children_RK.view(len(tokens_BN), -1)[:, level.picks])
+            self._plant(tokens_BN, level, children_RK)
         else:
             for group in level.groups:
                 law_RV = probs_BGV[:, group.rows].flatten(0, 1)
                 uniforms_RK = uniforms_BU[:, group.uniforms].reshape(len(law_RV), group.width)
-                self._plant(tokens_BN, group.children, self._draw(law_RV, uniforms_RK).view(len(tokens_BN), -1))
-        self._drawn += 1
+                self._plant(tokens_BN, group, self._draw(law_RV, uniforms_RK))
         if not scheme.follows_target:
             self._laws.append(probs_BGV)
 
@@ -237,12 +241,15 @@ class StaticBuilder(Builder):
         greedy_R1 = self._greedy_B.repeat_interleave(len(law_RV) // len(self._greedy_B))[:, None]
         return torch.where(greedy_R1, _TOP.draw(law_RV, uniforms_RK), children_RK)
 
-    def _plant(self, tokens_BN: Tensor, nodes: Tensor | slice, columns_BX: Tensor) -> None:
+    def _plant(self, tokens_BN: Tensor, plan: GroupPlan | LevelPlan, columns_RK: Tensor) -> None:
         """Put drawn columns of the draft's distributions into their nodes, as tokens."""
-        children_BX = self._distributions.tokens(columns_BX)
+        columns_BX = columns_RK.view(len(tokens_BN), -1)
+        if self._going_B is None and kernels_run(tokens_BN):
+            return plant_columns(columns_BX, plan.nodes_GK, tokens_BN, self._distributions.vocabulary)
+        children_BX = self._distributions.tokens(columns_BX[:, plan.picks])
         if self._going_B is not None:
             children_BX = torch.where(self._going_B[:, None], children_BX, NO_TOKEN)
-        tokens_BN[:, nodes] = children_BX
+        tokens_BN[:, plan.children] = children_BX
 
     def _stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
         """Let the decision model look at the nodes that drew last; say whether all rows stop there.
@@ -286,102 +293,3 @@ class StaticBuilder(Builder):
             law_111 = torch.full((1, 1, 1), 1 / columns, device=self.source.device)
             laws = (law_111.expand(len(tree.tokens_BN), 1, columns),) * missing
         return replace(tree, depth=self.depth, laws=laws, reach=tree.depth)
-
-
-@dataclass(frozen=True, eq=False)
-class GroupPlan:
-    """Nodes of a level that draw equally many children."""
-
-    rows: Tensor | slice
-    """Which of the level's laws."""
-    children: Tensor | slice
-    """Nodes that are drawn, node by node of the group."""
-    uniforms: Tensor | slice
-    """Random numbers for them."""
-    width: int
-    """Children of each."""
-
-
-@dataclass(frozen=True, eq=False)
-class LevelPlan:
-    """One pass: some nodes of a level go through the draft, and those with children draw them."""
-
-    first: int
-    stop: int
-    parents_T: Tensor
-    """Which node of the pass above is each one's parent."""
-    block: StaticBlock
-    drawing: Tensor | slice
-    """Which nodes of the pass have children."""
-    paths_GP: Tensor
-    """Nodes from below the root to each drawing node."""
-    groups: tuple[GroupPlan, ...]
-    children: Tensor | slice
-    """All nodes that are drawn."""
-    picks: Tensor | slice
-    """Which they are of `widest` children of each law, laws side by side."""
-    widest: int
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """All passes of a tree."""
-
-    levels: tuple[LevelPlan, ...]
-    law_rows_N: Tensor
-
-
-@lru_cache(maxsize=64)
-def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
-    """Lay out the draft's passes: `lead` places before the root, then node n has place `lead + n`."""
-    tables = topology.tables(torch.device("cpu"))
-    mask = SlicedMask.of(topology, device, lead)
-    law_rows_N = torch.zeros(topology.num_nodes, dtype=torch.long)
-    levels, above = [], 0
-    for nodes, draws in zip(topology.levels, topology.draws, strict=True):
-        drawing = sorted(node for group in draws for node in group.nodes)
-        if not drawing:
-            continue
-        law_rows_N[drawing] = torch.arange(len(drawing))
-        first, stop = nodes.start, drawing[-1] + 1  # leaves at the level's end need no pass
-        ancestors = [tables.ancestors_NN[node].nonzero()[1:, 0].tolist() for node in drawing]
-        groups: list[GroupPlan] = []
-        picks: dict[int, int] = {}
-        widest = max(len(group.children[0]) for group in draws)
-        for group in draws:
-            rows = law_rows_N[list(group.nodes)].tolist()
-            children = [child for siblings in group.children for child in siblings]
-            groups.append(
-                GroupPlan(
-                    _places(rows, device),
-                    _places(children, device),
-                    _places([child - 1 for child in children], device),
-                    len(group.children[0]),
-                )
-            )
-            for row, siblings in zip(rows, group.children, strict=True):
-                picks |= {child: row * widest + rank for rank, child in enumerate(siblings)}
-        levels.append(
-            LevelPlan(
-                first,
-                stop,
-                torch.tensor(topology.parents[first:stop], device=device) - above,
-                mask.level(first, stop),
-                _places([node - first for node in drawing], device),
-                torch.tensor(ancestors, dtype=torch.long, device=device).reshape(len(drawing), -1),
-                tuple(groups),
-                _places(sorted(picks), device),
-                _places([picks[child] for child in sorted(picks)], device),
-                widest,
-            )
-        )
-        above = first
-    return Plan(tuple(levels), law_rows_N.to(device))
-
-
-def _places(numbers: Sequence[int], device: torch.device) -> Tensor | slice:
-    """Return an index of these places: a slice, which is a view, if they are consecutive."""
-    first, stop = numbers[0], numbers[-1] + 1
-    if list(numbers) == list(range(first, stop)):
-        return slice(first, stop)
-    return torch.tensor(numbers, device=device)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from polydraft.drafters import LOSSY_DRAFTERS, DistributionSource, Drafter, DraftSession, Parts, TreeDrafter
-from polydraft.drafters.static_builder import LevelPlan, StaticBuilder
+from polydraft.drafters.static_builder import StaticBuilder
+from polydraft.drafters.static_plan import LevelPlan
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import NO_TOKEN, RowParams, draw_distinct, draw_one

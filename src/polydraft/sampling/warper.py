@@ -15,7 +15,8 @@ from polydraft.sampling.vocabulary import PartialVocabulary
 from polydraft.transfers import assign
 
 _TOP_P_CANDIDATES = 2048
-_RANKED_NATS = 60.0
+RANKED_NATS = 60.0
+"""How far below the likeliest a token weighs nothing where only the order matters."""
 _ALL = 2**40
 """More tokens than any vocabulary has."""
 
@@ -199,10 +200,15 @@ class Warper:
     def ranking(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return weights that only order the tokens, likeliest largest: a distribution's order without its exponentials.
 
-        Tokens more than `_RANKED_NATS` below the likeliest, or ruled out, weigh nothing. Parameters as for `probs`.
+        Tokens `RANKED_NATS` or more below the likeliest, or ruled out, weigh nothing. Parameters as for `probs`.
         """
         scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
-        return (scores_BGV - (scores_BGV.amax(-1, keepdim=True) - _RANKED_NATS)).clamp_(min=0)
+        return (scores_BGV - (scores_BGV.amax(-1, keepdim=True) - RANKED_NATS)).clamp_(min=0)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether `ranking` has the order of the logits as they come: nothing is added to them, and nothing ruled out."""
+        return not (self.params.needs_history or self._biased)
 
     def _penalised(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         if self._biased and self._bias_B1V is not None:

@@ -1,0 +1,120 @@
+"""The passes that grow a tree of a static shape, laid out once per tree: which nodes draw, and where their children go."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polydraft.trees import SlicedMask, StaticBlock, Topology
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """Nodes of a level that draw equally many children."""
+
+    rows: Tensor | slice
+    """Which of the level's laws."""
+    children: Tensor | slice
+    """Nodes that are drawn, node by node of the group."""
+    uniforms: Tensor | slice
+    """Random numbers for them."""
+    width: int
+    """Children of each."""
+    nodes_GK: Tensor
+    """The drawn nodes, law by law."""
+    picks: ClassVar[slice] = slice(None)
+    """All that is drawn is wanted."""
+
+
+@dataclass(frozen=True, eq=False)
+class LevelPlan:
+    """One pass: some nodes of a level go through the draft, and those with children draw them."""
+
+    first: int
+    stop: int
+    parents_T: Tensor
+    """Which node of the pass above is each one's parent."""
+    block: StaticBlock
+    drawing: Tensor | slice
+    """Which nodes of the pass have children."""
+    paths_GP: Tensor
+    """Nodes from below the root to each drawing node."""
+    groups: tuple[GroupPlan, ...]
+    children: Tensor | slice
+    """All nodes that are drawn."""
+    picks: Tensor | slice
+    """Which they are of `widest` children of each law, laws side by side."""
+    widest: int
+    nodes_GK: Tensor
+    """The drawn nodes, law by law; 0 where a law has fewer than `widest`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All passes of a tree."""
+
+    levels: tuple[LevelPlan, ...]
+    law_rows_N: Tensor
+
+
+@lru_cache(maxsize=64)
+def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
+    """Lay out the draft's passes: `lead` places before the root, then node n has place `lead + n`."""
+    tables = topology.tables(torch.device("cpu"))
+    mask = SlicedMask.of(topology, device, lead)
+    law_rows_N = torch.zeros(topology.num_nodes, dtype=torch.long)
+    levels, above = [], 0
+    for nodes, draws in zip(topology.levels, topology.draws, strict=True):
+        drawing = sorted(node for group in draws for node in group.nodes)
+        if not drawing:
+            continue
+        law_rows_N[drawing] = torch.arange(len(drawing))
+        first, stop = nodes.start, drawing[-1] + 1  # leaves at the level's end need no pass
+        ancestors = [tables.ancestors_NN[node].nonzero()[1:, 0].tolist() for node in drawing]
+        groups: list[GroupPlan] = []
+        picks: dict[int, int] = {}
+        widest = max(len(group.children[0]) for group in draws)
+        nodes_GK = torch.zeros(len(drawing), widest, dtype=torch.long)
+        for group in draws:
+            rows = law_rows_N[list(group.nodes)].tolist()
+            children = [child for siblings in group.children for child in siblings]
+            groups.append(
+                GroupPlan(
+                    _places(rows, device),
+                    _places(children, device),
+                    _places([child - 1 for child in children], device),
+                    len(group.children[0]),
+                    torch.tensor(group.children, device=device),
+                )
+            )
+            nodes_GK[rows, : len(group.children[0])] = torch.tensor(group.children)
+            for row, siblings in zip(rows, group.children, strict=True):
+                picks |= {child: row * widest + rank for rank, child in enumerate(siblings)}
+        levels.append(
+            LevelPlan(
+                first,
+                stop,
+                torch.tensor(topology.parents[first:stop], device=device) - above,
+                mask.level(first, stop),
+                _places([node - first for node in drawing], device),
+                torch.tensor(ancestors, dtype=torch.long, device=device).reshape(len(drawing), -1),
+                tuple(groups),
+                _places(sorted(picks), device),
+                _places([picks[child] for child in sorted(picks)], device),
+                widest,
+                nodes_GK.to(device),
+            )
+        )
+        above = first
+    return Plan(tuple(levels), law_rows_N.to(device))
+
+
+def _places(numbers: Sequence[int], device: torch.device) -> Tensor | slice:
+    """Return an index of these places: a slice, which is a view, if they are consecutive."""
+    first, stop = numbers[0], numbers[-1] + 1
+    if list(numbers) == list(range(first, stop)):
+        return slice(first, stop)
+    return torch.tensor(numbers, device=device)
