@@ -66,7 +66,9 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
                 f"{100 * sum(one.replayed_rounds for one in found) / passes:3.0f} % replayed{alike}",
                 flush=True,
             )
-        timed = [hf_generate(usual.target.hf_model, prompt, temperature) for prompt in prompts[:4]]
+        timed = [hf_generate(usual.target.hf_model, prompt, temperature) for prompt in prompts[: options.hugging_face]]
+        if not timed:
+            continue
         rows[f"T={temperature:g} hf"] = sum(count for count, _ in timed) / sum(spent for _, spent in timed)
         print(
             f"T={temperature:g} Hugging Face {rows[f'T={temperature:g} hf']:.1f} tokens/s, prefill and first use included",
