@@ -69,6 +69,7 @@ def conclude(draft: DraftTree, verdict: Verdict, tail_B2: Tensor, active_B: Tens
     active_B : Tensor
         Rows that take part.
     """
+    assert verdict.tokens_BD.shape[1] == draft.depth + 1
     if kernels_run(tail_B2):
         return _by_kernel(draft, verdict, tail_B2, active_B)
     keep_B = torch.where(active_B, verdict.accepted_B + 1, 0)
