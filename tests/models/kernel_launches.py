@@ -17,6 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from polydraft.drafters.planting import MOST_CHILDREN, plant_columns, plant_largest
+from polydraft.engine.outcome import conclude
 from polydraft.models import FAMILIES, FeatureHead, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
@@ -27,12 +28,12 @@ from polydraft.models.cache import SlotCache
 from polydraft.models.feature_head import HeadShape, TapNorm
 from polydraft.models.tree_attention import AttentionPlan, tree_attention
 from polydraft.sampling import PartialVocabulary
-from polydraft.schemes import SCHEMES
-from polydraft.schemes import fused as drawing
+from polydraft.schemes import SCHEMES, fused
 from polydraft.schemes.fused import draw
-from polydraft.trees import DraftTree, SlicedMask, parse_tree
+from polydraft.trees import DraftTree, SlicedMask, parse_tree, union
 from polydraft.walks import BlockWalk
 from polydraft.walks.fused_block import verify_block
+from polydraft.walks.fused_follow import follow, follow_largest
 
 
 class AbsentGPU:
@@ -175,6 +176,18 @@ def verification(dtype: torch.dtype) -> None:
     plant_columns(most.view(1, -1), most, most, None)
 
 
+def greedy_rounds(dtype: torch.dtype) -> None:
+    """Verify and conclude rounds at temperature 0: of the usual trees, the largest, and with further children."""
+    for tree, size in (("4x2x2x1x1", 49152), ("1023", 262144), ("2x1", 50)):
+        topology = parse_tree(tree)
+        tokens = torch.zeros(1, topology.num_nodes).long()
+        draft = DraftTree.from_topology(topology, tokens, (), torch.zeros(topology.num_nodes).long())
+        draft = draft if size > 50 else union(draft, draft)
+        verdict = follow_largest(draft, torch.zeros(*draft.tokens_BN.shape, size, dtype=dtype))
+        follow(draft, draft.tokens_BN)
+        conclude(draft, verdict, torch.zeros(1, 2).long(), torch.ones(1, dtype=torch.bool))
+
+
 def attend(case: Case) -> None:
     query, key, value, lengths, visible = case.build("cpu")
     tree_attention(query, key, value, lengths, visible, 0.1, max(case.lengths))
@@ -208,12 +221,12 @@ def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None
 
 
 def main(what: str, capability: str, dtype: str) -> None:
+    fused._INTERPRETED = True  # tensors are on the CPU, and kernels are to be launched all the same
     driver.set_active(AbsentGPU(int(capability)))
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
     if int(capability) >= 90:
         _invariant.shared_room = lambda device: 227 * 2**10
-    drawing._INTERPRETED = True  # kernels are launched for tensors of a CPU, as when they are interpreted
-    models = [whole_models, large_models, odd_models, invariant, verification, memories]
+    models = [whole_models, large_models, odd_models, invariant, verification, memories, greedy_rounds]
     for launches in [trees] if what == "trees" else models:
         launches(getattr(torch, dtype))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.warper import RANKED_NATS
 from polydraft.schemes import SCHEMES, Scheme
-from polydraft.schemes.fused import LEAST_CHILDREN, kernels_run, power_of_two
+from polydraft.schemes.fused import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
 
 MOST_CHILDREN = 32
 """Of one node, for kernels that look for its children one after the other."""
@@ -52,9 +52,7 @@ def plant_largest(
     """
     from polydraft.drafters import _kernels as kernels
 
-    logits_RV = logits_BGV.flatten(0, 1)  # a view of what an output head returns
-    if logits_RV.stride(1) != 1:
-        logits_RV = logits_RV.contiguous()
+    logits_RV = side_by_side(logits_BGV.flatten(0, 1))  # a view of what an output head returns
     (rows, width), (laws, count) = logits_RV.shape, nodes_GK.shape
     columns = width if vocabulary is not None else min(width, vocab_size)
     parts = -(-columns // _BLOCK)
@@ -80,8 +78,7 @@ def plant_columns(columns_BX: Tensor, nodes_GK: Tensor, tokens_BN: Tensor, vocab
     """
     from polydraft.drafters import _kernels as kernels
 
-    if columns_BX.stride(1) != 1:
-        columns_BX = columns_BX.contiguous()
+    columns_BX = side_by_side(columns_BX)
     rows, count = columns_BX.shape
     kernels.plant_columns[(rows, -(-count // _PLANTED))](
         columns_BX, nodes_GK, *_written(vocabulary, tokens_BN), count, columns_BX.stride(0), tokens_BN.stride(0),

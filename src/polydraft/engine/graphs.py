@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from polydraft.drafters.session import Recordable
-from polydraft.engine.round import Outcome, RowOutcome, State, run_round
+from polydraft.engine.outcome import Outcome, RowOutcome
+from polydraft.engine.round import State, run_round
 from polydraft.engine.stats import Stats
 from polydraft.models import Context
 from polydraft.trees import DraftTree

@@ -10,7 +10,7 @@ import torch
 
 from polydraft.drafters import Drafter, DraftSession
 from polydraft.engine.graphs import Launched
-from polydraft.engine.round import RowOutcome
+from polydraft.engine.outcome import RowOutcome
 from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSequence
 from polydraft.engine.stats import TARGET, Stats
 from polydraft.engine.workspace import Workspace, device_failure

@@ -1,17 +1,17 @@
-"""A round: propose, extend, verify, commit, as one function of tensors, and its outcome."""
+"""A round: propose, extend, verify, commit, as one function of tensors."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from polydraft.drafters import DraftSession
+from polydraft.engine.outcome import Outcome, conclude
 from polydraft.engine.stats import Stats
 from polydraft.models import LanguageModel, Memory
 from polydraft.models.language_model import resized
-from polydraft.sampling import NO_TOKEN, RowParams, Warper
+from polydraft.sampling import RowParams, Warper
 from polydraft.trees import DraftTree
 from polydraft.walks import TargetLaws, Walk
 from polydraft.walks.node import greedy_verdict
@@ -54,49 +54,6 @@ class State:
         self.warper.resize(params)
 
 
-class RowOutcome(NamedTuple):
-    """What a round brought one row, on the host."""
-
-    tokens: list[int]
-    """Accepted tokens and the one that the target added."""
-    accepted: int
-    offered: int
-    """Nodes on the path at which candidates were offered."""
-    fault: int
-    """A `Fault`."""
-    longest: int
-    """Longest drafted path."""
-    branch: int
-    """Which of the root's children was accepted; -1 for none."""
-    drafted: int
-    """Candidates of the tree."""
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a round brings the host, in one tensor, so that one copy is enough."""
-
-    packed_BX: Tensor
-    """Tokens; the numbers of `RowOutcome` after its tokens; the session's report."""
-    depth: int
-    """Of the trees: as many tokens, and one more."""
-
-    @classmethod
-    def of(cls, tokens_BD: Tensor, numbers: tuple[Tensor, ...], report_BX: Tensor | None) -> "Outcome":
-        """Pack what `RowOutcome` has beside tokens, in its order, and what the session has to say."""
-        assert len(numbers) == len(RowOutcome._fields) - 1
-        reports = () if report_BX is None else (report_BX,)
-        packed_BX = torch.cat([tokens_BD, *(number_B[:, None] for number_B in numbers), *reports], dim=1)
-        return cls(packed_BX, tokens_BD.shape[1] - 1)
-
-    def rows(self) -> tuple[list[RowOutcome], list[list[int]]]:
-        """Return the outcome row by row, and the session's reports; the tensor must have arrived on the host."""
-        stop, told = self.depth + 1, self.depth + len(RowOutcome._fields)
-        values: list[list[int]] = self.packed_BX.tolist()
-        rows = [RowOutcome(row[: row[stop] + 1], *row[stop:told]) for row in values]
-        return rows, [row[told:] for row in values]
-
-
 def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_tree: DraftTree | None = None) -> Outcome:
     """Draft, score, verify and commit, without a look at the values: a function of tensors that can be recorded.
 
@@ -125,26 +82,20 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
             state.warper.foresee(paths)
         target_laws = distributions(state, features_BNF[:, : features_BNF.shape[1] - draft.riders])
         candidates = draft.without_riders()
-        compiled = state.compiled and not walk.has_kernels(session.scheme, candidates)
+        compiled = state.compiled and not walk.has_kernels(session.scheme, candidates, target_laws)
         run = partial(compiled_form(type(walk).run), walk) if compiled else walk.run
         verdict = run(session.scheme, candidates, target_laws, walk_BU)
         if state.warper.params.mixed:
             verdict = greedy_verdict(candidates, target_laws).where(state.greedy_B, verdict)
     with stats.clock("commit"):
-        keep_B = torch.where(state.active_B, verdict.accepted_B + 1, 0)
+        outcome, keep_B = conclude(draft, verdict, state.tail_B2, state.active_B)
         longest = draft.depth if draft.reach is None else draft.reach
         target_context.commit(verdict.path_BD[:, : longest + 1], keep_B, in_place=draft.chain)
         report_BX = session.commit(verdict, keep_B, features_BNF)
-        recent_BX = torch.cat([state.tail_B2[:, 1:], verdict.tokens_BD], dim=1)
-        last_B2 = verdict.accepted_B[:, None] + torch.arange(2, device=recent_BX.device)
-        state.tail_B2.copy_(recent_BX.gather(1, last_B2))
-        branch_B = draft.branch(verdict.path_BD[:, min(1, session.depth)])
-        drafted_B = (candidates.tokens_BN[:, 1:] != NO_TOKEN).sum(1)
-        numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B, draft.longest(), branch_B, drafted_B)
         if state.watched:
             path_BDF = verdict.path_BD[..., None].expand(-1, -1, features_BNF.shape[-1])
             state.path_features_BDF, state.tree = features_BNF.gather(1, path_BDF), candidates
-        return Outcome.of(verdict.tokens_BD, numbers, report_BX)
+        return outcome.reporting(report_BX)
 
 
 def distributions(state: State, features_BNF: Tensor) -> TargetLaws:

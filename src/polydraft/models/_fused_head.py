@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from polydraft.models._fused import TreeView, add_norm, gate, rotate_store
-from polydraft.models._slots import side_by_side
 from polydraft.models.cache import SlotCache
 from polydraft.models.tree_attention import power_of_two, tree_attention
+from polydraft.schemes.fused import side_by_side
 
 if TYPE_CHECKING:
     from polydraft.models.feature_head import FeatureHead

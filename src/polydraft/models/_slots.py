@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.schemes.fused import kernels_run
+from polydraft.schemes.fused import kernels_run, side_by_side
 from polydraft.trees import Block
 
 _BLOCK = 64
@@ -76,8 +76,3 @@ def _place_by_kernel(
     )  # fmt: skip
     known_BT, positions_BT, slots_BT, starts_BT = placed_4BT.unbind()
     return Placed(known_BT, positions_BT, slots_BT, None if window is None else starts_BT)
-
-
-def side_by_side(table_BX: Tensor) -> Tensor:
-    """Return a table whose rows lie in one piece each; they may be one and the same."""
-    return table_BX if table_BX.stride(-1) == 1 or table_BX.shape[-1] == 1 else table_BX.contiguous()

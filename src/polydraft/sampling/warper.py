@@ -186,14 +186,18 @@ class Warper:
         tempered = "temperature" in self._used
         return self._truncated(scores_BGV / self._numbers["temperature"] if tempered else scores_BGV)
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether `likeliest` and `ranking` have the order of the logits as they come: nothing is added, and nothing ruled out."""
+        return not (self.params.needs_history or self._biased)
+
     def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return the token with the largest logit at each node; `NO_TOKEN` where that is not a number.
 
         Parameters as for `probs`.
         """
         # Half precision keeps the order of its numbers, but penalties are computed in float32.
-        precise = self.params.needs_history or self._biased
-        scores_BGV = self._penalised(logits_BGV.float() if precise else logits_BGV, paths_BGP)
+        scores_BGV = self._penalised(logits_BGV if self.keeps_order else logits_BGV.float(), paths_BGP)
         best_BG1 = _argmax(scores_BGV)
         return best_BG1.where(scores_BGV.gather(-1, best_BG1).abs() < torch.inf, NO_TOKEN)[..., 0]
 
@@ -204,11 +208,6 @@ class Warper:
         """
         scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
         return (scores_BGV - (scores_BGV.amax(-1, keepdim=True) - RANKED_NATS)).clamp_(min=0)
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether `ranking` has the order of the logits as they come: nothing is added to them, and nothing ruled out."""
-        return not (self.params.needs_history or self._biased)
 
     def _penalised(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         if self._biased and self._bias_B1V is not None:

@@ -30,15 +30,18 @@ def power_of_two(number: int, least: int = 1) -> int:
     return max(1 << (number - 1).bit_length(), least)
 
 
+def side_by_side(table: Tensor) -> Tensor:
+    """Return a table whose last axis lies in one piece; rows may be expanded."""
+    return table if table.stride(-1) == 1 or table.shape[-1] == 1 else table.contiguous()
+
+
 def draw(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
     """Take the top tokens and draw the others from the rest, as `Hybrid.draw` does."""
     from polydraft.schemes import _kernels as kernels
 
     rows, columns = draft_probs_RV.shape
     count = uniforms_RK.shape[1]
-    uniforms_RK = uniforms_RK.double().contiguous()
-    if draft_probs_RV.stride(1) != 1:
-        draft_probs_RV = draft_probs_RV.contiguous()
+    uniforms_RK, draft_probs_RV = uniforms_RK.double().contiguous(), side_by_side(draft_probs_RV)
     blocks = -(-columns // _BLOCK)
     parts = -(-blocks // _TILES)
     sums_RM = draft_probs_RV.new_empty(rows, blocks, dtype=torch.int64)

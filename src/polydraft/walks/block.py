@@ -307,7 +307,7 @@ class BlockWalk(Walk):
         assert scheme.select_uniforms is not None
         return scheme.select_uniforms * depth + 2
 
-    def has_kernels(self, scheme: Scheme, draft: DraftTree) -> bool:
+    def has_kernels(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw) -> bool:
         """For `hybrid` on a GPU, unless the tree is only a root."""
         return draft.tokens_BN.shape[1] > 1 and block_fits(scheme, draft)
 
@@ -319,7 +319,7 @@ class BlockWalk(Walk):
         verdict = compiled_verdict(scheme, draft, target_law, uniforms_BU, self.least_weight)
         if verdict is not None:
             return verdict
-        if self.has_kernels(scheme, draft):
+        if self.has_kernels(scheme, draft, target_law):
             target_BNV = laws_everywhere(draft, target_law, draft.laws[0].shape[-1])
             if target_BNV is not None:
                 return verify_block(scheme, draft, target_BNV, uniforms_BU, self.least_weight)

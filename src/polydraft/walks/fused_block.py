@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polydraft.schemes import Hybrid, Race, RaceBucketed, Scheme
-from polydraft.schemes.fused import LEAST_CHILDREN, kernels_run, power_of_two
+from polydraft.schemes.fused import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
 from polydraft.trees import DraftTree
 from polydraft.walks.walk import Verdict
 
@@ -71,7 +71,7 @@ class FusedRound:
         self.target_BNV, self.laws_BGD = target_BNV.float().contiguous(), torch.cat(draft.laws, dim=1).float()
         self.uniforms_BU, self.width = uniforms_BU.double().contiguous(), self.laws_BGD.shape[2]
         tables = draft.tokens_BN, draft.child_table_BNK, draft.law_rows_BN, draft.depths_BN
-        self.tokens_BN, self.table_BNK, self.rows_BN, self.depths_BN = map(_side_by_side, tables)
+        self.tokens_BN, self.table_BNK, self.rows_BN, self.depths_BN = map(side_by_side, tables)
         self.starts_L = _starts(tuple(law.shape[1] for law in draft.laws), target_BNV.device)
         self.columns_X = self.tokens_BN if draft.vocabulary is None else draft.vocabulary.column_X
         self.cells, self.blocks = power_of_two(scheme.buckets), -(-self.size // _BLOCK)
@@ -134,11 +134,6 @@ class FusedRound:
             BLOCK_D=power_of_two(self.depth + 1, _LEAST_DEPTH), BLOCK_M=power_of_two(self.blocks), num_warps=8,
         )  # fmt: skip
         return Verdict(path_BD, accepted_B, tokens_BD, offered_B, fault_B)
-
-
-def _side_by_side(table: Tensor) -> Tensor:
-    """Return a table whose last axis lies in one piece; rows may be expanded."""
-    return table if table.stride(-1) == 1 else table.contiguous()
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.schemes import Scheme
 from polydraft.schemes.arrays import can_sync
 from polydraft.trees import DraftTree
+from polydraft.walks.fused_follow import follow, follow_fits, follow_largest
 from polydraft.walks.walk import (
     WALKS,
     Fault,
@@ -41,6 +42,10 @@ class NodeWalk(Walk):
     def uniforms(self, scheme: Scheme, depth: int) -> int:
         """Enough for one verification per level."""
         return scheme.verify_uniforms * (depth + 1)
+
+    def has_kernels(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw) -> bool:
+        """At temperature 0 on a GPU, where nothing changes the order of logits."""
+        return isinstance(target_law, TreeLaws) and target_law.greedy and _ranked(draft, target_law) is not None
 
     def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
         """Walk all rows in step; rows that stopped idle along."""
@@ -131,10 +136,19 @@ def greedy_verdict(draft: DraftTree, laws: TreeLaws) -> Verdict:
 
     Every exact scheme emits the one token that has mass, whatever it drew, so this is what each of them comes to.
     """
+    logits_BNV = _ranked(draft, laws)
+    if logits_BNV is not None:
+        return _checked(draft, follow_largest(draft, logits_BNV))
     if draft.tokens_BN.shape[1] == 1 and draft.extra_table_BNK is None:
         return lone_root(draft, laws.likeliest(torch.zeros_like(draft.tokens_BN[:, 0]), draft.tokens_BN[:, :0]))
     tokens_BN = None if can_sync(draft.tokens_BN) else laws.likeliest_everywhere(draft)
     return _step_by_step(draft, laws) if tokens_BN is None else follow_tokens(draft, tokens_BN)
+
+
+def _ranked(draft: DraftTree, laws: TreeLaws) -> Tensor | None:
+    """Return the logits of all nodes where kernels can take the largest; None elsewhere."""
+    logits_BNV = laws.logits_in_order() if follow_fits(draft) else None
+    return logits_BNV if logits_BNV is not None and logits_BNV.dtype.itemsize <= 4 else None
 
 
 def _step_by_step(draft: DraftTree, laws: TreeLaws) -> Verdict:
@@ -168,6 +182,8 @@ def _step_by_step(draft: DraftTree, laws: TreeLaws) -> Verdict:
 
 def follow_tokens(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
     """Return where the tokens that all nodes emit lead: find every node's way on at once, then follow whole numbers."""
+    if follow_fits(draft):
+        return _checked(draft, follow(draft, tokens_BN))
     table_BNK, children_BNK = draft.all_followers()
     match_BNK = (children_BNK == tokens_BN[..., None]) & (children_BNK != NO_TOKEN)
     # The first match, as everywhere: a token drawn twice has equal subtrees in law.
@@ -181,6 +197,11 @@ def follow_tokens(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
     fault_B = _fault(draft, token_BD[:, -1])
     offered_B = accepted_B + (children_BNK != NO_TOKEN).any(-1).gather(1, path_BD[:, -1:])[:, 0]
     return Verdict(path_BD, accepted_B, token_BD, offered_B, fault_B)
+
+
+def _checked(draft: DraftTree, verdict: Verdict) -> Verdict:
+    """Return a verdict of kernels, which know nothing of the draft's laws, with what is wrong with these."""
+    return dataclasses.replace(verdict, fault_B=_fault(draft, verdict.tokens_BD[:, -1])) if draft.laws else verdict
 
 
 def _fault(draft: DraftTree, last_B: Tensor) -> Tensor:

@@ -55,6 +55,10 @@ class TreeLaws(ABC):
     def likeliest_everywhere(self, draft: DraftTree) -> Tensor | None:
         """Return `likeliest` of all nodes, `[B, N]`; None where that is too much to ask."""
 
+    def logits_in_order(self) -> Tensor | None:
+        """Return numbers of all nodes of which the largest is `likeliest`, `[B, N, V]`; None where there are none such."""
+        return None
+
 
 class TargetLaws(TreeLaws):
     """The target's laws in a tree, from the features of its nodes.
@@ -91,6 +95,10 @@ class TargetLaws(TreeLaws):
     def likeliest_everywhere(self, draft: DraftTree) -> Tensor | None:
         """Return the token of largest logit of all nodes, where their logits are there."""
         return None if self._logits_BNV is None else self._warper.likeliest(self._logits_BNV, self._paths(draft))
+
+    def logits_in_order(self) -> Tensor | None:
+        """Return the logits of all nodes, where they are there and nothing changes their order."""
+        return self._logits_BNV if self._warper.keeps_order else None
 
     def _logits(self, node_B: Tensor) -> Tensor:
         if self._logits_BNV is not None:
@@ -206,8 +214,8 @@ class Walk(ABC):
     def uniforms(self, scheme: Scheme, depth: int) -> int:
         """Random numbers per row that `run` uses on a tree of that depth."""
 
-    def has_kernels(self, scheme: Scheme, draft: DraftTree) -> bool:
-        """Whether `run` has kernels of its own for these trees, where they are, so that nobody need compile it."""
+    def has_kernels(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw) -> bool:
+        """Whether `run` has kernels of its own for this, where the trees are, so that nobody need compile it."""
         return False
 
     @abstractmethod

@@ -1,0 +1,124 @@
+"""A round's outcome, and whole rounds by kernels in Triton's interpreter: what torch's operations bring, in every entry.
+
+Needs Triton (`pip install triton`) and no GPU; on a GPU the kernels run in tests/gpu.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import interpreted
+from exactness.setups import GRAM_PROMPT, RAGGED_PROMPTS, make_decoder
+from polydraft.drafters import DRAFTERS
+from polydraft.engine import Decoder
+from polydraft.engine.outcome import NO_TOKEN, Outcome, RowOutcome, conclude
+from polydraft.sampling import SamplingParams
+from polydraft.walks.node import follow_tokens
+from walks.follow_cases import emitted, random_tree, torch_alone, trees
+
+INTERPRETED = interpreted.turn_on()
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU")
+GREEDY = SamplingParams(temperature=0)
+PROMPTS = [[*prompt, *GRAM_PROMPT] for prompt in RAGGED_PROMPTS[:2]]
+
+
+def different_outcomes(device: str = "cpu") -> int:
+    """Count the trees of whose rounds the kernel tells otherwise than torch's operations."""
+    wrong = 0
+    for seed, tree in enumerate(trees(device)):
+        draft = tree
+        if seed % 2 and tree.tokens_BN.shape[1] > 12 and tree.extra_table_BNK is None:  # the last nodes have no children
+            draft = dataclasses.replace(tree, riders=3, child_table_BNK=tree.child_table_BNK * (tree.child_table_BNK < 10))
+        active_B = torch.arange(len(draft.tokens_BN), device=device) != 1
+        tail_B2 = torch.arange(100, 100 + 2 * len(active_B), device=device).view(-1, 2)
+        other_B2 = tail_B2.clone()
+        with torch_alone():
+            verdict = follow_tokens(draft.without_riders(), emitted(draft, seed)[:, : draft.tokens_BN.shape[1] - draft.riders])
+            expected, expected_B = conclude(draft, verdict, tail_B2, active_B)
+        found, keep_B = conclude(draft, verdict, other_B2, active_B)
+        same = torch.equal(found.packed_BX, expected.packed_BX) and found.depth == expected.depth
+        wrong += not (same and torch.equal(keep_B, expected_B) and torch.equal(tail_B2, other_B2))
+    return wrong
+
+
+@needs_interpreter
+def test_the_kernel_tells_what_torchs_operations_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polydraft.schemes.fused._INTERPRETED", True)
+    assert different_outcomes() == 0
+
+
+def test_rows_are_what_was_packed() -> None:
+    draft = random_tree(2, 9, 2, 4)
+    tokens_BN = torch.full_like(draft.tokens_BN, 50)
+    child = int(draft.child_table_BNK[0, 0, 1])
+    draft.tokens_BN[0, draft.child_table_BNK[0, 0, 0]], draft.tokens_BN[0, child], tokens_BN[0, 0] = 1, 2, 2
+    tail_B2 = torch.tensor([[7, 8], [9, 10]])
+    outcome, keep_B = conclude(draft, follow_tokens(draft, tokens_BN), tail_B2, torch.tensor([True, False]))
+    (row, other), reports = outcome.reporting(torch.tensor([[5], [6]])).rows()
+    drafted = [int((row_N[1:] != NO_TOKEN).sum()) for row_N in draft.tokens_BN]
+    assert row == RowOutcome([2, 50], 1, row.offered, 0, int(draft.longest()[0]), 1, drafted[0])
+    assert (other.tokens, other.accepted, other.branch, other.drafted) == ([50], 0, -1, drafted[1])
+    assert tail_B2.tolist() == [[2, 50], [10, 50]] and keep_B.tolist() == [2, 0] and reports == [[5], [6]]
+
+
+def rounds_of(decoder: Decoder, sampling: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+    """Return texts, and what each round brought."""
+    seen, rows = list[Any](), Outcome.rows
+
+    def watched(outcome: Outcome) -> Any:
+        seen.append(rows(outcome))
+        return seen[-1]
+
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(Outcome, "rows", watched)
+        results = decoder.generate(PROMPTS, sampling=sampling, max_new_tokens=9, seed=5)
+    return [result.token_ids for result in results], seen
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run kernels where the host may not look, and list them."""
+    from triton.runtime import interpreter
+
+    names, launch = list[str](), interpreter.InterpretedFunction.__getitem__
+    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
+    monkeypatch.setattr("polydraft.schemes.fused._INTERPRETED", True)
+
+    def listed(kernel: Any, grid: Any) -> Callable[..., Any]:
+        names.append(kernel.fn.__name__)
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", listed)
+    return names
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("drafter", "sampling", "expected"),
+    [
+        ("model", GREEDY, ["largest_of_parts", "follow", "conclude"]),
+        ("none", GREEDY, ["largest_of_parts", "follow", "conclude"]),
+        ("lookup+model", GREEDY, ["largest_of_parts", "follow", "conclude"]),
+        ("self-draft", GREEDY, ["largest_of_parts", "follow", "conclude"]),
+        (next(name for name in DRAFTERS if name.startswith("dynamic")), GREEDY, ["largest_of_parts", "follow", "conclude"]),
+        ("model", SamplingParams(), ["follow", "conclude"]),
+        ("model", [GREEDY, SamplingParams()], ["follow", "largest_of_parts", "follow", "conclude"]),
+        ("model", SamplingParams(temperature=0, presence_penalty=0.5), ["follow", "conclude"]),
+    ],
+    ids=["tree", "no draft", "two trees", "riders", "dynamic", "drawn", "mixed", "penalties"],
+)
+def test_rounds_by_kernels(
+    drafter: str, sampling: Any, expected: list[str], launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polydraft.engine.round._FEW_NODES", 1000)  # as in half precision
+    decoder = make_decoder(drafter=drafter, walk="node" if drafter == "model" else "auto")
+    by_kernels = rounds_of(decoder, sampling, monkeypatch)
+    assert launched[: len(expected)] == expected and len(launched) % len(expected) == 0
+    launched.clear()
+    with torch_alone():
+        assert rounds_of(decoder, sampling, monkeypatch) == by_kernels
+    assert not launched
+    assert any(row.accepted for rows, _ in by_kernels[1] for row in rows) == (drafter != "none")
