@@ -80,7 +80,7 @@ def rounds_of(decoder: Decoder, sampling: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run kernels where the host may not look, and list them."""
+    """Run kernels where the host may not look, and list those of verdicts and outcomes."""
     from triton.runtime import interpreter
 
     names, launch = list[str](), interpreter.InterpretedFunction.__getitem__
@@ -88,7 +88,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("polydraft.schemes.fused._INTERPRETED", True)
 
     def listed(kernel: Any, grid: Any) -> Callable[..., Any]:
-        names.append(kernel.fn.__name__)
+        if kernel.fn.__module__.endswith(("_follow_kernels", "_outcome_kernels")):
+            names.append(kernel.fn.__name__)
         return launch(kernel, grid)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", listed)

@@ -88,7 +88,7 @@ def greedy_rounds() -> list[bool]:
 
 def test_whole_rounds(launches: list[str]) -> None:
     assert greedy_rounds() == [True] * 3
-    assert launches == ["rank_parts", "follow"] * 3
+    assert launches == ["largest_of_parts", "follow"] * 3
 
 
 def test_logits_may_be_part_of_wider_ones() -> None:
@@ -116,7 +116,7 @@ def test_what_changes_the_order_of_logits_is_left_to_torch(params: SamplingParam
         with torch_alone():
             expected = greedy_verdict(draft, laws)
         assert same(greedy_verdict(draft, laws), expected)
-        assert launches == ([*["rank_parts"][: int(known)], "follow"])
+        assert launches == ([*["largest_of_parts"][: int(known)], "follow"])
 
 
 def test_a_broken_draft_is_named_too() -> None:

@@ -188,7 +188,7 @@ class Warper:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether `likeliest` and `ranking` have the order of the logits as they come: nothing is added, and nothing ruled out."""
+        """Whether `likeliest` and `ranking` have the order of the logits as they come: nothing is added or ruled out."""
         return not (self.params.needs_history or self._biased)
 
     def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:

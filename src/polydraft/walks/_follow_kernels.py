@@ -1,6 +1,6 @@
 """Triton kernels of verification at temperature 0; see `polydraft.walks.fused_follow`. Imported only where Triton is there.
 
-`largest_of_parts` finds the largest logit of each part of the vocabulary, `follow` that of each node, and where these tokens lead.
+`largest_of_parts` finds the largest logit of each part of the vocabulary, `follow` that of each node, and where they lead.
 
 A *key* is a whole number that is larger for a larger logit and, of equal ones, for the smaller token: a logit's place in the
 order of floating-point numbers, from 0 on, above a token's distance from the largest possible one.
