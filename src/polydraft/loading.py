@@ -25,7 +25,7 @@ DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "dynamic:64")}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
 NARROW_TREE = "dynamic:8"
 """The tree of such a pair on a CPU in float32 and int8, where a pass costs by its tokens once it has more than a few."""
-GPU_TREE, SMALL_GPU_TREE = "best:64x6/3x2x1x1x1", "best:24x4/3x2x1x1x1"
+GPU_TREE, SMALL_GPU_TREE = "best:64x6/3x2x1x1x1", "best:32x5/3x2x1x1x1"
 """Trees on a GPU, where a pass of 64 nodes costs little more than one of a single token; the second for the bundled model
 itself, beside which levels of the draft are not cheap."""
 STATIC_TREE, NARROW_STATIC_TREE = "4x2x1", "chain:3"

@@ -62,7 +62,7 @@ class Growth:
         tokens_BN = growth.plant(torch.zeros(self.rows, dtype=torch.long, device=device))
         assert fused.kernels_run(tokens_BN) == by_kernels
         for level in growth.levels:
-            drawing = torch.arange(level.first, level.stop)[level.drawing]
+            drawing = torch.arange(level.first, level.stop, device=device)[level.drawing]
             growth.draw(level, logits_BNV[:, drawing], tokens_BN, numbers.to(device))
         return tokens_BN
 

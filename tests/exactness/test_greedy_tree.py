@@ -66,11 +66,11 @@ def test_trees_that_there_are_not_are_refused(tree: str) -> None:
 def test_a_gpu_has_two_trees_unless_something_is_asked_for() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     small, large = (_resolved(LoadOptions(target), gpu, torch.bfloat16) for target in ("smollm2", "inflated:7b"))
-    for options, nodes in ((small, 24), (large, 64)):
+    for options, nodes in ((small, 32), (large, 64)):
         assert options.greedy is not None and options.greedy.num_nodes == nodes
         assert options.shape == (None, parse_tree("3x2x1x1x1"))
     for options in (LoadOptions(tree="4x2x1"), LoadOptions(walk="node"), LoadOptions(scheme="rrs-wor")):
         assert _resolved(options, gpu, torch.bfloat16).greedy is None
     assert _resolved(LoadOptions(), cpu, torch.bfloat16).greedy is None
     served = _resolved(LoadOptions(), gpu, torch.bfloat16, batch=8)
-    assert served.tree == "best:24x4/load:3x2x1x1x1" and served.shape == small.shape and served.greedy == small.greedy
+    assert served.tree == "best:32x5/load:3x2x1x1x1" and served.shape == small.shape and served.greedy == small.greedy

@@ -15,9 +15,10 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded, load_model
 from polydraft.sampling import SamplingParams
 from polydraft.train import HeadSize, TrainSettings, training
-from polydraft.train.forecast import tokens_per_pass
+from polydraft.train.forecast import needs_of, tokens_per_pass
 from polydraft.train.pupils import Acceptance
 from polydraft.train.training import Report, train
+from polydraft.train.writer import Writer
 
 from .conftest import short, weights
 
@@ -143,6 +144,21 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good(
     with pytest.raises(FailureError, match=r"not a number at step \d+.*last good checkpoint"):
         run(short(kind), target, tmp_path / "out")
     assert (tmp_path / "out" / "training" / "checkpoint" / "progress.json").read_text() == '{"step": 4}'
+
+
+@pytest.mark.parametrize(("part", "option"), [("loss_of", "--batch-size"), ("write", "--sampling-rows")])
+def test_too_little_memory_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, part: str, option: str, target: Loaded, tmp_path: Path
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.99 GiB.")
+
+    monkeypatch.setattr(*((training, part, full) if part == "loss_of" else (Writer, part, full)))
+    settings = short("head")
+    with pytest.raises(FailureError, match=f"too little GPU memory.*use a smaller {option}") as caught:
+        run(settings, target, tmp_path / "out")
+    with pytest.raises(FailureError, match=str(caught.value)[:30]):
+        needs_of(settings, target)
 
 
 def test_a_folder_in_use_is_not_touched(target: Loaded, tmp_path: Path) -> None:

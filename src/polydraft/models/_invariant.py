@@ -74,14 +74,19 @@ def _usual_tile(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> T
     splits = splits_of(outputs, channels)
     # Where multiprocessors have several programs each, these hide each other's waiting.
     crowded = outputs > 2 * 64 * _MULTIPROCESSORS
-    if rows > 128:
+    if rows > 192:
         return Tile(128, 128, 64, 4, 8) if splits > 1 else Tile(128, 256, 64, 3, 8) if crowded else Tile(128, 128, 64, 4, 4)
+    if rows > 128:
+        return Tile(64, 128, 64, 6, 4) if splits > 1 else Tile(128, 128, 64, 6, 8) if crowded else Tile(64, 128, 64, 3, 4)
+    large = outputs * channels * dtype.itemsize >= _LARGE_WEIGHT
+    if rows > 64 and large:
+        return Tile(128, 64, 128, 4, 4) if splits > 1 else Tile(64, 128, 64, 3, 4) if crowded else Tile(128, 128, 64, 6, 8)
     if rows > 64:
         return Tile(64, 64, 128, 3, 4) if splits > 1 else Tile(64, 128, 64, 3 if crowded else 4, 4)
     width = max(power_of_two(rows), 8)
     if splits > 1:
         return Tile(64, width, 128, 6 if width < 32 and outputs >= _ENOUGH_OUTPUTS // 2 else 4, 4)
-    if outputs * channels * dtype.itemsize < _LARGE_WEIGHT or channels % 128:
+    if not large or channels % 128:
         return Tile(32, width, 128, 4, 2) if width == 8 and not crowded else Tile(64, width, 64, 6, 4)
     if width == 64:
         return Tile(128, width, 64, 4, 4) if crowded else Tile(64, width, 128, 3, 4)

@@ -14,7 +14,7 @@ from polydraft.train.corpus import Corpus, check_length, side_by_side
 from polydraft.train.pupils import Acceptance
 from polydraft.train.settings import TrainSettings
 from polydraft.train.training import make_optimizers, make_pupil, take_step
-from polydraft.train.writer import Texts, Writer, chat_form
+from polydraft.train.writer import Texts, Writer, chat_form, enough_memory
 from polydraft.trees import parse_tree
 
 _FEW, _MORE = 8, 24
@@ -53,7 +53,8 @@ def needs_of(settings: TrainSettings, target: Loaded) -> Needs:
         writer, generator = Writer(target.model, form, target.eos_token_ids), torch.Generator(device).manual_seed(0)
 
         def seconds(length: int) -> float:
-            return _timed(lambda: writer.write([[0]] * rows, length, False, generator, lambda rows: None), device)
+            with enough_memory(f"write {rows} texts at a time", "--sampling-rows"):
+                return _timed(lambda: writer.write([[0]] * rows, length, False, generator, lambda rows: None), device)
 
         seconds(_FEW)  # the first time is not like the others
         few, more = seconds(_FEW), seconds(_MORE)

@@ -23,6 +23,7 @@ from polydraft.train.corpus import Corpus, make_corpus
 from polydraft.train.objective import loss_of
 from polydraft.train.pupils import Acceptance, DraftPupil, HeadPupil, Pupil, acceptance_of
 from polydraft.train.settings import DraftSize, HeadSize, TrainSettings
+from polydraft.train.writer import enough_memory
 
 logger = logging.getLogger(__name__)
 
@@ -195,11 +196,12 @@ def take_step(
     parameters: list[nn.Parameter],
 ) -> Tensor:
     """Take one step and return its loss; one whose gradient is not a number changes nothing and is not a number itself."""
-    with _autocast(pupil):
-        loss = _loss(settings, pupil, corpus, step)
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    with enough_memory(f"learn from {settings.batch_size} texts per step", "--batch-size"):
+        with _autocast(pupil):
+            loss = _loss(settings, pupil, corpus, step)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
     norm = nn.utils.clip_grad_norm_(parameters, _CLIP)
     if not bool(norm.isfinite()):  # looked at on every device: a checkpoint must never hold what such a step leaves
         return torch.full_like(loss.detach(), torch.nan)

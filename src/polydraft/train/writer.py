@@ -1,6 +1,7 @@
 """Texts that a model writes to be learnt from: many side by side, both sides of conversations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polydraft.engine.graphs import Recorder
+from polydraft.errors import FailureError
 from polydraft.models.hf import HFModel
 from polydraft.models.language_model import Context
 from polydraft.trees import causal_block
@@ -65,6 +67,15 @@ class Texts:
         return Texts(self.tokens_NL[index], self.answer_NL[index])
 
 
+@contextmanager
+def enough_memory(task: str, option: str) -> Iterator[None]:
+    """Say in one line that a GPU's memory is too small for something, and which option makes it smaller."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise FailureError(f"too little GPU memory is free to {task}; use a smaller {option}") from None
+
+
 class Writer:
     """Let a model write texts, all rows in step, without a look at the values; on a GPU the step is recorded.
 
@@ -102,7 +113,8 @@ class Writer:
         parts = []
         for first in range(0, len(starts), rows):
             chosen = [starts[row] for row in order[first : first + rows]]
-            parts.append(self.write(chosen, length, answering, generator, advance))
+            with enough_memory(f"write {rows} texts of {length} tokens at a time", "--sampling-rows"):
+                parts.append(self.write(chosen, length, answering, generator, advance))
         back_N = torch.empty(len(starts), dtype=torch.long)
         back_N[order] = torch.arange(len(starts))
         joined = Texts(torch.cat([part.tokens_NL for part in parts]), torch.cat([part.answer_NL for part in parts]))

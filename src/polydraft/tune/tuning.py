@@ -34,7 +34,7 @@ _MOST_TOKENS = {"cpu": 320, "cuda": 2048}
 _LISTED = ((1,), (1,) * 2, (1,) * 3, (1,) * 5, (4, 2, 1), (4, 2, 2, 1, 1))
 _MOST_NODES = 64
 _DYNAMIC = ("dynamic:8", "dynamic:64")
-_LIKELIEST = ("best:24x4", "best:64x6")
+_LIKELIEST = ("best:32x5", "best:64x6")
 """At temperature 0 on a GPU, where one of them is what a pair has that was never tuned."""
 _NGRAMS = ("lookup", "suffix")
 _UNION = "lookup+model"
