@@ -38,7 +38,9 @@ def test_from_probes_to_a_profile_that_is_used(invoke, roomy: str, cache: Path, 
     kinds = {one["kind"] for one in report["choices"]}
     assert kinds == {"plain", "chain", "static tree", "dynamic tree", "n-grams", "union"}
     assert all(value > 0 for one in report["choices"] for value in one["expected"].values())
-    assert sum(bool(one["measured"]) for one in report["choices"]) == 3  # the best two, and plain decoding beside them
+    # The best two, and plain decoding beside them; where the machine is busy that may be one of the two.
+    measured = [one["kind"] for one in report["choices"] if one["measured"]]
+    assert "plain" in measured and len(measured) in (2, 3), measured
     assert [(one["temperature"], one["batch"]) for one in report["picks"]] == [(0.0, 1), (0.0, 4)]
     assert report["picks"][0]["measured"] is not None and report["picks"][1]["measured"] is None
     assert Path(report["profile"]).is_file() and (cache / "plot.svg").read_text().startswith("<svg")
