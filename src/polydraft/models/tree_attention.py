@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from polydraft.schemes.fused import triton_obstacle
+
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPROCESSORS = 132
 """Of an H100 or H200; on others the number of splits is a little off, nothing else."""
@@ -51,8 +53,7 @@ def obstacle(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str |
     if dtype not in _FORMATS:
         return f"tree attention does not compute in {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        return None if capability >= (8, 0) else f"the GPU's compute capability {capability[0]}.{capability[1]} is below 8.0"
+        return triton_obstacle(device)
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter multiplies the bits of bfloat16, not its numbers" if dtype == torch.bfloat16 else None
     return f"the device is {device}, not a GPU"
