@@ -20,6 +20,7 @@ ROOMS = [
     "svg",
     "prompts",
     "transfers",
+    "kernels",
     "sampling",
     "trees",
     "schemes",

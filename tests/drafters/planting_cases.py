@@ -8,8 +8,8 @@ from torch import Tensor
 
 from polydraft.drafters import DistributionSource
 from polydraft.drafters.static_builder import StaticBuilder
+from polydraft.kernels import kernels_run
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
-from polydraft.schemes import fused
 from polydraft.trees import parse_tree
 
 GREEDY = SamplingParams(temperature=0)
@@ -41,9 +41,9 @@ class Growth:
         """Grow the tree level by level."""
         with pytest.MonkeyPatch.context() as patch:
             if not by_kernels:
-                patch.setattr("polydraft.schemes.fused._compiles", lambda device: False)
+                patch.setattr("polydraft.kernels._compiles", lambda device: False)
                 patch.setattr("polydraft.schemes.naive.largest", first_of_equals)
-            patch.setattr("polydraft.schemes.fused._INTERPRETED", by_kernels)
+            patch.setattr("polydraft.kernels._INTERPRETED", by_kernels)
             return self._tokens(logits_BNV, by_kernels)
 
     def builder(self) -> StaticBuilder:
@@ -60,7 +60,7 @@ class Growth:
         growth, device = self.builder(), torch.device(self.device)
         numbers = torch.rand(self.rows, growth.num_uniforms, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         tokens_BN = growth.plant(torch.zeros(self.rows, dtype=torch.long, device=device))
-        assert fused.kernels_run(tokens_BN) == by_kernels
+        assert kernels_run(tokens_BN) == by_kernels
         for level in growth.levels:
             drawing = torch.arange(level.first, level.stop, device=device)[level.drawing]
             growth.draw(level, logits_BNV[:, drawing], tokens_BN, numbers.to(device))

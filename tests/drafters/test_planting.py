@@ -117,22 +117,29 @@ def test_what_changes_the_order_is_left_to_torch(params: SamplingParams, known: 
 
 
 @pytest.mark.parametrize(
-    ("temperature", "expected"), [(0.0, ["rank_parts", "plant_largest"]), (1.0, ["draw", "plant_columns"])], ids=["0", "1"]
+    ("temperature", "expected"),
+    [(0.0, ["rank_parts", "plant_largest"]), (1.0, ["soften", "draw", "plant_columns"])],
+    ids=["0", "1"],
 )
 def test_nothing_else_is_launched(temperature: float, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torch's operations there are those that give memory or another view of it, and those that make the law."""
+    """Of torch's operations there are those that give memory or another view of it, and no others."""
     from polydraft.drafters import _kernels
 
     seen: list[str] = []
     for name in ("rank_parts", "plant_largest", "plant_columns"):
         monkeypatch.setattr(_kernels, name, _Noting(None, name, seen))
-    monkeypatch.setattr("polydraft.schemes.fused._INTERPRETED", True)
+    monkeypatch.setattr("polydraft.kernels._INTERPRETED", True)
 
     def draw(law_RV: torch.Tensor, uniforms_RK: torch.Tensor, threshold: float) -> torch.Tensor:
         seen.append("draw")
         return torch.empty(uniforms_RK.shape, dtype=torch.long)
 
+    def softened(logits_BGV: torch.Tensor, temperature_B11: torch.Tensor | None) -> torch.Tensor:
+        seen.append("soften")
+        return torch.empty(logits_BGV.shape)
+
     monkeypatch.setattr("polydraft.schemes.fused.draw", draw)
+    monkeypatch.setattr("polydraft.sampling.warper.softened", softened)
     case = Growth("4x2x1", columns=300, size=900, known=True, rows=1, params=SamplingParams(temperature=temperature))
     growth, logits_BNV = case.builder(), case.logits(torch.bfloat16)
     uniforms_BU, tokens_BN = torch.rand(1, growth.num_uniforms), growth.plant(torch.zeros(1, dtype=torch.long))
@@ -140,7 +147,7 @@ def test_nothing_else_is_launched(temperature: float, expected: list[str], monke
         for level in growth.levels:
             growth.draw(level, logits_BNV[:, level.first : level.stop], tokens_BN, uniforms_BU)
     assert seen == expected * 3
-    law = {"index", "_to_copy", "_softmax"} if temperature else set()  # an index of nothing: these laws know no paths
+    law = {"index"} if temperature else set()  # of nothing: these laws know no paths
     assert operations.names - {"alias", "slice", "view", "empty", "new_empty"} == law
 
 
@@ -189,7 +196,7 @@ def test_kernels_stay_away_from_schemes_that_draw_otherwise(monkeypatch: pytest.
 
     logits_BGV = torch.zeros(1, 1, 40)
     assert not takes_largest(TOP, logits_BGV, 4)
-    monkeypatch.setattr("polydraft.schemes.fused._INTERPRETED", True)
+    monkeypatch.setattr("polydraft.kernels._INTERPRETED", True)
     assert takes_largest(TOP, logits_BGV, MOST_CHILDREN) and takes_largest(TOP, logits_BGV.bfloat16(), 4)
     assert not takes_largest(TOP, logits_BGV, MOST_CHILDREN + 1) and not takes_largest(TOP, logits_BGV.double(), 4)
     for scheme in (Second(), Tested(), SCHEMES.get("hybrid")()):

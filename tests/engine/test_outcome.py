@@ -46,7 +46,7 @@ def different_outcomes(device: str = "cpu") -> int:
 
 @needs_interpreter
 def test_the_kernel_tells_what_torchs_operations_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.schemes.fused._INTERPRETED", True)
+    monkeypatch.setattr("polydraft.kernels._INTERPRETED", True)
     assert different_outcomes() == 0
 
 
@@ -85,7 +85,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     names, launch = list[str](), interpreter.InterpretedFunction.__getitem__
     monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
-    monkeypatch.setattr("polydraft.schemes.fused._INTERPRETED", True)
+    monkeypatch.setattr("polydraft.kernels._INTERPRETED", True)
 
     def listed(kernel: Any, grid: Any) -> Callable[..., Any]:
         if kernel.fn.__module__.endswith(("_follow_kernels", "_outcome_kernels")):

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
+from polydraft import kernels
 from polydraft.models.tree_attention import obstacle
-from polydraft.schemes import fused
 
 GPU = torch.device("cuda", 0)
 
@@ -14,11 +14,11 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Let a GPU seem to be there, and Triton too."""
-    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    fused.triton_obstacle.cache_clear()
+    kernels.triton_obstacle.cache_clear()
     yield monkeypatch
-    fused.triton_obstacle.cache_clear()
+    kernels.triton_obstacle.cache_clear()
 
 
 def test_a_triton_that_cannot_compile_is_told_once(a_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -28,20 +28,20 @@ def test_a_triton_that_cannot_compile_is_told_once(a_gpu: pytest.MonkeyPatch, ca
         tried.append(device)
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore of it")
 
-    a_gpu.setattr(fused, "_launch_one", failing)
+    a_gpu.setattr(kernels, "_launch_one", failing)
     with caplog.at_level(logging.WARNING, "polydraft"):
-        assert not fused._compiles(GPU) and not fused._compiles(GPU)
+        assert not kernels._compiles(GPU) and not kernels._compiles(GPU)
     assert "Failed to find C compiler" in str(obstacle(GPU)) and tried == [GPU]
     (line,) = [record.getMessage() for record in caplog.records]
     assert "without our GPU kernels" in line and "Failed to find C compiler" in line and "more of it" not in line
 
 
 def test_one_that_can_is_used(a_gpu: pytest.MonkeyPatch) -> None:
-    a_gpu.setattr(fused, "_launch_one", lambda device: None)
-    assert fused._compiles(GPU) and obstacle(GPU) is None
+    a_gpu.setattr(kernels, "_launch_one", lambda device: None)
+    assert kernels._compiles(GPU) and obstacle(GPU) is None
 
 
 def test_an_old_gpu_is_not_tried(a_gpu: pytest.MonkeyPatch) -> None:
     a_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    a_gpu.setattr(fused, "_launch_one", pytest.fail)
-    assert not fused._compiles(GPU) and "7.5 is below 8.0" in str(obstacle(GPU))
+    a_gpu.setattr(kernels, "_launch_one", pytest.fail)
+    assert not kernels._compiles(GPU) and "7.5 is below 8.0" in str(obstacle(GPU))

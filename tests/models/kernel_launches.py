@@ -16,8 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from polydraft import kernels
 from polydraft.drafters.planting import MOST_CHILDREN, plant_columns, plant_largest
 from polydraft.engine.outcome import conclude
+from polydraft.kernels import _probe
 from polydraft.models import FAMILIES, FeatureHead, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
@@ -28,7 +30,8 @@ from polydraft.models.cache import SlotCache
 from polydraft.models.feature_head import HeadShape, TapNorm
 from polydraft.models.tree_attention import AttentionPlan, tree_attention
 from polydraft.sampling import PartialVocabulary
-from polydraft.schemes import SCHEMES, fused
+from polydraft.sampling.softened import softened
+from polydraft.schemes import SCHEMES
 from polydraft.schemes.fused import draw
 from polydraft.trees import DraftTree, SlicedMask, parse_tree, union
 from polydraft.walks import BlockWalk
@@ -176,6 +179,14 @@ def verification(dtype: torch.dtype) -> None:
     plant_columns(most.view(1, -1), most, most, None)
 
 
+def probabilities(dtype: torch.dtype) -> None:
+    """Turn logits into laws, of vocabularies that a program can hold and of larger ones."""
+    _probe.touch[(1,)](torch.zeros(1, dtype=torch.int32))
+    for columns in (50, 24576, 49152, 262144):
+        softened(torch.zeros(2, 3, columns, dtype=dtype), None)
+        softened(torch.zeros(2, 3, columns, dtype=dtype), torch.ones(2, 1, 1))
+
+
 def greedy_rounds(dtype: torch.dtype) -> None:
     """Verify and conclude rounds at temperature 0: of the usual trees, the largest, and with further children."""
     for tree, size in (("4x2x2x1x1", 49152), ("1023", 262144), ("2x1", 50)):
@@ -221,12 +232,12 @@ def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None
 
 
 def main(what: str, capability: str, dtype: str) -> None:
-    fused._INTERPRETED = True  # tensors are on the CPU, and kernels are to be launched all the same
+    kernels._INTERPRETED = True  # tensors are on the CPU, and kernels are to be launched all the same
     driver.set_active(AbsentGPU(int(capability)))
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
     if int(capability) >= 90:
         _invariant.shared_room = lambda device: 227 * 2**10
-    models = [whole_models, large_models, odd_models, invariant, verification, memories, greedy_rounds]
+    models = [whole_models, large_models, odd_models, invariant, verification, memories, probabilities, greedy_rounds]
     for launches in [trees] if what == "trees" else models:
         launches(getattr(torch, dtype))
 

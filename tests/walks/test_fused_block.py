@@ -42,7 +42,7 @@ STEP = 1e-9
 def kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Verify by kernels, as a device does that the host may not look at."""
     monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
-    monkeypatch.setattr("polydraft.schemes.fused._INTERPRETED", True)
+    monkeypatch.setattr("polydraft.kernels._INTERPRETED", True)
     return monkeypatch
 
 
@@ -62,7 +62,7 @@ def trees(tree: str, rows: int, scheme: Scheme, seed: int, cases: int = 2) -> tu
 
 def by_torch(walk: BlockWalk, scheme: Scheme, draft: DraftTree, laws: _LawsEverywhere, uniforms_BU: Tensor) -> Verdict:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polydraft.schemes.fused._INTERPRETED", False)
+        patch.setattr("polydraft.kernels._INTERPRETED", False)
         return walk.run(scheme, draft, laws, uniforms_BU)
 
 
@@ -70,7 +70,7 @@ def by_torch(walk: BlockWalk, scheme: Scheme, draft: DraftTree, laws: _LawsEvery
 def test_verdicts_are_those_of_torchs_operations(known: bool, kernels: pytest.MonkeyPatch) -> None:
     verify = round_of("hybrid", "block", SamplingParams(), known, rows=2)
     found = verify()
-    kernels.setattr("polydraft.schemes.fused._INTERPRETED", False)
+    kernels.setattr("polydraft.kernels._INTERPRETED", False)
     check_same(found, verify())
 
 

@@ -43,7 +43,7 @@ GREEDY = SamplingParams(temperature=0)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Verify by kernels, as a device does that the host may not look at."""
     monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
-    monkeypatch.setattr("polydraft.schemes.fused._INTERPRETED", True)
+    monkeypatch.setattr("polydraft.kernels._INTERPRETED", True)
     return monkeypatch
 
 

@@ -12,8 +12,8 @@ from polydraft.beam._law import Floats, Indices
 from polydraft.beam._node import Node, common_path, with_ancestors
 from polydraft.beam._workspace import FEWEST_PLACES, NOWHERE, FeatureBank
 from polydraft.engine.graphs import Arriving, Recorder
+from polydraft.kernels import power_of_two
 from polydraft.models import Context
-from polydraft.models.tree_attention import power_of_two
 from polydraft.transfers import brought
 from polydraft.trees import Block
 

@@ -7,10 +7,11 @@ find the likeliest tokens before: each does next to nothing, and between the pas
 import torch
 from torch import Tensor
 
+from polydraft.kernels import kernels_run, power_of_two, side_by_side
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.warper import RANKED_NATS
 from polydraft.schemes import SCHEMES, Scheme
-from polydraft.schemes.fused import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
+from polydraft.schemes.fused import LEAST_CHILDREN
 
 MOST_CHILDREN = 32
 """Of one node, for kernels that look for its children one after the other."""

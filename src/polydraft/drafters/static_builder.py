@@ -13,9 +13,9 @@ from polydraft.drafters.source import DistributionSource
 from polydraft.drafters.static_plan import GroupPlan, LevelPlan, plan_passes
 from polydraft.drafters.tree_choice import TreeChoice
 from polydraft.errors import UsageError
+from polydraft.kernels import kernels_run
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import SCHEMES, Scheme
-from polydraft.schemes.fused import kernels_run
 from polydraft.transfers import assign
 from polydraft.trees import DraftTree, SlicedMask, Topology
 from polydraft.walks.walk import compiled

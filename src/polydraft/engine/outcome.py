@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polydraft.kernels import kernels_run, power_of_two, side_by_side
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes.fused import kernels_run, power_of_two, side_by_side
 from polydraft.trees import DraftTree
 from polydraft.walks import Verdict
 

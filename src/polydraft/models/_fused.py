@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter, functional
 
+from polydraft.kernels import power_of_two
 from polydraft.models._bodies import LeanBody, LeanLayer
 from polydraft.models._invariant import FORMATS, Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
 from polydraft.models.cache import SlotCache
 from polydraft.models.families import steady_positions
-from polydraft.models.tree_attention import obstacle, power_of_two, tree_attention
+from polydraft.models.tree_attention import obstacle, tree_attention
 
 MOST_TOKENS = 128
 """Tokens per row up to which these kernels are meant; longer blocks are prompts, which are computed, not read."""

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from polydraft.kernels import power_of_two, side_by_side
 from polydraft.models._fused import TreeView, add_norm, gate, rotate_store
 from polydraft.models.cache import SlotCache
-from polydraft.models.tree_attention import power_of_two, tree_attention
-from polydraft.schemes.fused import side_by_side
+from polydraft.models.tree_attention import tree_attention
 
 if TYPE_CHECKING:
     from polydraft.models.feature_head import FeatureHead

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polydraft.models.tree_attention import power_of_two
+from polydraft.kernels import power_of_two
 
 FORMATS = (torch.bfloat16, torch.float32)
 _SPLIT_CHANNELS, _MOST_SPLITS = 128, 4

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.schemes.fused import kernels_run, side_by_side
+from polydraft.kernels import kernels_run, side_by_side
 from polydraft.trees import Block
 
 _BLOCK = 64

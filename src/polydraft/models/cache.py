@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 from polydraft.errors import FailureError, UsageError
+from polydraft.kernels import kernels_run, power_of_two, side_by_side
 from polydraft.models.families import text_config
 from polydraft.models.placement import home_device
-from polydraft.schemes.fused import kernels_run, power_of_two, side_by_side
 
 _LEAST_PLACES, _MOST_PLACES = 8, 64
 """Paths that are shorter share the kernel of these; longer ones would fill the registers of a program that moves them."""

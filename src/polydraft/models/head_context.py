@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from polydraft.kernels import kernels_run, power_of_two, side_by_side
 from polydraft.models._fused import MOST_TOKENS, TreeView
 from polydraft.models._fused_head import Entries, FusedHead, following
 from polydraft.models._slots import Placed
@@ -14,7 +15,6 @@ from polydraft.models.cache import SlotCache
 from polydraft.models.language_model import Context, steady_attention
 from polydraft.models.tree_attention import obstacle
 from polydraft.native import NativeBody, Rows
-from polydraft.schemes.fused import kernels_run, power_of_two, side_by_side
 from polydraft.trees import Block, causal_block
 
 if TYPE_CHECKING:

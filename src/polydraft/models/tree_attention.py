@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.schemes.fused import triton_obstacle
+from polydraft.kernels import power_of_two, triton_obstacle
 
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPROCESSORS = 132
@@ -186,8 +186,3 @@ def reference_attention(
         attn_mask=mask_BTS[:, None],
         scale=scale,
     )
-
-
-def power_of_two(number: int) -> int:
-    """Return the least power of two that is not below a number."""
-    return 1 << (number - 1).bit_length()

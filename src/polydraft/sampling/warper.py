@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
+from polydraft.kernels import kernels_run
 from polydraft.sampling.categorical import NO_TOKEN
 from polydraft.sampling.grammar import GrammarProcessor
 from polydraft.sampling.params import DEFAULTS, RowParams, SamplingParams
+from polydraft.sampling.softened import softened
 from polydraft.sampling.vocabulary import PartialVocabulary
 from polydraft.transfers import assign
 
@@ -164,6 +166,9 @@ class Warper:
         paths_BGP : Tensor
             Tokens between the certain text and each node, the node's own included; `NO_TOKEN` where shorter.
         """
+        plain = self.keeps_order and self._used <= {"temperature"} and not (self.params.all_greedy or self._may_be_empty)
+        if plain and kernels_run(logits_BGV):
+            return softened(logits_BGV, self._numbers["temperature"] if self._used else None)
         scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
         if self.params.all_greedy:
             best_BG1 = _argmax(scores_BGV)

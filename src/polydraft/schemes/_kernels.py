@@ -14,12 +14,6 @@ _LAST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _touch(place):
-    """Do next to nothing: launched to find out whether kernels can be; grid [1]."""
-    tl.store(place, 1)
-
-
-@triton.jit
 def _fixed(probs):
     """Return probabilities as whole numbers."""
     return (probs.to(tl.float64) * ONE + 0.5).to(tl.int64)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
+from polydraft.kernels import kernels_run
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
 from polydraft.schemes import fused
 from polydraft.schemes.arrays import Array, Ranked, arange, as_array, as_tensor, can_sync, largest, normalised, quietly, ratio
@@ -158,7 +159,7 @@ class Hybrid(Race):
     def draws_by_kernels(self, draft_probs_RV: Tensor) -> bool:
         """On a GPU, if the threshold is a constant."""
         known = type(self)._split is Hybrid._split and not isinstance(self.threshold, Tensor)
-        return known and draft_probs_RV.dtype == torch.float32 and fused.kernels_run(draft_probs_RV)
+        return known and draft_probs_RV.dtype == torch.float32 and kernels_run(draft_probs_RV)
 
     def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
         """Draw all that a row may have; those behind its number of children are cut off, the others do not know of them."""

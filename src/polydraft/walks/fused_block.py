@@ -9,8 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from polydraft.kernels import kernels_run, power_of_two, side_by_side
 from polydraft.schemes import Hybrid, Race, RaceBucketed, Scheme
-from polydraft.schemes.fused import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
+from polydraft.schemes.fused import LEAST_CHILDREN
 from polydraft.trees import DraftTree
 from polydraft.walks.walk import Verdict
 

@@ -7,7 +7,8 @@ Torch's are some forty operations on a few hundred numbers, each of which takes 
 import torch
 from torch import Tensor
 
-from polydraft.schemes.fused import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
+from polydraft.kernels import kernels_run, power_of_two, side_by_side
+from polydraft.schemes.fused import LEAST_CHILDREN
 from polydraft.trees import DraftTree
 from polydraft.walks.walk import Verdict
 

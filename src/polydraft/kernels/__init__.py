@@ -1,0 +1,58 @@
+"""Where kernels of our own run, and what those who launch them share; the kernels themselves are with whom they serve."""
+
+import importlib.util
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_LOGGER = logging.getLogger("polydraft")
+_INTERPRETED = False
+"""Whether Triton interprets kernels on the CPU; tests say so."""
+
+
+def kernels_run(tensor: Tensor) -> bool:
+    """Whether kernels of our own work on a tensor: not where torch compiles what it is asked to do."""
+    if torch.compiler.is_compiling() or tensor.device.type != "cuda":
+        return _INTERPRETED
+    return _compiles(tensor.device)
+
+
+def _compiles(device: torch.device) -> bool:
+    return triton_obstacle(device) is None
+
+
+@cache
+def triton_obstacle(device: torch.device) -> str | None:
+    """Return why kernels of our own cannot run on a GPU, or None; found out once, and logged where it is a surprise."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"the GPU's compute capability {capability[0]}.{capability[1]} is below 8.0"
+    try:
+        _launch_one(device)
+    except Exception as error:  # a missing C compiler most often, but Triton fails in many ways
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        _LOGGER.warning("Triton cannot compile on this machine, so decoding runs without our GPU kernels, slower: %s", reason)
+        return f"Triton cannot compile here ({reason})"
+    return None
+
+
+def _launch_one(device: torch.device) -> None:
+    """Compile and launch the smallest kernel."""
+    from polydraft.kernels import _probe as kernels
+
+    with torch.cuda.device(device):
+        kernels.touch[(1,)](torch.zeros(1, dtype=torch.int32, device=device))
+
+
+def power_of_two(number: int, least: int = 1) -> int:
+    """Return the smallest power of two that is not below either."""
+    return max(1 << (number - 1).bit_length(), least)
+
+
+def side_by_side(table: Tensor) -> Tensor:
+    """Return a table whose last axis lies in one piece; rows may be expanded."""
+    return table if table.stride(-1) == 1 or table.shape[-1] == 1 else table.contiguous()
