@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.models._invariant import Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
+from polydraft.models._invariant import AttendPlan, Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
 from polydraft.models.tree_attention import reference_attention
 from polydraft.trees import parse_tree
 
@@ -73,10 +73,10 @@ class TreeCase:
             slot_positions.repeat(batch, 1),
         )
 
-    def in_a_tree(self, device: str, batch: int = 1, **sight: int) -> Tensor:
+    def in_a_tree(self, device: str, batch: int = 1, plan: AttendPlan | None = None, **sight: int) -> Tensor:
         """Attend from all nodes at once, in each row of a batch; return them as `[B, N, H, C]`."""
         query, key, value = (tensor.repeat(batch, 1, 1, 1) for tensor in self.build(device)[2:])
-        return invariant_attention(query, key, value, self.sight(device, batch, **sight), self.scale).transpose(1, 2)
+        return invariant_attention(query, key, value, self.sight(device, batch, **sight), self.scale, plan).transpose(1, 2)
 
     def alone(self, device: str, size: int = 1) -> Tensor:
         """Attend from each node to its own path as plain text, as the last of `size` tokens; return `[N, H, C]`."""

@@ -9,7 +9,7 @@ from polydraft.errors import UsageError
 from polydraft.models import FAMILIES, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody
-from polydraft.models._invariant import plan_product, splits_of
+from polydraft.models._invariant import AttendPlan, plan_attend, plan_product, splits_of
 from polydraft.models.hf import HFModel
 from polydraft.models.inflated import SHAPES, BigShape, InflatedModel
 from polydraft.trees import SlicedMask, parse_tree
@@ -87,6 +87,29 @@ def test_what_is_past_the_last_position_leaves_others_alone():
     whole, limited = case.in_a_tree("cpu")[0], case.in_a_tree("cpu", max_positions=16)[0]
     inside = case.build("cpu")[0] < 3
     assert limited.isfinite().all() and limited[inside].equal(whole[inside]) and not inside.all()
+
+
+@needs_triton
+@pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
+@pytest.mark.parametrize("lines", [16, 32, 64])
+def test_every_plan_computes_the_same(lines, at_once, monkeypatch):
+    monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 64)
+    case = TreeCase(length=85, key_heads=1, tree="3x2x1", group=3, channels=16)
+    for keys in (16, 64):
+        found = case.in_a_tree("cpu", plan=AttendPlan(lines, keys, at_once=at_once))[0]
+        torch.testing.assert_close(found.double(), case.expected("cpu"), **CLOSE)
+
+
+def test_no_multiprocessor_is_without_work_if_there_is_any():
+    def sizes(batch, heads, lines, splits, dtype=torch.bfloat16):
+        plan = plan_attend(batch, heads, lines, splits, 128, dtype)
+        return plan.lines, plan.at_once
+
+    assert sizes(1, 32, 64, 2) == sizes(1, 32, 28, 2) == sizes(1, 3, 72, 2) == sizes(1, 32, 1, 8) == (16, False)
+    assert sizes(1, 32, 64, 3) == (32, False), "192 programs, where 64 lines would be 96"
+    assert sizes(1, 32, 64, 8) == sizes(4, 32, 64, 2) == (64, False)
+    assert sizes(16, 32, 28, 2) == (32, True) and sizes(5, 32, 64, 2) == (64, True), "enough without splits"
+    assert sizes(5, 32, 64, 2, torch.float32) == (32, True)
 
 
 @needs_triton

@@ -173,7 +173,38 @@ def sight_of(
     return Sight(lengths_B, max_length, starts_BT, positions_BT, tails_BTX)
 
 
-def invariant_attention(query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, sight: Sight, scale: float) -> Tensor:
+@dataclass(frozen=True)
+class AttendPlan:
+    """What one program works on that reads committed text; any will do, some are faster."""
+
+    lines: int
+    keys: int
+    at_once: bool
+    """Whether it goes through all splits, and leaves one part in place of one for each."""
+    warps: int = 4
+    stages: int = 2
+
+
+def plan_attend(batch_size: int, key_heads: int, lines: int, splits: int, channels: int, dtype: torch.dtype) -> AttendPlan:
+    """Choose sizes for `lines` = T · group lines over at most `splits` splits: a program per multiprocessor, if there can be.
+
+    Parts are written and read again: not where there are programs enough without splits. Where there are too few even with
+    them, blocks of fewer lines read the same keys, from the caches, more often, and leave no multiprocessor without work.
+    """
+    wide = dtype == torch.float32  # twice the shared memory
+    block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
+    block_keys = (32 if wide else 64) // (2 if channels > _USUAL_CHANNELS else 1)
+    heads = batch_size * key_heads
+    if heads * math.ceil(lines / block_lines) >= _MULTIPROCESSORS:
+        return AttendPlan(block_lines, block_keys, at_once=True)
+    while block_lines > 16 and heads * splits * math.ceil(lines / block_lines) < _MULTIPROCESSORS:
+        block_lines //= 2
+    return AttendPlan(block_lines, block_keys, at_once=False)
+
+
+def invariant_attention(
+    query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, sight: Sight, scale: float, plan: AttendPlan | None = None
+) -> Tensor:
     """Return what `polydraft.models.tree_attention.tree_attention` does, with bits that depend on each token's path alone."""
     from polydraft.models import _invariant_kernels as kernels
 
@@ -182,13 +213,10 @@ def invariant_attention(query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor
     group = query_heads // key_heads
     assert query_heads % key_heads == 0 and query_BHTC.stride(3) == key_BHSC.stride(3) == value_BHSC.stride(3) == 1
     assert causal or sight.rows_B is None
-    lines, wide = size * group, query_BHTC.dtype == torch.float32
-    block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
-    block_keys = (32 if wide else 64) // (2 if channels > _USUAL_CHANNELS else 1)
-    programs = batch_size * key_heads * math.ceil(lines / block_lines)
+    lines = size * group
     splits = max(math.ceil((sight.max_length + (size if causal else 0)) / _SPLIT_KEYS), 1)
-    # Parts are written and read again: not where there are programs enough without them.
-    at_once = programs >= _MULTIPROCESSORS or (causal and splits == 1)
+    plan = plan or plan_attend(batch_size, key_heads, lines, splits, channels, query_BHTC.dtype)
+    at_once, blocks = plan.at_once or (causal and splits == 1), math.ceil(lines / plan.lines)
     parts = 2 if at_once else splits
     output_BTHC = query_BHTC.new_empty(batch_size, size, query_heads, channels)
     count = 1 if at_once and causal else batch_size * key_heads * parts * lines
@@ -203,10 +231,11 @@ def invariant_attention(query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor
     }  # fmt: skip
     strides = *query_BHTC.stride()[:3], *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], *output_BTHC.stride()[:3]
     scale *= math.log2(math.e)
-    kernels.invariant_attend[1 if at_once else splits, key_heads * math.ceil(lines / block_lines), batch_size](
+    kernels.invariant_attend[1 if at_once else splits, key_heads * blocks, batch_size](
         query_BHTC, key_BHSC, value_BHSC, sight.lengths_B, starts, sight.lengths_B if sight.rows_B is None else sight.rows_B,
         output_BTHC, mixed_XC, bases_X, sums_X, scale, size, splits, parts, *strides, **sizes, SOME=sight.rows_B is not None,
-        CUT=sight.starts_BT is not None, BLOCK_LINES=block_lines, BLOCK_KEYS=block_keys, num_warps=4, num_stages=2,
+        CUT=sight.starts_BT is not None, BLOCK_LINES=plan.lines, BLOCK_KEYS=plan.keys,
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if not (at_once and causal):
         tails = sight.lengths_B if sight.tails_BTX is None else sight.tails_BTX
