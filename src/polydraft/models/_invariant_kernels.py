@@ -275,7 +275,7 @@ def invariant_join(
         limit = length // TAIL * TAIL
         done = limit // SPLIT
     if AT_ONCE:
-        done = 1
+        done = parts - 1  # one, but no constant: see the loop over parts
     if not CAUSAL:
         # All that the first group needs is on its way while the parts are added up.
         last = tl.load(positions + row * size + token).to(tl.int32)
@@ -297,7 +297,8 @@ def invariant_join(
     base_L = tl.full([LINES], _UNSEEN, tl.float32)
     sum_L = tl.zeros([LINES], tl.float32)
     total_LC = tl.zeros([LINES, BLOCK_CHANNELS], tl.float32)
-    for part in tl.range(done, num_stages=3):  # the next two are on their way
+    # Reads two parts ahead. A loop of stages also keeps Triton from waiting, before it, for each of the loads above in turn.
+    for part in tl.range(done, num_stages=3):
         part_L = first_part_L + part * lines
         part_base_L = tl.load(bases + part_L, mask=real_L, other=_UNSEEN)
         part_sum_L = tl.load(sums + part_L, mask=real_L, other=0.0)
