@@ -12,6 +12,7 @@ from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES, _invariant, language_model
+from polydraft.models._invariant import AttendPlan
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Block, parse_tree
@@ -77,6 +78,30 @@ def test_attention(length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
         assert all(row.equal(alone) for row in case.in_a_tree("cuda", batch=8, max_length=length + 8))
         for size in (1, 2, 9, 300):
             assert case.alone("cuda", size).equal(alone), size
+
+
+PLANS = [
+    *(AttendPlan(lines, 32, at_once) for lines in (16, 32) for at_once in (False, True)),
+    AttendPlan(32, 16, at_once=False),
+    AttendPlan(16, 32, at_once=False, warps=1),
+    *(AttendPlan(lines, 64, at_once=False) for lines in (16, 32, 64)),
+    AttendPlan(64, 64, at_once=True),
+    AttendPlan(16, 64, at_once=False, warps=2, stages=4),
+    AttendPlan(64, 16, at_once=False, stages=3),
+    AttendPlan(64, 128, at_once=False, warps=8),
+]
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("length", "tree", "group", "channels"),
+    [(300, "4x2x2x2x1x1", 1, 128), (700, "4x2x2x2x1", 3, 64), (509, "chain:40", 4, 128), (250, "2x2", 9, 64)],
+)
+def test_plans_change_no_bits(length: int, tree: str, group: int, channels: int, dtype: torch.dtype) -> None:
+    case = TreeCase(length=length, tree=tree, group=group, channels=channels, dtype=dtype)
+    alone = case.alone("cuda")
+    for plan in PLANS[:6] if dtype == torch.float32 else PLANS:  # the others have no room
+        assert case.in_a_tree("cuda", plan=plan)[0].equal(alone), plan
 
 
 @pytest.mark.parametrize("window", [2, 20, 300])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.models._invariant import Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
+from polydraft.models._invariant import AttendPlan, Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
 from polydraft.models.tree_attention import reference_attention
 from polydraft.trees import parse_tree
 
@@ -58,22 +58,25 @@ class TreeCase:
     def scale(self) -> float:
         return self.channels**-0.5
 
-    def in_a_tree(self, device: str, batch: int = 1, max_length: int | None = None) -> Tensor:
-        """Attend from all nodes at once, in each row of a batch; return them as `[B, N, H, C]`."""
-        depths, ancestors, query, key, value = self.build(device)
+    def sight(self, device: str, batch: int = 1, max_length: int | None = None, max_positions: int = 10**6) -> Sight:
+        """Return what the nodes see, as many rows of them as asked for, in a model of so many positions."""
+        tables = parse_tree(self.tree).tables(torch.device(device))
         lengths = torch.full((batch,), self.length, device=device)
-        positions = (self.length + depths).expand(batch, -1).contiguous()
+        positions = (self.length + tables.depths_N).clamp(max=max_positions - 1).expand(batch, -1).contiguous()
         slot_positions = torch.cat([torch.arange(self.length, device=device), positions[0], positions.new_zeros(7)])
-        sight = sight_of(
+        return sight_of(
             lengths,
             self.length if max_length is None else max_length,
             self.starts(positions),
             positions,
-            ancestors.expand(batch, -1, -1),
+            tables.ancestors_NN.expand(batch, -1, -1),
             slot_positions.repeat(batch, 1),
         )
-        query, key, value = (tensor.repeat(batch, 1, 1, 1) for tensor in (query, key, value))
-        return invariant_attention(query, key, value, sight, self.scale).transpose(1, 2)
+
+    def in_a_tree(self, device: str, batch: int = 1, plan: AttendPlan | None = None, **sight: int) -> Tensor:
+        """Attend from all nodes at once, in each row of a batch; return them as `[B, N, H, C]`."""
+        query, key, value = (tensor.repeat(batch, 1, 1, 1) for tensor in self.build(device)[2:])
+        return invariant_attention(query, key, value, self.sight(device, batch, **sight), self.scale, plan).transpose(1, 2)
 
     def alone(self, device: str, size: int = 1) -> Tensor:
         """Attend from each node to its own path as plain text, as the last of `size` tokens; return `[N, H, C]`."""

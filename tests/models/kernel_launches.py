@@ -145,12 +145,15 @@ def invariant(dtype: torch.dtype) -> None:
         for rows in (1, 64, 128, 512):
             invariant_parts(empty(1, rows, channels), empty(outputs, channels), empty(outputs) if outputs == 33 else None)
     for size, batch, channels in ((1, 1, 128), (64, 1, 128), (64, 64, 64), (512, 1, 256), (3, 1, 26)):
-        attend_invariantly(empty, batch, size, channels)
+        attend_invariantly(empty, batch, size, (32, 8, channels))
+    for size, batch, heads in ((64, 1, (32, 32, 128)), (28, 16, (32, 32, 128)), (24, 1, (9, 3, 64)), (64, 1, (8, 8, 256))):
+        attend_invariantly(empty, batch, size, heads)
     add_norm(empty(1, 64, 4096), torch.empty(2, 1, 64, 4096), empty(4096), 1e-5)
 
 
-def attend_invariantly(empty: Callable[..., torch.Tensor], batch_size: int, size: int, channels: int) -> None:
-    query, key = empty(batch_size, size, 32, channels).transpose(1, 2), empty(batch_size, 8, 4096, channels)
+def attend_invariantly(empty: Callable[..., torch.Tensor], batch_size: int, size: int, heads: tuple[int, int, int]) -> None:
+    queries, keys, channels = heads
+    query, key = empty(batch_size, size, queries, channels).transpose(1, 2), empty(batch_size, keys, 4096, channels)
     lengths = torch.zeros(batch_size, dtype=torch.long)
     sight = Sight(lengths, 3000)
     if 1 < size < 512:

@@ -9,7 +9,7 @@ from polydraft.errors import UsageError
 from polydraft.models import FAMILIES, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody
-from polydraft.models._invariant import plan_product, splits_of
+from polydraft.models._invariant import AttendPlan, plan_attend, plan_product, splits_of
 from polydraft.models.hf import HFModel
 from polydraft.models.inflated import SHAPES, BigShape, InflatedModel
 from polydraft.trees import SlicedMask, parse_tree
@@ -49,6 +49,67 @@ def test_windows_cut_text_and_tree_alike(window, monkeypatch):
     monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 32)
     case = TreeCase(length=29, key_heads=1, tree="2x1x1x1", window=window)
     torch.testing.assert_close(case.in_a_tree("cpu")[0], case.alone("cpu"), **CLOSE)
+
+
+@needs_triton
+@pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
+@pytest.mark.parametrize(("length", "group"), [(0, 1), (15, 4), (29, 3), (31, 9)])
+def test_tails_of_several_groups_and_splits(length, group, at_once, monkeypatch):
+    monkeypatch.setattr(_invariant, "_MULTIPROCESSORS", 1 if at_once else 10**6)
+    monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 32)
+    case = TreeCase(length=length, key_heads=1, tree="chain:37", group=group, channels=16)
+    torch.testing.assert_close(case.in_a_tree("cpu")[0].double(), case.expected("cpu"), **CLOSE)
+
+
+@needs_triton
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("max_positions", [10**6, 31, 20])
+@pytest.mark.parametrize(("length", "tree"), [(0, "2x2x1"), (16, "2x2x1"), (29, "2x2x1"), (29, "chain:20")])
+def test_tails_are_the_slots_of_paths(length, tree, max_positions, window):
+    case = TreeCase(length=length, tree=tree, window=window)
+    sight, ancestors = case.sight("cpu", batch=2, max_positions=max_positions), case.build("cpu")[1]
+    assert sight.tails_BTX.shape[2] % 16 == 0 and sight.tails_BTX[0].equal(sight.tails_BTX[1])
+    for node, (tail, last) in enumerate(zip(sight.tails_BTX[0].tolist(), sight.positions_BT[0].tolist(), strict=True)):
+        start = 0 if window is None else max(last - window + 1, 0)
+        slots = [*range(length), *(length + ancestors[node].nonzero()[:, 0]).tolist()]
+        for position, slot in enumerate(tail, start=length // 16 * 16):
+            if not start <= position <= last:
+                assert slot == -1, "not seen"
+            elif position == max_positions - 1:
+                assert slot in slots[position:], "several of a path are there"
+            else:
+                assert slot == slots[position]
+
+
+@needs_triton
+def test_what_is_past_the_last_position_leaves_others_alone():
+    case = TreeCase(length=13, key_heads=1, tree="2x1x1x1")
+    whole, limited = case.in_a_tree("cpu")[0], case.in_a_tree("cpu", max_positions=16)[0]
+    inside = case.build("cpu")[0] < 3
+    assert limited.isfinite().all() and limited[inside].equal(whole[inside]) and not inside.all()
+
+
+@needs_triton
+@pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
+@pytest.mark.parametrize("lines", [16, 32, 64])
+def test_every_plan_computes_the_same(lines, at_once, monkeypatch):
+    monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 64)
+    case = TreeCase(length=85, key_heads=1, tree="3x2x1", group=3, channels=16)
+    for keys in (16, 64):
+        found = case.in_a_tree("cpu", plan=AttendPlan(lines, keys, at_once=at_once))[0]
+        torch.testing.assert_close(found.double(), case.expected("cpu"), **CLOSE)
+
+
+def test_no_multiprocessor_is_without_work_if_there_is_any():
+    def sizes(batch, heads, lines, splits, dtype=torch.bfloat16):
+        plan = plan_attend(batch, heads, lines, splits, 128, dtype)
+        return plan.lines, plan.at_once
+
+    assert sizes(1, 32, 64, 2) == sizes(1, 32, 28, 2) == sizes(1, 3, 72, 2) == sizes(1, 32, 1, 8) == (16, False)
+    assert sizes(1, 32, 64, 3) == (32, False), "192 programs, where 64 lines would be 96"
+    assert sizes(1, 32, 64, 8) == sizes(4, 32, 64, 2) == (64, False)
+    assert sizes(16, 32, 28, 2) == (32, True) and sizes(5, 32, 64, 2) == (64, True), "enough without splits"
+    assert sizes(5, 32, 64, 2, torch.float32) == (32, True)
 
 
 @needs_triton

@@ -147,9 +147,9 @@ class Sight:
     starts_BT: Tensor | None = None
     """First position that each token sees; all where there are none."""
     positions_BT: Tensor | None = None
-    paths_BTU: Tensor | None = None
-    """Of trees: the place of each token's ancestor at every depth, itself included. Without them, each token of a block sees
-    all before it."""
+    tails_BTX: Tensor | None = None
+    """Of trees: the slots that each token sees, by position, from the last multiple of `TAIL` that committed text has reached
+    up to its own; -1 where it sees none. Without them, each token of a block sees all before it."""
     rows_B: Tensor | None = None
     """Of causal blocks: rows of the storage that the tokens belong to; all, in order, where there are none."""
 
@@ -167,31 +167,61 @@ def sight_of(
 
     batch_size, size, places = visible_BTU.shape
     assert positions_BT.is_contiguous() and slot_positions_BS.is_contiguous()
-    # Zeros: a position that two tokens of a path share, past the model's limit, leaves another without a place.
-    paths_BTU = torch.zeros(batch_size, size, places, dtype=torch.int32, device=lengths_B.device)
-    kernels.list_paths[size, batch_size](
-        visible_BTU.view(torch.uint8), lengths_B, slot_positions_BS, paths_BTU, size, places, slot_positions_BS.shape[1],
-        *visible_BTU.stride(), BLOCK=power_of_two(places), num_warps=1,
+    assert starts_BT is None or starts_BT.is_contiguous()
+    width, block = math.ceil((_TAIL - 1 + places) / _TAIL) * _TAIL, power_of_two(places)
+    tails_BTX = torch.empty(batch_size, size, width, dtype=torch.int32, device=lengths_B.device)
+    kernels.list_tails[size, batch_size](
+        visible_BTU.view(torch.uint8), lengths_B, lengths_B if starts_BT is None else starts_BT, positions_BT,
+        slot_positions_BS, tails_BTX, size, places, slot_positions_BS.shape[1], width, *visible_BTU.stride(),
+        CUT=starts_BT is not None, TAIL=_TAIL, BLOCK=block, BLOCK_WIDTH=2 * max(block, _TAIL), num_warps=1,
     )  # fmt: skip
-    return Sight(lengths_B, max_length, starts_BT, positions_BT, paths_BTU)
+    return Sight(lengths_B, max_length, starts_BT, positions_BT, tails_BTX)
 
 
-def invariant_attention(query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, sight: Sight, scale: float) -> Tensor:
+@dataclass(frozen=True)
+class AttendPlan:
+    """What one program works on that reads committed text; any will do, some are faster."""
+
+    lines: int
+    keys: int
+    at_once: bool
+    """Whether it goes through all splits, and leaves one part in place of one for each."""
+    warps: int = 4
+    stages: int = 2
+
+
+def plan_attend(batch_size: int, key_heads: int, lines: int, splits: int, channels: int, dtype: torch.dtype) -> AttendPlan:
+    """Choose sizes for `lines` = T · group lines over at most `splits` splits: a program per multiprocessor, if there can be.
+
+    Parts are written and read again: not where there are programs enough without splits. Where there are too few even with
+    them, blocks of fewer lines read the same keys, from the caches, more often, and leave no multiprocessor without work.
+    """
+    wide = dtype == torch.float32  # twice the shared memory
+    block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
+    block_keys = (32 if wide else 64) // (2 if channels > _USUAL_CHANNELS else 1)
+    heads = batch_size * key_heads
+    if heads * math.ceil(lines / block_lines) >= _MULTIPROCESSORS:
+        return AttendPlan(block_lines, block_keys, at_once=True)
+    while block_lines > 16 and heads * splits * math.ceil(lines / block_lines) < _MULTIPROCESSORS:
+        block_lines //= 2
+    return AttendPlan(block_lines, block_keys, at_once=False)
+
+
+def invariant_attention(
+    query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, sight: Sight, scale: float, plan: AttendPlan | None = None
+) -> Tensor:
     """Return what `polydraft.models.tree_attention.tree_attention` does, with bits that depend on each token's path alone."""
     from polydraft.models import _invariant_kernels as kernels
 
     batch_size, query_heads, size, channels = query_BHTC.shape
-    key_heads, causal = key_BHSC.shape[1], sight.paths_BTU is None
+    key_heads, causal = key_BHSC.shape[1], sight.tails_BTX is None
     group = query_heads // key_heads
     assert query_heads % key_heads == 0 and query_BHTC.stride(3) == key_BHSC.stride(3) == value_BHSC.stride(3) == 1
     assert causal or sight.rows_B is None
-    lines, wide = size * group, query_BHTC.dtype == torch.float32
-    block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
-    block_keys = (32 if wide else 64) // (2 if channels > _USUAL_CHANNELS else 1)
-    programs = batch_size * key_heads * math.ceil(lines / block_lines)
+    lines = size * group
     splits = max(math.ceil((sight.max_length + (size if causal else 0)) / _SPLIT_KEYS), 1)
-    # Parts are written and read again: not where there are programs enough without them.
-    at_once = programs >= _MULTIPROCESSORS or (causal and splits == 1)
+    plan = plan or plan_attend(batch_size, key_heads, lines, splits, channels, query_BHTC.dtype)
+    at_once, blocks = plan.at_once or (causal and splits == 1), math.ceil(lines / plan.lines)
     parts = 2 if at_once else splits
     output_BTHC = query_BHTC.new_empty(batch_size, size, query_heads, channels)
     count = 1 if at_once and causal else batch_size * key_heads * parts * lines
@@ -199,24 +229,25 @@ def invariant_attention(query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor
     bases_X, sums_X = output_BTHC.new_empty(2, count, dtype=torch.float32)
     starts = sight.lengths_B if sight.starts_BT is None else sight.starts_BT
     sizes: dict[str, Any] = {
-        "GROUP": group, "CHANNELS": channels, "CAUSAL": causal, "AT_ONCE": at_once, "CUT": sight.starts_BT is not None,
-        "PRECISION": "ieee", "BLOCK_CHANNELS": max(power_of_two(channels), 16), "SPLIT": _SPLIT_KEYS, "TAIL": _TAIL,
+        "GROUP": group, "CHANNELS": channels, "CAUSAL": causal, "AT_ONCE": at_once, "PRECISION": "ieee",
+        "BLOCK_CHANNELS": max(power_of_two(channels), 16), "SPLIT": _SPLIT_KEYS, "TAIL": _TAIL,
         # A product and a difference made one would round otherwise, and not in all kernels alike.
         "enable_fp_fusion": False,
     }  # fmt: skip
     strides = *query_BHTC.stride()[:3], *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], *output_BTHC.stride()[:3]
     scale *= math.log2(math.e)
-    kernels.invariant_attend[1 if at_once else splits, key_heads * math.ceil(lines / block_lines), batch_size](
+    kernels.invariant_attend[1 if at_once else splits, key_heads * blocks, batch_size](
         query_BHTC, key_BHSC, value_BHSC, sight.lengths_B, starts, sight.lengths_B if sight.rows_B is None else sight.rows_B,
         output_BTHC, mixed_XC, bases_X, sums_X, scale, size, splits, parts, *strides, **sizes, SOME=sight.rows_B is not None,
-        BLOCK_LINES=block_lines, BLOCK_KEYS=block_keys, num_warps=4, num_stages=2,
+        CUT=sight.starts_BT is not None, BLOCK_LINES=plan.lines, BLOCK_KEYS=plan.keys,
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if not (at_once and causal):
-        paths = sight.lengths_B if sight.paths_BTU is None else sight.paths_BTU
+        tails = sight.lengths_B if sight.tails_BTX is None else sight.tails_BTX
         positions = sight.lengths_B if sight.positions_BT is None else sight.positions_BT
+        repeat = max(8 // power_of_two(group), 1)
         kernels.invariant_join[size, key_heads, batch_size](
-            query_BHTC, key_BHSC, value_BHSC, sight.lengths_B, starts, positions, paths, output_BTHC, mixed_XC, bases_X, sums_X,
-            scale, size, paths.shape[-1], parts, *strides, **sizes,
-            LINES=power_of_two(group), REPEAT=max(16 // power_of_two(group), 1), num_warps=1,
+            query_BHTC, key_BHSC, value_BHSC, sight.lengths_B, positions, tails, output_BTHC, mixed_XC, bases_X, sums_X,
+            scale, size, tails.shape[-1], parts, *strides, **sizes, LINES=power_of_two(group), REPEAT=repeat, num_warps=1,
         )  # fmt: skip
     return output_BTHC.transpose(1, 2)

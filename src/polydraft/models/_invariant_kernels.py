@@ -203,39 +203,64 @@ def _repeated_M(values_L, REPEAT: tl.constexpr):
 
 
 @triton.jit
-def _repeated_MC(values_LC, REPEAT: tl.constexpr):
+def _repeated_CM(values_LC, REPEAT: tl.constexpr):
     lines: tl.constexpr = values_LC.shape[0]
     channels: tl.constexpr = values_LC.shape[1]
-    return tl.reshape(tl.broadcast_to(values_LC[:, None, :], (lines, REPEAT, channels)), (lines * REPEAT, channels))
+    return tl.reshape(tl.broadcast_to(tl.trans(values_LC)[:, :, None], (channels, lines, REPEAT)), (channels, lines * REPEAT))
 
 
 @triton.jit
-def _along_path(
-    first, key, value, path, length, last, start, channel_C, key_slot, value_slot, CHANNELS: tl.constexpr, TAIL: tl.constexpr
-):
-    """Read keys and values of one group of positions along a token's path, and say which of them it sees."""
-    position_N = first + tl.arange(0, TAIL)
-    real_N = position_N <= last
-    own_N = tl.load(path + position_N - length, mask=real_N & (position_N >= length), other=0)
-    slot_N = tl.where(position_N < length, position_N, length + own_N)
-    real_NC = real_N[:, None] & (channel_C < CHANNELS)[None, :]
+def _once_L(values_M, REPEAT: tl.constexpr):
+    """Take each line once: the largest of equal numbers is any of them, to the bit."""
+    lines: tl.constexpr = values_M.shape[0] // REPEAT
+    return tl.max(tl.reshape(values_M, (lines, REPEAT)), 1)
+
+
+@triton.jit
+def _once_LC(values_CM, REPEAT: tl.constexpr):
+    channels: tl.constexpr = values_CM.shape[0]
+    lines: tl.constexpr = values_CM.shape[1] // REPEAT
+    return tl.trans(tl.max(tl.reshape(values_CM, (channels, lines, REPEAT)), 2))
+
+
+@triton.jit
+def _gather(slots, key, value, channel_C, key_slot, value_slot, CHANNELS: tl.constexpr, TAIL: tl.constexpr):
+    """Read keys and values of one group of a token's tail, and say which of them it sees."""
+    slot_N = tl.load(slots + tl.arange(0, TAIL))
+    seen_N = slot_N >= 0
+    real_NC = seen_N[:, None] & (channel_C < CHANNELS)[None, :]
     keys_NC = tl.load(key + slot_N[:, None] * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
     values_NC = tl.load(value + slot_N[:, None] * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
-    return keys_NC, values_NC, real_N & (position_N >= start)
+    return keys_NC, values_NC, seen_N
 
 
-@triton.jit(do_not_specialize=["lengths", "starts", "positions", "bases", "sums", "paths", "size", "places", "parts"])
+@triton.jit
+def _absorb_group(queries_MC, seen_N, keys_NC, values_NC, base_M, sum_XM, mixed_CM, scale, PRECISION: tl.constexpr):
+    """Do what `_absorb_steadily` does, with lines as columns: matrix units take eight of these, and sixteen of rows."""
+    scores_NM = tl.dot(keys_NC, tl.trans(queries_MC), input_precision=PRECISION) * scale
+    whole_NM = tl.floor(scores_NM)
+    new_base_M = tl.maximum(base_M, tl.max(tl.where(seen_N[:, None], whole_NM, _UNSEEN), 0))
+    weights_NM = tl.where(seen_N[:, None], tl.exp2(scores_NM - whole_NM) * _power(whole_NM - new_base_M[None, :]), 0.0)
+    weights_NM = weights_NM.to(values_NC.dtype)
+    shrink_1M = _power(base_M - new_base_M)[None, :]
+    ones_XN = tl.full((sum_XM.shape[0], keys_NC.shape[0]), 1.0, values_NC.dtype)
+    sum_XM = tl.dot(ones_XN, weights_NM, sum_XM * shrink_1M, input_precision=PRECISION)
+    mixed_CM = tl.dot(tl.trans(values_NC), weights_NM, mixed_CM * shrink_1M, input_precision=PRECISION)
+    return new_base_M, sum_XM, mixed_CM
+
+
+@triton.jit(do_not_specialize=["lengths", "positions", "bases", "sums", "slots", "size", "width", "parts"])
 def invariant_join(
-    query, key, value, lengths, starts, positions, paths, output, mixed, bases, sums, scale, size, places, parts,
+    query, key, value, lengths, positions, slots, output, mixed, bases, sums, scale, size, width, parts,
     query_row, query_head, query_token, key_row, key_head, key_slot, value_row, value_head, value_slot,
     output_row, output_token, output_head,
-    GROUP: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, AT_ONCE: tl.constexpr, CUT: tl.constexpr,
-    PRECISION: tl.constexpr, LINES: tl.constexpr, REPEAT: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
-    SPLIT: tl.constexpr, TAIL: tl.constexpr,
+    GROUP: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr,
+    LINES: tl.constexpr, REPEAT: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, SPLIT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of one token and, in a tree, attend to the rest of its path, by position; grid [T, key heads, B].
 
-    Matrix units take sixteen lines: each line of a token, of which there are `LINES`, stands there `REPEAT` times.
+    Matrix units take eight columns: each line of a token, of which there are `LINES`, stands there `REPEAT` times. Totals have
+    each line once: registers decide how many programs hide each other's waiting.
     """
     token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
@@ -250,24 +275,18 @@ def invariant_join(
         limit = length // TAIL * TAIL
         done = limit // SPLIT
     if AT_ONCE:
-        done = 1
+        done = parts - 1  # one, but no constant: see the loop over parts
     if not CAUSAL:
         # All that the first group needs is on its way while the parts are added up.
-        line_M = tl.arange(0, LINES * REPEAT)
-        member_M = line_M // REPEAT
-        real_M = member_M < GROUP
         last = tl.load(positions + row * size + token).to(tl.int32)
-        start = 0
-        if CUT:
-            start = tl.load(starts + row * size + token).to(tl.int32)
         key += row * key_row + head.to(tl.int64) * key_head
         value += row * value_row + head.to(tl.int64) * value_head
-        paths += (row * size + token) * places
-        keys_NC, values_NC, seen_N = _along_path(
-            limit, key, value, paths, length, last, start, channel_C, key_slot, value_slot, CHANNELS, TAIL
-        )
+        slots += (row * size + token) * width
+        keys_NC, values_NC, seen_N = _gather(slots, key, value, channel_C, key_slot, value_slot, CHANNELS, TAIL)
+        member_M = tl.arange(0, LINES * REPEAT) // REPEAT
         query_MC = (head * GROUP + member_M)[:, None] * query_head + token * query_token + channel_C[None, :]
-        queries_MC = tl.load(query + row * query_row + query_MC, mask=real_M[:, None] & real_C[None, :], other=0.0)
+        real_MC = (member_M < GROUP)[:, None] & real_C[None, :]
+        queries_MC = tl.load(query + row * query_row + query_MC, mask=real_MC, other=0.0)
         # The split that is not complete goes on where `invariant_attend` left it.
         begun_L = real_L & (limit % SPLIT + tl.zeros_like(member_L) > 0)  # a lone number is no mask to newer interpreters
         begun_part_L = first_part_L + done * lines
@@ -278,56 +297,72 @@ def invariant_join(
     base_L = tl.full([LINES], _UNSEEN, tl.float32)
     sum_L = tl.zeros([LINES], tl.float32)
     total_LC = tl.zeros([LINES, BLOCK_CHANNELS], tl.float32)
-    for part in range(done):
+    # Reads two parts ahead. A loop of stages also keeps Triton from waiting, before it, for each of the loads above in turn.
+    for part in tl.range(done, num_stages=3):
         part_L = first_part_L + part * lines
         part_base_L = tl.load(bases + part_L, mask=real_L, other=_UNSEEN)
         part_sum_L = tl.load(sums + part_L, mask=real_L, other=0.0)
         part_LC = tl.load(mixed + part_L[:, None] * CHANNELS + channel_C[None, :], mask=real_LC, other=0.0)
         base_L, sum_L, total_LC = _fold(base_L, sum_L, total_LC, part_base_L, part_sum_L, part_LC)
-    output_C = output + row * output_row + token * output_token + channel_C[None, :]
-    if CAUSAL:
-        result_LC = total_LC / tl.where(sum_L == 0.0, 1.0, sum_L)[:, None]
-        output_LC = output_C + (head * GROUP + member_L)[:, None] * output_head
-        tl.store(output_LC, result_LC.to(output.dtype.element_ty), mask=real_LC)
-    else:
-        total_base_M, total_sum_M = _repeated_M(base_L, REPEAT), _repeated_M(sum_L, REPEAT)
-        total_MC = _repeated_MC(total_LC, REPEAT)
+    if not CAUSAL:
         base_M = _repeated_M(begun_base_L, REPEAT)
-        sum_MX = _repeated_M(begun_sum_L, REPEAT)[:, None] + tl.zeros([LINES * REPEAT, 16], tl.float32)
-        mixed_MC = _repeated_MC(begun_LC, REPEAT)
-        for first in range(limit, last + 1, TAIL):
-            if first > limit:
-                keys_NC, values_NC, seen_N = _along_path(
-                    first, key, value, paths, length, last, start, channel_C, key_slot, value_slot, CHANNELS, TAIL
-                )
-            base_M, sum_MX, mixed_MC = _absorb_steadily(
-                queries_MC, real_M[:, None] & seen_N[None, :], keys_NC, values_NC, base_M, sum_MX, mixed_MC, scale, PRECISION
-            )
-            if (first + TAIL) % SPLIT == 0:
-                total_base_M, total_sum_M, total_MC = _fold(
-                    total_base_M, total_sum_M, total_MC, base_M, tl.max(sum_MX, 1), mixed_MC
-                )
+        sum_XM = _repeated_M(begun_sum_L, REPEAT)[None, :] + tl.zeros([16, LINES * REPEAT], tl.float32)
+        mixed_CM = _repeated_CM(begun_LC, REPEAT)
+        base_M, sum_XM, mixed_CM = _absorb_group(
+            queries_MC, seen_N, keys_NC, values_NC, base_M, sum_XM, mixed_CM, scale, PRECISION
+        )
+        # Few tails are longer than a group: what would read ahead for them would cost all others registers.
+        for first in tl.range(limit + TAIL, last + 1, TAIL, num_stages=1):
+            if first % SPLIT == 0:
+                part_sum_L, part_LC = _once_L(tl.max(sum_XM, 0), REPEAT), _once_LC(mixed_CM, REPEAT)
+                base_L, sum_L, total_LC = _fold(base_L, sum_L, total_LC, _once_L(base_M, REPEAT), part_sum_L, part_LC)
                 base_M = tl.full([LINES * REPEAT], _UNSEEN, tl.float32)
-                sum_MX, mixed_MC = tl.zeros_like(sum_MX), tl.zeros_like(mixed_MC)
-        total_base_M, total_sum_M, total_MC = _fold(total_base_M, total_sum_M, total_MC, base_M, tl.max(sum_MX, 1), mixed_MC)
-        result_MC = total_MC / tl.where(total_sum_M == 0.0, 1.0, total_sum_M)[:, None]
-        output_MC = output_C + (head * GROUP + member_M)[:, None] * output_head
-        once_M = real_M & (line_M % REPEAT == 0)
-        tl.store(output_MC, result_MC.to(output.dtype.element_ty), mask=once_M[:, None] & real_C[None, :])
+                sum_XM, mixed_CM = tl.zeros_like(sum_XM), tl.zeros_like(mixed_CM)
+            keys_NC, values_NC, seen_N = _gather(
+                slots + (first - limit), key, value, channel_C, key_slot, value_slot, CHANNELS, TAIL
+            )
+            queries_MC = tl.load(query + row * query_row + query_MC, mask=real_MC, other=0.0)
+            base_M, sum_XM, mixed_CM = _absorb_group(
+                queries_MC, seen_N, keys_NC, values_NC, base_M, sum_XM, mixed_CM, scale, PRECISION
+            )
+        part_sum_L, part_LC = _once_L(tl.max(sum_XM, 0), REPEAT), _once_LC(mixed_CM, REPEAT)
+        base_L, sum_L, total_LC = _fold(base_L, sum_L, total_LC, _once_L(base_M, REPEAT), part_sum_L, part_LC)
+    result_LC = total_LC / tl.where(sum_L == 0.0, 1.0, sum_L)[:, None]
+    output_LC = (head * GROUP + member_L)[:, None] * output_head + token * output_token + channel_C[None, :]
+    tl.store(output + row * output_row + output_LC, result_LC.to(output.dtype.element_ty), mask=real_LC)
 
 
-@triton.jit(do_not_specialize=["lengths", "slot_positions", "visible", "size", "places", "visible_row", "visible_token"])
-def list_paths(
-    visible, lengths, slot_positions, paths, size, places, capacity, visible_row, visible_token, visible_place,
-    BLOCK: tl.constexpr,
+# Pointers into storage, and strides of masks that are cut out of others, differ from tree to tree.
+@triton.jit(
+    do_not_specialize=[
+        "visible", "lengths", "starts", "positions", "slot_positions", "size", "places", "width", "visible_row",
+        "visible_token",
+    ]
+)  # fmt: skip
+def list_tails(
+    visible, lengths, starts, positions, slot_positions, slots, size, places, capacity, width,
+    visible_row, visible_token, visible_place,
+    CUT: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """List the uncommitted places that a token sees by their positions; grid [T, B]."""
+    """List the slots that a token sees by position, from the first group of committed text that is not whole; grid [T, B].
+
+    Where it sees nothing, the slot is -1.
+    """
     token, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + row)
+    last = tl.load(positions + row * size + token)
+    limit, start = length // TAIL * TAIL, 0
+    if CUT:
+        start = tl.load(starts + row * size + token)
     place_U = tl.arange(0, BLOCK)
     real_U = place_U < places
     visible_U = tl.load(visible + row * visible_row + token * visible_token + place_U * visible_place, mask=real_U, other=0)
     position_U = tl.load(slot_positions + row * capacity + length + place_U, mask=real_U, other=0)
-    depth_U = position_U - length
-    listed_U = real_U & (visible_U != 0) & (depth_U >= 0) & (depth_U < places)
-    tl.store(paths + (row * size + token) * places + depth_U, place_U, mask=listed_U)
+    slots += (row * size + token) * width
+    entry_X = tl.arange(0, BLOCK_WIDTH)
+    position_X = limit + entry_X
+    committed_X = (position_X < length) & (position_X <= last) & (position_X >= start)
+    tl.store(slots + entry_X, tl.where(committed_X, position_X, -1).to(tl.int32), mask=entry_X < width)
+    tl.debug_barrier()  # what comes now goes over what others may have written
+    listed_U = real_U & (visible_U != 0) & (position_U >= length) & (position_U <= last) & (position_U >= start)
+    tl.store(slots + (position_U - limit), (length + place_U).to(tl.int32), mask=listed_U & (position_U - limit < width))
