@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from polydraft.decision import Decision
+from polydraft.drafters.assembly import Assembled, Passes, assemble
 from polydraft.drafters.builder import Builder, DraftDistributions
 from polydraft.drafters.candidates import (
-    Assembled,
     Front,
     Level,
     Widths,
-    assemble,
     best_children,
     drawn_children,
     even_children,
@@ -119,11 +118,7 @@ class DynamicBuilder(Builder):
         law_1 = torch.full((1,), 1 / vocab_size, device=source.device)
         self._bare_laws = (law_1.expand(len(params), 1, vocab_size),) * shape.depth
         """Of rounds in which all rows rest: no child was drawn, so any law will do."""
-        self._grown: tuple[Assembled, list[Front]] | None = None
-        self._starts: dict[tuple[int, ...], Tensor] = {}
-        """Places at which levels begin, by themselves."""
-        self._found: list[Array] = []
-        """What the levels of the last trees promise, where sizes are chosen."""
+        self._grown: Assembled | None = None
 
     def _ranking_params(self, params: RowParams) -> RowParams:
         """Take the rows' parameters; return those of the distributions that rank candidates."""
@@ -297,12 +292,14 @@ class DynamicBuilder(Builder):
         most = max(int(counts_B.max()), 1) if isinstance(counts_B, np.ndarray) else min(room - 1, keep_BC.shape[1])
         # The number of levels is the batch's: more of them must not change a row's sum, which its policy learns from.
         chances_BC = where(keep_BC, exp(scores_BC), 0.0)
-        self._plan = Plan(total(chances_BC), counts_B, levels_B)
+        found_BD = None
         if self._choice is not None:
-            self._found = [total(part_BX) for part_BX in chances_BC.split([level.scores_BX.shape[1] for level in levels], 1)]
+            found = [total(part_BX) for part_BX in chances_BC.split([level.scores_BX.shape[1] for level in levels], 1)]
+            found_BD = torch.stack(found + [0.0 * found[0]] * (self.shape.depth - len(found)), 1)
+        self._plan = Plan(total(chances_BC), counts_B, levels_B, found_BD)
         branch = max([level.children for level in self._widths], default=self.shape.branch)
-        grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth)
-        self._grown = (grown, fronts)
+        passes = Passes(self.source.lead, self.places)
+        self._grown = grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth, passes)
         draft = grown.draft if self._choice is None else dataclasses.replace(grown.draft, reach=len(levels))
         if not self._drawn:
             return draft
@@ -318,17 +315,7 @@ class DynamicBuilder(Builder):
         """Nodes are where their levels put them; any place for nodes without children."""
         if self._grown is None:  # the root alone
             return path_BD + self.source.lead
-        grown, fronts = self._grown
-        first, firsts = self.source.lead + 1, [self.source.lead]
-        for front in fronts:
-            firsts.append(first)
-            first += front.tokens_BW.shape[1]
-        firsts += [first] * (self.shape.depth + 1 - len(firsts))
-        if tuple(firsts) not in self._starts:  # kept: a recording may take nothing from the host
-            self._starts[tuple(firsts)] = torch.tensor(firsts, device=self._device)
-        starts_D = self._starts[tuple(firsts)]
-        places_BN = (starts_D[grown.draft.depths_BN] + as_tensor(grown.slots_BN)).clamp(max=self.places - 1)
-        return places_BN.gather(1, path_BD)
+        return self._grown.places_BN.gather(1, path_BD)
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
         """Let the policy compare the round with its plan; report which rows want drafts next."""
@@ -342,9 +329,7 @@ class DynamicBuilder(Builder):
         if plan is None:
             self._choice.rested()
         else:
-            found = self._found + [0.0 * self._found[0]] * (self.shape.depth - len(self._found))
-            promised_BD = self.policy.worth_B[:, None] * xp(active_B).stack(found, 1)
-            self._choice.learn(promised_BD, plan.levels_B * active_B, self.policy.rate_B)
+            self._choice.learn(self.policy.worth_B[:, None] * plan.found_BD, plan.levels_B * active_B, self.policy.rate_B)
         return as_tensor(self._choice.report(self.policy.rest_B, active_B))
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
