@@ -30,6 +30,8 @@ from polydraft.drafters.candidates import (
     gains,
     room_of_levels,
 )
+from polydraft.drafters.fused_growth import FusedGrowth
+from polydraft.drafters.fused_learning import allow_sizes, learn_round
 from polydraft.drafters.policy import Allotment, Plan, RowPolicy
 from polydraft.drafters.sizes import Size, SizeChoice, sizes_of
 from polydraft.drafters.source import DistributionSource
@@ -37,6 +39,7 @@ from polydraft.drafters.static_builder import DECISION_OBSTACLE, DEFAULT_SCHEME
 from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.schemes import SCHEMES, Scheme
 from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, at_least, can_sync, largest, put, top, total, xp
+from polydraft.schemes.fused import kernels_run
 from polydraft.theory import Costs
 from polydraft.transfers import assign
 from polydraft.trees import Block, DraftTree, DynamicShape, Topology
@@ -119,6 +122,7 @@ class DynamicBuilder(Builder):
         self._bare_laws = (law_1.expand(len(params), 1, vocab_size),) * shape.depth
         """Of rounds in which all rows rest: no child was drawn, so any law will do."""
         self._grown: Assembled | None = None
+        self._fused = FusedGrowth(shape, Passes(source.lead, self.places), source.vocabulary, vocab_size, source.device)
 
     def _ranking_params(self, params: RowParams) -> RowParams:
         """Take the rows' parameters; return those of the distributions that rank candidates."""
@@ -218,6 +222,9 @@ class DynamicBuilder(Builder):
         if not self._size.levels:
             return self._bare(tail_B2[:, 1])
         logits = self.source.logits(features)
+        temperature_B = None if self._drawn or self._choice is None else self._distributions.temperature_B
+        if temperature_B is not None and self._fused.fits(logits):
+            return self._by_kernels(tail_B2[:, 1], temperature_B, logits)
         going_B, root_B = self.policy.drafting_B, as_array(tail_B2[:, 1])
         levels_B, fronts, self._laws = going_B * 1, list[Front](), []
         nodes_B, scores_B1 = 0 * levels_B, 0.0 * levels_B[:, None]
@@ -253,6 +260,18 @@ class DynamicBuilder(Builder):
                 self._report(mass_B, levels, allotment, going_B)
             levels_B = levels_B + going_B
         return self._tree(root_B, levels, fronts, levels_B)
+
+    def _by_kernels(self, root_B: Tensor, temperature_B: Tensor, logits_BWV: Tensor) -> DraftTree:
+        """Do the same in a few kernels, where candidates are the likeliest and sizes are chosen ahead of time."""
+        assert self._choice is not None
+        allowed_B, wanted_B = allow_sizes(self.policy, self._choice)
+        growing = self._fused.begin(temperature_B, allowed_B, self._depth)
+        growing.grow(logits_BWV)
+        for _ in range(1, self._depth):
+            front = growing.front()
+            growing.grow(self.source.logits(self.source.expand(front.tokens_BW, front.parents_BW, front.block)))
+        self._grown, self._plan = growing.tree(root_B, wanted_B, self._size.nodes)
+        return self._grown.draft
 
     def _report(self, mass_B: Array, levels: list[Level], allotment: Allotment | None, going_B: Array) -> None:
         """Tell the policy what the last level brought."""
@@ -319,7 +338,10 @@ class DynamicBuilder(Builder):
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
         """Let the policy compare the round with its plan; report which rows want drafts next."""
-        active_B, plan = as_array(keep_B) > 0, self._plan
+        plan = self._plan
+        if self._choice is not None and plan is not None and kernels_run(keep_B):
+            return learn_round(self.policy, self._choice, plan, verdict.accepted_B, keep_B)
+        active_B = as_array(keep_B) > 0
         if plan is None:
             self.policy.rested(active_B)
         else:
