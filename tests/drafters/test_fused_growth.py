@@ -14,7 +14,8 @@ from growth_cases import GREEDY, Growth, as_on_a_gpu, check_grown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpreted
-from polydraft.drafters import fused_growth
+from exactness.setups import DRAFT, HEAD
+from polydraft.drafters import costs, fused_growth
 from polydraft.drafters.assembly import Assembled
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DynamicShape
@@ -205,6 +206,18 @@ def test_a_round_is_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         counts.append(operations.seen.total() + launches.total())
     assert launches == dict.fromkeys(PER_LEVEL, shape.depth) | dict.fromkeys((*PER_TREE, "learn_round"), 1)
     assert counts[0] > 500 and operations.seen.total() == 1 == operations.seen["gather"], operations.seen
+
+
+@pytest.mark.parametrize("draft", [DRAFT, HEAD], ids=["model", "head"])
+def test_a_level_is_timed_as_it_is_grown(draft: Any, launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch)
+    work = costs._draft_level(draft, "top")
+    work()
+    assert not launches
+    monkeypatch.setattr("polydraft.schemes.fused._INTERPRETED", True)
+    with torch.inference_mode():
+        work()
+    assert all(launches[name] == 1 for name in PER_LEVEL)
 
 
 def test_wrong_kernels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,9 +92,9 @@ class FusedGrowth:
         width = logits_BWV.shape[-1]
         return width if self.vocabulary is not None else min(width, self.vocab_size)
 
-    def begin(self, temperature_B: Tensor, allowed_B: Tensor, levels: int) -> "Growing":
+    def begin(self, temperature_B: Tensor, allowed_B: Tensor, levels: int, first: int = 0) -> "Growing":
         """Begin the trees of a round; parameters as for `Growing`."""
-        return Growing(self, temperature_B, allowed_B, levels)
+        return Growing(self, temperature_B, allowed_B, levels, first)
 
 
 class Growing:
@@ -109,15 +109,18 @@ class Growing:
         Levels of each row; 0 in those that rest.
     levels : int
         How many there will be, at least one.
+    first : int
+        Which of them comes first: for whoever times one below others, which are anything then.
     """
 
-    def __init__(self, growth: FusedGrowth, temperature_B: Tensor, allowed_B: Tensor, levels: int) -> None:
+    def __init__(self, growth: FusedGrowth, temperature_B: Tensor, allowed_B: Tensor, levels: int, first: int = 0) -> None:
         self._growth, self._temperature_B, self._allowed_B = growth, temperature_B, allowed_B
-        self._level, self._levels = 0, levels
+        self._level, self._levels = first, levels
         size = len(allowed_B), growth.starts[levels]
         self._facts_3BC, self._scores_BC = allowed_B.new_empty(3, *size), temperature_B.new_empty(size)
-        self._visible_BWU = allowed_B.new_empty(0, dtype=torch.uint8)
-        """What the next front sees; the root sees all before it."""
+        above = len(allowed_B), growth.widths[first], self._seen if first else 0
+        self._visible_BWU = allowed_B.new_empty(above, dtype=torch.uint8)
+        """What the last front sees; the root sees all before it."""
 
     def grow(self, logits_BWV: Tensor) -> None:
         """Take the likeliest children of the last front's nodes, the root at first."""
