@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import interpreted
 from covering import all_slow, covering, some_slow
 from polydraft.certify.reference import greedy_text
 from polydraft.drafters import Combination, TreeDrafter
@@ -27,6 +28,7 @@ from stand_in import StandIn
 from .configurations import Configuration
 from .setups import DRAFT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET
 
+INTERPRETED = interpreted.turn_on()
 pytestmark = pytest.mark.usefixtures("short_blocks", "as_on_a_gpu")
 
 CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
@@ -178,6 +180,32 @@ def test_a_warm_decoder_has_recorded_all_sizes(recorders: list[StandIn], samplin
         result.token_ids
         == dynamic(graphs=False).generate(RAGGED_PROMPTS[0], sampling=SAMPLINGS[sampling], max_new_tokens=30, seed=1).token_ids
     )
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU")
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize(("model", "costs"), [("model", "losing"), pytest.param("head", "middling", marks=pytest.mark.slow)])
+def test_kernels_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, recorders: list[StandIn], model: str, costs: str) -> None:
+    """And the same trees, of all sizes that rounds choose to have."""
+    from polydraft.drafters import fused_growth
+
+    grown, tree = list[int](), fused_growth.Growing.tree
+
+    def noted(growing: fused_growth.Growing, *args: Any) -> Any:
+        grown.append(growing._levels)
+        return tree(growing, *args)
+
+    monkeypatch.setattr(fused_growth.Growing, "tree", noted)
+    options: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": 25 if model == "head" else 10, "seed": 3}
+    expected = dynamic(model, costs).generate(RAGGED_PROMPTS, **options)
+    assert not grown
+    monkeypatch.setattr("polydraft.kernels._INTERPRETED", True)
+    results = dynamic(model, costs).generate(RAGGED_PROMPTS, **options)
+    assert len(set(grown)) > 1 or (model == "model" and grown), "all rounds had one size: nothing is shown"
+    assert texts(results) == texts(expected)
+    figures, others = results[0].stats, expected[0].stats
+    assert (figures.rounds, figures.offers_by_depth) == (others.rounds, others.offers_by_depth)
+    assert figures.accepts_by_depth == others.accepts_by_depth and figures.replayed_rounds > 0
 
 
 class Sealed(TorchDispatchMode):

@@ -17,7 +17,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from polydraft import kernels
+from polydraft.drafters.assembly import Passes
+from polydraft.drafters.fused_growth import FusedGrowth
+from polydraft.drafters.fused_learning import allow_sizes, learn_round
 from polydraft.drafters.planting import MOST_CHILDREN, plant_columns, plant_largest
+from polydraft.drafters.policy import RowPolicy
+from polydraft.drafters.sizes import SizeChoice, sizes_of
 from polydraft.engine.outcome import conclude
 from polydraft.kernels import _probe
 from polydraft.models import FAMILIES, FeatureHead, _invariant
@@ -31,9 +36,10 @@ from polydraft.models.feature_head import HeadShape, TapNorm
 from polydraft.models.tree_attention import AttentionPlan, tree_attention
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.softened import softened
-from polydraft.schemes import SCHEMES
+from polydraft.schemes import SCHEMES, arrays
 from polydraft.schemes.fused import draw
-from polydraft.trees import DraftTree, SlicedMask, parse_tree, union
+from polydraft.theory import Costs
+from polydraft.trees import DraftTree, DynamicShape, SlicedMask, parse_tree, union
 from polydraft.walks import BlockWalk
 from polydraft.walks.fused_block import verify_block
 from polydraft.walks.fused_follow import follow, follow_largest
@@ -202,6 +208,25 @@ def greedy_rounds(dtype: torch.dtype) -> None:
         conclude(draft, verdict, torch.zeros(1, 2).long(), torch.ones(1, dtype=torch.bool))
 
 
+def dynamic_rounds(dtype: torch.dtype) -> None:
+    """Grow dynamic trees at temperature 0: of the usual shape, of the largest that kernels take, and of a small one."""
+    shapes = [DynamicShape(nodes=64, depth=6), DynamicShape(nodes=1024, depth=8, beam=16, branch=16)]
+    shapes.append(DynamicShape(nodes=3, depth=2, beam=1, branch=1, adaptive=False))
+    for shape, size, known in zip(shapes, (49152, 131072, 50), (24576, 131072, 7), strict=True):
+        vocabulary = PartialVocabulary(torch.arange(known), size) if known < size else None
+        growth = FusedGrowth(shape, Passes(0, 1 + shape.beam * shape.depth), vocabulary, size, torch.device("cpu"))
+        costs, device = Costs(draft_level=0.1, tree_pass=float), torch.device("cpu")
+        policy = RowPolicy(costs, 1, shape.nodes, device, shape.adaptive)
+        choice = SizeChoice(sizes_of(shape), costs, 1, shape.depth, device)
+        logits, numbers = torch.zeros(1, shape.beam, known, dtype=dtype), torch.zeros(1, dtype=torch.long)
+        assert growth.fits(logits)
+        allowed, wanted = allow_sizes(policy, choice)
+        growing = growth.begin(torch.ones(1), allowed, shape.depth)
+        for width in growth.widths[:-1]:
+            growing.grow(logits[:, :width])
+        learn_round(policy, choice, growing.tree(numbers, wanted, shape.nodes)[1], numbers, numbers)
+
+
 def attend(case: Case) -> None:
     query, key, value, lengths, visible = case.build("cpu")
     tree_attention(query, key, value, lengths, visible, 0.1, max(case.lengths))
@@ -236,11 +261,13 @@ def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None
 
 def main(what: str, capability: str, dtype: str) -> None:
     kernels._INTERPRETED = True  # tensors are on the CPU, and kernels are to be launched all the same
+    arrays._HOSTS = ()
     driver.set_active(AbsentGPU(int(capability)))
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
     if int(capability) >= 90:
         _invariant.shared_room = lambda device: 227 * 2**10
-    models = [whole_models, large_models, odd_models, invariant, verification, memories, probabilities, greedy_rounds]
+    models = [whole_models, large_models, odd_models, invariant, verification, memories, probabilities]
+    models += [greedy_rounds, dynamic_rounds]
     for launches in [trees] if what == "trees" else models:
         launches(getattr(torch, dtype))
 

@@ -19,6 +19,19 @@ def _number(key):
 
 
 @triton.jit
+def _keys_of(number_C, column_C, real_C):
+    """Return the keys of some numbers, the larger for the larger one, and of equal ones for the first column.
+
+    A key is a number's bits, brought into the order of the numbers, above its column's, smaller ones first. What is not a
+    number counts as the largest.
+    """
+    bits_C = tl.where(number_C == 0, 0.0, number_C).to(tl.int32, bitcast=True)  # of zeros, none is the smaller one
+    order_C = tl.where(bits_C < 0, bits_C ^ _LAST, bits_C)
+    order_C = tl.where(number_C != number_C, _LAST, order_C)
+    return tl.where(real_C, (order_C.to(tl.int64) << 32) | (-column_C + _LAST).to(tl.int64), _NONE)
+
+
+@triton.jit
 def _tokens_of(vocabulary, column_X, real_X, PARTIAL: tl.constexpr):
     """Return the tokens of some columns; -1 for those that are not real."""
     token_X = column_X.to(tl.int64)
@@ -29,19 +42,12 @@ def _tokens_of(vocabulary, column_X, real_X, PARTIAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def rank_parts(logits, keys, columns, count, logits_row, BLOCK: tl.constexpr):
-    """Find the `count` largest logits of each part of a row; grid [R, parts].
-
-    A key is a number's bits, brought into the order of the numbers, above its column's, smaller ones first. What is not a
-    number counts as the largest.
-    """
+    """Find the `count` largest logits of each part of a row; grid [R, parts]."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column_C = part * BLOCK + tl.arange(0, BLOCK)
     real_C = column_C < columns
     number_C = tl.load(logits + row * logits_row + column_C, mask=real_C, other=0.0).to(tl.float32)
-    bits_C = tl.where(number_C == 0, 0.0, number_C).to(tl.int32, bitcast=True)  # of zeros, none is the smaller one
-    order_C = tl.where(bits_C < 0, bits_C ^ _LAST, bits_C)
-    order_C = tl.where(number_C != number_C, _LAST, order_C)
-    key_C = tl.where(real_C, (order_C.to(tl.int64) << 32) | (-column_C + _LAST).to(tl.int64), _NONE)
+    key_C = _keys_of(number_C, column_C, real_C)
     place = (row * tl.num_programs(1) + part) * count
     for rank in range(count):
         best = tl.max(key_C, 0)

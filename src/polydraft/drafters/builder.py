@@ -164,6 +164,12 @@ class DraftDistributions:
         assert self._warper is not None, "begin() comes first"
         return self._warper.keeps_order
 
+    @property
+    def temperature_B(self) -> Tensor | None:
+        """Temperature of each row, where `probs` are the softmax of the logits over it and nothing else."""
+        assert self._warper is not None, "begin() comes first"
+        return self._warper.temperature_B
+
     def tokens(self, columns_BX: Tensor) -> Tensor:
         """Return the tokens that some columns stand for."""
         return columns_BX if self.vocabulary is None else self.vocabulary.tokens(columns_BX)

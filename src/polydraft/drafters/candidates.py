@@ -1,4 +1,4 @@
-"""Candidates of a dynamic tree, level by level, and the tree of those that are kept.
+"""Candidates of a dynamic tree, level by level; `polydraft.drafters.assembly` makes the tree of those that are kept.
 
 Where the target is greedy the likeliest children are chosen. Where it draws they are drawn: how many follows from the
 distributions before they are drawn, which of them get children after. All this is many operations on few numbers, so it is
@@ -21,19 +21,17 @@ from polydraft.schemes.arrays import (
     as_array,
     as_tensor,
     at_least,
-    at_most,
     can_sync,
     largest,
-    put,
     quietly,
     take,
     top,
     total,
     xp,
 )
-from polydraft.trees import DraftTree, DynamicShape
+from polydraft.trees import DynamicShape
 
-_STEP = 1e-3
+STEP = 1e-3
 """Taken off the score at each level, in nats: among equals the shallower stands first, so that parents precede children."""
 
 _UNLISTED = (0.20, 0.29, 0.335, 0.365, 0.385, 0.395, 0.405)
@@ -108,7 +106,7 @@ def best_children(scores_BW: Array, probs_BWV: Tensor, branch: int, most: int) -
     (batch_size, width), functions = scores_BW.shape, xp(scores_BW)
     value_RK, column_RK = largest(probs_BWV.flatten(0, 1), branch)
     count = value_RK.shape[1]
-    children_BX = (scores_BW.reshape(-1, 1) + functions.log(value_RK) - _STEP).reshape(batch_size, width * count)
+    children_BX = (scores_BW.reshape(-1, 1) + functions.log(value_RK) - STEP).reshape(batch_size, width * count)
     children_BX = functions.where(functions.isnan(children_BX), -torch.inf, children_BX)
     scores_BX, index_BX = top(children_BX, min(most, width * count))
     tokens_BX = take(column_RK.reshape(batch_size, width * count), index_BX)
@@ -233,7 +231,7 @@ def _level(scores_BW: Array, probs_BWV: Tensor, children_RK: Array) -> Level:
     spare_R1 = at_least(1 - mass_RK.sum(-1, keepdims=True), 0.0) * _unlisted(scores_BW)[real_RK.sum(-1)][:, None]
     spare_R1 = spare_R1 / at_least(counted_RK.sum(-1, keepdims=True), 1)
     chance_RK = functions.where(counted_RK, mass_RK + spare_R1, 0.0)
-    scores_BX = (scores_BW.reshape(-1, 1) + functions.log(chance_RK) - _STEP).reshape(batch_size, nodes * count)
+    scores_BX = (scores_BW.reshape(-1, 1) + functions.log(chance_RK) - STEP).reshape(batch_size, nodes * count)
     scores_BX = functions.where(scores_BX == scores_BX, scores_BX, -torch.inf)
     parents_BX = (0 * children_RK + arange(rows, children_RK)[:, None] % nodes).reshape(batch_size, nodes * count)
     return Level(children_RK.reshape(batch_size, nodes * count), parents_BX, scores_BX)
@@ -259,107 +257,3 @@ def _shares(device: torch.device | None) -> Array:
 
 def _running_min(table_RC: Array) -> Array:
     return np.minimum.accumulate(table_RC, -1) if isinstance(table_RC, np.ndarray) else table_RC.cummin(-1).values
-
-
-@dataclass(frozen=True, eq=False)
-class Assembled:
-    """A tree, and which front nodes its nodes were."""
-
-    draft: DraftTree
-    slots_BN: Array
-    """Place of each node that has children among those of its level that went through the draft; 0 for others."""
-
-
-def assemble(
-    root_B: Array, levels: list[Level], fronts: list[Front], keep_BC: Array, most: int, branch: int, depth: int
-) -> Assembled:
-    """Make the tree of the candidates that are kept.
-
-    Parameters
-    ----------
-    root_B : Array
-        Pending tokens.
-    levels : list of Level
-        Candidates below the root, by depth.
-    fronts : list of Front
-        What each level but the last sent through the draft; parents of the level below.
-    keep_BC : Array
-        Which candidates are kept, all levels side by side; parents of kept ones must be.
-    most : int
-        Candidates that the fullest row keeps.
-    branch : int
-        Most children a node can have.
-    depth : int
-        What the tree reports as its depth; at least the number of levels.
-    """
-    batch_size, total = keep_BC.shape
-    concatenate, where = xp(keep_BC).concatenate, xp(keep_BC).where
-    # Candidates stand level by level: in their own order the nodes are breadth first. Those left out go to the end.
-    index_BM = _sorted(where(keep_BC, arange(total, keep_BC), total))[:, :most]
-    kept_BM = index_BM < total
-    place_BM = at_most(index_BM, total - 1)
-    tokens_BM = where(kept_BM, take(concatenate([level.tokens_BX for level in levels], 1), place_BM), NO_TOKEN)
-    parents, slots, depths, start = [], [], [], 0
-    for number, level in enumerate(levels):
-        # Numbers among all candidates once the root, number 0, stands before them.
-        above_BX = 0 * level.parents_BX
-        if number:
-            above_BX = take(fronts[number - 1].places_BW, level.parents_BX) + start + 1
-            start += levels[number - 1].parents_BX.shape[1]
-        parents.append(above_BX)
-        slot_BX = 0 * level.parents_BX
-        if number < len(fronts):
-            places_BW = fronts[number].places_BW
-            put(slot_BX, places_BW, 0 * places_BW + arange(places_BW.shape[1], places_BW))
-        slots.append(slot_BX)
-        depths.append(0 * level.parents_BX + number + 1)
-    node_of_BC = _zeros((batch_size, total + 2), keep_BC)
-    put(node_of_BC, index_BM + 1, 0 * index_BM + arange(index_BM.shape[1], index_BM) + 1)
-    parent_BM = where(kept_BM, take(node_of_BC, take(concatenate(parents, 1), place_BM)), 0)
-    depths_BM = where(kept_BM, take(concatenate(depths, 1), place_BM), 0)
-    zero_B1 = 0 * root_B[:, None]
-    parent_BN, kept_BN = concatenate([zero_B1, parent_BM], 1), concatenate([zero_B1 > 0, kept_BM], 1)
-    draft = DraftTree(
-        as_tensor(concatenate([root_B[:, None], tokens_BM], 1)),
-        as_tensor(concatenate([zero_B1, depths_BM], 1)),
-        as_tensor(_ancestors(parent_BN, len(levels))),
-        as_tensor(_children(parent_BN, kept_BN, min(branch, most))),
-        depth,
-    )
-    return Assembled(draft, concatenate([zero_B1, take(concatenate(slots, 1), place_BM)], 1))
-
-
-def _zeros(shape: tuple[int, ...], like: Array) -> Array:
-    """Return whole numbers in the library of `like`."""
-    return (
-        np.zeros(shape, np.int64) if isinstance(like, np.ndarray) else torch.zeros(shape, dtype=torch.long, device=like.device)
-    )
-
-
-def _sorted(values_BX: Array) -> Array:
-    return np.sort(values_BX, 1) if isinstance(values_BX, np.ndarray) else values_BX.sort(dim=1).values
-
-
-def _ancestors(parent_BN: Array, levels: int) -> Array:
-    """Follow the parents upwards from every node."""
-    batch_size, nodes = parent_BN.shape
-    # One row for each node of each tree, so that marking its ancestors is setting entries of a row.
-    own_R1 = arange(batch_size * nodes, parent_BN)[:, None] % nodes
-    ancestors_RN = own_R1 == arange(nodes, parent_BN)
-    above_BN = parent_BN
-    for _ in range(levels):
-        put(ancestors_RN, above_BN.reshape(-1, 1), own_R1 >= 0)
-        above_BN = take(parent_BN, above_BN)
-    return ancestors_RN.reshape(batch_size, nodes, nodes)
-
-
-def _children(parent_BN: Array, kept_BN: Array, branch: int) -> Array:
-    """List every node's children in their order; nodes that were left out are nobody's."""
-    (batch_size, nodes), where = parent_BN.shape, xp(parent_BN).where
-    number_N = arange(nodes, parent_BN)
-    elder_NN = number_N[:, None] > number_N
-    rank_BN = ((parent_BN[:, :, None] == parent_BN[:, None, :]) & kept_BN[:, None, :] & elder_NN).sum(-1)
-    slot_BN = where(kept_BN, parent_BN * branch + rank_BN, nodes * branch)
-    table_BX = _zeros((batch_size, nodes * branch + 1), parent_BN)
-    put(table_BX, slot_BN, 0 * parent_BN + number_N)
-    return table_BX[:, :-1].reshape(batch_size, nodes, branch)

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from polydraft.drafters.assembly import Passes
 from polydraft.drafters.candidates import best_children, drawn_children, gains
+from polydraft.drafters.fused_growth import FusedGrowth
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.placement import agreed
 from polydraft.native.build import cpu_features
@@ -25,7 +27,7 @@ from polydraft.sampling import draw_one
 from polydraft.schemes import SCHEMES
 from polydraft.schemes.arrays import arange, as_array, can_sync, largest
 from polydraft.theory import Costs, cost_curve
-from polydraft.trees import Block, causal_block
+from polydraft.trees import Block, DynamicShape, causal_block
 
 logger = logging.getLogger(__name__)
 
@@ -218,9 +220,16 @@ def _draft_level(draft: LanguageModel | FeatureHead, name: str) -> Callable[[], 
     counts_1W = 0 * arange(width, scores_1W)[None] + min(_CHILDREN, draft.num_columns)
     uniforms_1U = torch.rand(1, width * _CHILDREN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
     scheme = SCHEMES.get(name)()
+    shape, passes = DynamicShape(nodes=8 * _BEAM + 1, depth=2, beam=_BEAM, branch=2 * _BEAM), Passes(0, 1 + _BEAM)
+    growth = FusedGrowth(shape, passes, getattr(draft, "vocabulary", None), draft.num_columns, device)
+    ones_1, levels_1 = torch.ones(1, device=device), torch.full((1,), shape.depth, device=device)
 
     def work() -> None:
-        probs_1WD = torch.softmax(draft.head(read()).float(), -1)
+        logits_1WD = draft.head(read())
+        if name == "top" and growth.widths[1] == width and growth.fits(logits_1WD):
+            growth.begin(ones_1, levels_1, shape.depth, first=1).grow(logits_1WD)
+            return
+        probs_1WD = torch.softmax(logits_1WD.float(), -1)
         if name == "top":
             best_children(scores_1W, probs_1WD, 2 * _BEAM, 8 * _BEAM)
         else:

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from polydraft.decision import Decision
+from polydraft.drafters.assembly import Assembled, Passes, assemble
 from polydraft.drafters.builder import Builder, DraftDistributions
 from polydraft.drafters.candidates import (
-    Assembled,
     Front,
     Level,
     Widths,
-    assemble,
     best_children,
     drawn_children,
     even_children,
@@ -31,10 +30,13 @@ from polydraft.drafters.candidates import (
     gains,
     room_of_levels,
 )
+from polydraft.drafters.fused_growth import FusedGrowth
+from polydraft.drafters.fused_learning import allow_sizes, learn_round
 from polydraft.drafters.policy import Allotment, Plan, RowPolicy
 from polydraft.drafters.sizes import Size, SizeChoice, sizes_of
 from polydraft.drafters.source import DistributionSource
 from polydraft.drafters.static_builder import DECISION_OBSTACLE, DEFAULT_SCHEME
+from polydraft.kernels import kernels_run
 from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.schemes import SCHEMES, Scheme
 from polydraft.schemes.arrays import Array, arange, as_array, as_tensor, at_least, can_sync, largest, put, top, total, xp
@@ -119,11 +121,8 @@ class DynamicBuilder(Builder):
         law_1 = torch.full((1,), 1 / vocab_size, device=source.device)
         self._bare_laws = (law_1.expand(len(params), 1, vocab_size),) * shape.depth
         """Of rounds in which all rows rest: no child was drawn, so any law will do."""
-        self._grown: tuple[Assembled, list[Front]] | None = None
-        self._starts: dict[tuple[int, ...], Tensor] = {}
-        """Places at which levels begin, by themselves."""
-        self._found: list[Array] = []
-        """What the levels of the last trees promise, where sizes are chosen."""
+        self._grown: Assembled | None = None
+        self._fused = FusedGrowth(shape, Passes(source.lead, self.places), source.vocabulary, vocab_size, source.device)
 
     def _ranking_params(self, params: RowParams) -> RowParams:
         """Take the rows' parameters; return those of the distributions that rank candidates."""
@@ -223,6 +222,9 @@ class DynamicBuilder(Builder):
         if not self._size.levels:
             return self._bare(tail_B2[:, 1])
         logits = self.source.logits(features)
+        temperature_B = None if self._drawn or self._choice is None else self._distributions.temperature_B
+        if temperature_B is not None and self._fused.fits(logits):
+            return self._by_kernels(tail_B2[:, 1], temperature_B, logits)
         going_B, root_B = self.policy.drafting_B, as_array(tail_B2[:, 1])
         levels_B, fronts, self._laws = going_B * 1, list[Front](), []
         nodes_B, scores_B1 = 0 * levels_B, 0.0 * levels_B[:, None]
@@ -258,6 +260,18 @@ class DynamicBuilder(Builder):
                 self._report(mass_B, levels, allotment, going_B)
             levels_B = levels_B + going_B
         return self._tree(root_B, levels, fronts, levels_B)
+
+    def _by_kernels(self, root_B: Tensor, temperature_B: Tensor, logits_BWV: Tensor) -> DraftTree:
+        """Do the same in a few kernels, where candidates are the likeliest and sizes are chosen ahead of time."""
+        assert self._choice is not None
+        allowed_B, wanted_B = allow_sizes(self.policy, self._choice)
+        growing = self._fused.begin(temperature_B, allowed_B, self._depth)
+        growing.grow(logits_BWV)
+        for _ in range(1, self._depth):
+            front = growing.front()
+            growing.grow(self.source.logits(self.source.expand(front.tokens_BW, front.parents_BW, front.block)))
+        self._grown, self._plan = growing.tree(root_B, wanted_B, self._size.nodes)
+        return self._grown.draft
 
     def _report(self, mass_B: Array, levels: list[Level], allotment: Allotment | None, going_B: Array) -> None:
         """Tell the policy what the last level brought."""
@@ -297,12 +311,14 @@ class DynamicBuilder(Builder):
         most = max(int(counts_B.max()), 1) if isinstance(counts_B, np.ndarray) else min(room - 1, keep_BC.shape[1])
         # The number of levels is the batch's: more of them must not change a row's sum, which its policy learns from.
         chances_BC = where(keep_BC, exp(scores_BC), 0.0)
-        self._plan = Plan(total(chances_BC), counts_B, levels_B)
+        found_BD = None
         if self._choice is not None:
-            self._found = [total(part_BX) for part_BX in chances_BC.split([level.scores_BX.shape[1] for level in levels], 1)]
+            found = [total(part_BX) for part_BX in chances_BC.split([level.scores_BX.shape[1] for level in levels], 1)]
+            found_BD = torch.stack(found + [0.0 * found[0]] * (self.shape.depth - len(found)), 1)
+        self._plan = Plan(total(chances_BC), counts_B, levels_B, found_BD)
         branch = max([level.children for level in self._widths], default=self.shape.branch)
-        grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth)
-        self._grown = (grown, fronts)
+        passes = Passes(self.source.lead, self.places)
+        self._grown = grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth, passes)
         draft = grown.draft if self._choice is None else dataclasses.replace(grown.draft, reach=len(levels))
         if not self._drawn:
             return draft
@@ -318,21 +334,14 @@ class DynamicBuilder(Builder):
         """Nodes are where their levels put them; any place for nodes without children."""
         if self._grown is None:  # the root alone
             return path_BD + self.source.lead
-        grown, fronts = self._grown
-        first, firsts = self.source.lead + 1, [self.source.lead]
-        for front in fronts:
-            firsts.append(first)
-            first += front.tokens_BW.shape[1]
-        firsts += [first] * (self.shape.depth + 1 - len(firsts))
-        if tuple(firsts) not in self._starts:  # kept: a recording may take nothing from the host
-            self._starts[tuple(firsts)] = torch.tensor(firsts, device=self._device)
-        starts_D = self._starts[tuple(firsts)]
-        places_BN = (starts_D[grown.draft.depths_BN] + as_tensor(grown.slots_BN)).clamp(max=self.places - 1)
-        return places_BN.gather(1, path_BD)
+        return self._grown.places_BN.gather(1, path_BD)
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
         """Let the policy compare the round with its plan; report which rows want drafts next."""
-        active_B, plan = as_array(keep_B) > 0, self._plan
+        plan = self._plan
+        if self._choice is not None and plan is not None and kernels_run(keep_B):
+            return learn_round(self.policy, self._choice, plan, verdict.accepted_B, keep_B)
+        active_B = as_array(keep_B) > 0
         if plan is None:
             self.policy.rested(active_B)
         else:
@@ -342,9 +351,7 @@ class DynamicBuilder(Builder):
         if plan is None:
             self._choice.rested()
         else:
-            found = self._found + [0.0 * self._found[0]] * (self.shape.depth - len(self._found))
-            promised_BD = self.policy.worth_B[:, None] * xp(active_B).stack(found, 1)
-            self._choice.learn(promised_BD, plan.levels_B * active_B, self.policy.rate_B)
+            self._choice.learn(self.policy.worth_B[:, None] * plan.found_BD, plan.levels_B * active_B, self.policy.rate_B)
         return as_tensor(self._choice.report(self.policy.rest_B, active_B))
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:

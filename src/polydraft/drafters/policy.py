@@ -46,6 +46,8 @@ class Plan:
     """Candidates of each row's tree."""
     levels_B: Array
     """Draft levels of each row; 0 for rows that rest."""
+    found_BD: Array = None
+    """What each level promises, where sizes are chosen by it."""
 
 
 @dataclass(frozen=True, eq=False)

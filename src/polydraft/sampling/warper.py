@@ -196,6 +196,12 @@ class Warper:
         """Whether `likeliest` and `ranking` have the order of the logits as they come: nothing is added or ruled out."""
         return not (self.params.needs_history or self._biased)
 
+    @property
+    def temperature_B(self) -> Tensor | None:
+        """Temperature of each row, where `probs` are the softmax of the logits over it and nothing else."""
+        plain = self.keeps_order and not self.params.all_greedy and not self._used & {"top_k", "top_p", "min_p"}
+        return self._numbers["temperature"].view(-1) if plain else None
+
     def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return the token with the largest logit at each node; `NO_TOKEN` where that is not a number.
 
