@@ -157,10 +157,9 @@ def test_a_tempered_law_is_known(temperature: float, launches: Counter[str]) -> 
 )
 def test_what_is_too_large_for_a_program_is_left_to_torch(case: Growth, launches: Counter[str]) -> None:
     check_grown(case, case.logits(torch.float32))
-    assert not launches
     double = CASES["padding"]
     double.grown(double.logits(torch.float64), by_kernels=True)
-    assert not launches
+    assert set(launches) <= {"soften"}, "laws are not growth"
 
 
 class Operations(TorchDispatchMode):

@@ -9,7 +9,7 @@ _MOST_AT_ONCE, _BLOCK = 2**16, 2**13
 """Columns that one program holds, and that it looks at in turn where there are more."""
 
 
-def softened(logits_BGV: Tensor, temperature_B11: Tensor | None) -> Tensor:
+def softened(logits_BGV: Tensor, temperature_B: Tensor | None) -> Tensor:
     """Return the softmax of logits over each row's temperature, in float32; what is not a number spreads over its node."""
     from polydraft.sampling import _kernels as kernels
 
@@ -18,10 +18,10 @@ def softened(logits_BGV: Tensor, temperature_B11: Tensor | None) -> Tensor:
     probs_BGV = torch.empty(logits_BGV.shape, dtype=torch.float32, device=logits_BGV.device)
     at_once = columns <= _MOST_AT_ONCE
     block = power_of_two(columns) if at_once else _BLOCK
-    assert temperature_B11 is None or (temperature_B11.numel() == batch and temperature_B11.dtype == torch.float32)
+    assert temperature_B is None or (temperature_B.numel() == batch and temperature_B.dtype == torch.float32)
     kernels.soften[(batch * nodes,)](
-        logits_BGV, probs_BGV if temperature_B11 is None else temperature_B11.contiguous(), probs_BGV,
+        logits_BGV, probs_BGV if temperature_B is None else temperature_B.contiguous(), probs_BGV,
         nodes, columns, *logits_BGV.stride()[:2],
-        TEMPERED=temperature_B11 is not None, AT_ONCE=at_once, BLOCK=block, num_warps=min(max(block // 2048, 4), 32),
+        TEMPERED=temperature_B is not None, AT_ONCE=at_once, BLOCK=block, num_warps=min(max(block // 2048, 4), 32),
     )  # fmt: skip
     return probs_BGV

@@ -166,9 +166,8 @@ class Warper:
         paths_BGP : Tensor
             Tokens between the certain text and each node, the node's own included; `NO_TOKEN` where shorter.
         """
-        plain = self.keeps_order and self._used <= {"temperature"} and not (self.params.all_greedy or self._may_be_empty)
-        if plain and kernels_run(logits_BGV):
-            return softened(logits_BGV, self._numbers["temperature"] if self._used else None)
+        if (own_B := self.temperature_B) is not None and not self._may_be_empty and kernels_run(logits_BGV):
+            return softened(logits_BGV, own_B if "temperature" in self._used else None)
         scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
         if self.params.all_greedy:
             best_BG1 = _argmax(scores_BGV)
@@ -188,8 +187,7 @@ class Warper:
         return self._tempered(self._penalised(logits_BGV.float(), paths_BGP))
 
     def _tempered(self, scores_BGV: Tensor) -> Tensor:
-        tempered = "temperature" in self._used
-        return self._truncated(scores_BGV / self._numbers["temperature"] if tempered else scores_BGV)
+        return self._truncated(scores_BGV / self._numbers["temperature"] if "temperature" in self._used else scores_BGV)
 
     @property
     def keeps_order(self) -> bool:
@@ -203,10 +201,7 @@ class Warper:
         return self._numbers["temperature"].view(-1) if plain else None
 
     def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        """Return the token with the largest logit at each node; `NO_TOKEN` where that is not a number.
-
-        Parameters as for `probs`.
-        """
+        """Return the token of the largest logit at each node; `NO_TOKEN` where that is no number. Parameters as for `probs`."""
         # Half precision keeps the order of its numbers, but penalties are computed in float32.
         scores_BGV = self._penalised(logits_BGV if self.keeps_order else logits_BGV.float(), paths_BGP)
         best_BG1 = _argmax(scores_BGV)
