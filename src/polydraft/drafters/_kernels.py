@@ -6,6 +6,8 @@ Columns of the draft's laws become tokens on the way: through a table where the 
 import triton
 import triton.language as tl
 
+from polydraft.kernels._order import _in_order
+
 _LAST = tl.constexpr(2**31 - 1)
 _NONE = tl.constexpr(1 - 2**63)
 """Stands for no column; below the key of every number, and no number itself."""
@@ -22,13 +24,9 @@ def _number(key):
 def _keys_of(number_C, column_C, real_C):
     """Return the keys of some numbers, the larger for the larger one, and of equal ones for the first column.
 
-    A key is a number's bits, brought into the order of the numbers, above its column's, smaller ones first. What is not a
-    number counts as the largest.
+    A key is a number's place in the order of numbers above its column's, smaller ones first.
     """
-    bits_C = tl.where(number_C == 0, 0.0, number_C).to(tl.int32, bitcast=True)  # of zeros, none is the smaller one
-    order_C = tl.where(bits_C < 0, bits_C ^ _LAST, bits_C)
-    order_C = tl.where(number_C != number_C, _LAST, order_C)
-    return tl.where(real_C, (order_C.to(tl.int64) << 32) | (-column_C + _LAST).to(tl.int64), _NONE)
+    return tl.where(real_C, (_in_order(number_C).to(tl.int64) << 32) | (-column_C + _LAST).to(tl.int64), _NONE)
 
 
 @triton.jit

@@ -39,29 +39,17 @@ def place(
 
     Tokens past the position limit can only lead to text past it, which the engine cuts off: they stay at the last position.
     """
-    if kernels_run(tokens_BT):
-        return _place_by_kernel(tokens_BT, block, lengths_B, slot_positions_BS, max_positions, num_tokens, window)
-    positions_BT = lengths_B[:, None] + block.depths_BT
-    if max_positions is not None:
-        positions_BT = positions_BT.clamp(max=max_positions - 1)
-    places_BT = block.places_BT
-    if places_BT is None:
-        places_BT = torch.arange(block.start, block.stop, device=lengths_B.device)
-    slots_BT = lengths_B[:, None] + places_BT
-    slot_positions_BS.scatter_(1, slots_BT, positions_BT)
-    known_BT = tokens_BT.clamp(min=0, max=None if num_tokens is None else num_tokens - 1)
-    return Placed(known_BT, positions_BT, slots_BT, None if window is None else (positions_BT - window + 1).clamp(min=0))
-
-
-def _place_by_kernel(
-    tokens_BT: Tensor,
-    block: Block,
-    lengths_B: Tensor,
-    slot_positions_BS: Tensor,
-    max_positions: int | None,
-    num_tokens: int | None,
-    window: int | None,
-) -> Placed:
+    if not kernels_run(tokens_BT):
+        positions_BT = lengths_B[:, None] + block.depths_BT
+        if max_positions is not None:
+            positions_BT = positions_BT.clamp(max=max_positions - 1)
+        places_BT = block.places_BT
+        if places_BT is None:
+            places_BT = torch.arange(block.start, block.stop, device=lengths_B.device)
+        slots_BT = lengths_B[:, None] + places_BT
+        slot_positions_BS.scatter_(1, slots_BT, positions_BT)
+        known_BT = tokens_BT.clamp(min=0, max=None if num_tokens is None else num_tokens - 1)
+        return Placed(known_BT, positions_BT, slots_BT, None if window is None else (positions_BT - window + 1).clamp(min=0))
     from polydraft.models import _slot_kernels as kernels
 
     batch_size, size = tokens_BT.shape

@@ -9,6 +9,8 @@ order of floating-point numbers, from 0 on, above a token's distance from the la
 import triton
 import triton.language as tl
 
+from polydraft.kernels._order import _in_order
+
 _LAST = tl.constexpr(2**31 - 1)
 _TOKEN_BITS = tl.constexpr(31)
 _HALF = tl.constexpr(2**31)
@@ -23,12 +25,7 @@ _LOW_BITS = tl.constexpr(2**32 - 1)
 @triton.jit
 def _keys_of(logits_C, token_C):
     """Return the keys of some logits; what is not a number has the largest."""
-    bits_C = logits_C.to(tl.int32, bitcast=True)
-    # Below 0 a larger number has smaller bits; 0 has two forms.
-    bits_C = tl.where(bits_C < 0, bits_C ^ _LAST, bits_C)
-    bits_C = tl.where(logits_C == 0.0, 0, bits_C)
-    bits_C = tl.where(logits_C != logits_C, _LAST, bits_C)
-    return ((bits_C.to(tl.int64) + _HALF) << _TOKEN_BITS) | (-token_C + _LAST).to(tl.int64)
+    return ((_in_order(logits_C).to(tl.int64) + _HALF) << _TOKEN_BITS) | (-token_C + _LAST).to(tl.int64)
 
 
 @triton.jit
