@@ -89,7 +89,7 @@ def products(options: argparse.Namespace) -> list[dict]:
 def tiles_for(rows: int, shape: tuple[int, int]) -> list[Tile]:
     """Return the tiles that may do well."""
     room, tiles = 227 * 2**10, [plan_product(rows, *shape, torch.bfloat16, 227 * 2**10)]
-    heights = (32, 64, 128) if rows <= 128 else (128, 256)
+    heights = (32, 64, 128) if rows <= 128 else (64, 128, 256)
     for outputs, height, channels, warps in itertools.product((32, 64, 128), heights, (64, 128), (4, 8)):
         if height >= 2 * rows or (warps == 8 and outputs * height < 128 * 128):
             continue
@@ -169,7 +169,7 @@ class AttentionCase:
 
     def plan(self) -> AttendPlan:
         _, key_heads, channels = HEADS[self.shape]
-        return plan_attend(self.batch, key_heads, self.lines, self.splits, channels, torch.bfloat16)
+        return plan_attend(self.batch, key_heads, self.lines, self.splits, channels, torch.bfloat16, 227 * 2**10)
 
     def build(
         self, device: str, dtype: torch.dtype = torch.bfloat16, copies_bytes: int = _COPIES_BYTES

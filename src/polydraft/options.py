@@ -63,11 +63,13 @@ class TreeOptions:
     def __post_init__(self) -> None:
         from polydraft.sampling import check_draft_temperature
         from polydraft.schemes import SCHEMES
+        from polydraft.trees import DynamicShape
         from polydraft.walks import check_walk
 
         if self.scheme != AUTO:
             SCHEMES.get(self.scheme)
-        if self.tree != AUTO and self.shape[0] is not None and self.scheme != AUTO:
+        shapes = () if self.tree == AUTO else (*self.shape, self.greedy)
+        if self.scheme != AUTO and any(isinstance(shape, DynamicShape) for shape in shapes):
             raise UsageError(
                 f"scheme {self.scheme!r} does not work with tree {self.tree!r}: dynamic trees choose their own; leave it out"
             )
@@ -88,12 +90,12 @@ class TreeOptions:
         return (None, parse_tree(tree.removeprefix(BY_LOAD))) if dynamic is None else (dynamic, Topology())
 
     @property
-    def greedy(self) -> "Topology | None":
+    def greedy(self) -> "Topology | DynamicShape | None":
         """Shape for one text at temperature 0, where it has another."""
-        from polydraft.trees import parse_tree
+        from polydraft.trees import parse_dynamic, parse_tree
 
         first, both, _ = self.tree.rpartition("/")
-        return parse_tree(first) if both else None
+        return (parse_dynamic(first) or parse_tree(first)) if both else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from invariant_cases import TreeCase, products
 
 import interpreted
 from polydraft.errors import UsageError
+from polydraft.kernels import power_of_two
 from polydraft.models import FAMILIES, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody
@@ -100,16 +101,28 @@ def test_every_plan_computes_the_same(lines, at_once, monkeypatch):
         torch.testing.assert_close(found.double(), case.expected("cpu"), **CLOSE)
 
 
-def test_no_multiprocessor_is_without_work_if_there_is_any():
+def test_few_multiprocessors_are_without_work_if_there_is_any():
     def sizes(batch, heads, lines, splits, dtype=torch.bfloat16):
-        plan = plan_attend(batch, heads, lines, splits, 128, dtype)
+        plan = plan_attend(batch, heads, lines, splits, 128, dtype, 227 * 2**10)
         return plan.lines, plan.at_once
 
-    assert sizes(1, 32, 64, 2) == sizes(1, 32, 28, 2) == sizes(1, 3, 72, 2) == sizes(1, 32, 1, 8) == (16, False)
+    assert sizes(1, 32, 28, 2) == sizes(1, 3, 72, 2) == sizes(1, 32, 1, 8) == (16, False)
     assert sizes(1, 32, 64, 3) == (32, False), "192 programs, where 64 lines would be 96"
+    assert sizes(1, 32, 64, 2) == (32, False), "128 programs are enough"
     assert sizes(1, 32, 64, 8) == sizes(4, 32, 64, 2) == (64, False)
     assert sizes(16, 32, 28, 2) == (32, True) and sizes(5, 32, 64, 2) == (64, True), "enough without splits"
     assert sizes(5, 32, 64, 2, torch.float32) == (32, True)
+
+
+@pytest.mark.parametrize("room", [99, 163, 227])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [64, 80, 128, 256])
+def test_keys_and_values_under_way_have_room(channels, dtype, room):
+    for lines in (16, 64):
+        plan = plan_attend(1, 8, lines, 2, channels, dtype, room * 2**10)
+        under_way = 2 * plan.keys * (plan.stages - 1) + plan.lines
+        assert under_way * power_of_two(channels) * dtype.itemsize <= room * 2**10
+    assert plan_attend(1, 8, 16, 2, 64, torch.bfloat16, room * 2**10) == AttendPlan(16, 128, at_once=False, stages=3)
 
 
 @needs_triton

@@ -57,7 +57,7 @@ class Parts:
     """Looks between levels whether to go on."""
     by_load: bool = False
     """Whether rows that share rounds may have smaller trees than `topology`."""
-    greedy: Topology | None = None
+    greedy: Topology | DynamicShape | None = None
     """What stands in for `topology` where one text is decoded at temperature 0."""
 
 

@@ -44,9 +44,10 @@ class TreeDrafter(Drafter):
         What levels and passes cost, for dynamic trees; measured when first needed, and kept for this machine, if not given.
     by_load : bool
         Let rows that share rounds have smaller trees than `shape`, a static one, where these bring more tokens over time.
-    greedy : Topology, optional
+    greedy : Topology or DynamicShape, optional
         Instead of `shape`, a static one, for one text at temperature 0: candidates are then the likeliest ones, so that trees
-        pay that would be slow to draw from.
+        pay that would be slow to draw from. Where the laws have another order than the logits, a dynamic one is replaced by
+        the best static one of as many nodes and levels: kernels grow these only by logits.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class TreeDrafter(Drafter):
         decision: Decision | None = None,
         costs: Costs | None = None,
         by_load: bool = False,
-        greedy: Topology | None = None,
+        greedy: Topology | DynamicShape | None = None,
     ) -> None:
         self.model: LanguageModel | FeatureHead = model
         self.topology: Topology | DynamicShape = shape
@@ -91,8 +92,11 @@ class TreeDrafter(Drafter):
         """Return what builds the trees of a batch."""
         source, shape = self.source(len(params)), self.topology
         alone = self.greedy is not None and len(params) == 1 and params.all_greedy
+        if alone and self.greedy is not None:
+            shape = self.greedy
+            if isinstance(shape, DynamicShape) and not params.keeps_order:
+                shape = Topology.likeliest(shape.nodes, shape.depth)
         if isinstance(shape, Topology):
-            shape = self.greedy if alone and self.greedy is not None else shape
             return StaticBuilder(
                 source,
                 shape,

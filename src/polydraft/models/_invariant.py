@@ -32,6 +32,8 @@ _ENOUGH_OUTPUTS = 2**13
 """Outputs, times splits, that make programs enough."""
 _MULTIPROCESSORS = 132
 """Of an H100 or H200; on others tiles are a little off, nothing else."""
+_ENOUGH_PROGRAMS = 99
+"""From which on blocks of attention stay as they are: three of four multiprocessors have work."""
 _LARGE_WEIGHT = 2**23
 """Bytes from which tiles are chosen for the reading of a weight, not for a short way through it."""
 _SPLIT_KEYS, _TAIL = 256, 16
@@ -190,11 +192,19 @@ class AttendPlan:
     stages: int = 2
 
 
-def plan_attend(batch_size: int, key_heads: int, lines: int, splits: int, channels: int, dtype: torch.dtype) -> AttendPlan:
+def plan_attend(
+    batch_size: int, key_heads: int, lines: int, splits: int, channels: int, dtype: torch.dtype, room: int
+) -> AttendPlan:
     """Choose sizes for `lines` = T · group lines over at most `splits` splits: a program per multiprocessor, if there can be.
 
     Parts are written and read again: not where there are programs enough without splits. Where there are too few even with
-    them, blocks of fewer lines read the same keys, from the caches, more often, and leave no multiprocessor without work.
+    them, blocks of fewer lines read the same keys, from the caches, more often, and leave few multiprocessors without work.
+    The least blocks wait for their keys above all, and ask for more of them at a time; as `benchmarks/gpu_tiles.py` found.
+
+    Parameters
+    ----------
+    room : int
+        Bytes of shared memory that a program may have.
     """
     wide = dtype == torch.float32  # twice the shared memory
     block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
@@ -202,9 +212,14 @@ def plan_attend(batch_size: int, key_heads: int, lines: int, splits: int, channe
     heads = batch_size * key_heads
     if heads * math.ceil(lines / block_lines) >= _MULTIPROCESSORS:
         return AttendPlan(block_lines, block_keys, at_once=True)
-    while block_lines > 16 and heads * splits * math.ceil(lines / block_lines) < _MULTIPROCESSORS:
+    while block_lines > 16 and heads * splits * math.ceil(lines / block_lines) < _ENOUGH_PROGRAMS:
         block_lines //= 2
-    return AttendPlan(block_lines, block_keys, at_once=False)
+    if wide:
+        return AttendPlan(block_lines, block_keys, at_once=False)
+    # Two blocks of keys and of values are under way beside the queries.
+    needed = (4 * 2 * block_keys + block_lines) * power_of_two(channels) * dtype.itemsize
+    more = 2 if block_lines == 16 and needed <= room else 1
+    return AttendPlan(block_lines, more * block_keys, at_once=False, stages=3)
 
 
 def invariant_attention(
@@ -220,7 +235,7 @@ def invariant_attention(
     assert causal or sight.rows_B is None
     lines = size * group
     splits = max(math.ceil((sight.max_length + (size if causal else 0)) / _SPLIT_KEYS), 1)
-    plan = plan or plan_attend(batch_size, key_heads, lines, splits, channels, query_BHTC.dtype)
+    plan = plan or plan_attend(batch_size, key_heads, lines, splits, channels, query_BHTC.dtype, shared_room(query_BHTC.device))
     at_once, blocks = plan.at_once or (causal and splits == 1), math.ceil(lines / plan.lines)
     parts = 2 if at_once else splits
     output_BTHC = query_BHTC.new_empty(batch_size, size, query_heads, channels)

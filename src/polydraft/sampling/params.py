@@ -195,6 +195,11 @@ class RowParams:
         return any(row.needs_history for row in self.rows)
 
     @cached_property
+    def keeps_order(self) -> bool:
+        """Whether the likeliest tokens of every row are those of the largest logits."""
+        return not (self.needs_history or any(row.logit_bias for row in self.rows))
+
+    @cached_property
     def has_processors(self) -> bool:
         """Whether any row has logits processors, which work on the host."""
         return any(row.processors for row in self.rows)

@@ -192,7 +192,7 @@ class Warper:
     @property
     def keeps_order(self) -> bool:
         """Whether `likeliest` and `ranking` have the order of the logits as they come: nothing is added or ruled out."""
-        return not (self.params.needs_history or self._biased)
+        return self.params.keeps_order
 
     @property
     def temperature_B(self) -> Tensor | None:
