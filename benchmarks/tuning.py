@@ -41,7 +41,7 @@ SHAPES = (
 )
 """Chains and static trees that are rated beside those that tuning finds by itself."""
 UNRATED = {
-    "cuda": ("best:64x6/3x2x1x1x1", "best:24x4/load:3x2x1x1x1", "load:4x2x2x1x1"),
+    "cuda": ("dynamic:64:7:fixed/load:4x2x1x1x1", "dynamic:32:6:fixed/load:4x2x1x1x1", "load:4x2x2x1x1"),
     "cpu": ("dynamic:16", "load:4x2x1"),
 }
 """Defaults and trees that follow the load: run only."""

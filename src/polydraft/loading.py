@@ -25,7 +25,7 @@ DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "dynamic:64")}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
 NARROW_TREE = "dynamic:8"
 """The tree of such a pair on a CPU in float32 and int8, where a pass costs by its tokens once it has more than a few."""
-GPU_TREE, SMALL_GPU_TREE = "best:64x6/3x2x1x1x1", "best:32x5/3x2x1x1x1"
+GPU_TREE, SMALL_GPU_TREE = f"dynamic:64:7:fixed/{BY_LOAD}4x2x1x1x1", f"dynamic:32:6:fixed/{BY_LOAD}4x2x1x1x1"
 """Trees on a GPU, where a pass of 64 nodes costs little more than one of a single token; the second for the bundled model
 itself, beside which levels of the draft are not cheap."""
 STATIC_TREE, NARROW_STATIC_TREE = "4x2x1", "chain:3"
@@ -61,13 +61,13 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     ----------
     options : LoadOptions
     batch, temperature : int, float
-        What it is for: which of a profile's settings stands in for ``"auto"``, and whether trees follow the load on a GPU.
+        What it is for: which of a profile's settings stands in for ``"auto"``.
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     check_device_map(options.device_map, options.device)
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
-    options = _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format, batch)
+    options = _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format)
     if BY_LOAD in options.tree and options.device_map == TENSOR_PARALLEL:
         raise UsageError(
             f"--tree {options.tree} does not work with --device-map tp: each process times its own rounds, and all must "
@@ -124,7 +124,7 @@ def _tuned(
     )
 
 
-def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dtype, batch: int = 1) -> LoadOptions:
+def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dtype) -> LoadOptions:
     """Put what ``"auto"`` means in place of draft and tree; they are checked as if they had been given."""
     usual_draft, usual_tree = usual_pair(options.target)
     tree, draft = options.tree, options.draft
@@ -132,9 +132,9 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
         plain = options.scheme == options.walk == options.drafter == AUTO and options.lossy is None
         narrow = place.type == "cpu" and number_format in (torch.float32, torch.int8) and options.target in DEFAULT_PAIRS
         if place.type == "cuda" and plain:
-            alone, _, shared = (SMALL_GPU_TREE if options.target in DEFAULT_PAIRS else GPU_TREE).partition("/")
-            # Texts that come and go pay for the trials; a single batch would be over before they are.
-            tree = f"{alone}/{BY_LOAD if batch > 1 and options.device_map != TENSOR_PARALLEL else ''}{shared}"
+            tree = SMALL_GPU_TREE if options.target in DEFAULT_PAIRS else GPU_TREE
+            if options.device_map == TENSOR_PARALLEL:  # no two processes would time rounds alike
+                tree = tree.replace(BY_LOAD, "")
         elif draft != AUTO or place.type == "cuda":
             tree = DEFAULT_TREE
         else:

@@ -42,7 +42,7 @@ class Machine:
 
 
 def chosen(machine: Machine, timings: Timings, rounds: int = 120) -> list[Topology]:
-    choice = TreeChoice(TREES, timings, machine.clock)
+    choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
     choice.fixed = False
     return machine.run(choice, rounds)
 
@@ -66,6 +66,28 @@ def test_the_best_tree_is_found_and_plain_decoding_is_never_beaten_by_it(rows: i
     assert again == used[:60], "the same machine, the same choice"
 
 
+@pytest.mark.parametrize("acceptance", [0.4, 1.0, 1.4])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_first_batch_is_no_slower_than_plain_decoding_with_all_its_trials(rows: int, acceptance: float) -> None:
+    machine = Machine(rows, acceptance)
+    used = chosen(machine, Timings(), 100)
+    assert sum(map(machine.tokens, used)) / machine.now > 0.98 * machine.rate(TREES[0])
+    assert rows * used[0].num_nodes <= 64 and max(rows * tree.num_nodes for tree in used) <= 512
+
+
+def test_no_tree_is_kept_that_plain_decoding_beats() -> None:
+    class Slow(Machine):
+        """Every draft takes as long as a pass, so that short chains are worse than long ones, and all worse than none."""
+
+        def seconds(self, tree: Topology) -> float:
+            return super().seconds(tree) + 1.6 * (tree.depth > 0)
+
+    machine = Slow(16)
+    used = chosen(machine, Timings())
+    assert machine.rate(TREES[1]) < machine.rate(TREES[2]) < machine.rate(TREES[0]) and used[0] == TREES[2]
+    assert used[-1] == TREES[0]
+
+
 def test_what_is_known_is_not_tried_again() -> None:
     timings = Timings()
     last = chosen(Machine(16), timings)[-1]
@@ -85,7 +107,7 @@ def test_neighbours_are_tried_again_now_and_then() -> None:
 
 def test_one_slow_round_changes_nothing() -> None:
     machine, timings = Machine(16), Timings()
-    choice = TreeChoice(TREES, timings, machine.clock)
+    choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
     choice.fixed = False
     before = machine.run(choice, 120)[-1]
     machine.now += 100.0
@@ -97,14 +119,14 @@ def test_one_slow_round_changes_nothing() -> None:
 
 def test_steady_texts_have_the_largest_tree() -> None:
     machine = Machine(64)
-    choice = TreeChoice(TREES, Timings(), machine.clock)
+    choice = TreeChoice(TREES, Timings(), machine.rows, machine.clock)
     assert machine.run(choice, 30) == [LARGEST] * 30
 
 
 def test_rehearsals_teach_what_rounds_take() -> None:
     machine, timings = Machine(16), Timings()
     for place in range(len(TREES)):
-        choice = TreeChoice(TREES, timings, machine.clock)
+        choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
         choice.rehearsed = place
         assert machine.run(choice, 10) == [TREES[place]] * 10
     used = chosen(machine, timings, 10)
@@ -113,7 +135,7 @@ def test_rehearsals_teach_what_rounds_take() -> None:
 
 def test_rehearsals_say_nothing_of_the_draft() -> None:
     machine, timings = Machine(16), Timings()
-    choice = TreeChoice(TREES, timings, machine.clock)
+    choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
     choice.fixed = False
     for place in reversed(range(len(TREES))):
         choice.rehearsed = place
@@ -127,7 +149,7 @@ def test_rehearsals_say_nothing_of_the_draft() -> None:
 def test_a_draft_that_was_bad_is_tried_again() -> None:
     timings = Timings()
     bad = Machine(64, acceptance=0.05)
-    choice = TreeChoice(TREES, timings, bad.clock)
+    choice = TreeChoice(TREES, timings, bad.rows, bad.clock)
     choice.fixed = False
     used = bad.run(choice, 400)
     assert used[-1].num_nodes == 1 and sum(tree.num_nodes == 1 for tree in used[100:]) > 250, "it rests, most of the time"

@@ -44,7 +44,7 @@ def every_tree(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     monkeypatch.setattr(TreeChoice, "fixed", property(lambda self: False, lambda self, value: None), raising=False)
 
     def take_turns(rounds: int) -> None:
-        def settle(choice: TreeChoice, situation: Any, accepted: Any) -> None:
+        def settle(choice: TreeChoice, *_: Any) -> None:
             turns = vars(choice).setdefault("turns", itertools.count(1))
             choice._place = next(turns) // rounds % PLACES
 

@@ -1,5 +1,6 @@
 """Decoders with a tree of its own for one text at temperature 0."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,13 +8,15 @@ import torch
 
 from covering import covering
 from polydraft.drafters import TreeDrafter
+from polydraft.drafters.static_builder import StaticBuilder
+from polydraft.drafters.tree_drafter import grows_fast
 from polydraft.engine import Decoder, Generation
 from polydraft.errors import UsageError
 from polydraft.loading import _resolved
 from polydraft.options import LoadOptions
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import RowParams, SamplingParams
 from polydraft.theory import largest_tree
-from polydraft.trees import parse_tree
+from polydraft.trees import DynamicShape, parse_tree
 from polydraft.trees.likely import RANK_ACCEPTANCE
 from stand_in import StandIn
 
@@ -22,24 +25,59 @@ from .test_greedy import greedy_text
 
 GREEDY = SamplingParams(temperature=0)
 WIDE, USUAL = parse_tree("best:24x4"), parse_tree("2x1")
+WIDES = {"static": WIDE, "dynamic": DynamicShape(nodes=24, depth=4, adaptive=False)}
 
 
-def decoder_of(model: Any, **options: Any) -> Decoder:
-    return Decoder(TARGET, TreeDrafter(model, USUAL, greedy=WIDE), **options)
+def decoder_of(model: Any, wide: str = "static", **options: Any) -> Decoder:
+    return Decoder(TARGET, TreeDrafter(model, USUAL, greedy=WIDES[wide]), **options)
 
 
 def depth_of(result: Generation) -> float:
     return result.stats.path_tokens / result.stats.rounds
 
 
+@pytest.mark.parametrize("wide", WIDES)
 @pytest.mark.parametrize(("model", "graphs"), covering([DRAFT, HEAD], [False, True]))
-def test_one_greedy_text_has_the_wide_tree(model: Any, graphs: bool, recorders: list[StandIn]) -> None:
-    decoder = decoder_of(model, graphs=graphs)
+def test_one_greedy_text_has_the_wide_tree(
+    model: Any, graphs: bool, wide: str, recorders: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a GPU: nobody looks at values, and rounds of dynamic trees are recorded too.
+    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
+    monkeypatch.setattr("polydraft.drafters.dynamic_builder._RECORDED", ("cpu",))
+    decoder = decoder_of(model, wide, graphs=graphs)
     for prompt in RAGGED_PROMPTS:
         result = decoder.generate(prompt, sampling=GREEDY, max_new_tokens=40)
         assert result.token_ids == greedy_text(TARGET, prompt, 40, GREEDY)
-        assert depth_of(result) == WIDE.depth
+        assert depth_of(result) == WIDE.depth or (wide == "dynamic" and depth_of(result) > 1.5 * USUAL.depth)
     assert bool(recorders) == graphs
+
+
+@pytest.mark.parametrize(
+    ("params", "obstacle", "fast"),
+    [
+        (GREEDY, {}, True),
+        (SamplingParams(temperature=0, top_k=3), {}, True),
+        (SamplingParams(temperature=0, repetition_penalty=1.2), {}, False),
+        (SamplingParams(temperature=0, logit_bias={3: 1.0}), {}, False),
+        (GREEDY, {"triton": "it does not compile"}, False),
+        (GREEDY, {"shape": "recurrent layers"}, False),
+    ],
+)
+def test_a_gpu_grows_dynamic_trees_where_kernels_do(
+    params: SamplingParams, obstacle: dict[str, str], fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polydraft.drafters.tree_drafter.triton_obstacle", lambda device: obstacle.get("triton"))
+    target: Any = SimpleNamespace(device=torch.device("cuda"), shape_obstacle=obstacle.get("shape"))
+    assert grows_fast(RowParams((params,)), target) == fast
+    target.device = torch.device("cpu")
+    assert grows_fast(RowParams((params,)), target)
+
+
+def test_what_is_slow_to_grow_has_the_best_static_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polydraft.drafters.tree_drafter.grows_fast", lambda params, target: False)
+    drafter = TreeDrafter(DRAFT, USUAL, greedy=WIDES["dynamic"])
+    builder = drafter.builder(RowParams((SamplingParams(temperature=0, repetition_penalty=1.2),)), TARGET)
+    assert isinstance(builder, StaticBuilder) and builder.topology == WIDE
 
 
 @pytest.mark.parametrize("model", [DRAFT, HEAD], ids=["model", "head"])
@@ -67,10 +105,10 @@ def test_a_gpu_has_two_trees_unless_something_is_asked_for() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     small, large = (_resolved(LoadOptions(target), gpu, torch.bfloat16) for target in ("smollm2", "inflated:7b"))
     for options, nodes in ((small, 32), (large, 64)):
-        assert options.greedy is not None and options.greedy.num_nodes == nodes
-        assert options.shape == (None, parse_tree("3x2x1x1x1"))
+        assert isinstance(options.greedy, DynamicShape) and options.greedy.nodes == nodes
+        assert options.shape == (None, parse_tree("4x2x1x1x1")) and "/load:" in options.tree
     for options in (LoadOptions(tree="4x2x1"), LoadOptions(walk="node"), LoadOptions(scheme="rrs-wor")):
         assert _resolved(options, gpu, torch.bfloat16).greedy is None
     assert _resolved(LoadOptions(), cpu, torch.bfloat16).greedy is None
-    served = _resolved(LoadOptions(), gpu, torch.bfloat16, batch=8)
-    assert served.tree == "best:32x5/load:3x2x1x1x1" and served.shape == small.shape and served.greedy == small.greedy
+    parallel = _resolved(LoadOptions(device_map="tp"), gpu, torch.bfloat16)
+    assert parallel.shape == small.shape and parallel.greedy == small.greedy and "load:" not in parallel.tree

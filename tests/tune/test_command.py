@@ -123,10 +123,10 @@ def test_a_gpu_is_warm_before_it_counts_and_rates_its_own_default(
     )
     tuning = Tuning(options)
     greedy, drawn = Use(temperature=0.0, max_new_tokens=8), Use(temperature=1.0, max_new_tokens=8)
-    assert tuning._likeliest(greedy) == []
+    assert tuning._default(greedy) == ()
     monkeypatch.setattr(tuning, "_place", torch.device("cuda"))
     default = SMALL_GPU_TREE.partition("/")[0], GPU_TREE.partition("/")[0]
-    assert tuple(tuning._likeliest(greedy)) == default and tuning._likeliest(drawn) == []
+    assert tuning._default(greedy) == default and tuning._default(drawn) == ()
     warmed = []
     monkeypatch.setattr(Decoder, "warm_up", lambda self, **asked: warmed.append(asked))
     run = tuning._turns([tuning._decoder("chain:2")], greedy, 2, "test")[0]

@@ -138,8 +138,8 @@ class StaticBuilder(Builder):
 
     @property
     def num_kinds(self) -> int:
-        """One per tree."""
-        return len(self._trees)
+        """One per tree; a text alone has the largest."""
+        return len(self._trees) if len(self._greedy_B) > 1 else 1
 
     def rehearse(self, number: int | None) -> None:
         """Let all rounds have one tree, the largest first."""
@@ -177,7 +177,7 @@ class StaticBuilder(Builder):
         self._distributions.advance(emitted)
         if self._choice is not None:
             accepted = [len(tokens) - 1 for tokens in emitted if tokens]
-            self._choice.settle((len(emitted), self.scheme.name), accepted)
+            self._choice.settle(len(emitted), accepted, self.scheme.name)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Pass each level through the source and draw the next one."""

@@ -29,8 +29,8 @@ _SAMPLES = 4
 """Timed rounds before a tree is judged: the fastest of them, as disturbances only ever slow down."""
 _TIME_MEMORY, _MOST_SLOWER = 0.95, 1.25
 """How much of a mean time is left after the next round, and how much slower than the mean a round counts at most."""
-_HOPELESS = 0.85
-"""A tree that brings so much less than the best one so far: larger ones are not tried."""
+_CHEAP, _DEAR = 64, 512
+"""Tokens of a pass, those of all rows, that cost a GPU little more than one, and more than which no tree is worth a trial."""
 _STAY = 1.02
 """How much better another tree must be: a change costs a round's head start."""
 _AGAIN = 4096
@@ -93,25 +93,30 @@ class Timings:
 class TreeChoice:
     """The choice of one batch.
 
-    It climbs from the smallest tree as long as larger ones bring more, or nearly as much, tokens over time, and goes on with
-    the best. What is known of the machine already is not tried again.
+    It begins with the largest tree whose pass is cheap for so many rows, tries its neighbours, then theirs while they bring
+    more tokens over time, and at last the root alone, so that none is kept that plain decoding beats. What is known of the
+    machine already is not tried again.
 
     Parameters
     ----------
     trees : sequence of Topology
         Smallest first; the last is the one that was asked for.
     timings : Timings
+    rows : int
+        Of the batch, at first.
     clock : callable
         Seconds.
     """
 
-    def __init__(self, trees: Sequence[Topology], timings: Timings, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, trees: Sequence[Topology], timings: Timings, rows: int = 1, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.trees, self._timings, self._clock = tuple(trees), timings, clock
         self._fair = [tree_tokens(tree, _FAIR) - 1 for tree in trees]
         self._expected = self._accepted = _PRIOR * self._fair[-1]
         """Accepted tokens that a fair draft would have brought lately, and those that there were."""
         self.largest = len(self.trees) - 1
-        self._place = self.largest
+        self._place = self._guess(rows)
         self._last: tuple[Hashable, int] | None = None
         self._settled = 0
         self._before: float | None = None
@@ -131,17 +136,20 @@ class TreeChoice:
         """Take note that the next round does not follow the last one at once."""
         self._before = None
 
-    def settle(self, situation: Hashable, accepted: Sequence[int]) -> None:
+    def settle(self, rows: int, accepted: Sequence[int], scheme: str = "") -> None:
         """Learn from a round and choose the next one's tree.
 
         Parameters
         ----------
-        situation : hashable
-            What rounds of one tree take different times by: the number of rows, how children are drawn.
+        rows : int
+            That shared the round, at work or not.
         accepted : sequence of int
             Drafted tokens that each row at work accepted.
+        scheme : str
+            How children are drawn, which takes its time as well.
         """
-        now, here = self._clock(), (situation, self.place)
+        now, situation = self._clock(), (rows, scheme)
+        here = situation, self.place
         self._settled = self._settled + 1 if here == self._last else 1
         self._last = here
         if self._settled > 1 and accepted and self.rehearsed is None:  # made-up texts say nothing of real ones
@@ -149,7 +157,7 @@ class TreeChoice:
         if self._settled > _SETTLED and self._before is not None:
             self._timings.note(situation, self.place, now - self._before)
         self._before = now
-        self._place = self._best(situation)
+        self._place = self._best(rows, situation)
 
     def _learn(self, accepted: float) -> None:
         """Take note of how many drafted tokens a round accepted, per row; without drafts, forget a little of what was."""
@@ -165,15 +173,18 @@ class TreeChoice:
         """Accepted tokens for each that a fair draft would have brought."""
         return self._accepted / max(self._expected, 1e-9)
 
-    def _best(self, situation: Hashable) -> int:
+    def _guess(self, rows: int) -> int:
+        """Return the place of the largest tree whose pass is cheap."""
+        return max(place for place, tree in enumerate(self.trees) if place == 0 or rows * tree.num_nodes <= _CHEAP)
+
+    def _best(self, rows: int, situation: Hashable) -> int:
         """Return the tree that brings most tokens over time, or the next one to be tried."""
-        rates: dict[int, float] = {}
-        for place, fair in enumerate(self._fair):
-            seconds = self._timings.seconds(situation, place)
-            if seconds is None:
-                return place
-            rates[place] = (1 + self._worth * fair) / seconds
-            if rates[place] < _HOPELESS * max(rates.values()):
-                break
+        known = {place: self._timings.seconds(situation, place) for place in range(len(self.trees))}
+        rates = {place: (1 + self._worth * self._fair[place]) / seconds for place, seconds in known.items() if seconds}
+        if not rates:
+            return self._guess(rows)
         best = max(rates, key=lambda place: rates[place])
+        for place in (best + 1, best - 1, 0):
+            if known.get(place, 0.0) is None and (place == 0 or rows * self.trees[place].num_nodes <= _DEAR):
+                return place
         return best if rates[best] > _STAY * rates.get(self._place, 0.0) else self._place

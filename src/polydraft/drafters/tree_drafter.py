@@ -14,6 +14,7 @@ from polydraft.drafters.static_builder import DEFAULT_SCHEME, StaticBuilder, che
 from polydraft.drafters.tree_choice import Timings, TreeChoice, smaller_trees
 from polydraft.drafters.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
+from polydraft.kernels import triton_obstacle
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import RowParams
 from polydraft.schemes import Scheme
@@ -46,8 +47,8 @@ class TreeDrafter(Drafter):
         Let rows that share rounds have smaller trees than `shape`, a static one, where these bring more tokens over time.
     greedy : Topology or DynamicShape, optional
         Instead of `shape`, a static one, for one text at temperature 0: candidates are then the likeliest ones, so that trees
-        pay that would be slow to draw from. Where the laws have another order than the logits, a dynamic one is replaced by
-        the best static one of as many nodes and levels: kernels grow these only by logits.
+        pay that would be slow to draw from. A dynamic one is replaced by the best static one of as many nodes and levels
+        where it would be slow to grow.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class TreeDrafter(Drafter):
         alone = self.greedy is not None and len(params) == 1 and params.all_greedy
         if alone and self.greedy is not None:
             shape = self.greedy
-            if isinstance(shape, DynamicShape) and not params.keeps_order:
+            if isinstance(shape, DynamicShape) and not grows_fast(params, target):
                 shape = Topology.likeliest(shape.nodes, shape.depth)
         if isinstance(shape, Topology):
             return StaticBuilder(
@@ -106,7 +107,7 @@ class TreeDrafter(Drafter):
                 draft_temperature=self.draft_temperature,
                 decision=self.decision,
                 compiled=compiled,
-                choice=TreeChoice((*smaller_trees(shape), shape), self._timings) if self.by_load and not alone else None,
+                choice=self._choice(shape, len(params)) if self.by_load and not alone else None,
             )
         costs = self.costs
         if costs is None and shape.adaptive:
@@ -121,6 +122,16 @@ class TreeDrafter(Drafter):
             draft_temperature=self.draft_temperature,
             decision=self.decision,
         )
+
+    def _choice(self, largest: Topology, rows: int) -> TreeChoice:
+        return TreeChoice((*smaller_trees(largest), largest), self._timings, rows)
+
+
+def grows_fast(params: RowParams, target: LanguageModel) -> bool:
+    """Whether dynamic trees of greedy rows grow as fast as static ones: on a GPU by kernels, from logits as they come."""
+    if target.device.type != "cuda":
+        return True
+    return params.keeps_order and target.shape_obstacle is None and triton_obstacle(target.device) is None
 
 
 class Combination(Drafter):

@@ -34,7 +34,7 @@ _MOST_TOKENS = {"cpu": 320, "cuda": 2048}
 _LISTED = ((1,), (1,) * 2, (1,) * 3, (1,) * 5, (4, 2, 1), (4, 2, 2, 1, 1))
 _MOST_NODES = 64
 _DYNAMIC = ("dynamic:8", "dynamic:64")
-_LIKELIEST = ("best:32x5", "best:64x6")
+_DEFAULT = ("dynamic:32:6:fixed", "dynamic:64:7:fixed")
 """At temperature 0 on a GPU, where one of them is what a pair has that was never tuned."""
 _NGRAMS = ("lookup", "suffix")
 _UNION = "lookup+model"
@@ -48,7 +48,7 @@ class Choice:
     """One setting, with what it is expected to give, and what it gave."""
 
     kind: str
-    """plain, chain, static tree, likeliest, dynamic tree, n-grams, or union."""
+    """plain, chain, static tree, dynamic tree, n-grams, or union."""
     tree: str
     drafter: str = AUTO
     temperature: float
@@ -194,18 +194,15 @@ class Tuning:
             rated += self._static(acceptance, use, model)
             best = max(rated[1:], key=lambda one: one.expected[self.options.batches[0]])
             others = [
-                *(("likeliest", tree, AUTO, self._decoder(tree)) for tree in self._likeliest(use)),
-                *(("dynamic tree", tree, AUTO, self._dynamic(tree, model)) for tree in _DYNAMIC),
+                *(("dynamic tree", tree, AUTO, self._dynamic(tree, model)) for tree in (*self._default(use), *_DYNAMIC)),
                 *others,
                 ("union", best.tree, _UNION, self._decoder(best.tree, _UNION)),
             ]
         return rated + self._ran(others, use, model, self.options.check_batch)
 
-    def _likeliest(self, use: Use) -> list[str]:
-        """Return trees of the likeliest nodes to run: their levels are of no one width, so that no table rates them."""
-        if self._draft is None or self._place.type != "cuda" or use.temperature > 0:
-            return []
-        return [tree for tree in _LIKELIEST if parse_tree(tree).max_children <= self._draft.num_columns]
+    def _default(self, use: Use) -> tuple[str, ...]:
+        """Return the trees of which an untuned pair has one."""
+        return _DEFAULT if self._place.type == "cuda" and use.temperature == 0 else ()
 
     def _dynamic(self, tree: str, model: RoundModel) -> Decoder:
         """Return a decoder with dynamic trees, which follow the costs of other hardware where these are asked for."""
