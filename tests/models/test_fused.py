@@ -68,8 +68,9 @@ def test_a_body_computes_what_the_plain_one_does_and_multiplies_by_its_product(t
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_head_computes_what_the_plain_one_does(form: str) -> None:
-    check_head("cpu", torch.float32, FORMS[form])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_head_computes_what_the_plain_one_does(form: str, dtype: torch.dtype) -> None:
+    check_head("cpu", dtype, FORMS[form])
 
 
 @pytest.mark.parametrize("norm", TapNorm)

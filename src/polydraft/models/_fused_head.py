@@ -3,15 +3,19 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polydraft.kernels import power_of_two, side_by_side
 from polydraft.models._fused import TreeView, add_norm, gate, rotate_store
+from polydraft.models._invariant import invariant_linear
 from polydraft.models.cache import SlotCache
 from polydraft.models.tree_attention import tree_attention
 
 if TYPE_CHECKING:
     from polydraft.models.feature_head import FeatureHead
+
+_MOST_ROWS = 64
+"""That our own products multiply: the library's are made for more, and cut small ones into parts that another kernel adds."""
 
 
 class Entries(NamedTuple):
@@ -64,7 +68,7 @@ class FusedHead:
             features_RF, self._tap_weights_PH, normed_RF, self._epsilon, width, features_RF.stride(0),
             BLOCK=power_of_two(width), num_warps=4 if width <= 1024 else 8 if width <= 4096 else 16,
         )  # fmt: skip
-        return head.fuse(normed_RF).view(*shape[:-1], -1)  # type: ignore[no-any-return]
+        return _product(head.fuse, normed_RF).view(*shape[:-1], -1)
 
     def _entered(self, entries: Entries) -> Tensor:
         """Return norms of features and of embedded tokens, side by side."""
@@ -92,8 +96,8 @@ class FusedHead:
             if not shape.normed_residual:
                 passing_BTH = following(entries.fused_BWH, entries.parents)
         else:
-            passing_BTH, normed_BTX = add_norm(head.join(pair_BTX), None, head.attention_norm.weight, epsilon)
-        projected_BTX = head.normed_heads(head.qkv(normed_BTX)).flatten(2)
+            passing_BTH, normed_BTX = add_norm(_product(head.join, pair_BTX), None, head.attention_norm.weight, epsilon)
+        projected_BTX = head.normed_heads(_product(head.qkv, normed_BTX)).flatten(2)
         key_BHSC, value_BHSC = cache.storage(0, projected_BTX, shape.num_key_heads, shape.head_size)
         cos_PC, sin_PC = self._angles(capacity).chunk(2, dim=-1)
         query_BHTC = rotate_store(projected_BTX, cos_PC, sin_PC, view.slots_BT, key_BHSC, value_BHSC, positions_BT=positions_BT)
@@ -107,9 +111,9 @@ class FusedHead:
             view.max_length,
             view.starts_BT,
         )
-        attended_BTH = head.attention_output(mixed_BHTC.transpose(1, 2).flatten(2))
+        attended_BTH = _product(head.attention_output, mixed_BHTC.transpose(1, 2).flatten(2))
         hidden_BTH, normed_BTH = add_norm(passing_BTH, attended_BTH, head.mlp_norm.weight, epsilon)
-        down_BTH = head.down(gate(head.gate_up(normed_BTH)))
+        down_BTH = _product(head.down, gate(_product(head.gate_up, normed_BTH)))
         output_BTH, normed_BTH = add_norm(hidden_BTH, down_BTH, head.output_norm.weight, epsilon)
         return normed_BTH if shape.normed_output else output_BTH
 
@@ -119,3 +123,10 @@ class FusedHead:
             cos_PC, _, sin_PC = self._head.angles(torch.arange(capacity, device=weight.device), torch.float32).unbind(1)
             self._angles_PX = torch.cat([cos_PC, cos_PC, sin_PC, sin_PC], dim=1).to(weight.dtype)
         return self._angles_PX
+
+
+def _product(layer: nn.Linear, input_XF: Tensor) -> Tensor:
+    """Apply a layer."""
+    if input_XF.dtype == torch.float32 or input_XF.numel() > _MOST_ROWS * input_XF.shape[-1]:
+        return layer(input_XF)  # type: ignore[no-any-return]
+    return invariant_linear(input_XF, layer.weight, layer.bias)
