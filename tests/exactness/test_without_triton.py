@@ -36,9 +36,14 @@ def test_a_triton_that_cannot_compile_is_told_once(a_gpu: pytest.MonkeyPatch, ca
     assert "without our GPU kernels" in line and "Failed to find C compiler" in line and "more of it" not in line
 
 
-def test_one_that_can_is_used(a_gpu: pytest.MonkeyPatch) -> None:
-    a_gpu.setattr(kernels, "_launch_one", lambda device: None)
-    assert kernels._compiles(GPU) and obstacle(GPU) is None
+@pytest.mark.parametrize(("seconds", "lines"), [(0.01, 0), (1.5, 1)])
+def test_one_that_can_is_used_and_users_are_told_what_they_wait_for(
+    seconds: float, lines: int, a_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a_gpu.setattr(kernels, "_launch_one", lambda device: seconds)
+    with caplog.at_level(logging.INFO, "polydraft"):
+        assert kernels._compiles(GPU) and kernels._compiles(GPU) and obstacle(GPU) is None
+    assert [record.getMessage()[:9] for record in caplog.records] == ["compiling"] * lines
 
 
 def test_an_old_gpu_is_not_tried(a_gpu: pytest.MonkeyPatch) -> None:

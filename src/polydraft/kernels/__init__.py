@@ -2,12 +2,15 @@
 
 import importlib.util
 import logging
+import time
 from functools import cache
 
 import torch
 from torch import Tensor
 
 _LOGGER = logging.getLogger("polydraft")
+_COMPILED_SECONDS = 0.3
+"""Compiling the smallest kernel takes longer than that, finding it in Triton's cache does not."""
 _INTERPRETED = False
 """Whether Triton interprets kernels on the CPU; tests say so."""
 
@@ -32,20 +35,25 @@ def triton_obstacle(device: torch.device) -> str | None:
     if capability < (8, 0):
         return f"the GPU's compute capability {capability[0]}.{capability[1]} is below 8.0"
     try:
-        _launch_one(device)
+        seconds = _launch_one(device)
     except Exception as error:  # a missing C compiler most often, but Triton fails in many ways
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _LOGGER.warning("Triton cannot compile on this machine, so decoding runs without our GPU kernels, slower: %s", reason)
         return f"Triton cannot compile here ({reason})"
+    if seconds > _COMPILED_SECONDS:
+        _LOGGER.info("compiling kernels for this GPU, once: the first request waits for some 20 seconds ...")
     return None
 
 
-def _launch_one(device: torch.device) -> None:
-    """Compile and launch the smallest kernel."""
+def _launch_one(device: torch.device) -> float:
+    """Compile and launch the smallest kernel; return the seconds that it took."""
     from polydraft.kernels import _probe as kernels
 
     with torch.cuda.device(device):
-        kernels.touch[(1,)](torch.zeros(1, dtype=torch.int32, device=device))
+        touched = torch.zeros(1, dtype=torch.int32, device=device)
+        start = time.perf_counter()
+        kernels.touch[(1,)](touched)
+        return time.perf_counter() - start
 
 
 def power_of_two(number: int, least: int = 1) -> int:
