@@ -52,6 +52,13 @@ class Builder(ABC):
         """Whether the next tree is the root alone, and the source is not asked."""
         return False
 
+    def made_up(self, dtype: torch.dtype) -> DraftTree | None:
+        """Return a tree of the usual form, from logits of no meaning: for whoever compiles the kernels of later rounds.
+
+        It is built by the kernels that `build` launches, and touches nothing that rounds do; None where there are none.
+        """
+        return None
+
     @property
     def kind(self) -> Hashable:
         """What a recording of the next round depends on beside tensors: one that the host has chosen."""

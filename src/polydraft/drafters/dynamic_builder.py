@@ -273,6 +273,10 @@ class DynamicBuilder(Builder):
         self._grown, self._plan = growing.tree(root_B, wanted_B, self._size.nodes)
         return self._grown.draft
 
+    def made_up(self, dtype: torch.dtype) -> DraftTree | None:
+        """Grow a tree of even logits, where kernels do."""
+        return None if self._drawn or self._choice is None else self._fused.made_up(len(self._likeliest_B), dtype)
+
     def _report(self, mass_B: Array, levels: list[Level], allotment: Allotment | None, going_B: Array) -> None:
         """Tell the policy what the last level brought."""
         if allotment is not None:

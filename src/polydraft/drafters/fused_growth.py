@@ -97,6 +97,19 @@ class FusedGrowth:
         """Begin the trees of a round; parameters as for `Growing`."""
         return Growing(self, temperature_B, allowed_B, levels, first)
 
+    def made_up(self, rows: int, dtype: torch.dtype) -> DraftTree | None:
+        """Grow trees of even logits, for whoever compiles the kernels; None where they do not fit."""
+        columns = self.vocab_size if self.vocabulary is None else len(self.vocabulary.tokens_D)
+        logits_BWV = torch.zeros(rows, max(self.widths), columns, dtype=dtype, device=self.starts_X.device)
+        if not self.fits(logits_BWV):
+            return None
+        root_B = logits_BWV.new_zeros(rows, dtype=torch.long)
+        whole_B = root_B + self.shape.nodes
+        growing = self.begin(1.0 + root_B, whole_B, self.shape.depth)
+        for width in self.widths[:-1]:
+            growing.grow(logits_BWV[:, :width])
+        return growing.tree(root_B, whole_B, self.shape.nodes)[0].draft
+
 
 class Growing:
     """Trees of one round.

@@ -125,6 +125,10 @@ class DraftSession:
         for builder in self._builders:
             builder.rehearse(number)
 
+    def made_up(self, dtype: torch.dtype) -> DraftTree | None:
+        """Return a tree of no meaning; see `Builder.made_up`."""
+        return None if self._drawn is None or self._certain is not None else self._drawn.made_up(dtype)
+
     def resolve_walk(self, wish: str) -> Walk:
         """Return the walk that verifies the proposals, where the user wishes for ``"auto"`` or a certain one."""
         builder = self._certain or self._drawn

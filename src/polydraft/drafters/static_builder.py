@@ -196,6 +196,20 @@ class StaticBuilder(Builder):
                 break
         return self.tree(tokens_BN)
 
+    def made_up(self, dtype: torch.dtype) -> DraftTree | None:
+        """Draw from even laws, where children are drawn."""
+        scheme, vocabulary, rows = self.scheme, self._distributions.vocabulary, len(self._greedy_B)
+        topology, plan, device = self._trees[-1], self._plans[-1], self.source.device
+        columns = self._vocab_size if vocabulary is None else len(vocabulary.tokens_D)
+        laws = [torch.full((rows, len(level.nodes_GK), columns), 1 / columns, device=device) for level in plan.levels]
+        for level, law_BGV in zip(plan.levels, laws, strict=True):
+            for group in () if scheme.needs_order_only else level.groups:
+                law_RV = law_BGV[:, group.rows].flatten(0, 1)
+                self._draw(law_RV, law_RV.new_zeros(len(law_RV), group.width, dtype=torch.float64))
+        tokens_BN = torch.zeros(rows, topology.num_nodes, dtype=torch.long, device=device)
+        kept = () if scheme.follows_target else tuple(laws)
+        return DraftTree.from_topology(topology, tokens_BN, kept, plan.law_rows_N, vocabulary)
+
     def places_of(self, path_BD: Tensor) -> Tensor:
         """Node n has place n behind the lead."""
         return path_BD + self.source.lead if self.source.lead else path_BD

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polydraft.drafters.session import Recordable
+from polydraft.engine.compiling import compiling_ahead
 from polydraft.engine.outcome import Outcome, RowOutcome
 from polydraft.engine.round import State, run_round
 from polydraft.engine.stats import Stats
@@ -178,7 +180,7 @@ class Launcher:
     """
 
     def __init__(self, recorder: Recorder | None, ahead: bool) -> None:
-        self.recorder, self._ahead = recorder, ahead
+        self.recorder, self._ahead, self._new = recorder, ahead, True
 
     def launch(self, state: State, contexts: Sequence[Context], walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
         """Launch a round, without a look at the values."""
@@ -205,7 +207,8 @@ class Launcher:
             static = None if host_tree is None else _with_tables(host_tree, *tables)
             return run_round(state, walk, values_BU, Stats(), static).packed_BX
 
-        with stats.clock("graph"):
+        first, self._new = compiling_ahead(state, walk) if self._new else nullcontext(), False
+        with stats.clock("graph"), first:
             outcome_BX, replayed = self.recorder.run(kind, function, *inputs)
         return Launched(Arriving.send(outcome_BX), depth, replayed, can.kind)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 _LOGGER = logging.getLogger("polydraft")
 _COMPILED_SECONDS = 0.3
 """Compiling the smallest kernel takes longer than that, finding it in Triton's cache does not."""
+_first_seconds: dict[torch.device, float] = {}
+"""What the first kernel took."""
 _INTERPRETED = False
 """Whether Triton interprets kernels on the CPU; tests say so."""
 
@@ -20,6 +22,11 @@ def kernels_run(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or tensor.device.type != "cuda":
         return _INTERPRETED
     return _compiles(tensor.device)
+
+
+def are_new(device: torch.device) -> bool:
+    """Whether a GPU meets our kernels for the first time, so that they have to be compiled."""
+    return device.type == "cuda" and triton_obstacle(device) is None and _first_seconds.get(device, 0.0) > _COMPILED_SECONDS
 
 
 def _compiles(device: torch.device) -> bool:
@@ -35,7 +42,7 @@ def triton_obstacle(device: torch.device) -> str | None:
     if capability < (8, 0):
         return f"the GPU's compute capability {capability[0]}.{capability[1]} is below 8.0"
     try:
-        seconds = _launch_one(device)
+        seconds = _first_seconds[device] = _launch_one(device)
     except Exception as error:  # a missing C compiler most often, but Triton fails in many ways
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         _LOGGER.warning("Triton cannot compile on this machine, so decoding runs without our GPU kernels, slower: %s", reason)

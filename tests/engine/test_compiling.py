@@ -1,0 +1,139 @@
+"""Threads that compile kernels ahead of the first round: they launch what rounds launch, and no text depends on them."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import interpreted
+from polydraft import kernels
+from polydraft.drafters import TreeDrafter
+from polydraft.engine import Decoder, compiling
+from polydraft.models import FAMILIES
+from polydraft.models.hf import HFModel, early_exit
+from polydraft.sampling import SamplingParams
+from polydraft.trees import DynamicShape, parse_tree
+from stand_in import StandIn
+
+INTERPRETED = interpreted.turn_on()
+SHAPES = {"static": parse_tree("3x2x1"), "dynamic": DynamicShape(nodes=12, depth=3, adaptive=False), "none": parse_tree("none")}
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture
+def new_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Let this machine pass for a GPU that has not met our kernels."""
+    monkeypatch.setattr(kernels, "are_new", lambda device: True)
+    monkeypatch.setattr("polydraft.drafters.dynamic_builder._RECORDED", ("cpu",))
+    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
+    caplog.set_level(logging.DEBUG, "polydraft")
+    return caplog
+
+
+def target() -> HFModel:
+    return HFModel(FAMILIES.get("llama").build())
+
+
+def texts(model: Any, shape: str, temperature: float) -> list[list[int]]:
+    decoder = Decoder(model, TreeDrafter(early_exit(model, 1), SHAPES[shape]), graphs=True)
+    sampling = SamplingParams(temperature=temperature)
+    results = decoder.generate([PROMPT, PROMPT[:2]], sampling=sampling, max_new_tokens=12, seed=[3, 4])
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_text_depends_on_them(
+    shape: str,
+    temperature: float,
+    recorders: list[StandIn],
+    new_gpu: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, done = target(), Counter[str]()
+    for name in ("_pass_through_target", "_draw_and_verify"):
+        work = getattr(compiling, name)
+
+        def noted(*given: Any, name: str = name, work: Any = work) -> None:
+            work(*given)
+            done[name] += 1
+
+        monkeypatch.setattr(compiling, name, noted)
+    found = texts(model, shape, temperature)
+    assert done == {"_pass_through_target": 1, "_draw_and_verify": 1}, [record.getMessage() for record in new_gpu.records]
+    monkeypatch.setattr(kernels, "are_new", lambda device: False)
+    assert texts(model, shape, temperature) == found and recorders
+    assert sum(done.values()) == 2
+
+
+def test_what_fails_ahead_of_time_is_left_to_the_round(
+    recorders: list[StandIn], new_gpu: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*given: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(compiling, "_pass_through_target", failing)
+    assert len(texts(target(), "static", 0.0)[0]) == 12
+    assert "no room" in new_gpu.text
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU")
+@pytest.mark.parametrize(
+    ("shape", "temperature", "expected"),
+    [
+        ("static", 0.8, {"rank_blocks", "draw_children", "prepare", "fill_cells", "race", "measure", "finish"}),
+        ("dynamic", 0.0, {"rank_and_sum", "grow_level", "choose_candidates", "plant_chosen", "follow"}),
+    ],
+)
+def test_they_launch_what_rounds_do(
+    shape: str,
+    temperature: float,
+    expected: set[str],
+    recorders: list[StandIn],
+    new_gpu: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from polydraft.drafters import _growth_kernels
+    from polydraft.schemes import _kernels as drawing
+    from polydraft.walks import _follow_kernels, _kernels
+
+    seen: dict[str, set[str]] = {"ahead": set(), "round": set()}
+    turns = ["round"]
+
+    class AtOnce:
+        """No thread: the interpreter works in one alone."""
+
+        def __init__(self, target: Any, args: Any, daemon: bool) -> None:
+            self._work = partial(target, *args)
+
+        def start(self) -> None:
+            turns.append("ahead")
+            self._work()
+            turns.pop()
+
+        def join(self) -> None:
+            pass
+
+    monkeypatch.setattr(compiling, "threading", SimpleNamespace(Thread=AtOnce))
+    for module in (_growth_kernels, drawing, _follow_kernels, _kernels):
+        for name in expected & set(vars(module)):
+            monkeypatch.setattr(module, name, _Noting(getattr(module, name), lambda name=name: seen[turns[-1]].add(name)))
+    monkeypatch.setattr(kernels, "_INTERPRETED", True)
+    texts(target(), shape, temperature)
+    assert seen["ahead"] == expected <= seen["round"], new_gpu.text
+
+
+class _Noting:
+    """A kernel that tells of its launches."""
+
+    def __init__(self, kernel: Any, note: Callable[[], None]) -> None:
+        self._kernel, self._note = kernel, note
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._note()
+        return self._kernel[grid]
