@@ -236,5 +236,5 @@ def test_wrong_kernels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch, pytest.raises(AssertionError):
             patch.setattr(f"polydraft.drafters.fused_growth.{name}", value)
             check_grown(case, logits)
-    monkeypatch.setattr("polydraft.drafters.fused_growth._PART", 64)
+    monkeypatch.setattr("polydraft.drafters.fused_growth._STRIP", 32)
     check_grown(case, logits)
