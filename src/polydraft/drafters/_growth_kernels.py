@@ -16,8 +16,8 @@ from polydraft.kernels._order import _in_order
 
 _FIXED_POINT = tl.constexpr(2.0**32)
 """As in `polydraft.schemes.arrays.total`."""
-
-
+_UNIT = tl.constexpr(2.0**-32)
+"""Its inverse, as the compiler does not know that dividing by one is multiplying by the other."""
 _PLACES = tl.constexpr(2**13 - 1)
 """Bits that are alike in all half-precision numbers of one sign once they are float32: there is room for a place."""
 _NOTHING = tl.constexpr(-(2**31))
@@ -40,18 +40,15 @@ def _with_places(order_X, place_X, NARROW: tl.constexpr):
 @triton.jit
 def _order_in(key_X, NARROW: tl.constexpr):
     """Return the places of keys' numbers in the order of numbers."""
-    if NARROW:
-        order_X = tl.where(key_X < 0, key_X | _PLACES, key_X & ~_PLACES)
-    else:
-        order_X = (key_X >> 32).to(tl.int32)
-    return order_X
+    return tl.where(key_X < 0, key_X | _PLACES, key_X & ~_PLACES) if NARROW else (key_X >> 32).to(tl.int32)
 
 
 @triton.jit
 def _largest(key_SEL, count, none, BLOCK_K: tl.constexpr):
     """Return the `count` largest keys of each strip S, largest first, and `none` after them.
 
-    L is the lanes of a warp. Where there are as many warps as strips each has its own, and none waits for another.
+    L is the lanes of a warp. Where there are as many warps as strips each has its own, and none waits for another: the compiler
+    spreads the first axis over warps and keeps the second in registers, as long as threads load single numbers.
     """
     rank_K, best_S = tl.arange(0, BLOCK_K), tl.max(tl.max(key_SEL, 1), 1)
     key_SK = tl.where(rank_K[None, :] == 0, best_S[:, None], none)
@@ -62,7 +59,7 @@ def _largest(key_SEL, count, none, BLOCK_K: tl.constexpr):
     return key_SK
 
 
-# Specialised, the number of columns would let a thread load several side by side: a warp would have parts of many strips then.
+# Specialised, a row's length would let a thread load several numbers side by side: a warp would have pieces of many strips.
 @triton.jit(do_not_specialize=["columns", "count", "nodes", "logits_row", "tops_part"])
 def rank_and_sum(
     logits, temperatures, keys, tops, columns, count, nodes, logits_row, tops_part,
@@ -73,7 +70,7 @@ def rank_and_sum(
     A weight is the exponential of what a logit lacks to the top, the largest of its strip; sums are written after all tops.
     """
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    strip_S, lane_L, own_X = tl.arange(0, BLOCK_S), tl.arange(0, 32), tl.arange(0, BLOCK_S * BLOCK_K)
+    strip_S, lane_L = tl.arange(0, BLOCK_S), tl.arange(0, 32)
     inner_SEL = (strip_S[:, None, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :, None]) * 32 + lane_L[None, None, :]
     first = part * (BLOCK_E * BLOCK_S * 32)
     real_SEL = first + inner_SEL < columns
@@ -126,7 +123,8 @@ def grow_level(
     temperature, levels = tl.load(temperatures + row), tl.load(allowed + row)
     parent_W = tl.load(scores + row * total + earlier + node_W, mask=real_W & (level > 0), other=0.0)
     strip_1SL = tl.arange(0, BLOCK_S)[None, :, None] * 32 + lane_L[None, None, :]
-    strip_WSL, real_WSL = (row * width + node_W)[:, None, None] * strips + strip_1SL, real_W[:, None, None] & (strip_1SL < strips)
+    strip_WSL = (row * width + node_W)[:, None, None] * strips + strip_1SL
+    real_WSL = real_W[:, None, None] & (strip_1SL < strips)
     top_WSL = tl.load(tops + strip_WSL, mask=real_WSL, other=float("-inf"))
     sum_WSL = tl.load(sums + strip_WSL, mask=real_WSL, other=0.0)
     entry_1EL = tl.arange(0, BLOCK_E)[None, :, None] * 32 + lane_L[None, None, :]
@@ -189,50 +187,62 @@ def _level_of(candidate_X, starts, levels):
     return level_X
 
 
+@triton.jit
+def _threshold(key_C, total, count):
+    """Return a key that `count` of the `total` that are not `_NONE` reach, by bisection: all keys are different."""
+    order_C = (key_C >> 32).to(tl.int32)
+    lowest = tl.min(tl.where(key_C == _NONE, _LAST, order_C), 0).to(tl.int64) << 32
+    highest = (tl.max(order_C, 0).to(tl.int64) + 1) << 32
+    key, reaching = lowest, total
+    while reaching != count:
+        lowest, highest = tl.where(reaching > count, key, lowest), tl.where(reaching > count, highest, key)
+        key = (lowest >> 1) + (highest >> 1) + (lowest & highest & 1)
+        reaching = tl.sum((key_C >= key).to(tl.int32), 0)
+    return key
+
+
 @triton.jit(do_not_specialize=["levels", "total", "nodes", "entries", "depth"])
 def choose_candidates(
     scores, starts, allowed, wanted, numbers, chosen, table, expected, counts, reached, found,
     levels, total, nodes, entries, depth,
-    BLOCK_C: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Give the best candidates of a row numbers as nodes, from 1 on in the order in which they stand; 0 to others; grid [B].
 
-    Parents have better scores than their children and stand before them. Writes which candidate each node is, −1 for none, what
-    the levels promise, and empties the `entries` of the table of children.
+    Parents have better scores than their children and stand before them, and those that are kept of a level are its first.
+    Writes which candidate each node is, −1 for none, what levels promise, and empties the `entries` of the children's table.
     """
     row = tl.program_id(0).to(tl.int64)
-    candidate_C, node_N = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
-    scores += row * total
-    score_C = tl.load(scores + candidate_C, mask=candidate_C < total, other=float("-inf"))
-    ahead_CJ = tl.zeros([BLOCK_C, BLOCK_J], tl.int32)
-    for first in range(0, total, BLOCK_J):
-        other_J = first + tl.arange(0, BLOCK_J)
-        score_J = tl.load(scores + other_J, mask=other_J < total, other=float("-inf"))
-        better_CJ = score_J[None, :] > score_C[:, None]
-        elder_CJ = (score_J[None, :] == score_C[:, None]) & (other_J[None, :] < candidate_C[:, None])
-        ahead_CJ += (better_CJ | elder_CJ).to(tl.int32)
-    rank_C = tl.sum(ahead_CJ, 1)
-    real_C = score_C > float("-inf")
-    count = tl.minimum(tl.minimum(tl.load(wanted + row), nodes) - 1, tl.sum(real_C.to(tl.int64), 0))
-    keep_C = real_C & (rank_C < count)
-    node_C = tl.where(keep_C, tl.cumsum(keep_C.to(tl.int32), 0), 0)
-    tl.store(numbers + row * total + candidate_C, node_C.to(tl.int64), mask=candidate_C < total)
-    tl.store(chosen + row * nodes + node_C, candidate_C.to(tl.int64), mask=keep_C)
-    none_N = (node_N < nodes) & ((node_N == 0) | (node_N > count))
-    tl.store(chosen + row * nodes + node_N, tl.full([BLOCK_N], -1, tl.int64), mask=none_N)
+    level_L, place_P, node_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    most, permitted = tl.minimum(tl.load(wanted + row), nodes) - 1, tl.load(allowed + row)
+    start_L = tl.load(starts + level_L, mask=level_L < levels, other=0)
+    stop_L = tl.load(starts + level_L + 1, mask=level_L < levels, other=0)
     for first in range(0, entries, BLOCK_X):
         entry_X = first + tl.arange(0, BLOCK_X)
         tl.store(table + row * entries + entry_X, tl.zeros([BLOCK_X], tl.int64), mask=entry_X < entries)
 
-    chance_C = (tl.exp(score_C).to(tl.float64) * _FIXED_POINT + 0.5).to(tl.int64)
-    chance_C = tl.where(keep_C, chance_C, 0)
-    level_C = _level_of(candidate_C, starts, levels)
-    for level in range(depth):
-        promise = tl.sum(tl.where(level_C == level, chance_C, 0), 0)
-        tl.store(found + row * depth + level, promise.to(tl.float64) / _FIXED_POINT)
-    tl.store(expected + row, tl.sum(chance_C, 0).to(tl.float64) / _FIXED_POINT)
+    candidate_LP = start_L[:, None] + place_P[None, :]
+    inside_LP = candidate_LP < stop_L[:, None]
+    score_LP = tl.load(scores + row * total + candidate_LP, mask=inside_LP, other=float("-inf"))
+    real_LP = score_LP > float("-inf")
+    key_LP = _keys_of(score_LP, candidate_LP.to(tl.int32), real_LP)
+    key_C = tl.reshape(key_LP, [BLOCK_L * BLOCK_P])
+    all_real = tl.sum((key_C > _NONE).to(tl.int32), 0)
+    count = tl.minimum(most, all_real)
+    keep_LP = real_LP & (key_LP >= _threshold(key_C, all_real, tl.maximum(count, 0)))
+    kept_L = tl.sum(keep_LP.to(tl.int32), 1)
+    node_LP = tl.where(keep_LP, (tl.cumsum(kept_L, 0) - kept_L)[:, None] + place_P[None, :] + 1, 0)
+    tl.store(numbers + row * total + candidate_LP, node_LP.to(tl.int64), mask=inside_LP)
+    tl.store(chosen + row * nodes + node_LP, candidate_LP, mask=keep_LP)
+    none_N = (node_N < nodes) & ((node_N == 0) | (node_N > count))
+    tl.store(chosen + row * nodes + node_N, tl.full([BLOCK_N], -1, tl.int64), mask=none_N)
+
+    chance_LP = (tl.exp(score_LP).to(tl.float64) * _FIXED_POINT + 0.5).to(tl.int64)
+    promise_L = tl.sum(tl.where(keep_LP, chance_LP, 0), 1)
+    tl.store(found + row * depth + level_L, promise_L.to(tl.float64) * _UNIT, mask=level_L < depth)
+    tl.store(expected + row, tl.sum(promise_L, 0).to(tl.float64) * _UNIT)
     tl.store(counts + row, count)
-    tl.store(reached + row, tl.minimum(tl.load(allowed + row), levels))
+    tl.store(reached + row, tl.minimum(permitted, levels))
 
 
 @triton.jit(do_not_specialize=["levels", "total", "nodes", "width", "last", "facts_part", "roots_row"])
