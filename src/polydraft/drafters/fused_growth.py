@@ -174,7 +174,7 @@ class Growing:
             growth.starts[max(level - 1, 0)], growth.starts[level], growth.rooms[level], front, seen, facts_3BC.stride(0),
             STEP=STEP, PARTIAL=vocabulary is not None, NARROW=narrow, BLOCK_W=block_nodes, BLOCK_K=block_children,
             BLOCK_E=power_of_two(-(-entries // _LANES)), BLOCK_S=power_of_two(-(-strips // _LANES)),
-            BLOCK_F=block_front, BLOCK_U=block_seen, num_warps=max(min(block_nodes, _WARPS), min(share, 2 * _WARPS)),
+            BLOCK_F=block_front, BLOCK_U=block_seen, num_warps=min(max(block_nodes, share), _WARPS),
         )  # fmt: skip
         self._visible_BWU, self._level = visible_BWU, level + 1
 
