@@ -47,6 +47,8 @@ CASES = {
     "the smallest size": Growth(USUAL, columns=300, size=900, known=True, place=1),
     "rows that rest": Growth(USUAL, columns=300, size=900, known=True, rows=3, rests=(1,)),
     "rows of other sizes": Growth(USUAL, columns=300, size=900, known=True, rows=3, smaller={0: 1, 2: 3}, rests=(1,)),
+    "many children": Growth(DynamicShape(nodes=50, depth=3, beam=3, branch=20), columns=5000, size=9000, known=True),
+    "a wide front": Growth(DynamicShape(nodes=90, depth=3, beam=16, branch=16), columns=3000, size=3000, known=False, rows=1),
     "all rows want less": Growth(USUAL, columns=300, size=900, known=True, rows=2, smaller={0: 1, 1: 2}),
 }
 
@@ -236,5 +238,8 @@ def test_wrong_kernels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch, pytest.raises(AssertionError):
             patch.setattr(f"polydraft.drafters.fused_growth.{name}", value)
             check_grown(case, logits)
-    monkeypatch.setattr("polydraft.drafters.fused_growth._PART", 64)
-    check_grown(case, logits)
+    for strip, longest in ((32, 32), (32, 64)):
+        monkeypatch.setattr("polydraft.drafters.fused_growth._STRIP", strip)
+        monkeypatch.setattr("polydraft.drafters.fused_growth._LONGEST", longest)
+        monkeypatch.setattr("polydraft.drafters.fused_growth._ENOUGH", 1)
+        check_grown(case, logits)

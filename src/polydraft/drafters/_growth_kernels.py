@@ -11,89 +11,153 @@ children come before it.
 import triton
 import triton.language as tl
 
-from polydraft.drafters._kernels import _LAST, _NONE, _keys_of, _number, _tokens_of
+from polydraft.drafters._kernels import _LAST, _NONE, _as_number, _keys_of, _number, _tokens_of
+from polydraft.kernels._order import _in_order
 
 _FIXED_POINT = tl.constexpr(2.0**32)
 """As in `polydraft.schemes.arrays.total`."""
+_UNIT = tl.constexpr(2.0**-32)
+"""Its inverse, as the compiler does not know that dividing by one is multiplying by the other."""
+_PLACES = tl.constexpr(2**13 - 1)
+"""Bits that are alike in all half-precision numbers of one sign once they are float32: there is room for a place."""
+_NOTHING = tl.constexpr(-(2**31))
+"""As `_NONE`, of 32 bits."""
 
 
-@triton.jit(do_not_specialize=["count", "nodes"])
-def rank_and_sum(logits, temperatures, keys, sums, columns, count, nodes, logits_row, BLOCK: tl.constexpr):
-    """Find the `count` largest logits of each part of a node's, and add up its weights; grid [B · nodes, parts].
+@triton.jit
+def _with_places(order_X, place_X, NARROW: tl.constexpr):
+    """Return keys in the order of numbers, of equal ones the first place first: of 32 bits for numbers of half precision.
 
-    A weight is the exponential of what a logit lacks to the largest of its part.
+    A warp finds the largest of those by one instruction.
+    """
+    if NARROW:
+        key_X = (order_X & ~_PLACES) | (-place_X + _PLACES)
+    else:
+        key_X = (order_X.to(tl.int64) << 32) | (-place_X + _PLACES).to(tl.int64)
+    return key_X
+
+
+@triton.jit
+def _order_in(key_X, NARROW: tl.constexpr):
+    """Return the places of keys' numbers in the order of numbers."""
+    return tl.where(key_X < 0, key_X | _PLACES, key_X & ~_PLACES) if NARROW else (key_X >> 32).to(tl.int32)
+
+
+@triton.jit
+def _largest(key_SEL, count, none, BLOCK_K: tl.constexpr):
+    """Return the `count` largest keys of each strip S, largest first, and `none` after them.
+
+    L is the lanes of a warp. Where there are as many warps as strips each has its own, and none waits for another: the compiler
+    spreads the first axis over warps and keeps the second in registers, as long as threads load single numbers.
+    """
+    rank_K, best_S = tl.arange(0, BLOCK_K), tl.max(tl.max(key_SEL, 1), 1)
+    key_SK = tl.where(rank_K[None, :] == 0, best_S[:, None], none)
+    for rank in range(1, count):
+        key_SEL = tl.where(key_SEL == best_S[:, None, None], none, key_SEL)
+        best_S = tl.max(tl.max(key_SEL, 1), 1)
+        key_SK = tl.where(rank_K[None, :] == rank, best_S[:, None], key_SK)
+    return key_SK
+
+
+# Specialised, a row's length would let a thread load several numbers side by side: a warp would have pieces of many strips.
+@triton.jit(do_not_specialize=["columns", "count", "nodes", "logits_row", "tops_part"])
+def rank_and_sum(
+    logits, temperatures, keys, tops, columns, count, nodes, logits_row, tops_part,
+    NARROW: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Find the `count` largest logits of each part of a node's, and add up the weights of its strips; grid [B · nodes, parts].
+
+    A weight is the exponential of what a logit lacks to the top, the largest of its strip; sums are written after all tops.
     """
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column_C = part * BLOCK + tl.arange(0, BLOCK)
-    real_C = column_C < columns
-    number_C = tl.load(logits + place * logits_row + column_C, mask=real_C, other=float("-inf")).to(tl.float32)
-    key_C = _keys_of(number_C, column_C, real_C)
-    largest, temperature = _number(tl.max(key_C, 0)), tl.load(temperatures + place // nodes)
-    weight_C = tl.where(number_C > float("-inf"), tl.exp((number_C - largest) / temperature), 0.0)
+    strip_S, lane_L = tl.arange(0, BLOCK_S), tl.arange(0, 32)
+    inner_SEL = (strip_S[:, None, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :, None]) * 32 + lane_L[None, None, :]
+    first = part * (BLOCK_E * BLOCK_S * 32)
+    real_SEL = first + inner_SEL < columns
+    number_SEL = tl.load(logits + place * logits_row + first + inner_SEL, mask=real_SEL, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperatures + place // nodes)
+    key_SEL = _with_places(_in_order(number_SEL), inner_SEL, NARROW)
+    none = tl.full([], _NOTHING if NARROW else _NONE, key_SEL.dtype)
+    key_SEL = tl.where(real_SEL, key_SEL, none)
+    top_S = _as_number(_order_in(tl.max(tl.max(key_SEL, 1), 1), NARROW))
+    weight_SEL = tl.exp((number_SEL - top_S[:, None, None]) / temperature)
+    weight_SEL = tl.where(number_SEL > float("-inf"), weight_SEL, 0.0)
     place = place * tl.num_programs(1) + part
-    tl.store(sums + place, tl.sum(weight_C, 0))
-    for rank in range(count):
-        best = tl.max(key_C, 0)
-        tl.store(keys + place * count + rank, best)
-        key_C = tl.where(key_C == best, _NONE, key_C)
+    two_S2 = tl.join(top_S, tl.sum(tl.sum(weight_SEL, 1), 1))
+    tl.store(tops + (place * BLOCK_S + strip_S)[:, None] + tl.arange(0, 2)[None, :] * tops_part, two_S2)
+
+    key_SK, rank_1X = _largest(key_SEL, count, none, BLOCK_K), tl.arange(0, BLOCK_S * BLOCK_K)[None, :]
+    if BLOCK_S > 1:
+        # How many are better is where a key goes. What is none is below all numbers, but each has a rank of its own.
+        own_SK = strip_S[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        key_SK = tl.where(key_SK == none, none + own_SK, key_SK)
+    key_X = tl.reshape(key_SK, [BLOCK_S * BLOCK_K])
+    key_1X = key_X[None, :]
+    if BLOCK_S > 1:
+        rank_1X = tl.sum((key_X[:, None] > key_1X).to(tl.int32), 0, keep_dims=True)
+    column_1X = -(key_1X & _PLACES).to(tl.int32) + _PLACES + first
+    found_1X = (_order_in(key_1X, NARROW).to(tl.int64) << 32) | (-column_1X + _LAST).to(tl.int64)
+    tl.store(keys + place * count + rank_1X, tl.where(key_1X < none + _PLACES, _NONE, found_1X), mask=rank_1X < count)
 
 
 @triton.jit(
     do_not_specialize=[
-        "level", "width", "parts", "count", "total", "earlier", "start", "room", "front", "seen", "facts_part",
+        "level", "width", "entries", "strips", "count", "total", "earlier", "start", "room", "front", "seen", "facts_part",
     ]
 )  # fmt: skip
 def grow_level(
-    keys, sums, temperatures, allowed, vocabulary, facts, scores, above, visible,
-    level, width, parts, count, total, earlier, start, room, front, seen, facts_part,
-    STEP: tl.constexpr, PARTIAL: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_U: tl.constexpr,
+    keys, tops, sums, temperatures, allowed, vocabulary, facts, scores, above, visible,
+    level, width, entries, strips, count, total, earlier, start, room, front, seen, facts_part,
+    STEP: tl.constexpr, PARTIAL: tl.constexpr, NARROW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_U: tl.constexpr,
 ):  # fmt: skip
     """Write the `room` best children of `width` nodes, and what the `front` best of them see; grid [B].
 
     Nodes without a law, whose largest logit is not finite, have no children, and neither have those of rows that have reached
-    the levels that they are allowed.
+    the levels that they are allowed. Of each node there are as many keys as `entries`, and `strips` of its logits.
     """
     row = tl.program_id(0).to(tl.int64)
-    node_W, rank_K, part_P = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_P)
-    real_W, temperature = node_W < width, tl.load(temperatures + row)
-    real_WP = real_W[:, None] & (part_P < parts)[None, :]
-    place_WP = (row * width + node_W)[:, None] * parts + part_P[None, :]
-    head_WP = tl.load(keys + place_WP * count, mask=real_WP, other=_NONE)
-    largest_W, sum_WP = _number(tl.max(head_WP, 1)), tl.load(sums + place_WP, mask=real_WP, other=0.0)
-    weight_WP = sum_WP * tl.exp((_number(head_WP) - largest_W[:, None]) / temperature)
-    mass_W = tl.sum(tl.where(sum_WP > 0, weight_WP, 0.0), 1)
-    # The parts' keys fall: the largest of those left is the first of one part.
-    key_WK, taken_WP = tl.full([BLOCK_W, BLOCK_K], _NONE, tl.int64), tl.zeros([BLOCK_W, BLOCK_P], tl.int32)
-    for rank in range(count):
-        best_W = tl.max(head_WP, 1)
-        key_WK = tl.where(rank_K[None, :] == rank, best_W[:, None], key_WK)
-        won_WP = head_WP == best_W[:, None]
-        taken_WP += won_WP.to(tl.int32)
-        next_WP = tl.load(keys + place_WP * count + taken_WP, mask=real_WP & won_WP & (taken_WP < count), other=_NONE)
-        head_WP = tl.where(won_WP, next_WP, head_WP)
+    node_W, rank_K, lane_L = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K), tl.arange(0, 32)
+    real_W = node_W < width
+    # What can be loaded at once is: each wait for memory takes as long as all the rest. A warp has a node, as in `_largest`.
+    temperature, levels = tl.load(temperatures + row), tl.load(allowed + row)
+    parent_W = tl.load(scores + row * total + earlier + node_W, mask=real_W & (level > 0), other=0.0)
+    strip_1SL = tl.arange(0, BLOCK_S)[None, :, None] * 32 + lane_L[None, None, :]
+    strip_WSL = (row * width + node_W)[:, None, None] * strips + strip_1SL
+    real_WSL = real_W[:, None, None] & (strip_1SL < strips)
+    top_WSL = tl.load(tops + strip_WSL, mask=real_WSL, other=float("-inf"))
+    sum_WSL = tl.load(sums + strip_WSL, mask=real_WSL, other=0.0)
+    entry_1EL = tl.arange(0, BLOCK_E)[None, :, None] * 32 + lane_L[None, None, :]
+    first_W = (row * width + node_W) * entries
+    real_WEL = real_W[:, None, None] & (entry_1EL < entries)
+    found_WEL = tl.load(keys + first_W[:, None, None] + entry_1EL, mask=real_WEL, other=_NONE)
+    order_WEL = (found_WEL >> 32).to(tl.int32)
+    # Equal numbers of different parts stand in the order of their columns, so an entry's place may be its key's.
+    key_WEL = _with_places(order_WEL, entry_1EL, NARROW)
+    none = tl.full([], _NOTHING if NARROW else _NONE, key_WEL.dtype)
+    best_WK = _largest(key_WEL, count, none, BLOCK_K)
+    entry_WK = -(best_WK & _PLACES).to(tl.int32) + _PLACES
+    real_WK = real_W[:, None] & (rank_K < count)[None, :]
+    key_WK = tl.load(keys + first_W[:, None] + entry_WK, mask=real_WK & (entry_WK < entries), other=_NONE)
+    column_WK = -(key_WK & _LAST).to(tl.int32) + _LAST
+    token_WK = _tokens_of(vocabulary, column_WK, key_WK != _NONE, PARTIAL)
+    largest_W = _as_number(tl.max(tl.max(order_WEL, 1), 1))
+    weight_WSL = sum_WSL * tl.exp((top_WSL - largest_W[:, None, None]) / temperature)
+    mass_W = tl.sum(tl.sum(tl.where(sum_WSL > 0, weight_WSL, 0.0), 1), 1)
 
     number_WK = _number(key_WK)
-    parent_W = tl.load(scores + row * total + earlier + node_W, mask=real_W & (level > 0), other=0.0)
     chance_WK = (number_WK - largest_W[:, None]) / temperature - tl.log(mass_W)[:, None]
     score_WK = parent_W[:, None] + chance_WK - STEP
     # Where the largest logit is not finite all are infinitely far from it, or not a number, for which no comparison holds.
     score_WK = tl.where(score_WK > float("-inf"), score_WK, float("-inf"))
-    score_WK = tl.where(tl.load(allowed + row) > level, score_WK, float("-inf"))
-    column_WK = -(key_WK & _LAST).to(tl.int32) + _LAST
-    token_WK = _tokens_of(vocabulary, column_WK, score_WK > float("-inf"), PARTIAL)
+    score_WK = tl.where(levels > level, score_WK, float("-inf"))
+    token_WK = tl.where(score_WK > float("-inf"), token_WK, -1)
 
     # How many are better is where a candidate goes: all of those that are asked for come before what only fills the table.
     own_WK = node_W[:, None] * BLOCK_K + rank_K[None, :]
-    order_WK = _keys_of(score_WK, own_WK, real_W[:, None] & (rank_K < count)[None, :])
-    order_X = tl.reshape(order_WK, [BLOCK_W * BLOCK_K])
+    order_X = tl.reshape(_keys_of(score_WK, own_WK, real_WK), [BLOCK_W * BLOCK_K])
     own_X = tl.arange(0, BLOCK_W * BLOCK_K)
-    rank_X = tl.sum((order_X[None, :] > order_X[:, None]).to(tl.int32), 1)
-    place_X, kept_X = row * total + start + rank_X, rank_X < room
-    tl.store(scores + place_X, tl.reshape(score_WK, [BLOCK_W * BLOCK_K]), mask=kept_X)
-    tl.store(facts + place_X, tl.reshape(token_WK, [BLOCK_W * BLOCK_K]), mask=kept_X)
-    tl.store(facts + facts_part + place_X, (own_X // BLOCK_K).to(tl.int64), mask=kept_X)
-    tl.store(facts + 2 * facts_part + place_X, (own_X % BLOCK_K).to(tl.int64), mask=kept_X)
+    rank_X = tl.sum((order_X[:, None] > order_X[None, :]).to(tl.int32), 0)
 
     # As its parent, and itself.
     front_F, place_U = tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_U)
@@ -102,6 +166,13 @@ def grow_level(
     seen_FU = tl.load(
         above + (row * width + parent_F)[:, None] * seen + place_U[None, :], mask=earlier_FU & (level > 0), other=1
     )  # fmt: skip
+
+    place_X, kept_X = row * total + start + rank_X, rank_X < room
+    tl.store(scores + place_X, tl.reshape(score_WK, [BLOCK_W * BLOCK_K]), mask=kept_X)
+    tl.store(facts + place_X, tl.reshape(token_WK, [BLOCK_W * BLOCK_K]), mask=kept_X)
+    tl.store(facts + facts_part + place_X, (own_X // BLOCK_K).to(tl.int64), mask=kept_X)
+    tl.store(facts + 2 * facts_part + place_X, (own_X % BLOCK_K).to(tl.int64), mask=kept_X)
+
     seen_FU = tl.where(earlier_FU, seen_FU, ((place_U - seen)[None, :] == front_F[:, None]).to(seen_FU.dtype))
     real_FU = (front_F < front)[:, None] & (place_U < seen + front)[None, :]
     tl.store(visible + (row * front + front_F)[:, None] * (seen + front) + place_U[None, :], seen_FU, mask=real_FU)
@@ -116,50 +187,62 @@ def _level_of(candidate_X, starts, levels):
     return level_X
 
 
+@triton.jit
+def _threshold(key_C, total, count):
+    """Return a key that `count` of the `total` that are not `_NONE` reach, by bisection: all keys are different."""
+    order_C = (key_C >> 32).to(tl.int32)
+    lowest = tl.min(tl.where(key_C == _NONE, _LAST, order_C), 0).to(tl.int64) << 32
+    highest = (tl.max(order_C, 0).to(tl.int64) + 1) << 32
+    key, reaching = lowest, total
+    while reaching != count:
+        lowest, highest = tl.where(reaching > count, key, lowest), tl.where(reaching > count, highest, key)
+        key = (lowest >> 1) + (highest >> 1) + (lowest & highest & 1)
+        reaching = tl.sum((key_C >= key).to(tl.int32), 0)
+    return key
+
+
 @triton.jit(do_not_specialize=["levels", "total", "nodes", "entries", "depth"])
 def choose_candidates(
     scores, starts, allowed, wanted, numbers, chosen, table, expected, counts, reached, found,
     levels, total, nodes, entries, depth,
-    BLOCK_C: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Give the best candidates of a row numbers as nodes, from 1 on in the order in which they stand; 0 to others; grid [B].
 
-    Parents have better scores than their children and stand before them. Writes which candidate each node is, −1 for none, what
-    the levels promise, and empties the `entries` of the table of children.
+    Parents have better scores than their children and stand before them, and those that are kept of a level are its first.
+    Writes which candidate each node is, −1 for none, what levels promise, and empties the `entries` of the children's table.
     """
     row = tl.program_id(0).to(tl.int64)
-    candidate_C, node_N = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
-    scores += row * total
-    score_C = tl.load(scores + candidate_C, mask=candidate_C < total, other=float("-inf"))
-    ahead_CJ = tl.zeros([BLOCK_C, BLOCK_J], tl.int32)
-    for first in range(0, total, BLOCK_J):
-        other_J = first + tl.arange(0, BLOCK_J)
-        score_J = tl.load(scores + other_J, mask=other_J < total, other=float("-inf"))
-        better_CJ = score_J[None, :] > score_C[:, None]
-        elder_CJ = (score_J[None, :] == score_C[:, None]) & (other_J[None, :] < candidate_C[:, None])
-        ahead_CJ += (better_CJ | elder_CJ).to(tl.int32)
-    rank_C = tl.sum(ahead_CJ, 1)
-    real_C = score_C > float("-inf")
-    count = tl.minimum(tl.minimum(tl.load(wanted + row), nodes) - 1, tl.sum(real_C.to(tl.int64), 0))
-    keep_C = real_C & (rank_C < count)
-    node_C = tl.where(keep_C, tl.cumsum(keep_C.to(tl.int32), 0), 0)
-    tl.store(numbers + row * total + candidate_C, node_C.to(tl.int64), mask=candidate_C < total)
-    tl.store(chosen + row * nodes + node_C, candidate_C.to(tl.int64), mask=keep_C)
-    none_N = (node_N < nodes) & ((node_N == 0) | (node_N > count))
-    tl.store(chosen + row * nodes + node_N, tl.full([BLOCK_N], -1, tl.int64), mask=none_N)
+    level_L, place_P, node_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    most, permitted = tl.minimum(tl.load(wanted + row), nodes) - 1, tl.load(allowed + row)
+    start_L = tl.load(starts + level_L, mask=level_L < levels, other=0)
+    stop_L = tl.load(starts + level_L + 1, mask=level_L < levels, other=0)
     for first in range(0, entries, BLOCK_X):
         entry_X = first + tl.arange(0, BLOCK_X)
         tl.store(table + row * entries + entry_X, tl.zeros([BLOCK_X], tl.int64), mask=entry_X < entries)
 
-    chance_C = (tl.exp(score_C).to(tl.float64) * _FIXED_POINT + 0.5).to(tl.int64)
-    chance_C = tl.where(keep_C, chance_C, 0)
-    level_C = _level_of(candidate_C, starts, levels)
-    for level in range(depth):
-        promise = tl.sum(tl.where(level_C == level, chance_C, 0), 0)
-        tl.store(found + row * depth + level, promise.to(tl.float64) / _FIXED_POINT)
-    tl.store(expected + row, tl.sum(chance_C, 0).to(tl.float64) / _FIXED_POINT)
+    candidate_LP = start_L[:, None] + place_P[None, :]
+    inside_LP = candidate_LP < stop_L[:, None]
+    score_LP = tl.load(scores + row * total + candidate_LP, mask=inside_LP, other=float("-inf"))
+    real_LP = score_LP > float("-inf")
+    key_LP = _keys_of(score_LP, candidate_LP.to(tl.int32), real_LP)
+    key_C = tl.reshape(key_LP, [BLOCK_L * BLOCK_P])
+    all_real = tl.sum((key_C > _NONE).to(tl.int32), 0)
+    count = tl.minimum(most, all_real)
+    keep_LP = real_LP & (key_LP >= _threshold(key_C, all_real, tl.maximum(count, 0)))
+    kept_L = tl.sum(keep_LP.to(tl.int32), 1)
+    node_LP = tl.where(keep_LP, (tl.cumsum(kept_L, 0) - kept_L)[:, None] + place_P[None, :] + 1, 0)
+    tl.store(numbers + row * total + candidate_LP, node_LP.to(tl.int64), mask=inside_LP)
+    tl.store(chosen + row * nodes + node_LP, candidate_LP, mask=keep_LP)
+    none_N = (node_N < nodes) & ((node_N == 0) | (node_N > count))
+    tl.store(chosen + row * nodes + node_N, tl.full([BLOCK_N], -1, tl.int64), mask=none_N)
+
+    chance_LP = (tl.exp(score_LP).to(tl.float64) * _FIXED_POINT + 0.5).to(tl.int64)
+    promise_L = tl.sum(tl.where(keep_LP, chance_LP, 0), 1)
+    tl.store(found + row * depth + level_L, promise_L.to(tl.float64) * _UNIT, mask=level_L < depth)
+    tl.store(expected + row, tl.sum(promise_L, 0).to(tl.float64) * _UNIT)
     tl.store(counts + row, count)
-    tl.store(reached + row, tl.minimum(tl.load(allowed + row), levels))
+    tl.store(reached + row, tl.minimum(permitted, levels))
 
 
 @triton.jit(do_not_specialize=["levels", "total", "nodes", "width", "last", "facts_part", "roots_row"])

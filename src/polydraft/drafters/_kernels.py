@@ -14,10 +14,15 @@ _NONE = tl.constexpr(1 - 2**63)
 
 
 @triton.jit
+def _as_number(order):
+    """Return the numbers at places in the order of numbers."""
+    return tl.where(order < 0, order ^ _LAST, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _number(key):
     """Return the numbers that keys stand for."""
-    order = (key >> 32).to(tl.int32)
-    return tl.where(order < 0, order ^ _LAST, order).to(tl.float32, bitcast=True)
+    return _as_number((key >> 32).to(tl.int32))
 
 
 @triton.jit

@@ -19,10 +19,14 @@ from polydraft.sampling import PartialVocabulary
 from polydraft.schemes.fused import LEAST_CHILDREN
 from polydraft.trees import Block, DraftTree, DynamicShape
 
-_PART = 2048
-"""Columns of the logits that one program looks at."""
-_MOST_PARTS = 4096
-"""Of all nodes of a level, which one program merges."""
+_LANES, _WARPS = 32, 8
+"""Of a warp; of the programs that look at logits."""
+_STRIP, _LONGEST, _ENOUGH = 256, 1024, 16
+"""Columns of the logits that one warp looks at, more where a node would have more programs than enough, up to the longest."""
+_MOST_SORTED = 16
+"""Children up to which each strip has its own largest; of more those of all strips would be too many to compare."""
+_MOST_KEYS, _MOST_ENTRIES = 2**14, 2**13
+"""Of all nodes of a level, which one program merges; of one of them, for whose places keys have room."""
 _MOST_CHILDREN = 256
 """Of a level, before the best are kept: each is compared with each."""
 _MOST_CANDIDATES, _MOST_NODES = 4096, 1024
@@ -32,6 +36,8 @@ _NODES, _ENTRIES = 16, 1024
 """Of a tree, whose tables one program writes; of the table of children, which it empties in one go."""
 _LEAST = 16
 """Smaller trees share the kernels of these."""
+_SHARE = 512
+"""Candidates of a warp: one that is alone waits for nobody."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,15 @@ class Front:
     tokens_BW: Tensor
     parents_BW: Tensor
     block: Block
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The logits of a node: `parts`, one a program, of some `strips` each, which the lanes of a warp go through in `steps`."""
+
+    parts: int
+    strips: int
+    steps: int
 
 
 class FusedGrowth:
@@ -82,8 +97,9 @@ class FusedGrowth:
 
     def fits(self, logits_BWV: Tensor) -> bool:
         """Whether kernels grow these trees."""
-        widest, parts = power_of_two(max(self.widths[:-1])), power_of_two(-(-self.columns(logits_BWV) // _PART))
-        small = widest * parts <= _MOST_PARTS and widest * power_of_two(self.count, LEAST_CHILDREN) <= _MOST_CHILDREN
+        widest, entries = power_of_two(max(self.widths[:-1])), power_of_two(self.cut(logits_BWV).parts * self.count)
+        small = entries <= _MOST_ENTRIES and widest * entries <= _MOST_KEYS
+        small = small and widest * power_of_two(self.count, LEAST_CHILDREN) <= _MOST_CHILDREN
         small = small and max(self.widths) * self.passes.most <= _TILE
         small = small and self.starts[-1] <= _MOST_CANDIDATES and self.shape.nodes <= _MOST_NODES
         return small and logits_BWV.dtype != torch.float64 and kernels_run(logits_BWV)
@@ -92,6 +108,14 @@ class FusedGrowth:
         """Return how many columns of the logits count."""
         width = logits_BWV.shape[-1]
         return width if self.vocabulary is not None else min(width, self.vocab_size)
+
+    def cut(self, logits_BWV: Tensor) -> "Cut":
+        """Return how programs share the logits of a node."""
+        columns, size = self.columns(logits_BWV), _WARPS * _STRIP
+        while size < _WARPS * _LONGEST and columns > _ENOUGH * size:
+            size *= 2
+        strips = _WARPS if self.count <= _MOST_SORTED else 1
+        return Cut(parts=-(-columns // size), strips=strips, steps=size // (strips * _LANES))
 
     def begin(self, temperature_B: Tensor, allowed_B: Tensor, levels: int, first: int = 0) -> "Growing":
         """Begin the trees of a round; parameters as for `Growing`."""
@@ -142,23 +166,28 @@ class Growing:
 
         growth, level, (batch, width) = self._growth, self._level, logits_BWV.shape[:2]
         assert width == growth.widths[level] and level < self._levels
-        logits_RV, count, columns = side_by_side(logits_BWV.flatten(0, 1)), growth.count, growth.columns(logits_BWV)
-        parts, facts_3BC, scores_BC = -(-columns // _PART), self._facts_3BC, self._scores_BC
-        keys_RX, sums_RM = facts_3BC.new_empty(batch * width, parts * count), scores_BC.new_empty(batch * width, parts)
-        kernels.rank_and_sum[(batch * width, parts)](
-            logits_RV, self._temperature_B, keys_RX, sums_RM, columns, count, width, logits_RV.stride(0), BLOCK=_PART
-        )
+        logits_RV, count, cut = side_by_side(logits_BWV.flatten(0, 1)), growth.count, growth.cut(logits_BWV)
+        facts_3BC, scores_BC, narrow = self._facts_3BC, self._scores_BC, logits_BWV.element_size() == 2
+        entries, strips, block_children = cut.parts * count, cut.parts * cut.strips, power_of_two(count, LEAST_CHILDREN)
+        keys_RX, tops_2RX = facts_3BC.new_empty(batch * width, entries), scores_BC.new_empty(2, batch * width, strips)
+        kernels.rank_and_sum[(batch * width, cut.parts)](
+            logits_RV, self._temperature_B, keys_RX, tops_2RX,
+            growth.columns(logits_BWV), count, width, logits_RV.stride(0), tops_2RX.stride(0),
+            NARROW=narrow, BLOCK_E=cut.steps, BLOCK_S=cut.strips, BLOCK_K=block_children, num_warps=_WARPS,
+        )  # fmt: skip
         seen, front = self._seen, growth.widths[level + 1] if level + 1 < self._levels else 0
         visible_BWU, vocabulary = self._visible_BWU.new_empty(batch, front, seen + front), growth.vocabulary
-        block_nodes, block_children = power_of_two(width), power_of_two(count, LEAST_CHILDREN)
+        block_nodes, block_front, block_seen = (power_of_two(size) for size in (width, max(growth.widths), growth.passes.most))
+        # A warp for each node, and no more, unless tables become too large for the threads.
+        share = max((block_nodes * block_children) ** 2 // 2048, block_front * block_seen // 1024)
         kernels.grow_level[(batch,)](
-            keys_RX, sums_RM, self._temperature_B, self._allowed_B,
+            keys_RX, *tops_2RX, self._temperature_B, self._allowed_B,
             facts_3BC if vocabulary is None else vocabulary.tokens_D.contiguous(), facts_3BC, scores_BC,
-            self._visible_BWU, visible_BWU, level, width, parts, count, scores_BC.shape[1],
+            self._visible_BWU, visible_BWU, level, width, entries, strips, count, scores_BC.shape[1],
             growth.starts[max(level - 1, 0)], growth.starts[level], growth.rooms[level], front, seen, facts_3BC.stride(0),
-            STEP=STEP, PARTIAL=vocabulary is not None, BLOCK_W=block_nodes, BLOCK_K=block_children,
-            BLOCK_P=power_of_two(parts), BLOCK_F=power_of_two(max(growth.widths)), BLOCK_U=power_of_two(growth.passes.most),
-            num_warps=4 if block_nodes * block_children <= 64 else 8,
+            STEP=STEP, PARTIAL=vocabulary is not None, NARROW=narrow, BLOCK_W=block_nodes, BLOCK_K=block_children,
+            BLOCK_E=power_of_two(-(-entries // _LANES)), BLOCK_S=power_of_two(-(-strips // _LANES)),
+            BLOCK_F=block_front, BLOCK_U=block_seen, num_warps=min(max(block_nodes, share), _WARPS),
         )  # fmt: skip
         self._visible_BWU, self._level = visible_BWU, level + 1
 
@@ -188,12 +217,14 @@ class Growing:
         numbers_BC, table_BNK, (counts_B, levels_B) = new(batch, total), new(batch, nodes, width), new(2, batch)
         chosen_BN, tokens_BN, depths_BN, places_BN = new(4, batch, nodes)
         expected_B, found_BD = new(batch, dtype=torch.float64), new(batch, depth, dtype=torch.float64)
-        block, block_nodes = power_of_two(total, _LEAST), power_of_two(nodes, _LEAST)
+        block_levels, block_places = power_of_two(depth), power_of_two(max(growth.rooms[:levels]), _LANES)
+        block_nodes = power_of_two(nodes, _LEAST)
         kernels.choose_candidates[(batch,)](
             self._scores_BC, growth.starts_X, self._allowed_B, wanted_B,
             numbers_BC, chosen_BN, table_BNK, expected_B, counts_B, levels_B, found_BD,
             levels, total, nodes, nodes * width, depth,
-            BLOCK_C=block, BLOCK_J=min(_TILE // block, 32), BLOCK_N=block_nodes, BLOCK_X=_ENTRIES, num_warps=8,
+            BLOCK_L=block_levels, BLOCK_P=block_places, BLOCK_N=block_nodes, BLOCK_X=_ENTRIES,
+            num_warps=min(max(block_levels * block_places // _SHARE, 1), 8),
         )  # fmt: skip
         ancestors_BNN = new(batch, nodes, nodes, dtype=torch.uint8)
         kernels.plant_chosen[(batch, -(-nodes // _NODES))](
