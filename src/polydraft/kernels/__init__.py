@@ -48,7 +48,7 @@ def triton_obstacle(device: torch.device) -> str | None:
         _LOGGER.warning("Triton cannot compile on this machine, so decoding runs without our GPU kernels, slower: %s", reason)
         return f"Triton cannot compile here ({reason})"
     if seconds > _COMPILED_SECONDS:
-        _LOGGER.info("compiling kernels for this GPU, once: the first request waits for some 20 seconds ...")
+        _LOGGER.info("compiling kernels for this GPU, once: the first request waits for some 10 to 20 seconds ...")
     return None
 
 
