@@ -1,8 +1,9 @@
 """Compiling the kernels of a round in several threads, where a GPU meets them for the first time.
 
-Each kernel is compiled when it is first launched, and a round launches some forty, one after the other: 20 seconds. Most of a
-compiler's work needs no Python, so threads that launch what comes later on made-up values shorten that. Kernels that they
-miss, because a round launches them in another form, are compiled in the round as ever.
+Each kernel is compiled when it is first launched, and a round launches some forty, one after the other: 16 seconds on a fast
+machine. Most of a compiler's work needs no Python, so threads that launch what comes later on made-up values shorten that.
+Kernels that they miss, because a round launches them in another form, are compiled in the round as ever. See
+docs/decisions/045-kernels-compile-in-threads.md.
 """
 
 import logging
