@@ -15,6 +15,8 @@ from polydraft import kernels
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, compiling
 from polydraft.models import FAMILIES
+from polydraft.models._bodies import lean_body
+from polydraft.models._fused import FusedBody
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DynamicShape, parse_tree
@@ -23,6 +25,8 @@ from stand_in import StandIn
 INTERPRETED = interpreted.turn_on()
 SHAPES = {"static": parse_tree("3x2x1"), "dynamic": DynamicShape(nodes=12, depth=3, adaptive=False), "none": parse_tree("none")}
 PROMPT = [5, 6, 7, 8]
+LAYERS = {"add_norm", "rotate_store", "gate", "attend"}
+"""Kernels of the target's layers."""
 
 
 @pytest.fixture
@@ -86,8 +90,8 @@ def test_what_fails_ahead_of_time_is_left_to_the_round(
 @pytest.mark.parametrize(
     ("shape", "temperature", "expected"),
     [
-        ("static", 0.8, {"rank_blocks", "draw_children", "prepare", "fill_cells", "race", "measure", "finish"}),
-        ("dynamic", 0.0, {"rank_and_sum", "grow_level", "choose_candidates", "plant_chosen", "follow"}),
+        ("static", 0.8, {"rank_blocks", "draw_children", "prepare", "fill_cells", "race", "measure", "finish", *LAYERS}),
+        ("dynamic", 0.0, {"rank_and_sum", "grow_level", "choose_candidates", "plant_chosen", "follow", *LAYERS}),
     ],
 )
 def test_they_launch_what_rounds_do(
@@ -99,6 +103,7 @@ def test_they_launch_what_rounds_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from polydraft.drafters import _growth_kernels
+    from polydraft.models import _kernels as layers
     from polydraft.schemes import _kernels as drawing
     from polydraft.walks import _follow_kernels, _kernels
 
@@ -120,11 +125,13 @@ def test_they_launch_what_rounds_do(
             pass
 
     monkeypatch.setattr(compiling, "threading", SimpleNamespace(Thread=AtOnce))
-    for module in (_growth_kernels, drawing, _follow_kernels, _kernels):
+    for module in (_growth_kernels, drawing, _follow_kernels, _kernels, layers):
         for name in expected & set(vars(module)):
             monkeypatch.setattr(module, name, _Noting(getattr(module, name), lambda name=name: seen[turns[-1]].add(name)))
     monkeypatch.setattr(kernels, "_INTERPRETED", True)
-    texts(target(), shape, temperature)
+    model = HFModel(FAMILIES.get("llama").build(), native=False)
+    model.fused = FusedBody(lean_body(model.hf_model))
+    texts(model, shape, temperature)
     assert seen["ahead"] == expected <= seen["round"], new_gpu.text
 
 

@@ -52,8 +52,13 @@ def _quietly(work: Callable[[State, Walk], None], state: State, walk: Walk, stre
 
 
 def _pass_through_target(state: State, walk: Walk) -> None:
-    """Pass a tree through the target, in a memory of its own."""
+    """Pass a tree through the target, in a memory of its own, where kernels of ours are its layers.
+
+    Those of torch are not only free of compiling: switches that they are used with are the whole process's.
+    """
     target, session, rows = state.target, state.session, len(state.tail_B2)
+    if not isinstance(target, HFModel) or target.fused is None:
+        return
     topology = Topology.likeliest(session.num_nodes, session.depth) if session.depth else Topology()
     tokens_BN = torch.zeros(rows, topology.num_nodes, dtype=torch.long, device=target.device)
     tree = DraftTree.from_topology(topology, tokens_BN, (), tokens_BN[0])
