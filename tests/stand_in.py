@@ -66,7 +66,7 @@ def round_recorder(workspace: Workspace, before: int = 1) -> StandIn:
         session, state = workspace.session, workspace.state
         parts = [part for builder in session._builders for part in (builder, builder.source)]
         for part in list(parts):
-            parts += [vars(part)[name] for name in ("policy", "_choice", "texts") if vars(part).get(name) is not None]
+            parts += [vars(part)[name] for name in ("policy", "_choice", "texts", "riders") if vars(part).get(name) is not None]
         return [state, state.warper, session, *parts, *workspace.contexts]
 
     return StandIn(owners, before)

@@ -14,7 +14,7 @@ from polydraft.errors import UsageError
 from polydraft.loading import load
 from polydraft.models import TabularModel
 from polydraft.ngrams import GramOptions
-from polydraft.sampling import RowParams, SamplingParams
+from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
 from polydraft.trees import parse_tree
 
 from .setups import GRAM_PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, gram_options, make_decoder
@@ -126,9 +126,9 @@ def test_branches_are_what_the_paper_says(monkeypatch: pytest.MonkeyPatch, seeds
     for number, (texts, reports) in enumerate(notes):
         length = min(number + 1, 3)
         for row, (text, report) in enumerate(zip(texts, reports, strict=True)):
-            lines = [report[start : start + length] for start in range(0, len(report), length)]
+            lines = [report[start : start + length] for start in range(0, len(report) - 1, 3)]
             tokens, drafts = lines[::2], lines[1::2]
-            assert len(tokens) == len(drafts) == 4
+            assert len(tokens) == len(drafts) == 4 and report[-1] == length
             for branch, drafted in zip(tokens, drafts, strict=True):
                 # A branch token sees the text and its own branch, nothing of the trie and of other branches.
                 assert drafted == [int(TARGET.logits_after([*text, *branch[: stop + 1]]).argmax()) for stop in range(length)]
@@ -150,10 +150,8 @@ def test_branches_feed_the_context_cache() -> None:
     assert isinstance(source, GramSource)
     assert source.memories[0][0].matches(4, 4) == []
     # Three branches of four tokens, and the drafts after each; then of three.
-    source.riders._grown_from = [4]
-    source.receive([[21, 5, 6, 7, 5, 6, 7, 8, *[1] * 16]])
-    source.riders._grown_from = [3]
-    source.receive([[21, 5, 6, 5, 6, 7] * 3])
+    source.receive([[21, 5, 6, 7, 5, 6, 7, 8, *[1] * 16, 4]])
+    source.receive([[*[21, 5, 6, NO_TOKEN, 5, 6, 7, 9] * 3, 3]])
     assert [5, 6, 7] in [list(match.tokens[:3]) for match in source.memories[0][0].matches(4, 4)]
 
 
@@ -162,8 +160,8 @@ def test_first_tokens_come_from_the_rows_own_random_numbers(monkeypatch: pytest.
     original = GramSource.receive
 
     def noting(source: GramSource, reports: Sequence[Sequence[int]]) -> None:
-        if len(reports[0]) == 8:
-            firsts.extend(list(report[::2]) for report in reports)
+        if reports[0][-1] == 1:
+            firsts.extend(list(report[:-1:4]) for report in reports)
         original(source, reports)
 
     monkeypatch.setattr(GramSource, "receive", noting)
@@ -181,17 +179,17 @@ def test_first_tokens_come_from_the_rows_own_random_numbers(monkeypatch: pytest.
 @pytest.mark.parametrize("drafter", ["lookup", "self-draft"])
 def test_rounds_without_candidates_are_plain_passes(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     sizes = []
-    original = TrieBuilder.build
+    original = TrieBuilder.attached
 
     def noting(builder: TrieBuilder, *arguments: Any) -> Any:
         tree = original(builder, *arguments)
         sizes.append(tree.tokens_BN.shape[1])
         return tree
 
-    monkeypatch.setattr(TrieBuilder, "build", noting)
+    monkeypatch.setattr(TrieBuilder, "attached", noting)
     parts = _parts(drafter, riders=RiderOptions(branches=2, length=3), caches=GramOptions(corpus="none"))
     Decoder(TARGET, make_drafter(parts, drafter)).generate([1, 2, 3], max_new_tokens=1, seed=1)
-    assert sizes == [1 if drafter == "lookup" else 3]
+    assert sizes == [1 if drafter == "lookup" else 1 + 2 * 3]
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -19,7 +19,7 @@ from stand_in import round_recorder
 
 from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET
 
-UNIONS = ["lookup+model", "lookup+head"]
+UNIONS = ["lookup+model", "lookup+head", "self-draft+head"]
 ALIKE = [*UNIONS, "suffix"]
 
 
@@ -97,7 +97,7 @@ def test_a_draft_catches_up_with_n_grams_beyond_the_span_of_the_last_round(monke
 
 
 def test_the_usual_drafters_are_recorded() -> None:
-    assert {"none", "model", "head", "lookup", "ngram", "lookup+model", "lookup+head"} <= set(recorded_drafters())
+    assert {"none", "model", "head", "lookup", "ngram", "self-draft", *UNIONS} <= set(recorded_drafters())
 
 
 def test_a_hugging_face_model_sees_no_more_through_a_wide_span(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ def build(name: str, kind: str) -> tuple[HFModel, Drafter]:
     drafter: Drafter
     if kind == "none":
         drafter = Plain()
-    elif kind == "lookup":
-        drafter = gram_tree(["lookup"], GramTreeOptions())
+    elif kind in ("lookup", "self-draft"):
+        drafter = gram_tree([kind], GramTreeOptions())
     else:
         tree = DynamicShape(nodes=24, depth=4) if kind.startswith("dynamic") else parse_tree("4x2x1")
         own = kind.endswith("head")
@@ -59,7 +59,10 @@ def test_prompts_that_recorded_passes_read_have_the_same_texts(kind: str) -> Non
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize(
     "kind",
-    ["none", "model", "head", "lookup", "lookup+model", "lookup+head", "dynamic", "dynamic-head", "lookup+dynamic-head"],
+    [
+        *("none", "model", "head", "lookup", "self-draft", "dynamic", "dynamic-head"),
+        *("lookup+model", "lookup+head", "self-draft+head", "lookup+dynamic-head"),
+    ],
 )
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_replayed_rounds_give_the_same_texts(name: str, kind: str, sampling: SamplingParams) -> None:

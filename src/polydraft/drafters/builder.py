@@ -52,6 +52,10 @@ class Builder(ABC):
         """Whether the next tree is the root alone, and the source is not asked."""
         return False
 
+    def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
+        """Add to what `build` returned what the device knows, where that is the host's work; random numbers as for it."""
+        return tree
+
     def made_up(self, dtype: torch.dtype) -> DraftTree | None:
         """Return a tree of the usual form, from logits of no meaning: for whoever compiles the kernels of later rounds.
 

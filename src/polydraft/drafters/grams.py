@@ -6,7 +6,7 @@ certain (docs/theory.md).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class GramTree(Drafter):
         sizes = self.options.on(target.device)
         if self.lossless and on_device(self.caches, sizes, target.device):
             return DeviceTrieBuilder(self.caches, sizes, batch_size, target.device, name)
-        source = GramSource(self.caches, Riders(sizes.riders, target), self.options.caches.gram, batch_size)
+        source = GramSource(self.caches, Riders(sizes.riders, target, batch_size), self.options.caches.gram, batch_size)
         return TrieBuilder(source, sizes, self.options, target.device, name)
 
 
@@ -120,9 +120,9 @@ class GramSource(Source):
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
         """Let the context caches learn from the branches."""
-        for row, (memories, report, idle) in enumerate(zip(self.memories, reports, self.idle, strict=True)):
+        for memories, report, idle in zip(self.memories, reports, self.idle, strict=True):
             if not idle:
-                for gram in self.riders.grams(row, report, self._gram):
+                for gram in self.riders.grams(report, self._gram):
                     for memory in memories:
                         memory.learn(gram)
 
@@ -153,8 +153,11 @@ class TrieBuilder(Builder):
         )
         self._tries: list[TokenTrie] = []
         self.depth, self.num_nodes = sizes.depth, 1 + sizes.nodes + sizes.riders.most
-        # Branches are tensors that grow; tries alone are the host's part of a round whose rest can be recorded.
-        self.obstacle = "the drafter works on the host" if sizes.riders.branches else None
+
+    @property
+    def kind(self) -> Hashable:
+        """A recording draws the first tokens of branches from prompts of one size, where they are."""
+        return self.source.riders.seeds_BT.shape[1]
 
     @property
     def num_uniforms(self) -> int:
@@ -170,15 +173,18 @@ class TrieBuilder(Builder):
         return FlatBlocksWalk(1 + self._options.most_nodes) if self._options.flat_blocks else NodeWalk()
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Merge what the memories know; let the branches ride along."""
+        """Merge what the memories know."""
         source = self.source
         self._tries = [
             self._trie(memories, read[-1]) if not idle else TokenTrie(read[-1])
             for memories, read, idle in zip(source.memories, source.read, source.idle, strict=True)
         ]
         size = 1 + rounded(max(map(len, self._tries)) - 1, self._sizes.nodes, self._sizes.steps)
-        tree = as_draft_tree(self._tries, size, self.depth, self._device)
-        return source.riders.attach(tree, uniforms_BU)
+        return as_draft_tree(self._tries, size, self.depth, self._device)
+
+    def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
+        """Let the branches ride along."""
+        return self.source.riders.attach(tree, uniforms_BU)
 
     def _trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
         """Propose what is likeliest; by the paper's rule, chains that share nothing, those of the longest prefixes first."""

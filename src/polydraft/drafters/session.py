@@ -205,7 +205,7 @@ class DraftSession:
             if self._certain is None:
                 pending_B1 = tail_B2[:, 1:]
                 return DraftTree.from_topology(Topology(), pending_B1, (), torch.zeros_like(pending_B1[0]))
-            return host_tree or self._host_tree(tail_B2, uniforms_BU)
+            return self._attached(host_tree or self._host_tree(tail_B2, uniforms_BU), uniforms_BU)
         certain = host_tree
         self._drafted = not self._drawn.resting
         with self._beside(tail_B2.device):
@@ -217,11 +217,18 @@ class DraftSession:
         if self._side is not None:
             torch.cuda.current_stream(tail_B2.device).wait_stream(self._side)
         self._own_nodes = drawn.tokens_BN.shape[1]
-        return union(drawn, certain)
+        return union(drawn, self._attached(certain, uniforms_BU))
 
     def _host_tree(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         assert self._certain is not None
-        return self._certain.build(tail_B2, uniforms_BU[:, 0 if self._drawn is None else self._drawn.num_uniforms :])
+        return self._certain.build(tail_B2, self._certain_uniforms(uniforms_BU))
+
+    def _attached(self, certain: DraftTree, uniforms_BU: Tensor) -> DraftTree:
+        assert self._certain is not None
+        return self._certain.attached(certain, self._certain_uniforms(uniforms_BU))
+
+    def _certain_uniforms(self, uniforms_BU: Tensor) -> Tensor:
+        return uniforms_BU[:, 0 if self._drawn is None else self._drawn.num_uniforms :]
 
     @contextmanager
     def _beside(self, device: torch.device) -> Iterator[None]:

@@ -96,7 +96,7 @@ def _speed(results: Results) -> Comparison:
         published_note="",
         published_columns=[],
         published=[],
-        remark="On a GPU, branches keep rounds from being recorded as graphs.",
+        remark="On a GPU, branches kept rounds from being recorded as graphs when this was measured.",
     )
 
 
