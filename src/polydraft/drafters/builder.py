@@ -53,13 +53,13 @@ class Builder(ABC):
         return False
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
-        """Add to what `build` returned what the device knows, where that is the host's work; random numbers as for it."""
+        """Add what the device knows to a tree that the host built; `uniforms_BU` as for `build`."""
         return tree
 
     def made_up(self, dtype: torch.dtype) -> DraftTree | None:
-        """Return a tree of the usual form, from logits of no meaning: for whoever compiles the kernels of later rounds.
+        """Return a tree of the usual form, from made-up logits, so that its kernels are compiled.
 
-        It is built by the kernels that `build` launches, and touches nothing that rounds do; None where there are none.
+        It launches the kernels that `build` does, and touches nothing that rounds do; None where there are none.
         """
         return None
 

@@ -42,7 +42,7 @@ _HOST = 1.6
 """What every round takes on the host beside its passes and its draw, in draft levels, for the same reason: plain rounds of the
 bundled model take 3.5 to 5 ms more than a pass that follows a pass, in int8 as in float32."""
 _TOGETHER = 4
-"""Works of a GPU that are timed together: the way there and back is not part of a draft level."""
+"""Runs that are timed together on a GPU, so that the wait for it is not counted with each."""
 _DISTURBED = 1.6
 """Times of the same work that differ by more, from the first quartile to the third, were taken on a busy machine."""
 _tables: dict[Path, dict[str, Any]] = {}

@@ -54,8 +54,8 @@ class Riders:
 
     Each branch token sees the text, the pending token included, and its own branch before it. The target's best token after
     every prefix of a branch is a draft; branches grow by the last one, and beyond their length drop their first token. All
-    of it depends on the past only. It is the work of tensors of one size that stay where they are, so that rounds can be
-    recorded: tokens that a branch does not have yet are missing nodes.
+    of it depends on the past only. The tensors keep their size and address, so that rounds can be recorded: tokens that a
+    branch does not have yet are missing nodes.
 
     Deviation from [1]: drafts are the target's best tokens at any temperature: sampled ones would only make the cache
     noisier.
@@ -88,7 +88,7 @@ class Riders:
         if not self.options.branches:
             return
         from_prompt = self.options.seeds == "prompt"
-        wanted = round_up(max(len(texts[row]) for row in rows)) if from_prompt else 1
+        wanted = round_up(max((len(texts[row]) for row in rows), default=1)) if from_prompt else 1
         if wanted > self.seeds_BT.shape[1]:
             self.seeds_BT = torch.nn.functional.pad(self.seeds_BT, (0, wanted - self.seeds_BT.shape[1]))
         for row in rows:
@@ -108,7 +108,7 @@ class Riders:
         if not branches:
             return tree
         device, riders = tree.tokens_BN.device, branches * length
-        first_BX = (uniforms_BX.double() * self.sizes_B[:, None]).long()
+        first_BX = (uniforms_BX * self.sizes_B[:, None]).long()
         if self.options.seeds == "prompt":
             first_BX = self.seeds_BT.gather(1, first_BX)
         new_B1 = self.lengths_B[:, None] == 0

@@ -185,6 +185,7 @@ class TreeChoice:
             return self._guess(rows)
         best = max(rates, key=lambda place: rates[place])
         for place in (best + 1, best - 1, 0):
-            if known.get(place, 0.0) is None and (place == 0 or rows * self.trees[place].num_nodes <= _DEAR):
+            untried = place in known and known[place] is None
+            if untried and (place == 0 or rows * self.trees[place].num_nodes <= _DEAR):
                 return place
         return best if rates[best] > _STAY * rates.get(self._place, 0.0) else self._place

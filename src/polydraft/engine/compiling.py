@@ -20,6 +20,8 @@ from polydraft.trees import DraftTree, Topology
 from polydraft.walks import Walk
 
 _LOGGER = logging.getLogger("polydraft")
+_MOST_SLOTS = 4096
+"""Of the made-up memory: what large batches have reserved may be all the memory there is."""
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def _quietly(work: Callable[[State, Walk], None], state: State, walk: Walk, stre
 def _pass_through_target(state: State, walk: Walk) -> None:
     """Pass a tree through the target, in a memory of its own, where kernels of ours are its layers.
 
-    Those of torch are not only free of compiling: switches that they are used with are the whole process's.
+    Torch's layers need no compiling, and set switches of the whole process.
     """
     target, session, rows = state.target, state.session, len(state.tail_B2)
     if not isinstance(target, HFModel) or target.fused is None:
@@ -63,6 +65,8 @@ def _pass_through_target(state: State, walk: Walk) -> None:
     tokens_BN = torch.zeros(rows, topology.num_nodes, dtype=torch.long, device=target.device)
     tree = DraftTree.from_topology(topology, tokens_BN, (), tokens_BN[0])
     span = state.memory.context.span or session.num_nodes
+    if rows * span > _MOST_SLOTS:
+        return
     context = target.start(rows, span)
     context.places = session.num_nodes
     context.fix_span(span)

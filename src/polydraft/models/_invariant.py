@@ -199,7 +199,7 @@ def plan_attend(
 
     Parts are written and read again: not where there are programs enough without splits. Where there are too few even with
     them, blocks of fewer lines read the same keys, from the caches, more often, and leave few multiprocessors without work.
-    The least blocks wait for their keys above all, and ask for more of them at a time; as `benchmarks/gpu_tiles.py` found.
+    The smallest blocks mostly wait for their keys, and load more of them at a time (`benchmarks/gpu_tiles.py --attention`).
 
     Parameters
     ----------
@@ -214,12 +214,15 @@ def plan_attend(
         return AttendPlan(block_lines, block_keys, at_once=True)
     while block_lines > 16 and heads * splits * math.ceil(lines / block_lines) < _ENOUGH_PROGRAMS:
         block_lines //= 2
-    if wide:
-        return AttendPlan(block_lines, block_keys, at_once=False)
-    # Two blocks of keys and of values are under way beside the queries.
-    needed = (4 * 2 * block_keys + block_lines) * power_of_two(channels) * dtype.itemsize
-    more = 2 if block_lines == 16 and needed <= room else 1
-    return AttendPlan(block_lines, more * block_keys, at_once=False, stages=3)
+    plans = [] if wide else [AttendPlan(block_lines, block_keys, at_once=False, stages=3)]
+    if plans and block_lines == 16:
+        plans.insert(0, dataclasses.replace(plans[0], keys=2 * block_keys))
+    for plan in plans:
+        # Keys and values of the stages to come lie beside the queries.
+        held = 2 * plan.keys * (plan.stages - 1) + block_lines
+        if held * power_of_two(channels) * dtype.itemsize <= room:
+            return plan
+    return AttendPlan(block_lines, block_keys, at_once=False)
 
 
 def invariant_attention(
