@@ -12,7 +12,7 @@ import polydraft
 from polydraft.bench._results import speedup_interval
 from polydraft.certify.greedy_identity import IdentityCheck
 from polydraft.drafters import Combination, Drafter, GramTreeOptions, TreeDrafter
-from polydraft.drafters.grams import gram_tree
+from polydraft.drafters.grams import GRAM_DRAFTERS, gram_tree
 from polydraft.engine import Decoder, Stats
 from polydraft.models import FeatureHead
 from polydraft.models.loading import Loaded, load_draft
@@ -85,7 +85,12 @@ def speed_up(arm: list[Stats], plain: list[Stats]) -> tuple[float, float, float]
 
 
 def drafter_of(spec: str, head: FeatureHead, plain: Decoder) -> Drafter:
-    """Make a tree, with a scheme if wished, and so many candidates from n-grams beside it: 4x2x1,top or 4x2x1+32 or none+63."""
+    """Make a tree, with a scheme if wished, and so many candidates from n-grams beside it: 4x2x1,top or 4x2x1+32 or none+63.
+
+    Names of n-gram drafters stand for themselves: self-draft, suffix+corpus.
+    """
+    if spec.split("+")[0] in GRAM_DRAFTERS:
+        return gram_tree(spec.split("+"), GramTreeOptions().for_tokenizer(plain.tokenizer))
     drawn, _, nodes = spec.partition("+")
     tree, _, scheme = drawn.partition(",")
     shape = parse_dynamic(tree) or parse_tree(tree)
