@@ -32,7 +32,9 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
     """Decode prompts one at a time, arms in turn, against our plain decoding; Hugging Face decodes the first few."""
     usual = polydraft.load(options.target, device="cuda")
     head = load_draft("smollm2-head", Loaded(usual.target, usual.tokenizer, usual.eos_token_ids))
-    prompts = [usual.encode(text, chat=True) for text in sample_prompts(options.prompts, options.limit)]
+    texts = sample_prompts(options.prompts, options.limit)
+    before = usual.encode("\n\n".join(texts) * (1 + options.context // 500))[: options.context] if options.context else []
+    prompts = [before + usual.encode(text, chat=True) for text in texts]
     bare = usual.replace(tokenizer=None)  # without detokenizing
     arms = {"plain": bare.replace(drafter=None)}
     for spec in options.trees or TREES:
@@ -47,18 +49,18 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
                 decoder.generate(prompt, sampling=sampling, max_new_tokens=128, seed=0)
         print(f"T={temperature:g}: warming up took {time.perf_counter() - start:.1f} s", flush=True)
         stats: dict[str, list[Stats]] = {name: [] for name in arms}
-        texts: dict[str, list[list[int]]] = {name: [] for name in arms}
+        found_texts: dict[str, list[list[int]]] = {name: [] for name in arms}
         for seed, prompt in enumerate(prompts):
             for name, decoder in arms.items():
                 result = decoder.generate(prompt, sampling=sampling, max_new_tokens=128, seed=seed)
                 stats[name].append(result.stats)
-                texts[name].append(result.token_ids)
+                found_texts[name].append(result.token_ids)
         for name, found in stats.items():
             rate, low, high = speed_up(found, stats["plain"])
             tokens, passes = sum(one.new_tokens for one in found), sum(one.passes for one in found)
             seconds = sum(one.decode_seconds for one in found)
             rows |= {f"T={temperature:g} {name}": tokens / seconds, f"T={temperature:g} {name} ratio": rate}
-            same = sum(one == two for one, two in zip(texts[name], texts["plain"], strict=True))
+            same = sum(one == two for one, two in zip(found_texts[name], found_texts["plain"], strict=True))
             alike = f"  {same} of {len(prompts)} texts as plain" if temperature == 0 else ""
             print(
                 f"T={temperature:g} {name:14} {tokens / seconds:7.1f} tokens/s  {rate:5.2f}x plain ({low:.2f} to {high:.2f})  "

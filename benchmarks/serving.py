@@ -91,13 +91,15 @@ async def one_client(
 async def timed_clients(
     options: argparse.Namespace, decoder: Decoder, prompts: list[list[int]], count: int
 ) -> dict[str, float]:
-    """Time so many clients of a scheduler with as many slots."""
+    """Time so many clients of a scheduler."""
     warm = [SamplingParams(temperature=options.temperature)] if options.warm else []
-    size = LaneOptions(slots=count, slot_tokens=LONGEST, chunk_tokens=CHUNK)
+    size = LaneOptions(slots=options.slots or count, slot_tokens=LONGEST, chunk_tokens=CHUNK)
     scheduler, gaps = Scheduler(decoder, size, max_queue=count, warm_up=warm), list[float]()
     scheduler.start()
+    start = time.perf_counter()
     while not scheduler.ready:
         await asyncio.sleep(0.05)
+    waited = time.perf_counter() - start
     start = time.perf_counter()
     await asyncio.gather(*(one_client(scheduler, AUTO, prompts, number, options, gaps) for number in range(count)))
     seconds = time.perf_counter() - start
@@ -105,6 +107,7 @@ async def timed_clients(
     ordered = sorted(gaps)
     new = sum(length_of(number, turn, options.tokens) for number in range(count) for turn in range(options.turns))
     return {
+        "warm_up": waited,
         "tokens_per_second": new / seconds,
         "p50": ordered[len(ordered) // 2],
         "p99": ordered[len(ordered) * 99 // 100],
@@ -112,7 +115,7 @@ async def timed_clients(
 
 
 async def streams(options: argparse.Namespace, decoder: Decoder, prompts: list[list[int]]) -> dict[str, Any]:
-    """Time many clients of a scheduler with as many slots."""
+    """Time many clients of a scheduler."""
     found: dict[str, Any] = {}
     for count in options.streams:
         row: dict[str, Any] = {}
@@ -122,7 +125,7 @@ async def streams(options: argparse.Namespace, decoder: Decoder, prompts: list[l
         found[f"streams {count}"] = {**row, "ratio": ratio}
         times = ", ".join(f"{arm} {row[arm]['p50'] * 1000:.1f}/{row[arm]['p99'] * 1000:.1f}" for arm in (OFF, AUTO))
         print(f"streams {count}: off {row[OFF]['tokens_per_second']:.0f}, auto {row[AUTO]['tokens_per_second']:.0f} tokens/s "
-              f"({ratio:.2f}x); ms per token p50/p99: {times}", flush=True)  # fmt: skip
+              f"({ratio:.2f}x); ms per token p50/p99: {times}; warm-up {row[AUTO]['warm_up']:.1f} s", flush=True)  # fmt: skip
     return found
 
 
@@ -195,6 +198,7 @@ def main() -> None:
     parser.add_argument("--prompts", default="builtin")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--streams", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4, 16, 64])
+    parser.add_argument("--slots", type=int, help="of the scheduler; as many as there are streams otherwise")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=3)

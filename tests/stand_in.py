@@ -39,7 +39,9 @@ class StandIn(Recorder):
     def run(self, kind: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
         self.kinds.append(kind)
         before = self.addresses()
-        assert self._addresses.setdefault(kind, before) == before, "a tensor has moved between two replays"
+        known = self._addresses.setdefault(kind, {})
+        moved = [name for name, address in before.items() if known.setdefault(name, address) != address]
+        assert not moved, f"tensors have moved between two replays: {moved}"
         outcome, replayed = super().run(kind, function, *inputs)
         assert self.addresses() == before, "a round has put a tensor elsewhere"
         self.replays += replayed
@@ -51,12 +53,14 @@ class StandIn(Recorder):
 
     def addresses(self) -> dict[str, int]:
         """Addresses of the tensors that live from round to round."""
-        return {
-            f"{number} {name}": value.data_ptr()
-            for number, owner in enumerate(self.owners())
-            for name, value in vars(owner).items()
-            if isinstance(value, Tensor) and name not in _WITHIN_A_ROUND
-        }
+        found: dict[str, int] = {}
+        for number, owner in enumerate(self.owners()):
+            for name, value in vars(owner).items():
+                values = value if isinstance(value, dict) else {"": value}
+                tensors = {key: one for key, one in values.items() if isinstance(one, Tensor)}
+                if name not in _WITHIN_A_ROUND:
+                    found |= {f"{number} {name} {key}": one.data_ptr() for key, one in tensors.items()}
+        return found
 
 
 def round_recorder(workspace: Workspace, before: int = 1) -> StandIn:
@@ -67,6 +71,8 @@ def round_recorder(workspace: Workspace, before: int = 1) -> StandIn:
         parts = [part for builder in session._builders for part in (builder, builder.source)]
         for part in list(parts):
             parts += [vars(part)[name] for name in ("policy", "_choice", "texts", "riders") if vars(part).get(name) is not None]
+            if getattr(vars(part).get("_distributions"), "_warper", None) is not None:
+                parts.append(part._distributions._warper)
         return [state, state.warper, session, *parts, *workspace.contexts]
 
     return StandIn(owners, before)

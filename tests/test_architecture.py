@@ -20,6 +20,7 @@ ROOMS = [
     "svg",
     "prompts",
     "transfers",
+    "row_storage",
     "kernels",
     "sampling",
     "trees",

@@ -157,7 +157,7 @@ def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, d
     assert isinstance(session._certain.source, DeviceGramSource)
     can = session.recordable
     assert can.never is None and can.host_tree is None and not can.waits
-    uniforms_BU = run._noise.uniforms(run._workspace.num_uniforms(run._walk))
+    uniforms_BU = run.slots.noise.uniforms(run._workspace.num_uniforms(run._walk))
     originals = {"propose": session.propose, "commit": session.commit}
 
     def sealed(name: str) -> Callable[..., Any]:

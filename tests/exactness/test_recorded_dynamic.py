@@ -232,7 +232,7 @@ def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, m
     run = stream._engine
     session, builder = run._session, run._session._drawn
     assert isinstance(builder, DynamicBuilder) and builder._choice is not None
-    uniforms_BU = run._noise.uniforms(run._workspace.num_uniforms(run._walk))
+    uniforms_BU = run.slots.noise.uniforms(run._workspace.num_uniforms(run._walk))
     originals = {"propose": session.propose, "commit": session.commit}
 
     def sealed(name: str) -> Callable[..., Any]:

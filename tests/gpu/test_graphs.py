@@ -243,3 +243,27 @@ def test_a_failed_recording_falls_back_with_a_reason(caplog: pytest.LogCaptureFi
             assert not replayed and output.tolist() == [3, 3, 3]
     assert caplog.text.count("without CUDA graphs: recording a round failed") == 1
     assert torch.ones(2, device="cuda").sum().item() == 2, "the device goes on"
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["none", "model", "head"])
+def test_rounds_have_fewer_rows_as_texts_end(kind: str, sampling: str) -> None:
+    """Texts move to the first rows; recordings of all sizes find what they need where it was."""
+    target = HFModel(FAMILIES.get("llama").build(max_position_embeddings=512).to("cuda"), invariant=True)
+    drafter = (
+        build("llama", kind)[1] if kind == "model" else Plain() if kind == "none" else head_tree(target, parse_tree("3x1"))
+    )
+    recorded, eager = Decoder(target, drafter), Decoder(target, drafter, graphs=False)
+    prompts = [[3 + row, 9, 14, 2 + 5 * row] for row in range(8)]
+    limits = [9, 300, 4, 60, 320, 7, 50, 3]
+    for turn in range(3):
+        options = {"sampling": SAMPLINGS[sampling], "max_new_tokens": limits, "seed": [10 * turn + row for row in range(8)]}
+        stream = recorded.stream(prompts, **options)
+        rows = set()
+        for _ in stream:
+            rows.add(len(stream._engine.slots))
+        for row, (prompt, found) in enumerate(zip(prompts, stream.results(), strict=True)):
+            alone = eager.generate(prompt, sampling=SAMPLINGS[sampling], max_new_tokens=limits[row], seed=[10 * turn + row])
+            assert found.token_ids == alone.token_ids, (turn, row)
+        assert {8, 2} <= rows, rows
+    assert stream.stats.replayed_rounds > 0.8 * stream.stats.rounds

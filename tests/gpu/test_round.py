@@ -103,7 +103,7 @@ def check_without_waiting(decoder: Decoder, temperature: float) -> None:
     stream = decoder.stream(PROMPTS, sampling=params, max_new_tokens=40, seed=0)
     next(stream)  # warm-up: tables and libraries
     run = stream._engine
-    uniforms_BU = run._noise.uniforms(run._workspace.num_uniforms(run._walk))
+    uniforms_BU = run.slots.noise.uniforms(run._workspace.num_uniforms(run._walk))
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:

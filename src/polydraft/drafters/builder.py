@@ -34,6 +34,8 @@ class Builder(ABC):
     """Whether what the host learns of a round may change what the next one does."""
     elastic: bool = False
     """Whether the number of rows may change, see `resize`."""
+    movable: bool = False
+    """Whether rows can move, see `move_row`."""
     asked_scheme: str | None = None
     """The scheme that was asked for by name: a walk that was asked for as well must verify it."""
 
@@ -93,7 +95,14 @@ class Builder(ABC):
         """
 
     def resize(self, params: RowParams) -> None:
-        """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `begin`."""
+        """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `begin`.
+
+        Where rows are movable, those that go sleep and come back as they were.
+        """
+        raise NotImplementedError
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row go on with the text of another, which may sleep, between two rounds; what it held is gone."""
         raise NotImplementedError
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:  # noqa: B027
@@ -153,6 +162,11 @@ class DraftDistributions:
         self.params = params
         if self._warper is not None:
             self._warper.resize(params)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row go on with the text of another."""
+        if self._warper is not None:
+            self._warper.move_row(source, target)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""

@@ -14,10 +14,11 @@ from polydraft.drafters.builder import Builder
 from polydraft.drafters.gram_options import Sizes
 from polydraft.drafters.source import Source
 from polydraft.drafters.trie import WIDTH, check_node_walk
-from polydraft.models.language_model import resized, round_up
+from polydraft.models.language_model import round_up
 from polydraft.ngrams import GramCache
 from polydraft.ngrams.lookup import MOST_COPIES
 from polydraft.ngrams.tables import LONGEST, CorpusTables, Paths, Texts, powers
+from polydraft.row_storage import resized
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import Naive
 from polydraft.transfers import assign, brought

@@ -8,12 +8,16 @@ from torch import Tensor
 from polydraft.drafters.policy import LONGEST_REST
 from polydraft.drafters.source import DistributionSource
 from polydraft.models import FeatureHead
-from polydraft.models.language_model import Observer, resized
+from polydraft.models.language_model import Observer
 from polydraft.models.memory import common_prefix
+from polydraft.row_storage import RowStorage
 from polydraft.schemes.arrays import can_sync
 from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
 from polydraft.walks import Verdict
+
+_KEPT = ("_tokens_BW", "_features_BWF", "_fresh_B", "_lone_B")
+"""What a head keeps by row, beside its context."""
 
 
 class HeadSource(DistributionSource):
@@ -25,7 +29,7 @@ class HeadSource(DistributionSource):
     one token nothing precedes the root: its entry has no features, and is not kept.
     """
 
-    follows_any_path = True
+    follows_any_path = movable = True
 
     def __init__(self, head: FeatureHead, batch_size: int) -> None:
         super().__init__(head.device, head.vocabulary)
@@ -35,8 +39,9 @@ class HeadSource(DistributionSource):
         self._places, self._recorded = 1, False
         self._texts: list[Sequence[int]] = [()] * batch_size
         self._tokens_BW = torch.zeros(batch_size, 1, dtype=torch.long, device=head.device)
-        self._fresh_block: Block | None = None
-        """The pass over them where its size is fixed: a recording needs its tensors for as long as it lasts."""
+        self._storage = RowStorage()
+        self._fresh_blocks: dict[int, Block] = {}
+        """The pass over them where its size is fixed, by rows: a recording needs its tensors for as long as it lasts."""
         self._features_BWF: Tensor | None = None
         """The target's; known once it has shown some."""
         self._fresh_B = torch.zeros_like(self._tokens_BW[:, 0])
@@ -75,16 +80,24 @@ class HeadSource(DistributionSource):
         self._places = self._context.places = places + (width if recorded else width * (1 + LONGEST_REST))
         if recorded:
             self._tokens_BW = self._tokens_BW.new_zeros(len(self._tokens_BW), width)
-            self._fresh_block = causal_block(len(self._tokens_BW), width, self.device)
 
     def resize(self, rows: int, most: int) -> None:
         """Have so many rows."""
         self._take_waiting()
         self._context.resize(rows, most)
-        self._texts = [*self._texts, *([()] * rows)][:rows]
-        self._tokens_BW, self._fresh_B = resized(self._tokens_BW, rows), resized(self._fresh_B, rows)
-        self._lone_B = None if self._lone_B is None else resized(self._lone_B, rows)
-        self._features_BWF = None if self._features_BWF is None else resized(self._features_BWF, rows)
+        self._texts = self._storage.resized_list("texts", self._texts, rows, tuple)
+        for name in _KEPT:
+            if (values_BX := getattr(self, name)) is not None:
+                setattr(self, name, self._storage.resized(name, values_BX, rows))
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row go on with the text of another."""
+        self._take_waiting()
+        self._context.move_row(source, target)
+        self._texts = self._storage.moved_list("texts", self._texts, source, target)
+        for name in _KEPT:
+            if (values_BX := getattr(self, name)) is not None:
+                self._storage.move(name, values_BX, source, target)
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""
@@ -110,7 +123,9 @@ class HeadSource(DistributionSource):
         self._context.rewind(held)
         last = [start + count == len(text) - 1 for start, count, text in zip(starts, counts, texts, strict=True)]
         if self._features_BWF is None:
-            self._features_BWF = features_BTF.new_zeros(*self._tokens_BW.shape, features_BTF.shape[-1])
+            whole_BW = self._storage.whole("_tokens_BW", self._tokens_BW)
+            whole_BWF = features_BTF.new_zeros(*whole_BW.shape, features_BTF.shape[-1])
+            self._features_BWF = self._storage.keep("_features_BWF", whole_BWF, len(self._tokens_BW))
         for row, (count, ends) in enumerate(zip(counts, last, strict=True)):
             if count and ends:
                 self._features_BWF[rows.start + row, 0] = features_BTF[row, count - 1]
@@ -140,13 +155,18 @@ class HeadSource(DistributionSource):
         """Make the fresh entries certain; the last of them is the root's."""
         self._take_waiting()
         self._skips = 0
-        batch_size = len(tail_B2)
-        block = self._fresh_block or causal_block(batch_size, self._tokens_BW.shape[1], self.device)
-        outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), block)
+        outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), self._fresh_block(len(tail_B2)))
         root_B1H = self._context.take_roots(outputs_BWH, self._fresh_B)
         self._context.settle([max(len(text) - 2, 0) for text in self._texts])
         self._outputs_BWH = root_B1H
         return root_B1H
+
+    def _fresh_block(self, rows: int) -> Block:
+        if not self._recorded:
+            return causal_block(rows, self._tokens_BW.shape[1], self.device)
+        if rows not in self._fresh_blocks:
+            self._fresh_blocks[rows] = causal_block(rows, self._tokens_BW.shape[1], self.device)
+        return self._fresh_blocks[rows]
 
     def _fused_fresh(self) -> Tensor:
         if self._features_BWF is None:  # nothing but texts of one token

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polydraft.drafters.source import DistributionSource
 from polydraft.models import LanguageModel, Memory
-from polydraft.models.language_model import resized
+from polydraft.row_storage import RowStorage
 from polydraft.trees import Block, SlicedMask, StaticBlock, Topology
 from polydraft.walks import Verdict
 
@@ -23,6 +23,7 @@ class ModelSource(DistributionSource):
     """
 
     lead = 1
+    movable = True
 
     def __init__(self, model: LanguageModel, batch_size: int) -> None:
         super().__init__(model.device, model.vocabulary)
@@ -32,6 +33,7 @@ class ModelSource(DistributionSource):
         self._lone_B1: Tensor | None = None
         """Rows whose text is the root alone; only in a first round."""
         self._longest = 0
+        self._storage = RowStorage()
         self._texts: Sequence[Sequence[int]] = [()] * batch_size
         self._skipped, self._behind = False, False
         """Whether the last round was without drafts, and whether there is text to be read before the next one with drafts."""
@@ -48,8 +50,16 @@ class ModelSource(DistributionSource):
     def resize(self, rows: int, most: int) -> None:
         """Have so many rows."""
         self._memory.resize(rows, most)
-        self._texts = [*self._texts, *([()] * rows)][:rows]
-        self._lone_B1 = None if self._lone_B1 is None else resized(self._lone_B1, rows)
+        self._texts = self._storage.resized_list("texts", self._texts, rows, tuple)
+        if self._lone_B1 is not None:
+            self._lone_B1 = self._storage.resized("lone", self._lone_B1, rows)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row go on with the text of another."""
+        self._memory.move_row(source, target)
+        self._texts = self._storage.moved_list("texts", self._texts, source, target)
+        if self._lone_B1 is not None:
+            self._storage.move("lone", self._lone_B1, source, target)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Read the texts."""

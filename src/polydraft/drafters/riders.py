@@ -13,7 +13,8 @@ from torch import Tensor
 
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel
-from polydraft.models.language_model import resized, round_up
+from polydraft.models.language_model import round_up
+from polydraft.row_storage import resized
 from polydraft.sampling import NO_TOKEN
 from polydraft.transfers import brought
 from polydraft.trees import MAX_NODES, DraftTree

@@ -139,6 +139,11 @@ class DraftSession:
         """Whether the number of rows may change, see `resize`."""
         return all(builder.elastic for builder in self._builders)
 
+    @property
+    def movable(self) -> bool:
+        """Whether rows can move, see `move_row`."""
+        return self.elastic and all(builder.movable and builder.source.movable for builder in self._builders)
+
     def share(self, loads: Sequence[int], steady: bool) -> None:
         """Say how many rows share the rounds of each row, as far as that may matter to its drafts.
 
@@ -152,6 +157,12 @@ class DraftSession:
         for builder in self._builders:
             builder.source.resize(len(params), most)
             builder.resize(params)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row go on with the text of another, which may sleep, between two rounds; what it held is gone."""
+        for builder in self._builders:
+            builder.source.move_row(source, target)
+            builder.move_row(source, target)
 
     def prepare(
         self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], unread: Sequence[int], keep: bool

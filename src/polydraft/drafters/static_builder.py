@@ -14,6 +14,7 @@ from polydraft.drafters.static_plan import GroupPlan, LevelPlan, plan_passes
 from polydraft.drafters.tree_choice import TreeChoice
 from polydraft.errors import UsageError
 from polydraft.kernels import kernels_run
+from polydraft.row_storage import RowStorage
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import SCHEMES, Scheme
 from polydraft.transfers import assign
@@ -72,7 +73,7 @@ class StaticBuilder(Builder):
         Chooses among smaller trees, and `topology`, from round to round.
     """
 
-    elastic = static = True
+    elastic = static = movable = True
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class StaticBuilder(Builder):
         self._usual = named if isinstance(named, Scheme) else SCHEMES.get(named)()
         self.asked_scheme = scheme if isinstance(scheme, str) else None
         self._compiled = compiled and decision is None
+        self._storage = RowStorage()
         self._greedy_B = torch.zeros(len(params), dtype=torch.bool, device=source.device)
         """Rows whose candidates are the likeliest tokens."""
         self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
@@ -138,13 +140,14 @@ class StaticBuilder(Builder):
 
     @property
     def num_kinds(self) -> int:
-        """One per tree; a text alone has the largest."""
-        return len(self._trees) if len(self._greedy_B) > 1 else 1
+        """One for each tree that may pay for so many rows; a text alone has the largest."""
+        return 1 if self._choice is None else len(self._choice.worth_a_trial(len(self._greedy_B)))
 
     def rehearse(self, number: int | None) -> None:
         """Let all rounds have one tree, the largest first."""
         if self._choice is not None:
-            self._choice.rehearsed = None if number is None else max(self._choice.largest - number, 0)
+            places = self._choice.worth_a_trial(len(self._greedy_B))
+            self._choice.rehearsed = None if number is None else places[min(number, len(places) - 1)]
 
     def share(self, loads: Sequence[int], steady: bool) -> None:
         """Keep to the largest tree for texts that depend on nothing but themselves, and for a row alone."""
@@ -163,8 +166,14 @@ class StaticBuilder(Builder):
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters."""
-        self._greedy_B = self._greedy_B.new_zeros(len(params))
+        self._greedy_B = self._storage.resized("greedy", self._greedy_B, len(params))
         self._distributions.resize(self._draft_params(params))
+        if self._choice is not None:
+            self._choice.fit(len(params), self.scheme.name)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row go on with the text of another."""
+        self._distributions.move_row(source, target)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""

@@ -29,8 +29,9 @@ _SAMPLES = 4
 """Timed rounds before a tree is judged: the fastest of them, as disturbances only ever slow down."""
 _TIME_MEMORY, _MOST_SLOWER = 0.95, 1.25
 """How much of a mean time is left after the next round, and how much slower than the mean a round counts at most."""
-_CHEAP, _DEAR = 64, 512
-"""Tokens of a pass, those of all rows, that cost a GPU little more than one, and more than which no tree is worth a trial."""
+_FEW, _CHEAP, _DEAR = 16, 64, 256
+"""Tokens of a pass, those of all rows: a tree that has fewer leaves too much of a GPU idle; so many cost little more than one;
+and a tree of more is not worth a trial (on an H200, 144 tokens take twice the time of one, 208 more than three times)."""
 _STAY = 1.02
 """How much better another tree must be: a change costs a round's head start."""
 _AGAIN = 4096
@@ -132,6 +133,11 @@ class TreeChoice:
             return self.rehearsed
         return self.largest if self.fixed else self._place
 
+    def fit(self, rows: int, scheme: str = "") -> None:
+        """Choose the tree of the next round anew: it is shared by another number of rows."""
+        self.pause()
+        self._place = self._best(rows, (rows, scheme))
+
     def pause(self) -> None:
         """Take note that the next round does not follow the last one at once."""
         self._before = None
@@ -173,6 +179,13 @@ class TreeChoice:
         """Accepted tokens for each that a fair draft would have brought."""
         return self._accepted / max(self._expected, 1e-9)
 
+    def worth_a_trial(self, rows: int) -> list[int]:
+        """Return the places of trees that may pay for so many rows, largest first; the largest alone for one."""
+        if rows == 1:
+            return [self.largest]
+        tokens = [rows * tree.num_nodes for tree in self.trees]
+        return [place for place in range(self.largest, -1, -1) if place == 0 or _FEW <= tokens[place] <= _DEAR]
+
     def _guess(self, rows: int) -> int:
         """Return the place of the largest tree whose pass is cheap."""
         return max(place for place, tree in enumerate(self.trees) if place == 0 or rows * tree.num_nodes <= _CHEAP)
@@ -185,7 +198,6 @@ class TreeChoice:
             return self._guess(rows)
         best = max(rates, key=lambda place: rates[place])
         for place in (best + 1, best - 1, 0):
-            untried = place in known and known[place] is None
-            if untried and (place == 0 or rows * self.trees[place].num_nodes <= _DEAR):
+            if place in known and known[place] is None and place in self.worth_a_trial(rows):
                 return place
         return best if rates[best] > _STAY * rates.get(self._place, 0.0) else self._place

@@ -164,6 +164,10 @@ class Decoder:
         Stream
             An iterator of `TokenEvent`; its `results()` are complete once it is exhausted.
         """
+        return self._open(prompts, options)
+
+    def _open(self, prompts: Any, options: Options, batch_size: int = 0) -> Stream:
+        """Do so in memories for at least `batch_size` texts."""
         request = Request.from_options(options)
         texts = [self.encode(prompt, request.chat) for prompt in rows_of(prompts)[0]]
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
@@ -191,7 +195,8 @@ class Decoder:
             )
         ]
         with self._turn if request.keep else nullcontext():
-            workspace = self._lend(drafter, params, request.keep)
+            rows = RowParams((*params.rows, *params.rows[:1] * (batch_size - len(params))))
+            workspace = self._lend(drafter, rows, request.keep)
             engine = Engine(
                 target=self.target,
                 drafter=drafter,
@@ -199,6 +204,7 @@ class Decoder:
                 walk=self.walk,
                 sequences=sequences,
                 keep=request.keep,
+                elastic=not request.keep,
             )
             self._put_back(drafter, workspace, request.keep)
         settings = {
@@ -247,16 +253,20 @@ class Decoder:
                 progress(length)
             new_tokens = min(NEW_TOKENS, longest - 1)
             prompt = prompt_of(length, new_tokens, self.target.vocab_size)
-            number, kinds = 0, 1
-            while number < kinds:
-                stream = self.stream([prompt] * batch_size, sampling=sampling, max_new_tokens=new_tokens, seed=0)
-                kinds = stream.session.num_kinds
-                with rehearsing(stream.session, number):
-                    for _ in stream:
-                        if stream.stats.rounds >= ROUNDS:
-                            stream.close()
-                            break
-                number += 1
+            asked: Options = {"sampling": sampling, "max_new_tokens": new_tokens, "seed": 0}
+            sizes, size = [batch_size], 0
+            while size < len(sizes):
+                number, kinds = 0, 1
+                while number < kinds:
+                    stream = self._open([prompt] * sizes[size], asked, batch_size)
+                    sizes, kinds = stream.sizes, stream.session.num_kinds
+                    with rehearsing(stream.session, number):
+                        for _ in stream:
+                            if stream.stats.rounds >= ROUNDS:
+                                stream.close()
+                                break
+                    number += 1
+                size += 1
         if batch_size == 1:  # passes that read several prompts are not recorded
             for prompt in prompts_to_read(longest, PREFILL_CHUNK, self.target.vocab_size, self.target.device):
                 self.generate(prompt, sampling=sampling, max_new_tokens=1, seed=0)
@@ -329,7 +339,7 @@ class Decoder:
 
 
 def _fits(found: tuple[Drafter, Workspace], drafter: Drafter, params: RowParams) -> bool:
-    return found[0] is drafter and found[1].params == params
+    return found[0] is drafter and found[1].asked == params
 
 
 def _check_text(text: str) -> None:

@@ -1,9 +1,10 @@
 """Launching rounds: as CUDA graphs where they can be recorded, and ahead of the host where nothing depends on it."""
 
 import logging
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +21,7 @@ from polydraft.models import Context
 from polydraft.trees import DraftTree
 from polydraft.walks import Walk
 
-_MOST_RECORDINGS = 128
+_MOST_RECORDINGS = 256
 _LOGGER = logging.getLogger("polydraft")
 _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Why passes of a model are not recorded, as far as it was said."""
@@ -149,6 +150,32 @@ class Arriving:
         return self.values_BX
 
 
+class DeviceClock:
+    """How much longer a device works on something than the host takes to launch it, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._spans = device, list[tuple[float, Any, Any]]()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time what is launched here."""
+        if self._device.type != "cuda":
+            yield
+            return
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        stream, start = torch.cuda.current_stream(self._device), time.perf_counter()
+        first.record(stream)
+        yield
+        last.record(stream)
+        self._spans.append((time.perf_counter() - start, first, last))
+
+    def take(self) -> float:
+        """Return the seconds since the last call, once the device is known to be past all of it."""
+        seconds = sum((max(first.elapsed_time(last) / 1e3 - host, 0.0) for host, first, last in self._spans), 0.0)
+        self._spans.clear()
+        return seconds
+
+
 @dataclass(frozen=True, eq=False)
 class Launched:
     """A round that the device works on; its outcome is the round's only copy to the host."""
@@ -193,7 +220,8 @@ class Launcher:
         common = max(context.wanted_span() for context in contexts)
         spans = tuple(context.fix_span(common) for context in contexts)
         stored = tuple((context.capacity, context.address) for context in contexts)
-        shape = (depth, state.session.num_nodes, uniforms_BU.shape[1], state.session.scheme.name, can.kind, *state.warper.kind)
+        rows, width = uniforms_BU.shape
+        shape = (depth, state.session.num_nodes, width, state.session.scheme.name, can.kind, *state.warper.kind, rows)
         kind: tuple[Hashable, ...] = (type(walk), *vars(walk).values(), shape, spans, stored)
         inputs: tuple[Tensor, ...] = (uniforms_BU,)
         host_tree: DraftTree | None = None

@@ -9,20 +9,18 @@ from dataclasses import replace
 import torch
 
 from polydraft.drafters import Drafter, DraftSession
-from polydraft.engine.graphs import Launched
+from polydraft.engine.graphs import DeviceClock, Launched
 from polydraft.engine.outcome import RowOutcome
 from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSequence
+from polydraft.engine.slots import Slots
 from polydraft.engine.stats import TARGET, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError
 from polydraft.models import LanguageModel
-from polydraft.models.memory import common_prefix
-from polydraft.sampling import IDLE, Noise, SamplingParams
+from polydraft.sampling import IDLE, SamplingParams
 from polydraft.walks import AUTO, Fault, Walk
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
-_NO_TEXT = [0]
-"""Stands for the text of an empty slot."""
 _ENDLESS = 2**62
 _LEAST_TEXT = 2
 """Tokens of a prompt to begin with: a text of one token is a case of its own."""
@@ -57,8 +55,8 @@ class Engine:
     chunk : int, optional
         Tokens of prompts that a step reads at most, so that long ones keep nobody waiting; all if not given.
     elastic : bool
-        Have as many slots as are in use, up to the workspace's rows, where rounds are not recorded. What an unused slot held
-        is forgotten then.
+        Have about as many slots as are in use, up to the workspace's rows. What an unused slot holds is forgotten then, unless
+        rounds are recorded: then it sleeps.
     isolate : bool
         Let a sequence whose model or logits processor fails end alone (`StopReason.FAILED`); raised otherwise.
     """
@@ -78,22 +76,19 @@ class Engine:
         isolate: bool = False,
     ) -> None:
         self.target, self.drafter = target, drafter
-        self.slots: list[TokenSequence | None] = [None] * len(workspace.params)
+        self.slots = Slots(workspace, elastic=elastic, reuse=reuse)
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
         self._reuse, self._chunk, self._isolate = reuse, chunk, isolate
-        self._elastic, self._most = elastic and workspace.elastic, len(self.slots)
-        self._known: dict[int, int] = {}
-        """Slots whose prompts are not read to their ends yet, and how many tokens of them the memories may know."""
         self._spoilt: list[int] = []
         """Slots whose sequences have failed: what the memories hold there may be no numbers."""
         self._started = time.perf_counter()
         self._wish = walk
         self._walk: Walk | None = None
-        self._noise = Noise([torch.Generator() for _ in self.slots], target.device)
         self._session, self._workspace = workspace.session, workspace
         self._launched: list[Launched] = []
         """Rounds whose outcomes are not known yet: between steps the one ahead, if there is one."""
+        self._reading = DeviceClock(target.device)
         self._retiring = False
         """Whether sequences have ended that the round ahead still takes for active ones."""
         self._torn = False
@@ -104,7 +99,7 @@ class Engine:
     @property
     def done(self) -> bool:
         """Whether every sequence has ended."""
-        return not self.waiting and not any(self._running())
+        return not self.waiting and not any(self.slots.running())
 
     @property
     def session(self) -> DraftSession:
@@ -119,7 +114,7 @@ class Engine:
     @property
     def free_slots(self) -> int:
         """How many more sequences could be at work."""
-        return max(self._most - sum(1 for _ in self._running()) - len(self.waiting), 0)
+        return max(self.slots.most - sum(1 for _ in self.slots.running()) - len(self.waiting), 0)
 
     def add(self, sequence: TokenSequence) -> None:
         """Let a sequence wait for a free slot."""
@@ -135,7 +130,7 @@ class Engine:
             with self.undivided():
                 if not self._launched:
                     self._admit()
-                    if not any(self._active()):
+                    if not any(self.slots.active()):
                         return []
                     self._launched.append(self._launch())
                 now = self._launched[0]
@@ -143,6 +138,8 @@ class Engine:
                     self._launched.append(self._launch())
             with self.stats.clock("verify"):
                 outcome, reports = now.wait()  # an interruption here loses no round
+                late = self._reading.take()  # the host has waited for it just now, not for this round
+            self.stats.move_time(late, "verify", "prefill")
             with self.undivided():
                 del self._launched[0]
                 self.stats.replayed_rounds += now.replayed
@@ -158,51 +155,37 @@ class Engine:
             self._torn = True
             raise
 
-    def _running(self) -> Iterator[TokenSequence]:
-        return (sequence for sequence in self.slots if sequence is not None and not sequence.done)
-
-    def _free(self) -> list[int]:
-        return [slot for slot, sequence in enumerate(self.slots) if sequence is None or sequence.done]
-
-    def _active(self) -> list[bool]:
-        """Say which slots take part in rounds: those of running sequences whose prompts are read."""
-        return [
-            sequence is not None and not sequence.done and slot not in self._known for slot, sequence in enumerate(self.slots)
-        ]
-
-    def _texts(self) -> list[Sequence[int]]:
-        """Return what the memories should hold, as far as it is known to them."""
-        texts = [_NO_TEXT if sequence is None else sequence.tokens for sequence in self.slots]
-        return [text[: self._known[slot]] if slot in self._known else text for slot, text in enumerate(texts)]
-
     def _admit(self, keep: bool = False) -> None:
         """Let waiting sequences into free slots, and read on in prompts, first come, first served."""
-        fresh = self._fit()
-        free, room = self._free(), self._chunk or _ENDLESS
-        reading = [slot for slot in self._known if slot not in free]
+        fresh, changed = self.slots.fit(len(self.waiting))
+        if changed and self._walk is not None:
+            self._walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
+            self._workspace.activate(self.slots.active())
+        free, room = self.slots.free(), self._chunk or _ENDLESS
+        reading = [slot for slot in self.slots.known if slot not in free]
         rows, new = list[int](), list[int]()
         while room > 0 and (reading or (self.waiting and free)):
             if reading:
                 slot = reading.pop(0)
-                start = self._known.pop(slot)
+                start = self.slots.known.pop(slot)
             else:
-                slot, start = self._take_slot(self.waiting.popleft(), free)
+                slot, start = self.slots.take(self.waiting.popleft(), free)
                 new.append(slot)
             sequence = self.slots[slot]
             assert sequence is not None
             length = min(len(sequence.prompt), start + room)
             room -= length - start
             if length < len(sequence.prompt):
-                self._known[slot] = max(length, _LEAST_TEXT)
+                self.slots.known[slot] = max(length, _LEAST_TEXT)
             rows.append(slot)
         if not rows:
             return
-        rows += sorted(set(fresh).difference(rows))
+        rows += sorted(slot for slot in set(fresh).difference(rows) if self.slots[slot] is None)
         first = self._walk is None
-        active = self._active()
+        active = self.slots.active()
         for slot, sequence in enumerate(self.slots):
             if sequence is not None and active[slot]:
-                self._noise.seat(slot, sequence.generator)
+                self.slots.noise.seat(slot, sequence.generator)
         # A slot without a sequence at work asks for nothing, whatever it was asked for last. Where rounds are recorded it
         # draws if all others do: a batch of both kinds would be recorded by itself.
         wanted = [sequence.params for slot, sequence in enumerate(self.slots) if sequence is not None and active[slot]]
@@ -211,11 +194,11 @@ class Engine:
         params = {
             slot: sequence.params if sequence is not None and active[slot] else idle for slot, sequence in enumerate(self.slots)
         }
-        longest = max(sequence.end for sequence in self._running())
+        longest = max(sequence.end for sequence in self.slots.running())
         self._share()
-        with self.stats.clock("prefill"):
+        with self.stats.clock("prefill"), self._reading.running():
             self._workspace.begin(
-                self._texts(),
+                self.slots.texts(),
                 longest,
                 rows=range(len(self.slots)) if first else rows,
                 unread=() if keep or self._reuse else range(len(self.slots)) if first else new,
@@ -229,39 +212,6 @@ class Engine:
             )
         self._walk = self._chosen_walk()
 
-    def _fit(self) -> range:
-        """Have as many slots as there are texts, but none less than are in use: rounds cost what their rows cost.
-
-        Returns the slots that are new.
-        """
-        before = len(self.slots)
-        if not self._elastic:
-            return range(0)
-        used = max((slot + 1 for slot, one in enumerate(self.slots) if one is not None and not one.done), default=0)
-        idle = used - sum(1 for one in self.slots if one is not None and not one.done)
-        rows = min(max(used, used - idle + len(self.waiting), 1), self._most)
-        if rows != len(self.slots):
-            self.slots = [*self.slots, *([None] * rows)][:rows]
-            self._known = {slot: known for slot, known in self._known.items() if slot < rows}
-            self._noise.resize(rows)
-            self._workspace.resize(rows)
-            if self._walk is not None:
-                self._walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
-        return range(before, rows)
-
-    def _take_slot(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:
-        """Let a sequence into a free slot; return it, and how many tokens of the prompt the memories know there already."""
-        place, known = 0, 0  # of equal ones the first: rounds are narrower where the last are empty
-        if self._reuse:
-            texts = self._texts()
-            shared = [common_prefix(texts[slot], sequence.prompt) for slot in free]
-            known = max(shared)
-            place = shared.index(known)
-        slot = free.pop(place)
-        self._known.pop(slot, None)
-        self.slots[slot] = sequence
-        return slot, known
-
     def _chosen_walk(self) -> Walk:
         if isinstance(self._wish, Walk):
             return self._wish if self._wish.fits(self._session.scheme) else self._session.resolve_walk(AUTO)
@@ -271,12 +221,12 @@ class Engine:
         assert self._walk is not None, "somebody was admitted"
         self._share()
         with self.stats.clock("draft"):
-            uniforms_BU = self._noise.uniforms(self._workspace.num_uniforms(self._walk))
+            uniforms_BU = self.slots.noise.uniforms(self._workspace.num_uniforms(self._walk))
         return self._workspace.launch(self._walk, uniforms_BU, self.stats)
 
     def _share(self) -> None:
         """Tell the drafter how many texts are at work."""
-        active = self._active()
+        active = self.slots.active()
         loads = [1 if one is None or one.steady or one.done else sum(active) for one in self.slots]
         steady = any(one is not None and one.steady and works for one, works in zip(self.slots, active, strict=True))
         self._session.share(loads, steady)
@@ -284,13 +234,13 @@ class Engine:
     def _runs_ahead(self, now: Launched) -> bool:
         """Whether to launch one more round: some sequence goes on after this one unless it meets an end that is no limit."""
         most = self._session.depth + 1
-        goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self._running())
-        reads = any(slot not in self._free() for slot in self._known)
+        goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self.slots.running())
+        reads = any(slot not in self.slots.free() for slot in self.slots.known)
         return goes_on and not self.waiting and not reads and not self._retiring and self._workspace.runs_ahead(now)
 
     def _settle(self, outcome: list[RowOutcome], reports: list[list[int]]) -> list[Emitted]:
         """Give every running sequence what the round brought it, up to its end; let those that ended go."""
-        active = self._active()
+        active = self.slots.active()
         accepted = [row.tokens[:-1] if runs else [] for row, runs in zip(outcome, active, strict=True)]
         sources = self._session.receive(reports, accepted)
         by_slot: list[list[int]] = [[] for _ in self.slots]
@@ -313,7 +263,7 @@ class Engine:
             by_slot[slot] = one.token_ids
             emitted.append(one)
         self.stats.rounds += 1
-        self._workspace.settle(self._texts(), by_slot)
+        self._workspace.settle(self.slots.texts(), by_slot)
         if self._retiring or any(one.stop_reason for one in emitted):
             self._release()
         self.stats.total_seconds = time.perf_counter() - self._started
@@ -334,11 +284,11 @@ class Engine:
         with self._workspace.ownership.settled_by(self) as own:
             if not own:
                 return
-            if not any(self._running()):
+            if not any(self.slots.running()):
                 self._launched.clear()  # what runs, runs in vain; the device cuts the memories behind it
             self._retiring = bool(self._launched)
             if not self._retiring:
-                self._workspace.retire(self._texts(), self._active())
+                self._workspace.retire(self.slots.texts(), self.slots.active())
                 while self._spoilt:
                     self._workspace.clear(self._spoilt.pop())
 
@@ -355,7 +305,7 @@ class Engine:
         error = self._failure(slot, fault, sequence)
         if not self._isolate:
             raise error
-        self.slots[slot] = None  # whoever comes next shares nothing with it
+        self.slots.vacate(slot)
         self._spoilt.append(slot)
         return sequence.fail(error)
 

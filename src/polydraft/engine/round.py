@@ -1,6 +1,6 @@
 """A round: propose, extend, verify, commit, as one function of tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -10,8 +10,9 @@ from polydraft.drafters import DraftSession
 from polydraft.engine.outcome import Outcome, conclude
 from polydraft.engine.stats import Stats
 from polydraft.models import LanguageModel, Memory
-from polydraft.models.language_model import resized
+from polydraft.row_storage import RowStorage
 from polydraft.sampling import RowParams, Warper
+from polydraft.transfers import assign
 from polydraft.trees import DraftTree
 from polydraft.walks import TargetLaws, Walk
 from polydraft.walks.node import greedy_verdict
@@ -46,12 +47,20 @@ class State:
     """The target's, of the nodes that the last round's path goes through."""
     tree: DraftTree | None = None
     """The last round's."""
+    storage: RowStorage = field(default_factory=RowStorage)
+    """Of the tensors above."""
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters; what else has rows does so by itself."""
         for name in ("tail_B2", "active_B", "greedy_B"):
-            setattr(self, name, resized(getattr(self, name), len(params)))
+            setattr(self, name, self.storage.resized(name, getattr(self, name), len(params)))
+        assign(self.greedy_B, params.greedy)
         self.warper.resize(params)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row go on with the text of another."""
+        self.storage.move("tail_B2", self.tail_B2, source, target)
+        self.warper.move_row(source, target)
 
 
 def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_tree: DraftTree | None = None) -> Outcome:

@@ -154,10 +154,19 @@ class Stats:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Add the time of a phase. On a GPU that is the time to queue its work; the host waits for the rest in `verify`."""
+        """Add the time of a phase. On a GPU that is the time to queue its work; the host waits for the rest in `verify`.
+
+        Prompts are an exception: what the host waited for them counts as theirs, see `move_time`.
+        """
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
+
+    def move_time(self, seconds: float, source: str, target: str) -> None:
+        """Let one phase have time that was counted for another."""
+        seconds = min(seconds, self.seconds[source])
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for reports."""

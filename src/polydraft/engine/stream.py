@@ -31,6 +31,11 @@ class Stream(Iterator[TokenEvent]):
         """Who drafts."""
         return self._engine.session
 
+    @property
+    def sizes(self) -> list[int]:
+        """How many rows its rounds may have, as texts end, largest first."""
+        return self._engine.slots.sizes
+
     def __iter__(self) -> "Stream":
         return self
 

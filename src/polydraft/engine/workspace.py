@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -18,6 +19,11 @@ from polydraft.models import Context, LanguageModel, Memory
 from polydraft.sampling import IDLE, RowParams, Warper
 from polydraft.transfers import assign
 from polydraft.walks import Walk
+
+_FEWER = 4
+"""How many times fewer rows rounds have where the rest would idle."""
+_PRACTISED = 8
+"""Rounds of some rows after which the next ones are hardly new."""
 
 
 class Owner(Protocol):
@@ -97,12 +103,15 @@ class Workspace:
         ahead: bool = True,
     ) -> None:
         records = graphs and target.device.type == "cuda"
-        self.target, self.params, self._most = target, params, len(params)
+        self.target, self.params, self.asked = target, params, params
+        """What rows at work ask for, and what all of them were made for."""
         self._compiled = compiled and records
         self.session = drafter.start(params, target, self._compiled)
         self.memory = Memory(target, len(params), behind=1, places=self.session.num_nodes)
         self.ownership = Ownership()
         """Whose texts are in the memories."""
+        self._rounds = Counter[int]()
+        """Rounds that were launched, by their rows."""
         self.state: State | None = None
         """What rounds work on, once there are texts."""
         # Compilation takes a second run to see what varies.
@@ -120,16 +129,54 @@ class Workspace:
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of rows may change from round to round: where nothing is recorded, and the drafter can."""
-        return self.launcher.recorder is None and self.session.elastic and all(one.elastic for one in self.contexts)
+        """Whether the number of rows may change from round to round, see `resize`.
+
+        Where rounds are recorded, rows that are out of use must come back as they were.
+        """
+        can = self.session.elastic and all(one.elastic for one in self.contexts)
+        return can and (not self.recorded or self.session.movable)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is a recorder, so that tensors must stay where they are."""
+        return self.launcher.recorder is not None
+
+    def size_for(self, wanted: int) -> int:
+        """Return how many rows to have where so many are wanted."""
+        if not self.recorded:
+            return wanted
+        # What is allocated before the first round must have rows for all texts.
+        return len(self.asked) if self.state is None else min(size for size in self.sizes if size >= wanted)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows that recorded rounds may have, largest first: each is recorded by itself, so there are few."""
+        found = [len(self.asked)]
+        while self.elastic and found[-1] > 1:
+            found.append(-(-found[-1] // _FEWER))
+        return found
 
     def resize(self, rows: int) -> None:
-        """Have so many rows: the first ones stay as they are, further ones are to `begin`; never more than at first."""
+        """Have so many rows: the first ones stay as they are, further ones are to `begin`; never more than at first.
+
+        Where rows are movable, those that go sleep and come back as they were.
+        """
+        most = len(self.asked)
         self.params = RowParams((*self.params.rows, *([IDLE] * rows))[:rows])
-        self.memory.resize(rows, self._most)
-        self.session.resize(self.params, self._most)
+        self.memory.resize(rows, most)
+        self.session.resize(self.params, most)
         if self.state is not None:
             self.state.resize(self.params)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row go on with the text of another, which may sleep, between two rounds; what it held is gone."""
+        rows = self.params.rows
+        if source < len(rows):
+            self.params = self.params.replaced({target: rows[source]})
+        self.memory.move_row(source, target)
+        self.session.move_row(source, target)
+        if self.state is not None:
+            self.state.move_row(source, target)
 
     def begin(
         self,
@@ -191,8 +238,13 @@ class Workspace:
         """Random numbers per row that the next round uses."""
         return self.session.num_uniforms + walk.uniforms(self.session.scheme, self.session.depth)
 
+    def practised(self, rows: int) -> bool:
+        """Whether rounds of so many rows are likely to be recorded: there have been some."""
+        return self._rounds[rows] >= _PRACTISED
+
     def launch(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
         """Launch a round."""
+        self._rounds[len(uniforms_BU)] += 1
         return self.launcher.launch(self._begun, self.contexts, walk, uniforms_BU, stats)
 
     def runs_ahead(self, last: Launched) -> bool:

@@ -1,6 +1,7 @@
 """Keys and values of a batch, in slots of our own choosing."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.keys_LBHSC: Tensor | None = None
         self.values_LBHSC: Tensor | None = None
         self._all: tuple[Tensor, Tensor] | None = None
-        """Storage of more rows than are in use, if there is some."""
+        """The storage, which may have more rows than are in use."""
+        self._most = 0
+        """Rows that there may come to be."""
         self._slots_BT = torch.empty(0, 0, dtype=torch.long)
         self._first_slot: int | None = None
         self._used = 0
@@ -70,27 +73,21 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store one layer's new keys and values; return all that are in use."""
-        if self.keys_LBHSC is None or self.values_LBHSC is None:
-            self.keys_LBHSC = self._allocate(key_states)
-            self.values_LBHSC = self._allocate(value_states)
-        return (
-            self._write(self.keys_LBHSC[layer_idx], key_states),
-            self._write(self.values_LBHSC[layer_idx], value_states),
-        )
+        keys_LBHSC, values_LBHSC = self._stored or self._allocated(key_states, value_states)
+        return self._write(keys_LBHSC[layer_idx], key_states), self._write(values_LBHSC[layer_idx], value_states)
 
     def storage(self, layer: int, like: Tensor, heads: int, channels: int) -> tuple[Tensor, Tensor]:
         """Return the slots of one layer's keys and values, in the number format of `like`."""
-        if self.keys_LBHSC is None or self.values_LBHSC is None:
+        stored = self._stored
+        if stored is None:
             like_BHTC = like.new_empty(len(like), heads, 0, channels)
-            self.keys_LBHSC, self.values_LBHSC = self._allocate(like_BHTC), self._allocate(like_BHTC)
-        return self.keys_LBHSC[layer], self.values_LBHSC[layer]
+            stored = self._allocated(like_BHTC, like_BHTC)
+        return stored[0][layer], stored[1][layer]
 
     def whole(self, batch_size: int, dtype: torch.dtype, heads: int, channels: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of all layers, as compiled code takes them: on the host, allocated if they are not yet."""
-        if self.keys_LBHSC is None or self.values_LBHSC is None:
-            like_BHTC = torch.empty(batch_size, heads, 0, channels, dtype=dtype)
-            self.keys_LBHSC, self.values_LBHSC = self._allocate(like_BHTC), self._allocate(like_BHTC)
-        return self.keys_LBHSC, self.values_LBHSC
+        like_BHTC = torch.empty(batch_size, heads, 0, channels, dtype=dtype)
+        return self._stored or self._allocated(like_BHTC, like_BHTC)
 
     def part(self, rows: slice) -> "SlotCache":
         """Return a cache of some adjacent rows, which shares their storage; there must be some."""
@@ -101,13 +98,17 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def resize(self, rows: int, most: int) -> None:
         """Use so many rows; where there is no storage for them yet, make some for `most`, so that it stays where it is."""
-        if self.keys_LBHSC is None or self.values_LBHSC is None:
+        self._most = most
+        if self._all is None:
             return
-        if self._all is None or self._all[0].shape[1] < rows:
-            more = (0, 0, 0, 0, 0, 0, 0, max(most - self.keys_LBHSC.shape[1], 0))
-            pad = torch.nn.functional.pad
-            self._all = pad(self.keys_LBHSC, more), pad(self.values_LBHSC, more)
-        self.keys_LBHSC, self.values_LBHSC = (stored[:, :rows] for stored in self._all)
+        missing = most - self._all[0].shape[1] if rows > self._all[0].shape[1] else 0
+        more = (0, 0, 0, 0, 0, 0, 0, missing)
+        self._use((torch.nn.functional.pad(stored, more) for stored in self._all) if missing else self._all, rows)
+
+    def move_row(self, source: int, target: int, used: int) -> None:
+        """Let the first slots of a row hold what those of another do, which may be out of use."""
+        for stored in self._all or ():
+            stored[:, target, :, :used].copy_(stored[:, source, :, :used])
 
     def clear(self, row: int) -> None:
         """Forget what a row holds: numbers that are none would reach whoever has the row next, even from masked slots."""
@@ -115,10 +116,28 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             if stored is not None:
                 stored[:, row].zero_()
 
+    @property
+    def _stored(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values in use, once there are some."""
+        if self.keys_LBHSC is None or self.values_LBHSC is None:
+            return None
+        return self.keys_LBHSC, self.values_LBHSC
+
+    def _use(self, stored: Iterable[Tensor], rows: int) -> tuple[Tensor, Tensor]:
+        """Let these keys and values be the storage, and use its first rows."""
+        keys_LBHSC, values_LBHSC = stored
+        self._all = keys_LBHSC, values_LBHSC
+        self.keys_LBHSC, self.values_LBHSC = keys_LBHSC[:, :rows], values_LBHSC[:, :rows]
+        return self.keys_LBHSC, self.values_LBHSC
+
+    def _allocated(self, keys_BHTC: Tensor, values_BHTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new storage for keys and values like these."""
+        return self._use(map(self._allocate, (keys_BHTC, values_BHTC)), len(keys_BHTC))
+
     def _allocate(self, states_BHTC: Tensor) -> Tensor:
         batch_size, heads, _, channels = states_BHTC.shape
         # Zeros, not garbage: a masked slot still meets 0 * value, and NaN would come through.
-        return states_BHTC.new_zeros(self.num_layers, batch_size, heads, self.capacity, channels)
+        return states_BHTC.new_zeros(self.num_layers, max(batch_size, self._most), heads, self.capacity, channels)
 
     def _write(self, stored_BHSC: Tensor, states_BHTC: Tensor) -> Tensor:
         if stored_BHSC.shape[1] != states_BHTC.shape[1] or stored_BHSC.shape[3] != states_BHTC.shape[3]:
@@ -165,16 +184,17 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         if other.keys_LBHSC is not None and other.values_LBHSC is not None:
             room = (0, 0, 0, self.capacity - used)
             pad = torch.nn.functional.pad
-            self.keys_LBHSC = pad(other.keys_LBHSC[:, :, :, :used].repeat_interleave(copies, dim=1), room)
-            self.values_LBHSC = pad(other.values_LBHSC[:, :, :, :used].repeat_interleave(copies, dim=1), room)
+            held = (other.keys_LBHSC, other.values_LBHSC)
+            copied = [pad(stored[:, :, :, :used].repeat_interleave(copies, dim=1), room) for stored in held]
+            self._use(copied, copied[0].shape[1])
 
     def grow(self, capacity: int) -> None:
         """Enlarge the storage, keeping its content."""
         more = capacity - self.capacity
-        self.capacity, self._all = capacity, None
-        if self.keys_LBHSC is not None and self.values_LBHSC is not None:
-            self.keys_LBHSC = torch.nn.functional.pad(self.keys_LBHSC, (0, 0, 0, more))
-            self.values_LBHSC = torch.nn.functional.pad(self.values_LBHSC, (0, 0, 0, more))
+        self.capacity = capacity
+        if self._all is not None and self.keys_LBHSC is not None:
+            grown = [torch.nn.functional.pad(stored, (0, 0, 0, more)) for stored in self._all]
+            self._use(grown, self.keys_LBHSC.shape[1])
 
     @property
     def address(self) -> int:
@@ -252,6 +272,11 @@ class SpreadCache(SlotCache):
         """Use so many rows; where there is no storage for them yet, make some for `most`."""
         for one in self._parts.values():
             one.resize(rows, most)
+
+    def move_row(self, source: int, target: int, used: int) -> None:
+        """Let the first slots of a row hold what those of another do."""
+        for one in self._parts.values():
+            one.move_row(source, target, used)
 
     def clear(self, row: int) -> None:
         """Forget what a row holds."""

@@ -129,14 +129,17 @@ class HFContext(Context):
             return None
         padded = [[row, *part, *[0] * (size - len(part))] for row, part in zip(rows, parts, strict=True)]
         most = self.capacity - size if longest else 0  # a text that begins is attended to without splits
+        # All rows, at work or not, so that one recording serves whatever their number is.
+        all_lengths_B = self._storage.whole("lengths", self.lengths_B)
+        all_positions_BS = self._storage.whole("positions", self._positions_BS)
 
         def function(values_BX: Tensor) -> Tensor:
             """Which rows and which tokens they are are values, so that one recording serves for all."""
             rows_B, tokens_BT = values_BX[:, 0].contiguous(), values_BX[:, 1:].clamp(max=model.vocab_size - 1)
-            lengths_B = self.lengths_B[rows_B]
+            lengths_B = all_lengths_B[rows_B]
             slots_BT = lengths_B[:, None] + torch.arange(size, device=self.device)
             positions_BT = slots_BT if self.max_positions is None else slots_BT.clamp(max=self.max_positions - 1)
-            self._positions_BS[rows_B[:, None], slots_BT] = positions_BT
+            all_positions_BS[rows_B[:, None], slots_BT] = positions_BT
             starts_BT = None if window is None else (positions_BT - window + 1).clamp(min=0)
             visible_BTU = causal_block(count, size, self.device).visible_BTU
             view = TreeView(slots_BT, lengths_B, visible_BTU, most, starts_BT, causal=True, rows_B=rows_B)
@@ -166,6 +169,9 @@ class HFContext(Context):
 
     def _resize(self, rows: int, most: int) -> None:
         self.cache.resize(rows, most)
+
+    def _move_row(self, source: int, target: int, used: int) -> None:
+        self.cache.move_row(source, target, used)
 
     def clear(self, row: int) -> None:
         """Forget what a row holds."""

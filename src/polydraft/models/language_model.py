@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.models._slots import Placed, place
+from polydraft.row_storage import RowStorage
 from polydraft.sampling import PartialVocabulary
 from polydraft.schemes.arrays import can_sync
 from polydraft.transfers import assign, brought
@@ -85,14 +86,6 @@ def round_up(slots: int) -> int:
     return max(1 << (slots - 1).bit_length(), _SMALLEST_SPAN)
 
 
-def resized(values_BX: Tensor, rows: int) -> Tensor:
-    """Return the first rows of a tensor, with zeros behind them if there are fewer."""
-    missing = rows - len(values_BX)
-    if missing <= 0:
-        return values_BX[:rows]
-    return torch.cat([values_BX, values_BX.new_zeros(missing, *values_BX.shape[1:])])
-
-
 class Replaying(Protocol):
     """Whatever records passes and replays them: `polydraft.engine.graphs.Recorder`."""
 
@@ -133,6 +126,7 @@ class Context(ABC):
         """Records passes that read prompts, where its owner lends one."""
         self._positions_BS = torch.arange(capacity, device=device).repeat(batch_size, 1)
         self._rows_B1 = torch.arange(batch_size, device=device)[:, None]
+        self._storage = RowStorage()
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
@@ -280,17 +274,35 @@ class Context(ABC):
         """Take the storage of some rows of another context."""
 
     def resize(self, rows: int, most: int) -> None:
-        """Have so many rows from now on: the first ones stay as they are, further ones are empty; never more than `most`."""
-        fresh_BS = torch.arange(self.capacity, device=self.device).repeat(max(rows - self.batch_size, 0), 1)
-        self._positions_BS = torch.cat([self._positions_BS[:rows], fresh_BS])
-        self.lengths = [*self.lengths, *([0] * rows)][:rows]
-        self.lengths_B = resized(self.lengths_B, rows)
-        self._rows_B1 = torch.arange(rows, device=self.device)[:, None]
+        """Have so many rows from now on, never more than `most`: others sleep, and come back as they were."""
+        self.lengths = self._storage.resized_list("lengths", self.lengths, rows, int)
+        self._see(rows)
         self._resize(rows, most)
         self.batch_size = rows
 
+    def _see(self, rows: int) -> None:
+        """Let the tensors of positions and lengths have so many rows."""
+        seen = len(self._storage.whole("positions", self._positions_BS))
+        self.lengths_B = self._storage.resized("lengths", self.lengths_B, rows)
+        self._rows_B1 = self._storage.resized("rows", self._rows_B1, rows)
+        self._positions_BS = self._storage.resized("positions", self._positions_BS, rows)
+        if rows > seen:
+            self._rows_B1[seen:, 0] = torch.arange(seen, rows, device=self.device)
+            self._positions_BS[seen:] = torch.arange(self.capacity, device=self.device)
+
     def _resize(self, rows: int, most: int) -> None:
         """Let the storage have so many rows."""
+        raise NotImplementedError
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row have the committed text of another, which may sleep; what it held is gone."""
+        self.lengths = self._storage.moved_list("lengths", self.lengths, source, target)
+        self._storage.move("lengths", self.lengths_B, source, target)
+        self._storage.move("positions", self._positions_BS, source, target)
+        self._move_row(source, target, self.lengths[target])
+
+    def _move_row(self, source: int, target: int, used: int) -> None:
+        """Do so with the first slots of the storage."""
         raise NotImplementedError
 
     def clear(self, row: int) -> None:  # noqa: B027
@@ -301,8 +313,9 @@ class Context(ABC):
         if capacity > self.capacity:
             if self.device.type == "cuda":  # storage that stays put keeps recorded rounds valid
                 capacity = round_up(capacity)
-            fresh_BS = torch.arange(self.capacity, capacity, device=self.device).repeat(self.batch_size, 1)
-            self._positions_BS = torch.cat([self._positions_BS, fresh_BS], dim=1)
+            whole_BS = self._storage.whole("positions", self._positions_BS)
+            fresh_BS = torch.arange(self.capacity, capacity, device=self.device).repeat(len(whole_BS), 1)
+            self._positions_BS = self._storage.keep("positions", torch.cat([whole_BS, fresh_BS], dim=1), self.batch_size)
             self._grow(capacity)
             self.capacity = capacity
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from polydraft.models.language_model import LanguageModel, Observer
+from polydraft.row_storage import RowStorage
 
 
 class Memory:
@@ -21,6 +22,7 @@ class Memory:
         self.context = model.start(batch_size, capacity=places)
         self.context.places = places
         self._texts: list[Sequence[int]] = [()] * batch_size
+        self._storage = RowStorage()
 
     def align(
         self,
@@ -45,9 +47,14 @@ class Memory:
         self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)], observer)
 
     def resize(self, rows: int, most: int) -> None:
-        """Have so many rows from now on, the first ones as they are; never more than `most`."""
+        """Have so many rows from now on, never more than `most`: others sleep, and come back as they were."""
         self.context.resize(rows, most)
-        self._texts = [*self._texts, *([()] * rows)][:rows]
+        self._texts = self._storage.resized_list("texts", self._texts, rows, tuple)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row hold the text of another, which may sleep."""
+        self.context.move_row(source, target)
+        self._texts = self._storage.moved_list("texts", self._texts, source, target)
 
     def settle(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of what a round has committed, as known to the host."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from polydraft.models.language_model import Context, LanguageModel, resized
+from polydraft.models.language_model import Context, LanguageModel
 
 
 class TabularModel(LanguageModel):
@@ -90,11 +90,16 @@ class TabularContext(Context):
         self._tokens_BS[self._rows_B1, target_BD] = self._tokens_BS[self._rows_B1, source_BD]
 
     def _resize(self, rows: int, most: int) -> None:
-        self._tokens_BS = resized(self._tokens_BS, rows)
+        self._tokens_BS = self._storage.resized("tokens", self._tokens_BS, rows)
+
+    def _move_row(self, source: int, target: int, used: int) -> None:
+        self._storage.move("tokens", self._tokens_BS, source, target)
 
     def _share(self, whole: Context, rows: slice) -> None:
         assert isinstance(whole, TabularContext)
         self._tokens_BS = whole._tokens_BS[rows]
 
     def _grow(self, capacity: int) -> None:
-        self._tokens_BS = torch.nn.functional.pad(self._tokens_BS, (0, capacity - self.capacity))
+        whole_BS = self._storage.whole("tokens", self._tokens_BS)
+        grown_BS = torch.nn.functional.pad(whole_BS, (0, capacity - self.capacity))
+        self._tokens_BS = self._storage.keep("tokens", grown_BS, self.batch_size)

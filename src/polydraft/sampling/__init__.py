@@ -2,9 +2,9 @@
 
 from polydraft.sampling.categorical import NO_TOKEN, Noise, draw_distinct, draw_independent, draw_one
 from polydraft.sampling.grammar import Grammar
-from polydraft.sampling.params import IDLE, RowParams, SamplingParams, check_draft_temperature
+from polydraft.sampling.params import IDLE, RowParams, SamplingParams, check_draft_temperature, check_params
 from polydraft.sampling.vocabulary import PartialVocabulary
-from polydraft.sampling.warper import Warper, check_params
+from polydraft.sampling.warper import Warper
 
 __all__ = [
     "IDLE",

@@ -8,6 +8,9 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from polydraft.errors import UsageError, shown
 from polydraft.sampling.grammar import Grammar
 
@@ -219,3 +222,23 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingPa
 
 IDLE = SamplingParams(temperature=0.0)
 """Of rows without a text: they ask for nothing."""
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse parameters that do not fit a target's vocabulary."""
+    if params.top_k > vocab_size:
+        allowed = f"0 (keep all) to {vocab_size}"
+        raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
+    bias_table(params, vocab_size)
+
+
+def bias_table(params: SamplingParams, vocab_size: int) -> Tensor:
+    """Return what is added to the logit of each token."""
+    bias_V = torch.zeros(vocab_size)
+    for token, value in params.logit_bias.items():
+        if not 0 <= token < vocab_size:
+            raise UsageError(f"logit_bias names token {token}; allowed: 0 to {vocab_size - 1}, the target's vocabulary")
+        bias_V[token] = value
+    if not (bias_V > -torch.inf).any():
+        raise UsageError(f"logit_bias bans all {vocab_size} tokens of the target; leave at least one")
+    return bias_V

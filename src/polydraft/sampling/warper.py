@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polydraft.errors import UsageError
 from polydraft.kernels import kernels_run
+from polydraft.row_storage import RowStorage
 from polydraft.sampling.categorical import NO_TOKEN
 from polydraft.sampling.grammar import GrammarProcessor
-from polydraft.sampling.params import DEFAULTS, RowParams, SamplingParams
+from polydraft.sampling.params import DEFAULTS, RowParams, SamplingParams, bias_table
 from polydraft.sampling.softened import softened
 from polydraft.sampling.vocabulary import PartialVocabulary
 from polydraft.transfers import assign
@@ -21,6 +21,8 @@ RANKED_NATS = 60.0
 """How far below the likeliest a token weighs nothing where only the order matters."""
 _ALL = 2**40
 """More tokens than any vocabulary has."""
+_TABLES = ("_bias_B1V", "_seen_BV", "_counts_BV")
+"""What is kept by row where it is needed."""
 
 
 class Warper:
@@ -56,6 +58,7 @@ class Warper:
         self._of_draft = of_draft
         # All of it is allocated once and written in place: recorded rounds read it where it is.
         self._numbers = {name: torch.zeros(len(params), 1, 1, dtype=_dtype(name), device=device) for name in _NUMBERS}
+        self._storage = RowStorage()
         self._written: dict[str, list[float]] = {}
         """What stands in these tensors, as far as the host has written it."""
         self._bias_B1V: Tensor | None = None
@@ -76,13 +79,20 @@ class Warper:
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `admit`."""
-        rows = len(params)
-        self._numbers, self._written = {name: _resized(value, rows) for name, value in self._numbers.items()}, {}
-        for name in ("_bias_B1V", "_seen_BV", "_counts_BV"):
+        rows, resized = len(params), self._storage.resized
+        self._numbers, self._written = {name: resized(name, value, rows) for name, value in self._numbers.items()}, {}
+        for name in _TABLES:
             if getattr(self, name) is not None:
-                setattr(self, name, _resized(getattr(self, name), rows))
-        self._history = [*self._history, *([] for _ in range(rows))][:rows]
+                setattr(self, name, resized(name, getattr(self, name), rows))
+        self._history = self._storage.resized_list("history", self._history, rows, list)
         self._set(params)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Let a row go on with the text of another; its parameters come by `resize` or `admit`."""
+        for name in _TABLES:
+            if getattr(self, name) is not None:
+                self._storage.move(name, getattr(self, name), source, target)
+        self._history = self._storage.moved_list("history", self._history, source, target)
 
     def _set(self, params: RowParams) -> None:
         """Write the parameters of all rows."""
@@ -100,23 +110,26 @@ class Warper:
         self._most_kept = max(row.top_k for row in drawn)
         self._cut_rows = [row for row, own in enumerate(drawn) if own.top_p < 1]
         self._may_be_empty = self._of_draft and (params.has_processors or params.bans)
-        size = (len(params), self._vocab_size)
         if self._seen_BV is None and "repetition_penalty" in self._used:
-            self._seen_BV = torch.zeros(size, dtype=torch.bool, device=self._device)
+            self._seen_BV = self._new_table("_seen_BV", (self._vocab_size,), torch.bool)
         if self._counts_BV is None and self._used & {"presence_penalty", "frequency_penalty"}:
-            self._counts_BV = torch.zeros(size, device=self._device)
+            self._counts_BV = self._new_table("_counts_BV", (self._vocab_size,), torch.float32)
         self._set_bias(params)
+
+    def _new_table(self, name: str, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return zeros for the rows at work, of a table that has some for all rows."""
+        rows = len(self._storage.whole("temperature", self._numbers["temperature"]))
+        return self._storage.keep(name, torch.zeros(rows, *sizes, dtype=dtype, device=self._device), len(self.params))
 
     def _set_bias(self, params: RowParams) -> None:
         self._biased = any(row.logit_bias for row in params)
         if not self._biased:
             return
-        bias_BV = torch.stack([_bias(row, self._vocab_size) for row in params]).to(self._device)
+        bias_BV = torch.stack([bias_table(row, self._vocab_size) for row in params]).to(self._device)
         bias_B1V = self._known(bias_BV)[:, None]
         if self._bias_B1V is None:
-            self._bias_B1V = bias_B1V
-        else:
-            self._bias_B1V.copy_(bias_B1V)
+            self._bias_B1V = self._new_table("_bias_B1V", tuple(bias_B1V.shape[1:]), bias_B1V.dtype)
+        self._bias_B1V.copy_(bias_B1V)
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
@@ -316,11 +329,6 @@ _NUMBERS: dict[str, float | None] = {
 """Parameters that are one number per row, and what stands for "off" in their tensors where that is not the default itself."""
 
 
-def _resized(values_BX: Tensor, rows: int) -> Tensor:
-    """Return the first rows of a tensor, with zeros behind them if there are fewer."""
-    return torch.cat([values_BX[:rows], values_BX.new_zeros(max(rows - len(values_BX), 0), *values_BX.shape[1:])])
-
-
 def _dtype(name: str) -> torch.dtype:
     return torch.float64 if name == "top_p" else torch.long if name == "top_k" else torch.float32
 
@@ -377,22 +385,3 @@ def _reaching(sorted_BGC: Tensor, top_p_B11: Tensor) -> Tensor:
     keep_BGC = ~(mass_before_BGC >= top_p_B11)  # put so that a row of NaN keeps all, for the walk to report
     keep_BGC[..., 0] = True
     return keep_BGC
-
-
-def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse parameters that do not fit a target's vocabulary."""
-    if params.top_k > vocab_size:
-        allowed = f"0 (keep all) to {vocab_size}"
-        raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
-    _bias(params, vocab_size)
-
-
-def _bias(params: SamplingParams, vocab_size: int) -> Tensor:
-    bias_V = torch.zeros(vocab_size)
-    for token, value in params.logit_bias.items():
-        if not 0 <= token < vocab_size:
-            raise UsageError(f"logit_bias names token {token}; allowed: 0 to {vocab_size - 1}, the target's vocabulary")
-        bias_V[token] = value
-    if not (bias_V > -torch.inf).any():
-        raise UsageError(f"logit_bias bans all {vocab_size} tokens of the target; leave at least one")
-    return bias_V

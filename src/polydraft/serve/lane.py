@@ -82,9 +82,8 @@ class Lane:
         for cast in casts:
             for length in lengths_of(longest, target.device):
                 prompt = prompt_of(length, min(NEW_TOKENS, longest - 1), target.vocab_size)
-                for number in range(engine.session.num_kinds):
-                    with rehearsing(engine.session, number):
-                        self._rehearse(engine, prompt, cast, stopped)
+                for rows in (size for size in engine.slots.sizes if size >= len(cast)):
+                    self._rehearse_all(engine, prompt, cast, rows, stopped)
                     if stopped():
                         return
         chunk = min(self._options.chunk_tokens, PREFILL_CHUNK)
@@ -100,19 +99,25 @@ class Lane:
                 self._let_go(engine, sequences)
                 return
 
-    def _rehearse(self, engine: Engine, prompt: list[int], cast: Sequence[SamplingParams], stopped: Callable[[], bool]) -> None:
-        """Run some rounds with a text in every slot, and let the texts go."""
-        options: dict[str, Any] = {"prompt": prompt, "max_new_tokens": NEW_TOKENS, "steady": False}
-        sequences = [
-            TokenSequence(generator=row_generator(row), params=cast[row % len(cast)], **options)
-            for row in range(self._options.slots)
-        ]
-        for sequence in sequences:
-            engine.add(sequence)
-        last = engine.stats.rounds + ROUNDS
-        while not engine.done and engine.stats.rounds < last and not stopped():
-            engine.step()
-        self._let_go(engine, sequences)
+    def _rehearse_all(
+        self, engine: Engine, prompt: list[int], cast: Sequence[SamplingParams], rows: int, stopped: Callable[[], bool]
+    ) -> None:
+        """Run some rounds of each kind with so many texts, and let the texts go."""
+        number, kinds = 0, 1
+        while number < kinds and not stopped():
+            options: dict[str, Any] = {"prompt": prompt, "max_new_tokens": NEW_TOKENS, "steady": False}
+            sequences = [
+                TokenSequence(generator=row_generator(row), params=cast[row % len(cast)], **options) for row in range(rows)
+            ]
+            for sequence in sequences:
+                engine.add(sequence)
+            engine.step()  # after which there are as many rows as there are texts
+            last, kinds = engine.stats.rounds + ROUNDS, engine.session.num_kinds
+            with rehearsing(engine.session, number):
+                while not engine.done and engine.stats.rounds < last and not stopped():
+                    engine.step()
+            self._let_go(engine, sequences)
+            number += 1
 
     @staticmethod
     def _let_go(engine: Engine, sequences: Sequence[TokenSequence]) -> None:

@@ -1,0 +1,66 @@
+"""Tensors and lists with a row for each text, of which only the first rows may be at work."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def resized(values_BX: Tensor, rows: int) -> Tensor:
+    """Return the first rows of a tensor, with zeros behind them if there are fewer."""
+    missing = rows - len(values_BX)
+    if missing <= 0:
+        return values_BX[:rows]
+    return torch.cat([values_BX, values_BX.new_zeros(missing, *values_BX.shape[1:])])
+
+
+class RowStorage:
+    """What its owner keeps by row, by name: all rows, while the owner itself sees the first ones.
+
+    Rows that are not at work sleep: they come back as they were. Tensors stay where they are, however many of their rows
+    are seen, so that recorded rounds of all sizes find them.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._lists: dict[str, list[Any]] = {}
+
+    def whole(self, name: str, values_BX: Tensor) -> Tensor:
+        """Return all rows of a tensor of which the owner sees `values_BX`."""
+        known = self._tensors.get(name)
+        # What the owner has replaced since is all that there is.
+        return values_BX if known is None or known.data_ptr() != values_BX.data_ptr() else known
+
+    def resized(self, name: str, values_BX: Tensor, rows: int) -> Tensor:
+        """Return so many first rows of a tensor; rows that there never were are zero."""
+        whole = self.whole(name, values_BX)
+        return self.keep(name, resized(whole, max(rows, len(whole))), rows)
+
+    def keep(self, name: str, whole_BX: Tensor, rows: int) -> Tensor:
+        """Keep a new tensor of all rows and return the first ones."""
+        self._tensors[name] = whole_BX
+        return whole_BX[:rows]
+
+    def resized_list(self, name: str, values: Sequence[T], rows: int, new: Callable[[], T]) -> list[T]:
+        """Return so many first entries of a list; entries that there never were are new."""
+        whole = self._whole_list(name, values)
+        whole += [new() for _ in range(rows - len(whole))]
+        self._lists[name] = whole
+        return whole[:rows]
+
+    def moved_list(self, name: str, values: Sequence[T], source: int, target: int) -> list[T]:
+        """Return a list in which one entry has taken the place of another; the source may sleep."""
+        whole = self._lists[name] = self._whole_list(name, values)
+        whole[target] = whole[source]
+        return whole[: len(values)]
+
+    def _whole_list(self, name: str, values: Sequence[T]) -> list[T]:
+        return [*values, *self._lists.get(name, [])[len(values) :]]
+
+    def move(self, name: str, values_BX: Tensor, source: int, target: int) -> None:
+        """Let one row of a tensor take the place of another; the source may sleep."""
+        whole = self.whole(name, values_BX)
+        whole[target].copy_(whole[source])

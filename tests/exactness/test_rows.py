@@ -1,0 +1,238 @@
+"""Rounds have about as many rows as there are texts at work, recorded ones too: texts move, sleep and wake unnoticed."""
+
+import random
+from typing import Any
+
+import pytest
+
+from covering import all_slow, covering
+from polydraft.drafters import TreeDrafter
+from polydraft.engine import Decoder, Engine, TokenSequence, slots
+from polydraft.engine.workspace import Workspace
+from polydraft.models import FAMILIES, TabularModel
+from polydraft.models.hf import HFModel
+from polydraft.sampling import IDLE, RowParams, SamplingParams
+from polydraft.trees import parse_tree
+from stand_in import StandIn, round_recorder
+
+from .setups import DRAFT, GRAM_PROMPT, HEAD, PENALTIES, TARGET
+from .test_admission import driven, requests, sequence
+from .test_mixed_rows import DECODERS, PARAMS
+from .test_slots import alone, finish
+
+pytestmark = pytest.mark.usefixtures("short_blocks")
+
+GREEDY = SamplingParams(temperature=0)
+DRAFTERS: dict[str, Any] = {
+    "plain": None,
+    "model": TreeDrafter(DRAFT, parse_tree("2x1")),
+    "head": TreeDrafter(HEAD, parse_tree("2x2")),
+}
+SAMPLINGS = {"greedy": [GREEDY], "drawn": [SamplingParams()], "penalties": [PENALTIES], "all": PARAMS}
+LIMITS = [9, 60, 4, 12, 70, 7, 5, 3]
+"""Of which two are long, so that these are left, not in the first slots."""
+
+
+@pytest.fixture(autouse=True)
+def eager_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_WORTH_A_RECORDING", 1)
+
+
+def decoder_of(name: str, **options: Any) -> Decoder:
+    return Decoder(TARGET, DRAFTERS[name], **options)
+
+
+def recorded_engine(decoder: Decoder, count: int, **options: Any) -> tuple[Engine, StandIn]:
+    """Open an elastic engine whose rounds are recorded."""
+    workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * count), ahead=decoder.ahead)
+    recorder = workspace.launcher.recorder = round_recorder(workspace)
+    engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=workspace, elastic=True, **options)
+    return engine, recorder
+
+
+def rows_of(recorder: StandIn) -> list[int]:
+    """Rows of all rounds that were run."""
+    return [kind[-3][-1] for kind in recorder.kinds if kind[0] != "reading"]
+
+
+def resizes(engine: Engine) -> list[int]:
+    """Take note of the numbers of rows that an engine chooses."""
+    widths, workspace = list[int](), engine._workspace
+    original = workspace.resize
+
+    def resize(rows: int) -> None:
+        widths.append(rows)
+        original(rows)
+
+    workspace.resize = resize  # type: ignore[method-assign]
+    return widths
+
+
+@pytest.mark.parametrize(("name", "sampling", "ahead"), [
+    *covering(["plain", "model", "head"], ["greedy", "drawn", "penalties"], [True, False]),
+    *all_slow(["plain", "model", "head"], ["all"], [True, False]),
+])  # fmt: skip
+def test_a_batch_has_fewer_rows_as_its_texts_end(recorders: list[StandIn], name: str, sampling: str, ahead: bool) -> None:
+    decoder, wanted = decoder_of(name, ahead=ahead), SAMPLINGS[sampling]
+    prompts = [[3, 1, 4 + row] for row in range(len(LIMITS))]
+    params = [wanted[row % len(wanted)] for row in range(len(LIMITS))]
+    asked: dict[str, Any] = {"sampling": params, "max_new_tokens": LIMITS, "seed": list(range(8))}
+    for _ in range(2):  # the second batch begins in memories that the first has left with few rows
+        results = decoder.generate(prompts, **asked)
+        eager = decoder.replace(graphs=False)
+        for row, result in enumerate(results):
+            expected = eager.generate(prompts[row], sampling=params[row], max_new_tokens=LIMITS[row], seed=[row])
+            assert result.token_ids == expected.token_ids, row
+    (recorder,) = recorders
+    rows = rows_of(recorder)
+    assert {2, 1} <= set(rows) <= {8, 2, 1} and rows[-1] == 1
+    if sampling != "all":  # processors keep rounds from being recorded
+        assert rows[0] == 8 and recorder.replays > len(rows) / 2
+
+
+@pytest.mark.parametrize(("name", "seed"), [
+    *covering(["plain", "model", "head"], [1, 2]),
+    *all_slow(["plain", "model", "head"], [3, 4, 5]),
+])  # fmt: skip
+def test_recorded_texts_may_come_and_go(name: str, seed: int) -> None:
+    decoder = decoder_of(name)
+    asked = requests(20)
+    random.Random(seed).shuffle(asked)
+    engine, recorder = recorded_engine(decoder, 9, reuse=True, chunk=5)
+    sequences = [sequence(decoder, row, **one) for row, one in enumerate(asked)]
+    widths = resizes(engine)
+    driven(engine, sequences, seed)
+    for found, one in zip(sequences, asked, strict=True):
+        expected = decoder.generate(one["prompt"], sampling=one["params"], max_new_tokens=one["limit"], seed=[one["seed"]])
+        assert found.new_tokens == expected.token_ids
+    assert widths and recorder.replays
+
+
+def test_drafters_that_cannot_move_keep_all_rows() -> None:
+    decoder = DECODERS["lookup"]()
+    engine, _ = recorded_engine(decoder, 4)
+    widths = resizes(engine)
+    texts = [sequence(decoder, row, [1, 2, 3 + row], GREEDY, limit=limit, seed=row) for row, limit in enumerate([3, 4, 5, 50])]
+    for one in texts:
+        engine.add(one)
+    finish(engine)
+    assert widths == [] and engine.slots.sizes == [4]
+    assert [one.new_tokens for one in texts] == [alone(decoder, one, 0) for one in texts]
+
+
+@pytest.mark.parametrize("name", ["plain", "model", "head"])
+def test_what_a_slot_holds_sleeps_and_wakes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(name)
+    engine, recorder = recorded_engine(decoder, 4, reuse=True)
+    read: list[int] = []
+    context = engine._workspace.memory.context
+    original = context.prefill
+
+    def prefill(texts: Any, observer: Any = None) -> None:
+        read.append(sum(map(len, texts)))
+        original(texts, observer)
+
+    monkeypatch.setattr(context, "prefill", prefill)
+    first = [sequence(decoder, row, [*GRAM_PROMPT, row], GREEDY, limit=6, seed=row) for row in range(4)]
+    for one in first:
+        engine.add(one)
+    finish(engine)
+    # Something else, alone: one row is enough for it, and the others sleep.
+    other = sequence(decoder, 4, [7, 7, 9], GREEDY, limit=12, seed=4)
+    engine.add(other)
+    finish(engine)
+    assert len(engine.slots) == 1
+    del read[:]
+    # A conversation goes on whose text sleeps: only what is new is read.
+    again = sequence(decoder, 5, [*first[2].tokens, 5, 6], GREEDY, limit=20, seed=5)
+    engine.add(again)
+    finish(engine)
+    assert sum(read) <= 4 and len(engine.slots) == 1
+    # And others in slots that come back.
+    more = [sequence(decoder, 6 + row, [*first[row].tokens, 5], GREEDY, limit=9, seed=6 + row) for row in (1, 3)]
+    for one in more:
+        engine.add(one)
+    finish(engine)
+    assert set(rows_of(recorder)) == {4, 1}
+    for one in (*first, other, again, *more):
+        assert one.new_tokens == alone(decoder, one, 0)
+
+
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_a_perfect_draft_is_accepted_wherever_its_text_moves(name: str) -> None:
+    # Errors in the draft's own memory cost acceptance only: nothing else sees them.
+    decoder = Decoder(TARGET, TreeDrafter(TARGET, parse_tree("1x1"))) if name == "model" else decoder_of("head")
+    limits = [5, 8, 40, 6, 44, 9]
+    alone_first = decoder.generate([1, 2, 6], sampling=GREEDY, max_new_tokens=44)
+    engine, _ = recorded_engine(decoder, 6)
+    texts = [sequence(decoder, row, [1, 2, 2 + row], GREEDY, limit=limit, seed=row) for row, limit in enumerate(limits)]
+    for one in texts:
+        engine.add(one)
+    finish(engine)
+    assert texts[4].speculation.rounds == alone_first.stats.passes
+    assert texts[4].new_tokens == alone_first.token_ids
+
+
+def test_moves_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_WORTH_A_RECORDING", 60)
+    decoder = decoder_of("model")
+    engine, recorder = recorded_engine(decoder, 4)
+
+    def run(limit: int) -> set[int]:
+        del recorder.kinds[:]
+        for row in range(4):
+            engine.add(sequence(decoder, row, [1, 2, 3 + row], GREEDY, limit=limit if row == 3 else 3, seed=row))
+        finish(engine)
+        return set(rows_of(recorder))
+
+    assert run(50) == {4}, "rounds of one row would be new"
+    assert run(90) == {4, 1}
+    assert run(50) == {4, 1}, "they are not any more"
+
+
+def test_memories_of_a_hugging_face_model_move(short_blocks: object) -> None:
+    target = HFModel(FAMILIES.get("llama").build(seed=1))
+    decoder = Decoder(target, TreeDrafter(target, parse_tree("2x1")))
+    engine, recorder = recorded_engine(decoder, 5, reuse=True)
+    texts: list[TokenSequence] = []
+    for row, limit in enumerate([4, 6, 30, 5, 34]):
+        texts.append(sequence(decoder, row, [5, 9, 11 + row, 3], GREEDY, limit=limit, seed=row))
+        engine.add(texts[-1])
+    finish(engine)
+    assert set(rows_of(recorder)) == {5, 2, 1}
+    for one in texts:
+        assert one.new_tokens == alone(decoder, one, 0)
+
+
+def test_tables_that_come_late_have_rows_for_all() -> None:
+    """Penalties first asked for when few rows are at work: what is allocated then must serve when more are."""
+    decoder = decoder_of("model")
+    engine, _ = recorded_engine(decoder, 4, reuse=True)
+    asked = [([1, 2, 3], GREEDY, 20), ([2, 3, 4], PENALTIES, 20)]
+    texts = [sequence(decoder, row, prompt, params, limit, seed=row) for row, (prompt, params, limit) in enumerate(asked)]
+    for one in texts:
+        engine.add(one)
+        finish(engine)
+    crowd = [sequence(decoder, 2 + row, [4, 5, row], PENALTIES, limit=30 + row, seed=2 + row) for row in range(4)]
+    for one in crowd:
+        engine.add(one)
+    finish(engine)
+    last = sequence(decoder, 9, [8, 8, 1], PENALTIES, limit=30, seed=9)
+    engine.add(last)
+    finish(engine)
+    for one in (*texts, *crowd, last):
+        assert one.new_tokens == alone(decoder, one, one.row)
+
+
+def test_a_tabular_context_grows_with_its_sleeping_rows() -> None:
+    context = TARGET.start(3, 8)
+    assert isinstance(TARGET, TabularModel)
+    context.prefill([[1, 2, 3], [4, 5], [6]])
+    context.resize(1, 3)
+    context.reserve(32)
+    context.resize(3, 3)
+    assert context.lengths == [3, 2, 1] and context.lengths_B.tolist() == [3, 2, 1]
+    assert context._tokens_BS[1, :2].tolist() == [4, 5]
+    context.resize(2, 3)
+    context.move_row(2, 0)
+    assert context.lengths == [1, 2] and context._tokens_BS[0, 0] == 6
