@@ -43,7 +43,7 @@ class Machine:
 
 def chosen(machine: Machine, timings: Timings, rounds: int = 120) -> list[Topology]:
     choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
-    choice.fixed = False
+    choice.alone = False
     return machine.run(choice, rounds)
 
 
@@ -108,7 +108,7 @@ def test_neighbours_are_tried_again_now_and_then() -> None:
 def test_one_slow_round_changes_nothing() -> None:
     machine, timings = Machine(16), Timings()
     choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
-    choice.fixed = False
+    choice.alone = False
     before = machine.run(choice, 120)[-1]
     machine.now += 100.0
     assert machine.run(choice, 30) == [before] * 30
@@ -136,7 +136,7 @@ def test_rehearsals_teach_what_rounds_take() -> None:
 def test_rehearsals_say_nothing_of_the_draft() -> None:
     machine, timings = Machine(16), Timings()
     choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
-    choice.fixed = False
+    choice.alone = False
     for place in reversed(range(len(TREES))):
         choice.rehearsed = place
         for _ in range(10):
@@ -150,7 +150,7 @@ def test_a_draft_that_was_bad_is_tried_again() -> None:
     timings = Timings()
     bad = Machine(64, acceptance=0.05)
     choice = TreeChoice(TREES, timings, bad.rows, bad.clock)
-    choice.fixed = False
+    choice.alone = False
     used = bad.run(choice, 400)
     assert used[-1].num_nodes == 1 and sum(tree.num_nodes == 1 for tree in used[100:]) > 250, "it rests, most of the time"
     good = Machine(64, acceptance=1.2)

@@ -41,7 +41,8 @@ both_models = pytest.mark.parametrize("model", MODELS)
 @pytest.fixture
 def every_tree(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let the choice go round all trees, each for some rounds, even for texts with a seed."""
-    monkeypatch.setattr(TreeChoice, "fixed", property(lambda self: False, lambda self, value: None), raising=False)
+    for name in ("steady", "alone"):
+        monkeypatch.setattr(TreeChoice, name, property(lambda self: False, lambda self, value: None), raising=False)
 
     def take_turns(rounds: int) -> None:
         def settle(choice: TreeChoice, *_: Any) -> None:
@@ -128,10 +129,15 @@ def test_a_draft_equal_to_the_target_is_always_accepted(every_tree: object, mode
     assert stats.accepts_by_depth == stats.offers_by_depth and stats.passes > stats.offers_by_depth[0] > 0
 
 
-def test_texts_with_a_seed_have_the_tree_that_was_asked_for() -> None:
-    fixed = Decoder(TARGET, TreeDrafter(DRAFT, TREE))
-    options = {"max_new_tokens": 40, "seed": SEEDS}
-    assert texts(by_load().generate(RAGGED_PROMPTS, **options)) == texts(fixed.generate(RAGGED_PROMPTS, **options))
+def test_texts_with_a_seed_have_one_tree_alone_and_one_in_company() -> None:
+    fixed, following = Decoder(TARGET, TreeDrafter(DRAFT, TREE)), by_load()
+    single: dict[str, Any] = {"max_new_tokens": 40, "seed": 5}
+    assert following.generate(RAGGED_PROMPTS[0], **single).token_ids == fixed.generate(RAGGED_PROMPTS[0], **single).token_ids
+    three = following.generate(RAGGED_PROMPTS, max_new_tokens=40, seed=SEEDS)
+    two = following.generate(RAGGED_PROMPTS[1:], max_new_tokens=40, seed=SEEDS[1:])
+    many = following.generate(RAGGED_PROMPTS[::-1] * 5, max_new_tokens=[40, 40, 40, *[9] * 12], seed=SEEDS[::-1] * 5)
+    assert texts(three)[1:] == texts(two) and texts(three) == texts(many)[2::-1]
+    assert three[0].stats.candidates == 2 * three[0].stats.passes, "a chain of two"
 
 
 @pytest.mark.parametrize("steady", some_slow([True, False], [True]))  # texts with a seed, above, are steady
@@ -150,10 +156,10 @@ def test_other_texts_have_smaller_trees_where_these_pay(steady: bool) -> None:
     while not engine.done:
         engine.step()
     drafted = {one.speculation.drafted_tokens / one.speculation.rounds for one in sequences}
-    assert drafted == {TREE.num_nodes - 1} if steady else max(drafted) < TREE.num_nodes - 1
+    assert drafted == {2} if steady else max(drafted) < TREE.num_nodes - 1
     if steady:
-        alone = [decoder.generate([1, 2, 3 + row], max_new_tokens=80, seed=[row]).token_ids for row in range(4)]
-        assert [one.new_tokens for one in sequences] == alone
+        expected = decoder.generate([[1, 2, 3 + row] for row in range(4)], max_new_tokens=80, seed=list(range(4)))
+        assert [one.new_tokens for one in sequences] == texts(expected)
 
 
 def test_a_warm_decoder_has_tried_every_tree_that_may_pay() -> None:
@@ -161,4 +167,5 @@ def test_a_warm_decoder_has_tried_every_tree_that_may_pay() -> None:
     decoder.warm_up(batch_size=4, longest=80)
     tried = [place for place in range(PLACES) if decoder.drafter._timings.seconds((4, "hybrid"), place) is not None]
     tokens = [4 * tree.num_nodes for tree in (*smaller_trees(TREE), TREE)]
-    assert tried == [0, *(place for place in range(1, PLACES) if tokens[place] >= 16)] and len(tried) > 2
+    steady = 2  # the chain of two
+    assert tried == [0, *(place for place in range(1, PLACES) if tokens[place] >= 16 or place == steady)] and len(tried) > 2

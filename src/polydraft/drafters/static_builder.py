@@ -140,19 +140,19 @@ class StaticBuilder(Builder):
 
     @property
     def num_kinds(self) -> int:
-        """One for each tree that may pay for so many rows; a text alone has the largest."""
-        return 1 if self._choice is None else len(self._choice.worth_a_trial(len(self._greedy_B)))
+        """One for each tree that rounds of so many rows may have."""
+        return 1 if self._choice is None else len(self._choice.kinds(len(self._greedy_B)))
 
     def rehearse(self, number: int | None) -> None:
         """Let all rounds have one tree, the largest first."""
         if self._choice is not None:
-            places = self._choice.worth_a_trial(len(self._greedy_B))
+            places = self._choice.kinds(len(self._greedy_B))
             self._choice.rehearsed = None if number is None else places[min(number, len(places) - 1)]
 
     def share(self, loads: Sequence[int], steady: bool) -> None:
-        """Keep to the largest tree for texts that depend on nothing but themselves, and for a row alone."""
+        """Keep to one tree for texts that depend on nothing but themselves, and to the largest for a row alone."""
         if self._choice is not None:
-            self._choice.fixed = steady or len(loads) == 1
+            self._choice.steady, self._choice.alone = steady, len(loads) == 1
 
     @property
     def num_uniforms(self) -> int:

@@ -4,7 +4,7 @@ A pass costs by all its tokens, so the more rows share it the smaller the tree t
 not modelled: they are timed as they run, for each tree and each number of rows, recordings, launches and host work included.
 
 The choice depends on past rounds only, so any choice is exact. It depends on the machine, too: texts that a seed must give
-again have the largest tree in all their rounds.
+again have one and the same tree in all their rounds.
 """
 
 import time
@@ -32,6 +32,8 @@ _TIME_MEMORY, _MOST_SLOWER = 0.95, 1.25
 _FEW, _CHEAP, _DEAR = 16, 64, 256
 """Tokens of a pass, those of all rows: a tree that has fewer leaves too much of a GPU idle; so many cost little more than one;
 and a tree of more is not worth a trial (on an H200, 144 tokens take twice the time of one, 208 more than three times)."""
+_STEADY = 2
+"""Place of the tree that texts with a seed have in company: the chain of two, which pays for 2 rows as for 64."""
 _STAY = 1.02
 """How much better another tree must be: a change costs a round's head start."""
 _AGAIN = 4096
@@ -121,8 +123,9 @@ class TreeChoice:
         self._last: tuple[Hashable, int] | None = None
         self._settled = 0
         self._before: float | None = None
-        self.fixed = True
-        """Whether all rounds have the largest tree."""
+        self._company = rows > 1
+        self.alone, self.steady = True, False
+        """Whether rounds have one row, and whether their tree must be the same whatever pays."""
         self.rehearsed: int | None = None
         """Place of the tree that all rounds have whatever pays: in rehearsals."""
 
@@ -131,7 +134,14 @@ class TreeChoice:
         """Which tree the next round has."""
         if self.rehearsed is not None:
             return self.rehearsed
-        return self.largest if self.fixed else self._place
+        if self.steady:
+            return self.steady_place
+        return self.largest if self.alone else self._place
+
+    @property
+    def steady_place(self) -> int:
+        """Tree of texts whose trees must not depend on load or machine: in company a short chain, which is cheap for all."""
+        return min(_STEADY, self.largest) if self._company else self.largest
 
     def fit(self, rows: int, scheme: str = "") -> None:
         """Choose the tree of the next round anew: it is shared by another number of rows."""
@@ -185,6 +195,11 @@ class TreeChoice:
             return [self.largest]
         tokens = [rows * tree.num_nodes for tree in self.trees]
         return [place for place in range(self.largest, -1, -1) if place == 0 or _FEW <= tokens[place] <= _DEAR]
+
+    def kinds(self, rows: int) -> list[int]:
+        """Return the places of all trees that rounds of so many rows may have."""
+        found = self.worth_a_trial(rows)
+        return found if self.steady_place in found else [*found, self.steady_place]
 
     def _guess(self, rows: int) -> int:
         """Return the place of the largest tree whose pass is cheap."""

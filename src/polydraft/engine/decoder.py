@@ -135,7 +135,7 @@ class Decoder:
             Exact upper limit for each text.
         seed : int or one for each prompt, optional
             Same seed, same text; drawn at random, and reported in `settings`, if not given. Trees that follow the load do not
-            do so for texts with a seed, above temperature 0.
+            do so for texts with a seed, above temperature 0: these have the tree itself alone, and a chain of two in a batch.
         stop : str or list of str, or one list for each prompt, optional
             Strings that end a text.
         chat : bool, default False
