@@ -17,6 +17,13 @@ def resized(values_BX: Tensor, rows: int) -> Tensor:
     return torch.cat([values_BX, values_BX.new_zeros(missing, *values_BX.shape[1:])])
 
 
+def swap_rows(first_X: Tensor, second_X: Tensor) -> None:
+    """Let two tensors change their contents."""
+    kept_X = first_X.clone()
+    first_X.copy_(second_X)
+    second_X.copy_(kept_X)
+
+
 class RowStorage:
     """What its owner keeps by row, by name: all rows, while the owner itself sees the first ones.
 
@@ -46,21 +53,25 @@ class RowStorage:
 
     def resized_list(self, name: str, values: Sequence[T], rows: int, new: Callable[[], T]) -> list[T]:
         """Return so many first entries of a list; entries that there never were are new."""
-        whole = self._whole_list(name, values)
+        whole = self.whole_list(name, values)
         whole += [new() for _ in range(rows - len(whole))]
         self._lists[name] = whole
         return whole[:rows]
 
-    def moved_list(self, name: str, values: Sequence[T], source: int, target: int) -> list[T]:
-        """Return a list in which one entry has taken the place of another; the source may sleep."""
-        whole = self._lists[name] = self._whole_list(name, values)
-        whole[target] = whole[source]
+    def swapped_list(self, name: str, values: Sequence[T], first: int, second: int) -> list[T]:
+        """Return a list in which two entries have changed places; one of them may sleep."""
+        whole = self._lists[name] = self.whole_list(name, values)
+        whole[first], whole[second] = whole[second], whole[first]
         return whole[: len(values)]
 
-    def _whole_list(self, name: str, values: Sequence[T]) -> list[T]:
+    def whole_list(self, name: str, values: Sequence[T]) -> list[T]:
+        """Return all entries of a list of which the owner sees `values`."""
         return [*values, *self._lists.get(name, [])[len(values) :]]
 
-    def move(self, name: str, values_BX: Tensor, source: int, target: int) -> None:
-        """Let one row of a tensor take the place of another; the source may sleep."""
+    def swap(self, name: str, values_BX: Tensor, first: int, second: int) -> None:
+        """Let two rows of a tensor change places, the first one at work; one that there never was is zero."""
         whole = self.whole(name, values_BX)
-        whole[target].copy_(whole[source])
+        if second < len(whole):
+            swap_rows(whole[first], whole[second])
+        else:
+            whole[first].zero_()

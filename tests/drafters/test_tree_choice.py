@@ -72,7 +72,7 @@ def test_a_first_batch_is_no_slower_than_plain_decoding_with_all_its_trials(rows
     machine = Machine(rows, acceptance)
     used = chosen(machine, Timings(), 100)
     assert sum(map(machine.tokens, used)) / machine.now > 0.98 * machine.rate(TREES[0])
-    assert rows * used[0].num_nodes <= 64 and max(rows * tree.num_nodes for tree in used) <= 512
+    assert rows * used[0].num_nodes <= 64 and max(rows * tree.num_nodes for tree in used) <= 256
 
 
 def test_no_tree_is_kept_that_plain_decoding_beats() -> None:
@@ -117,10 +117,28 @@ def test_one_slow_round_changes_nothing() -> None:
     assert machine.run(choice, 30) == [before] * 30
 
 
-def test_steady_texts_have_the_largest_tree() -> None:
-    machine = Machine(64)
-    choice = TreeChoice(TREES, Timings(), machine.rows, machine.clock)
-    assert machine.run(choice, 30) == [LARGEST] * 30
+def test_a_row_alone_has_the_largest_tree_and_steady_texts_one_that_is_cheap() -> None:
+    for rows, steady, expected in ((1, False, LARGEST), (1, True, LARGEST), (2, True, TREES[2]), (64, True, TREES[2])):
+        machine = Machine(rows)
+        choice = TreeChoice(TREES, Timings(), rows, machine.clock)
+        choice.alone, choice.steady = rows == 1, steady
+        assert machine.run(choice, 30) == [expected] * 30
+    assert str(TREES[2]) == "1x1"
+    few = (*smaller_trees(parse_tree("16")), parse_tree("16"))
+    choice = TreeChoice(few, Timings(), 8)
+    choice.steady = True
+    assert str(choice.trees[choice.place]) == "1", "a tree of one level has no chain of two"
+
+
+@pytest.mark.parametrize("largest", ["2x1", "2x2", "3x1", "chain:3", "2x1x1", "4x2x1x1x1", "16", "chain:1"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 64])
+def test_every_tree_that_rounds_begin_with_is_rehearsed(largest: str, rows: int) -> None:
+    tree = parse_tree(largest)
+    choice = TreeChoice((*smaller_trees(tree), tree), Timings(), rows)
+    choice.alone = rows == 1
+    assert choice.place in choice.kinds(rows) and len(set(choice.kinds(rows))) == len(choice.kinds(rows))
+    choice.steady = True
+    assert choice.place in choice.kinds(rows)
 
 
 def test_rehearsals_teach_what_rounds_take() -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from covering import all_slow, covering
+from covering import all_slow, covering, some_slow
 from polydraft.drafters import TreeDrafter
-from polydraft.engine import Decoder, Engine, TokenSequence, slots
+from polydraft.engine import Decoder, Engine, StopReason, TokenSequence, workspace
 from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES, TabularModel
 from polydraft.models.hf import HFModel
@@ -35,7 +35,8 @@ LIMITS = [9, 60, 4, 12, 70, 7, 5, 3]
 
 @pytest.fixture(autouse=True)
 def eager_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "_WORTH_A_RECORDING", 1)
+    for name in ("_WORTH_A_MOVE", "_WORTH_A_RECORDING"):
+        monkeypatch.setattr(workspace, name, 1)
 
 
 def decoder_of(name: str, **options: Any) -> Decoder:
@@ -44,9 +45,9 @@ def decoder_of(name: str, **options: Any) -> Decoder:
 
 def recorded_engine(decoder: Decoder, count: int, **options: Any) -> tuple[Engine, StandIn]:
     """Open an elastic engine whose rounds are recorded."""
-    workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * count), ahead=decoder.ahead)
-    recorder = workspace.launcher.recorder = round_recorder(workspace)
-    engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=workspace, elastic=True, **options)
+    memories = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * count), ahead=decoder.ahead)
+    recorder = memories.launcher.recorder = round_recorder(memories)
+    engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=memories, elastic=True, **options)
     return engine, recorder
 
 
@@ -57,14 +58,14 @@ def rows_of(recorder: StandIn) -> list[int]:
 
 def resizes(engine: Engine) -> list[int]:
     """Take note of the numbers of rows that an engine chooses."""
-    widths, workspace = list[int](), engine._workspace
-    original = workspace.resize
+    widths, memories = list[int](), engine._workspace
+    original = memories.resize
 
     def resize(rows: int) -> None:
         widths.append(rows)
         original(rows)
 
-    workspace.resize = resize  # type: ignore[method-assign]
+    memories.resize = resize  # type: ignore[method-assign]
     return widths
 
 
@@ -174,7 +175,7 @@ def test_a_perfect_draft_is_accepted_wherever_its_text_moves(name: str) -> None:
 
 
 def test_moves_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "_WORTH_A_RECORDING", 60)
+    monkeypatch.setattr(workspace, "_WORTH_A_RECORDING", 60)
     decoder = decoder_of("model")
     engine, recorder = recorded_engine(decoder, 4)
 
@@ -234,5 +235,121 @@ def test_a_tabular_context_grows_with_its_sleeping_rows() -> None:
     assert context.lengths == [3, 2, 1] and context.lengths_B.tolist() == [3, 2, 1]
     assert context._tokens_BS[1, :2].tolist() == [4, 5]
     context.resize(2, 3)
-    context.move_row(2, 0)
+    context.swap_rows(0, 2)
     assert context.lengths == [1, 2] and context._tokens_BS[0, 0] == 6
+    context.resize(3, 3)
+    assert context.lengths == [1, 2, 3] and context._tokens_BS[2, :3].tolist() == [1, 2, 3]
+
+
+def counted_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Take note of how many tokens the target reads at a time."""
+    read, context = list[int](), engine._workspace.memory.context
+    original = context.prefill
+
+    def prefill(texts: Any, observer: Any = None) -> None:
+        read.append(sum(map(len, texts)))
+        original(texts, observer)
+
+    monkeypatch.setattr(context, "prefill", prefill)
+    return read
+
+
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_a_text_that_makes_room_is_not_forgotten(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(name)
+    engine, _ = recorded_engine(decoder, 4, reuse=True)
+    read = counted_reading(engine, monkeypatch)
+    first = sequence(decoder, 0, [*GRAM_PROMPT, 3], GREEDY, limit=6, seed=0)
+    second = sequence(decoder, 1, [9, 8, 7, 1], GREEDY, limit=60, seed=1)
+    for one in (first, second):
+        engine.add(one)
+    finish(engine)
+    assert len(engine.slots) == 1 and engine.slots[0] is second, "it has moved to where the first one was"
+    del read[:]
+    again = sequence(decoder, 2, [*first.tokens, 4], GREEDY, limit=9, seed=2)
+    engine.add(again)
+    finish(engine)
+    assert sum(read) <= 3
+    for one in (first, second, again):
+        assert one.new_tokens == alone(decoder, one, 0)
+
+
+@pytest.mark.parametrize("name", ["plain", "model", "head"])
+def test_texts_let_go_while_they_are_read_leave_nothing_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(name)
+    engine, _ = recorded_engine(decoder, 4, reuse=True, chunk=5)
+    read = counted_reading(engine, monkeypatch)
+    long = [(3 * place) % 29 + 1 for place in range(60)]
+    kept = [sequence(decoder, row, [5, 6, row], GREEDY, limit=50 + 30 * row, seed=row) for row in range(2)]
+    gone = sequence(decoder, 2, long, GREEDY, limit=9, seed=2)
+    for one in (*kept, gone):
+        engine.add(one)
+    for _ in range(6):
+        engine.step()
+    engine.end(gone, StopReason.CANCELLED, 0)
+    finish(engine)
+    assert len(engine.slots) == 1
+    again = sequence(decoder, 3, long, GREEDY, limit=9, seed=3)
+    others = [sequence(decoder, 4 + row, [7, row + 1], GREEDY, limit=30, seed=4 + row) for row in range(3)]
+    for one in (again, *others):
+        engine.add(one)
+    finish(engine)
+    assert max(read) <= 6, "prompts are read in chunks; a head sees the last token of one again"
+    for one in (*kept, again, *others):
+        assert one.new_tokens == alone(decoder, one, 0)
+
+
+@pytest.mark.parametrize("name", ["plain", "model", "head"])
+def test_slots_that_come_back_empty_keep_rounds_recorded(name: str) -> None:
+    decoder = decoder_of(name)
+    engine, recorder = recorded_engine(decoder, 8, reuse=True)
+
+    def turn() -> tuple[int, int]:
+        before = len(recorder.kinds), recorder.replays
+        for row in range(3):
+            engine.add(sequence(decoder, row, [4, 5, 6 + row], GREEDY, limit=[3, 3, 40][row], seed=row))
+        finish(engine)
+        return len(recorder.kinds) - before[0], recorder.replays - before[1]
+
+    for _ in range(3):
+        turn()
+    rounds, replays = turn()
+    assert rounds == replays > 10 and set(rows_of(recorder)) == {8, 1}
+
+
+@pytest.mark.parametrize("name", ["plain", "model", "head"])
+@pytest.mark.parametrize("seed", some_slow(range(12), range(1, 12)))
+def test_whatever_happens_to_others(name: str, seed: int) -> None:
+    """Texts come, go on, are let go while they wait, are read or run; prompts are of any length, one token included."""
+    decoder, chance = decoder_of(name), random.Random(seed)
+    engine, _ = recorded_engine(decoder, chance.choice([3, 5, 8]), reuse=True, chunk=chance.choice([3, 7, None]))
+    texts: list[TokenSequence] = []
+    for _ in range(160):
+        for _ in range(chance.choice([0, 0, 0, 1, 1, 4])):
+            prompt = [chance.randrange(1, 32) for _ in range(chance.choice([1, 2, 5, 30]))]
+            ended = [one for one in texts if one.done and one.new_tokens]
+            if ended and chance.random() < 0.5:
+                prompt = [*chance.choice(ended).tokens[: chance.choice([8, 1000])], 1 + seed]
+            params = chance.choice([GREEDY, GREEDY, SamplingParams(), PENALTIES])
+            texts.append(sequence(decoder, len(texts), prompt, params, limit=chance.choice([1, 4, 12, 40]), seed=len(texts)))
+            engine.add(texts[-1])
+        if chance.random() < 0.15 and any(not one.done for one in texts) and engine.stats.rounds:
+            one = chance.choice([one for one in texts if not one.done])
+            engine.end(one, StopReason.CANCELLED, len(one.new_tokens))
+        if not engine.done:
+            engine.step()
+    for _ in range(5000):
+        if not engine.done:
+            engine.step()
+    assert len(texts) > 50 and engine.done
+    for one in texts:
+        expected = alone(decoder, one, one.row)
+        whole = one.stop_reason != StopReason.CANCELLED
+        assert one.new_tokens == (expected if whole else expected[: len(one.new_tokens)])
+
+
+def test_heads_whose_rounds_are_not_recorded_stay_where_they_are() -> None:
+    session = decoder_of("head").drafter.start(RowParams((IDLE,) * 3), TARGET)
+    assert session.movable
+    session._drawn.source.make_room(places=4, depth=2, recorded=False)  # as with a decision model
+    assert not session.movable

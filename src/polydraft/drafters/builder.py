@@ -35,7 +35,7 @@ class Builder(ABC):
     elastic: bool = False
     """Whether the number of rows may change, see `resize`."""
     movable: bool = False
-    """Whether rows can move, see `move_row`."""
+    """Whether rows can change places, see `swap_rows`."""
     asked_scheme: str | None = None
     """The scheme that was asked for by name: a walk that was asked for as well must verify it."""
 
@@ -91,18 +91,18 @@ class Builder(ABC):
     def share(self, loads: Sequence[int], steady: bool) -> None:  # noqa: B027 (most trees do not depend on it)
         """Say how many rows share the rounds of each row, which may make smaller trees pay.
 
-        `steady` if some row at work must have the trees that it would have alone.
+        `steady` if some row at work must have the same trees whatever pays.
         """
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `begin`.
 
-        Where rows are movable, those that go sleep and come back as they were.
+        Where rows are movable and rounds are recorded, those that go sleep and come back as they were.
         """
         raise NotImplementedError
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row go on with the text of another, which may sleep, between two rounds; what it held is gone."""
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places between two rounds, the second of which may sleep."""
         raise NotImplementedError
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:  # noqa: B027
@@ -163,10 +163,10 @@ class DraftDistributions:
         if self._warper is not None:
             self._warper.resize(params)
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row go on with the text of another."""
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places."""
         if self._warper is not None:
-            self._warper.move_row(source, target)
+            self._warper.swap_rows(first, second)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""

@@ -9,7 +9,7 @@ from polydraft.drafters.policy import LONGEST_REST
 from polydraft.drafters.source import DistributionSource
 from polydraft.models import FeatureHead
 from polydraft.models.language_model import Observer
-from polydraft.models.memory import common_prefix
+from polydraft.models.memory import NO_TEXT, common_prefix
 from polydraft.row_storage import RowStorage
 from polydraft.schemes.arrays import can_sync
 from polydraft.transfers import assign, brought
@@ -29,7 +29,7 @@ class HeadSource(DistributionSource):
     one token nothing precedes the root: its entry has no features, and is not kept.
     """
 
-    follows_any_path = movable = True
+    follows_any_path = True
 
     def __init__(self, head: FeatureHead, batch_size: int) -> None:
         super().__init__(head.device, head.vocabulary)
@@ -90,14 +90,19 @@ class HeadSource(DistributionSource):
             if (values_BX := getattr(self, name)) is not None:
                 setattr(self, name, self._storage.resized(name, values_BX, rows))
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row go on with the text of another."""
+    @property
+    def movable(self) -> bool:
+        """Where all that is kept by row stays where it is from round to round."""
+        return self._recorded
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places."""
         self._take_waiting()
-        self._context.move_row(source, target)
-        self._texts = self._storage.moved_list("texts", self._texts, source, target)
+        self._context.swap_rows(first, second)
+        self._texts = self._storage.swapped_list("texts", self._texts, first, second)
         for name in _KEPT:
             if (values_BX := getattr(self, name)) is not None:
-                self._storage.move(name, values_BX, source, target)
+                self._storage.swap(name, values_BX, first, second)
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""
@@ -148,7 +153,7 @@ class HeadSource(DistributionSource):
         index_X, roots_X = brought(torch.tensor([list(rows), [texts[row][-1] for row in rows]]), self.device)
         self._tokens_BW[index_X, 0] = roots_X
         self._fresh_B.index_fill_(0, index_X, 1)  # an assignment of a number would wait for the device
-        lone = [row in rows and len(text) == 1 for row, text in enumerate(texts)]
+        lone = [row in rows and len(text) == 1 and text is not NO_TEXT for row, text in enumerate(texts)]
         self._lone_B = brought(torch.tensor(lone), self.device) if any(lone) else None
 
     def root(self, tail_B2: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from polydraft.drafters.source import DistributionSource
 from polydraft.models import LanguageModel, Memory
+from polydraft.models.memory import NO_TEXT
 from polydraft.row_storage import RowStorage
 from polydraft.trees import Block, SlicedMask, StaticBlock, Topology
 from polydraft.walks import Verdict
@@ -23,7 +24,6 @@ class ModelSource(DistributionSource):
     """
 
     lead = 1
-    movable = True
 
     def __init__(self, model: LanguageModel, batch_size: int) -> None:
         super().__init__(model.device, model.vocabulary)
@@ -54,19 +54,24 @@ class ModelSource(DistributionSource):
         if self._lone_B1 is not None:
             self._lone_B1 = self._storage.resized("lone", self._lone_B1, rows)
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row go on with the text of another."""
-        self._memory.move_row(source, target)
-        self._texts = self._storage.moved_list("texts", self._texts, source, target)
+    @property
+    def movable(self) -> bool:
+        """Always: there is nothing but the memory."""
+        return True
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places."""
+        self._memory.swap_rows(first, second)
+        self._texts = self._storage.swapped_list("texts", self._texts, first, second)
         if self._lone_B1 is not None:
-            self._storage.move("lone", self._lone_B1, source, target)
+            self._storage.swap("lone", self._lone_B1, first, second)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Read the texts."""
         self._longest, self._behind = longest, False
         self._memory.align(texts, longest)
         self._note(texts)
-        lone = [row in rows and len(text) == 1 for row, text in enumerate(texts)]
+        lone = [row in rows and len(text) == 1 and text is not NO_TEXT for row, text in enumerate(texts)]
         self._lone_B1 = torch.tensor(lone, device=self.device)[:, None] if any(lone) else None
 
     def _note(self, texts: Sequence[Sequence[int]]) -> None:

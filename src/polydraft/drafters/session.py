@@ -117,7 +117,7 @@ class DraftSession:
 
     @property
     def num_kinds(self) -> int:
-        """How many recordings rounds need, for memories of one size, whatever the host chooses."""
+        """How many recordings rounds of as many rows as now need, for memories of one size, whatever the host chooses."""
         return max((builder.num_kinds for builder in self._builders), default=1)
 
     def rehearse(self, number: int | None) -> None:
@@ -141,13 +141,13 @@ class DraftSession:
 
     @property
     def movable(self) -> bool:
-        """Whether rows can move, see `move_row`."""
+        """Whether rows can change places, see `swap_rows`."""
         return self.elastic and all(builder.movable and builder.source.movable for builder in self._builders)
 
     def share(self, loads: Sequence[int], steady: bool) -> None:
         """Say how many rows share the rounds of each row, as far as that may matter to its drafts.
 
-        `steady` if some row at work must have the trees that it would have alone.
+        `steady` if some row at work must have the same trees whatever pays.
         """
         for builder in self._builders:
             builder.share(loads, steady)
@@ -158,11 +158,11 @@ class DraftSession:
             builder.source.resize(len(params), most)
             builder.resize(params)
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row go on with the text of another, which may sleep, between two rounds; what it held is gone."""
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places between two rounds, the second of which may sleep."""
         for builder in self._builders:
-            builder.source.move_row(source, target)
-            builder.move_row(source, target)
+            builder.source.swap_rows(first, second)
+            builder.swap_rows(first, second)
 
     def prepare(
         self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], unread: Sequence[int], keep: bool

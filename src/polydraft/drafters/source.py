@@ -25,8 +25,6 @@ class Source:
     """Whether `commit` takes paths over nodes of other sources; if not, `catch_up` reads such text."""
     learns: bool = False
     """Whether what the host learns of a round may change what the source gives in the next one."""
-    movable: bool = False
-    """Whether rows can move, see `move_row`."""
 
     @property
     def obstacle(self) -> str | None:
@@ -52,12 +50,17 @@ class Source:
     def resize(self, rows: int, most: int) -> None:
         """Have so many rows from now on, never more than `most`: the first ones stay as they are, further ones are to `begin`.
 
-        Where rows are movable, those that go sleep and come back as they were.
+        Where rows are movable and rounds are recorded, those that go sleep and come back as they were.
         """
         raise NotImplementedError
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row go on with the text of another, which may sleep, between two rounds; what it held is gone."""
+    @property
+    def movable(self) -> bool:
+        """Whether rows can change places, see `swap_rows`."""
+        return False
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places between two rounds, the second of which may sleep."""
         raise NotImplementedError
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:

@@ -171,9 +171,9 @@ class StaticBuilder(Builder):
         if self._choice is not None:
             self._choice.fit(len(params), self.scheme.name)
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row go on with the text of another."""
-        self._distributions.move_row(source, target)
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places."""
+        self._distributions.swap_rows(first, second)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""

@@ -30,10 +30,10 @@ _SAMPLES = 4
 _TIME_MEMORY, _MOST_SLOWER = 0.95, 1.25
 """How much of a mean time is left after the next round, and how much slower than the mean a round counts at most."""
 _FEW, _CHEAP, _DEAR = 16, 64, 256
-"""Tokens of a pass, those of all rows: a tree that has fewer leaves too much of a GPU idle; so many cost little more than one;
-and a tree of more is not worth a trial (on an H200, 144 tokens take twice the time of one, 208 more than three times)."""
-_STEADY = 2
-"""Place of the tree that texts with a seed have in company: the chain of two, which pays for 2 rows as for 64."""
+"""Tokens of a pass, over all rows. Trees that make it smaller than the first are too small; the second costs a GPU little more
+than one token; larger than the last, a pass is too dear (on an H200, 144 tokens take twice as long as one, 208 three times)."""
+_STEADY = 3
+"""Most nodes of the tree that texts with a seed have in company: those of a chain of two, which pays for 2 rows as for 64."""
 _STAY = 1.02
 """How much better another tree must be: a change costs a round's head start."""
 _AGAIN = 4096
@@ -115,7 +115,9 @@ class TreeChoice:
         self, trees: Sequence[Topology], timings: Timings, rows: int = 1, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.trees, self._timings, self._clock = tuple(trees), timings, clock
-        self._fair = [tree_tokens(tree, _FAIR) - 1 for tree in trees]
+        wider = max((tree.max_children for tree in trees), default=0) - len(_FAIR)
+        fair = (*_FAIR, *(_FAIR[-1] / 2**rank for rank in range(1, wider + 1)))
+        self._fair = [tree_tokens(tree, fair) - 1 for tree in trees]
         self._expected = self._accepted = _PRIOR * self._fair[-1]
         """Accepted tokens that a fair draft would have brought lately, and those that there were."""
         self.largest = len(self.trees) - 1
@@ -141,7 +143,8 @@ class TreeChoice:
     @property
     def steady_place(self) -> int:
         """Tree of texts whose trees must not depend on load or machine: in company a short chain, which is cheap for all."""
-        return min(_STEADY, self.largest) if self._company else self.largest
+        small = [place for place, tree in enumerate(self.trees) if tree.num_nodes <= _STEADY]
+        return small[-1] if self._company else self.largest
 
     def fit(self, rows: int, scheme: str = "") -> None:
         """Choose the tree of the next round anew: it is shared by another number of rows."""
@@ -194,7 +197,8 @@ class TreeChoice:
         if rows == 1:
             return [self.largest]
         tokens = [rows * tree.num_nodes for tree in self.trees]
-        return [place for place in range(self.largest, -1, -1) if place == 0 or _FEW <= tokens[place] <= _DEAR]
+        always = (0, self._guess(rows))
+        return [place for place in range(self.largest, -1, -1) if place in always or _FEW <= tokens[place] <= _DEAR]
 
     def kinds(self, rows: int) -> list[int]:
         """Return the places of all trees that rounds of so many rows may have."""

@@ -170,7 +170,7 @@ class DeviceClock:
         self._spans.append((time.perf_counter() - start, first, last))
 
     def take(self) -> float:
-        """Return the seconds since the last call, once the device is known to be past all of it."""
+        """Return the device's seconds beyond the host's since the last call; the device must be known to be past all of it."""
         seconds = sum((max(first.elapsed_time(last) / 1e3 - host, 0.0) for host, first, last in self._spans), 0.0)
         self._spans.clear()
         return seconds

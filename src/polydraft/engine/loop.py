@@ -55,8 +55,8 @@ class Engine:
     chunk : int, optional
         Tokens of prompts that a step reads at most, so that long ones keep nobody waiting; all if not given.
     elastic : bool
-        Have about as many slots as are in use, up to the workspace's rows. What an unused slot holds is forgotten then, unless
-        rounds are recorded: then it sleeps.
+        Have about as many slots as there are texts, up to the workspace's rows. What other slots hold is forgotten then, unless
+        rounds are recorded: then they sleep.
     isolate : bool
         Let a sequence whose model or logits processor fails end alone (`StopReason.FAILED`); raised otherwise.
     """
@@ -136,10 +136,11 @@ class Engine:
                 now = self._launched[0]
                 if len(self._launched) == 1 and self._runs_ahead(now):
                     self._launched.append(self._launch())
+            waited = -time.perf_counter()
             with self.stats.clock("verify"):
                 outcome, reports = now.wait()  # an interruption here loses no round
-                late = self._reading.take()  # the host has waited for it just now, not for this round
-            self.stats.move_time(late, "verify", "prefill")
+            waited += time.perf_counter()
+            self.stats.move_time(min(self._reading.take(), waited), "verify", "prefill")
             with self.undivided():
                 del self._launched[0]
                 self.stats.replayed_rounds += now.replayed
@@ -157,7 +158,7 @@ class Engine:
 
     def _admit(self, keep: bool = False) -> None:
         """Let waiting sequences into free slots, and read on in prompts, first come, first served."""
-        fresh, changed = self.slots.fit(len(self.waiting))
+        fresh, changed = self.slots.fit(self.waiting)
         if changed and self._walk is not None:
             self._walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
             self._workspace.activate(self.slots.active())

@@ -57,10 +57,10 @@ class State:
         assign(self.greedy_B, params.greedy)
         self.warper.resize(params)
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row go on with the text of another."""
-        self.storage.move("tail_B2", self.tail_B2, source, target)
-        self.warper.move_row(source, target)
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places."""
+        self.storage.swap("tail_B2", self.tail_B2, first, second)
+        self.warper.swap_rows(first, second)
 
 
 def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_tree: DraftTree | None = None) -> Outcome:

@@ -1,20 +1,13 @@
 """Which text is in which row of a workspace, and how many rows rounds have."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
 from polydraft.engine.sequence import TokenSequence
 from polydraft.engine.workspace import Workspace
-from polydraft.models.memory import common_prefix
+from polydraft.models.memory import NO_TEXT, common_prefix
 from polydraft.sampling import Noise
-
-_NO_TEXT = [0]
-"""Stands for the text of an empty slot."""
-_WORTH_A_MOVE, _WORTH_A_RECORDING = 8, 32
-"""Tokens that some text must still be allowed to get for recorded rounds of fewer rows to pay: where there have been some
-already, and where the first ones would be slow."""
-_ENDLESS = 2**62
 
 
 class Slots:
@@ -46,7 +39,7 @@ class Slots:
     @property
     def sizes(self) -> list[int]:
         """Numbers of slots that rounds may have, largest first."""
-        return self._workspace.sizes if self._elastic and self._workspace.recorded else [self.most]
+        return self._workspace.sizes if self._elastic and self._workspace.has_recorder else [self.most]
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -74,7 +67,7 @@ class Slots:
 
     def texts(self) -> list[Sequence[int]]:
         """Return what the memories should hold, as far as it is known to them."""
-        texts = [_NO_TEXT if sequence is None else sequence.tokens for sequence in self.sequences]
+        texts = [NO_TEXT if sequence is None else sequence.tokens for sequence in self.sequences]
         return [text[: self.known[slot]] if slot in self.known else text for slot, text in enumerate(texts)]
 
     def take(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:
@@ -98,45 +91,57 @@ class Slots:
         """Empty a slot, so that whoever comes next shares nothing with it."""
         self.sequences[slot] = None
 
-    def fit(self, waiting: int) -> tuple[range, bool]:
+    def fit(self, waiting: Collection[TokenSequence]) -> tuple[range, bool]:
         """Have about as many slots as there are texts; return those that are new, and whether their number has changed."""
         before, rows = len(self.sequences), self.most  # the last run may have left fewer
         if self._elastic:
+            self._drop_unread()
             running = [slot for slot, one in enumerate(self.sequences) if one is not None and not one.done]
-            rows = self._workspace.size_for(min(max(len(running) + waiting, 1), self.most))
+            rows = self._workspace.size_for(min(max(len(running) + len(waiting), 1), self.most))
             if rows < before:
-                rows = self._gathered(rows, running)
+                left = max((one.end - len(one.tokens) for one in (*self.running(), *waiting)), default=0)
+                rows = self._gathered(rows, running, left)
         if rows == before:
             return range(0), False
         whole = [*self.sequences, *self._sleeping, *([None] * rows)]
-        self.sequences, self._sleeping = whole[:rows], whole[rows : self.most] if self._workspace.recorded else []
+        self.sequences, self._sleeping = whole[:rows], whole[rows : self.most] if self._workspace.has_recorder else []
         self.known = {slot: known for slot, known in self.known.items() if slot < rows}
         self.noise.resize(rows)
         self._workspace.resize(rows)
         return range(before, rows), True
 
-    def _gathered(self, rows: int, running: Sequence[int]) -> int:
+    def _drop_unread(self) -> None:
+        """Empty slots whose texts were let go while their prompts were read: nobody knows how far once they sleep."""
+        for slot in [slot for slot in self.known if slot in self.free()]:
+            self.vacate(slot)
+            del self.known[slot]
+
+    def _gathered(self, rows: int, running: Sequence[int], left: int) -> int:
         """Let texts at work move to the first slots, if that can be and pays; return how many slots there must be."""
         stay, go = [slot for slot in running if slot < rows], [slot for slot in running if slot >= rows]
-        recorded = self._workspace.recorded
-        left = max((one.end - len(one.tokens) for one in self.running()), default=_ENDLESS)
-        if recorded and left < (_WORTH_A_MOVE if self._workspace.practised(rows) else _WORTH_A_RECORDING):
-            return len(self.sequences)
-        if go and (self.known or not self._workspace.session.movable):
+        recorded, workspace = self._workspace.has_recorder, self._workspace
+        if (recorded or go) and left < workspace.worth(rows):
+            return len(self.sequences) if recorded or not go else go[-1] + 1
+        if go and (self.known or not workspace.session.movable):
             return len(self.sequences) if recorded else go[-1] + 1
-        targets = sorted(set(range(rows)).difference(stay), key=self._length)  # least text first: others may be gone on with
+        targets = sorted(set(range(rows)).difference(stay), key=self._length)  # those with most text stay with their rows
         for source, target in zip(go, targets, strict=False):
-            self.sequences[target], self.sequences[source] = self.sequences[source], None
-            self.noise.move_row(source, target)
-            self._workspace.move_row(source, target)
+            self._swap(target, source)
+            self.noise.swap_rows(target, source)
         return rows
 
     def _wake(self, number: int, free: list[int]) -> int:
-        """Bring a text that sleeps into a free slot; return that one's place among them."""
+        """Bring a text that sleeps into a free slot, for what that holds; return that one's place among them."""
         place = min(range(len(free)), key=lambda place: self._length(free[place]))
-        self._workspace.move_row(len(self.sequences) + number, free[place])
-        self.sequences[free[place]], self._sleeping[number] = self._sleeping[number], None
+        first = free[place]
+        self.known.pop(first, None)
+        self._workspace.swap_rows(first, len(self.sequences) + number)
+        self.sequences[first], self._sleeping[number] = self._sleeping[number], self.sequences[first]
         return place
+
+    def _swap(self, first: int, second: int) -> None:
+        self._workspace.swap_rows(first, second)
+        self.sequences[first], self.sequences[second] = self.sequences[second], self.sequences[first]
 
     def _length(self, slot: int) -> int:
         sequence = self.sequences[slot]

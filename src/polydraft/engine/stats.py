@@ -164,7 +164,6 @@ class Stats:
 
     def move_time(self, seconds: float, source: str, target: str) -> None:
         """Let one phase have time that was counted for another."""
-        seconds = min(seconds, self.seconds[source])
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 

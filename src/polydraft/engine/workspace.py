@@ -24,6 +24,9 @@ _FEWER = 4
 """How many times fewer rows rounds have where the rest would idle."""
 _PRACTISED = 8
 """Rounds of some rows after which the next ones are hardly new."""
+_WORTH_A_MOVE, _WORTH_A_RECORDING, _WORTH_COMPILING = 8, 32, 10_000
+"""Tokens still to come for which it pays to have fewer rows: where such rounds are not new, where the first ones are slow
+because they are yet to be recorded, and where they are compiled as well."""
 
 
 class Owner(Protocol):
@@ -134,16 +137,16 @@ class Workspace:
         Where rounds are recorded, rows that are out of use must come back as they were.
         """
         can = self.session.elastic and all(one.elastic for one in self.contexts)
-        return can and (not self.recorded or self.session.movable)
+        return can and (not self.has_recorder or self.session.movable)
 
     @property
-    def recorded(self) -> bool:
-        """Whether there is a recorder, so that tensors must stay where they are."""
+    def has_recorder(self) -> bool:
+        """Whether rounds may be recorded, so that tensors must stay where they are."""
         return self.launcher.recorder is not None
 
     def size_for(self, wanted: int) -> int:
         """Return how many rows to have where so many are wanted."""
-        if not self.recorded:
+        if not self.has_recorder:
             return wanted
         # What is allocated before the first round must have rows for all texts.
         return len(self.asked) if self.state is None else min(size for size in self.sizes if size >= wanted)
@@ -159,7 +162,7 @@ class Workspace:
     def resize(self, rows: int) -> None:
         """Have so many rows: the first ones stay as they are, further ones are to `begin`; never more than at first.
 
-        Where rows are movable, those that go sleep and come back as they were.
+        Where rows are movable and rounds are recorded, those that go sleep and come back as they were.
         """
         most = len(self.asked)
         self.params = RowParams((*self.params.rows, *([IDLE] * rows))[:rows])
@@ -168,15 +171,15 @@ class Workspace:
         if self.state is not None:
             self.state.resize(self.params)
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row go on with the text of another, which may sleep, between two rounds; what it held is gone."""
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places between two rounds, the second of which may sleep."""
         rows = self.params.rows
-        if source < len(rows):
-            self.params = self.params.replaced({target: rows[source]})
-        self.memory.move_row(source, target)
-        self.session.move_row(source, target)
+        if second < len(rows):
+            self.params = self.params.replaced({first: rows[second], second: rows[first]})
+        self.memory.swap_rows(first, second)
+        self.session.swap_rows(first, second)
         if self.state is not None:
-            self.state.move_row(source, target)
+            self.state.swap_rows(first, second)
 
     def begin(
         self,
@@ -238,9 +241,11 @@ class Workspace:
         """Random numbers per row that the next round uses."""
         return self.session.num_uniforms + walk.uniforms(self.session.scheme, self.session.depth)
 
-    def practised(self, rows: int) -> bool:
-        """Whether rounds of so many rows are likely to be recorded: there have been some."""
-        return self._rounds[rows] >= _PRACTISED
+    def worth(self, rows: int) -> int:
+        """Return how many tokens some text must still be allowed to get for rounds of so many rows, now fewer, to pay."""
+        if not self.has_recorder or self._rounds[rows] >= _PRACTISED:
+            return _WORTH_A_MOVE
+        return _WORTH_COMPILING if self._compiled else _WORTH_A_RECORDING
 
     def launch(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
         """Launch a round."""

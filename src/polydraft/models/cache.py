@@ -12,6 +12,7 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.kernels import kernels_run, power_of_two, side_by_side
 from polydraft.models.families import text_config
 from polydraft.models.placement import home_device
+from polydraft.row_storage import swap_rows
 
 _LEAST_PLACES, _MOST_PLACES = 8, 64
 """Paths that are shorter share the kernel of these; longer ones would fill the registers of a program that moves them."""
@@ -105,10 +106,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         more = (0, 0, 0, 0, 0, 0, 0, missing)
         self._use((torch.nn.functional.pad(stored, more) for stored in self._all) if missing else self._all, rows)
 
-    def move_row(self, source: int, target: int, used: int) -> None:
-        """Let the first slots of a row hold what those of another do, which may be out of use."""
+    def swap_rows(self, first: int, second: int, used: int) -> None:
+        """Let two rows, one of which may be out of use, change what is in their first slots."""
         for stored in self._all or ():
-            stored[:, target, :, :used].copy_(stored[:, source, :, :used])
+            swap_rows(stored[:, first, :, :used], stored[:, second, :, :used])
 
     def clear(self, row: int) -> None:
         """Forget what a row holds: numbers that are none would reach whoever has the row next, even from masked slots."""
@@ -203,9 +204,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values held."""
-        held = (self.keys_LBHSC, self.values_LBHSC)
-        return sum(stored.nbytes for stored in held if stored is not None)
+        """Bytes of keys and values held, of rows in use or not."""
+        return sum(stored.nbytes for stored in self._all or ())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots in use before the tokens of this pass."""
@@ -273,10 +273,10 @@ class SpreadCache(SlotCache):
         for one in self._parts.values():
             one.resize(rows, most)
 
-    def move_row(self, source: int, target: int, used: int) -> None:
-        """Let the first slots of a row hold what those of another do."""
+    def swap_rows(self, first: int, second: int, used: int) -> None:
+        """Let two rows change what is in their first slots."""
         for one in self._parts.values():
-            one.move_row(source, target, used)
+            one.swap_rows(first, second, used)
 
     def clear(self, row: int) -> None:
         """Forget what a row holds."""

@@ -198,8 +198,8 @@ class HeadContext(Context):
     def _resize(self, rows: int, most: int) -> None:
         self.cache.resize(rows, most)
 
-    def _move_row(self, source: int, target: int, used: int) -> None:
-        self.cache.move_row(source, target, used)
+    def _swap_rows(self, first: int, second: int, used: int) -> None:
+        self.cache.swap_rows(first, second, used)
 
     def clear(self, row: int) -> None:
         """Forget what a row holds."""

@@ -294,14 +294,15 @@ class Context(ABC):
         """Let the storage have so many rows."""
         raise NotImplementedError
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row have the committed text of another, which may sleep; what it held is gone."""
-        self.lengths = self._storage.moved_list("lengths", self.lengths, source, target)
-        self._storage.move("lengths", self.lengths_B, source, target)
-        self._storage.move("positions", self._positions_BS, source, target)
-        self._move_row(source, target, self.lengths[target])
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places, the second of which may sleep, with their committed texts."""
+        lengths = self._storage.whole_list("lengths", self.lengths)
+        self._swap_rows(first, second, max(lengths[first], lengths[second]))
+        self.lengths = self._storage.swapped_list("lengths", self.lengths, first, second)
+        self._storage.swap("lengths", self.lengths_B, first, second)
+        self._storage.swap("positions", self._positions_BS, first, second)
 
-    def _move_row(self, source: int, target: int, used: int) -> None:
+    def _swap_rows(self, first: int, second: int, used: int) -> None:
         """Do so with the first slots of the storage."""
         raise NotImplementedError
 

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from polydraft.models.language_model import LanguageModel, Observer
 from polydraft.row_storage import RowStorage
 
+NO_TEXT: Sequence[int] = (0,)
+"""Stands for the text of a row that has none."""
+
 
 class Memory:
     """Committed text of a batch in one model.
@@ -51,10 +54,10 @@ class Memory:
         self.context.resize(rows, most)
         self._texts = self._storage.resized_list("texts", self._texts, rows, tuple)
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row hold the text of another, which may sleep."""
-        self.context.move_row(source, target)
-        self._texts = self._storage.moved_list("texts", self._texts, source, target)
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places, the second of which may sleep."""
+        self.context.swap_rows(first, second)
+        self._texts = self._storage.swapped_list("texts", self._texts, first, second)
 
     def settle(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of what a round has committed, as known to the host."""

@@ -92,8 +92,8 @@ class TabularContext(Context):
     def _resize(self, rows: int, most: int) -> None:
         self._tokens_BS = self._storage.resized("tokens", self._tokens_BS, rows)
 
-    def _move_row(self, source: int, target: int, used: int) -> None:
-        self._storage.move("tokens", self._tokens_BS, source, target)
+    def _swap_rows(self, first: int, second: int, used: int) -> None:
+        self._storage.swap("tokens", self._tokens_BS, first, second)
 
     def _share(self, whole: Context, rows: slice) -> None:
         assert isinstance(whole, TabularContext)

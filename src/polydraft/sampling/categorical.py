@@ -162,9 +162,9 @@ class Noise:
         """Have so many rows."""
         self._rows = [*self._rows, *(_Uniforms(torch.Generator()) for _ in range(rows))][:rows]
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row have the numbers of another."""
-        self._rows[target] = self._rows[source]
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places."""
+        self._rows[first], self._rows[second] = self._rows[second], self._rows[first]
 
     def uniforms(self, count: int) -> Tensor:
         """Return fresh numbers in [0, 1) as float64, `count` a row."""

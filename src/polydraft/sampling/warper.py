@@ -87,12 +87,12 @@ class Warper:
         self._history = self._storage.resized_list("history", self._history, rows, list)
         self._set(params)
 
-    def move_row(self, source: int, target: int) -> None:
-        """Let a row go on with the text of another; its parameters come by `resize` or `admit`."""
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places; their parameters come by `resize` or `admit`."""
         for name in _TABLES:
             if getattr(self, name) is not None:
-                self._storage.move(name, getattr(self, name), source, target)
-        self._history = self._storage.moved_list("history", self._history, source, target)
+                self._storage.swap(name, getattr(self, name), first, second)
+        self._history = self._storage.swapped_list("history", self._history, first, second)
 
     def _set(self, params: RowParams) -> None:
         """Write the parameters of all rows."""

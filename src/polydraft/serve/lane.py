@@ -68,7 +68,7 @@ class Lane:
         return ticket, Progress(index, emitted, ticket.sequences[index].failure)
 
     def warm_up(self, samplings: Sequence[SamplingParams], stopped: Callable[[], bool]) -> None:
-        """Rehearse rounds of all kinds, for texts of usual lengths, as many as there are slots, until told to stop.
+        """Rehearse rounds of all kinds, for texts of usual lengths, with all numbers of rows, until told to stop.
 
         Sampling parameters are rehearsed one by one, and all of them side by side.
         """
@@ -78,11 +78,11 @@ class Lane:
         longest = min(USUAL_LENGTH, self._options.slot_tokens)
         casts = [[params] for params in samplings]
         if min(len(samplings), self._options.slots) > 1:
-            casts.append(list(samplings))
+            casts.append(sorted(samplings, key=lambda one: one.temperature))  # so that two of them are mixed as well
         for cast in casts:
             for length in lengths_of(longest, target.device):
                 prompt = prompt_of(length, min(NEW_TOKENS, longest - 1), target.vocab_size)
-                for rows in (size for size in engine.slots.sizes if size >= len(cast)):
+                for rows in (size for size in engine.slots.sizes if size >= min(len(cast), 2)):
                     self._rehearse_all(engine, prompt, cast, rows, stopped)
                     if stopped():
                         return
