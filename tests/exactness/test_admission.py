@@ -145,6 +145,9 @@ def test_a_sequence_can_be_ended_while_it_waits_or_runs() -> None:
     decoder = DECODERS["model"]()
     engine = open_engine(decoder, slots=1)
     first, second, third = (sequence(decoder, row, [1, 2, 3], SamplingParams(), limit=30, seed=row) for row in range(3))
+    early = sequence(decoder, 3, [1, 2, 3], SamplingParams(), limit=30, seed=3)
+    engine.add(early)
+    engine.end(early, StopReason.CANCELLED, 0)  # before anybody was let in
     for one in (first, second, third):
         engine.add(one)
     engine.step()
@@ -152,6 +155,6 @@ def test_a_sequence_can_be_ended_while_it_waits_or_runs() -> None:
     engine.end(first, StopReason.CANCELLED, 1)
     while not engine.done:
         engine.step()
-    assert len(first.new_tokens) == 1 and second.new_tokens == []
+    assert len(first.new_tokens) == 1 and second.new_tokens == early.new_tokens == []
     alone = decoder.generate([1, 2, 3], max_new_tokens=30, seed=[2])
     assert third.new_tokens == alone.token_ids

@@ -7,6 +7,7 @@ import torch
 
 from polydraft.errors import FailureError
 from polydraft.models import TabularModel
+from polydraft.models import cache as cache_module
 from polydraft.models.cache import SlotCache
 from polydraft.trees import Block, causal_block, parse_tree
 
@@ -125,3 +126,35 @@ def test_overflow_is_caught_before_it_writes():
     context = model.start(1, capacity=4)
     with pytest.raises(AssertionError), torch.inference_mode():
         context.extend(torch.tensor([[1, 2, 3, 4, 0]]), causal_block(1, 5, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("at_once", [1, 10**9])
+def test_rows_change_places_and_come_back(at_once, monkeypatch):
+    """One of them may be out of use; a few layers at a time, if texts are long."""
+    monkeypatch.setattr(cache_module, "_SWAPPED_NUMBERS", at_once)
+    cache = SlotCache(LAYERS, capacity=6)
+    keys, values = states(4, 1), states(4, 2)
+    cache.aim(slots([0, 0, 0], 4), 0, used=4)
+    for layer in range(LAYERS):
+        cache.update(keys, values, layer)
+    address, whole = cache.address, cache.nbytes
+    cache.resize(2, BATCH)
+    assert cache.keys_LBHSC.shape[1] == 2 and cache.nbytes == whole
+    cache.swap_rows(0, 2, used=3)
+    cache.resize(3, BATCH)
+    cache.grow(9)
+    assert cache.keys_LBHSC.shape == (LAYERS, BATCH, HEADS, 9, CHANNELS) and address
+    for layer in range(LAYERS):
+        for stored, new in ((cache.keys_LBHSC, keys), (cache.values_LBHSC, values)):
+            assert torch.equal(stored[layer, [0, 1, 2], :, :3], new[[2, 1, 0], :, :3])
+            assert torch.equal(stored[layer, :, :, 3], new[:, :, 3]), "what is not in use stays"
+
+
+def test_storage_is_made_for_all_rows_there_may_be():
+    cache = SlotCache(LAYERS, capacity=5)
+    cache.resize(BATCH, 8)
+    cache.aim(slots([0, 0, 0], 2), 0, used=2)
+    cache.update(states(2, 1), states(2, 2), 0)
+    address = cache.address
+    cache.resize(8, 8)
+    assert cache.address == address and cache.keys_LBHSC.shape[1] == 8

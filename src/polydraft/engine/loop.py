@@ -283,7 +283,7 @@ class Engine:
     def _release(self) -> None:
         """Let ended sequences go, unless a round is at work whose tokens others still want: then after it."""
         with self._workspace.ownership.settled_by(self) as own:
-            if not own:
+            if not own or self._workspace.state is None:  # nobody was let in yet
                 return
             if not any(self.slots.running()):
                 self._launched.clear()  # what runs, runs in vain; the device cuts the memories behind it

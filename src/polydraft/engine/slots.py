@@ -119,10 +119,9 @@ class Slots:
     def _gathered(self, rows: int, running: Sequence[int], left: int) -> int:
         """Let texts at work move to the first slots, if that can be and pays; return how many slots there must be."""
         stay, go = [slot for slot in running if slot < rows], [slot for slot in running if slot >= rows]
-        recorded, workspace = self._workspace.has_recorder, self._workspace
-        if (recorded or go) and left < workspace.worth(rows):
-            return len(self.sequences) if recorded or not go else go[-1] + 1
-        if go and (self.known or not workspace.session.movable):
+        recorded, pays = self._workspace.has_recorder, left >= self._workspace.worth(rows)
+        can_move = pays and not self.known and self._workspace.session.movable
+        if (go and not can_move) or (recorded and not pays):
             return len(self.sequences) if recorded else go[-1] + 1
         targets = sorted(set(range(rows)).difference(stay), key=self._length)  # those with most text stay with their rows
         for source, target in zip(go, targets, strict=False):

@@ -16,6 +16,8 @@ from polydraft.row_storage import swap_rows
 
 _LEAST_PLACES, _MOST_PLACES = 8, 64
 """Paths that are shorter share the kernel of these; longer ones would fill the registers of a program that moves them."""
+_SWAPPED_NUMBERS = 2**24
+"""Keys or values that are kept aside while two rows change places."""
 
 
 def stored_layers(model: Any) -> int | None:
@@ -109,7 +111,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def swap_rows(self, first: int, second: int, used: int) -> None:
         """Let two rows, one of which may be out of use, change what is in their first slots."""
         for stored in self._all or ():
-            swap_rows(stored[:, first, :, :used], stored[:, second, :, :used])
+            layers = max(_SWAPPED_NUMBERS // max(stored[0, 0, :, :used].numel(), 1), 1)  # so that long texts need little room
+            for start in range(0, len(stored), layers):
+                some = slice(start, start + layers)
+                swap_rows(stored[some, first, :, :used], stored[some, second, :, :used])
 
     def clear(self, row: int) -> None:
         """Forget what a row holds: numbers that are none would reach whoever has the row next, even from masked slots."""
