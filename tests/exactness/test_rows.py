@@ -16,7 +16,8 @@ from polydraft.trees import parse_tree
 from stand_in import StandIn, round_recorder
 
 from .setups import DRAFT, GRAM_PROMPT, HEAD, PENALTIES, TARGET
-from .test_admission import driven, requests, sequence
+from .test_admission import driven, open_engine, requests, sequence
+from .test_dynamic import DECODERS as DYNAMIC_DECODERS
 from .test_mixed_rows import DECODERS, PARAMS
 from .test_slots import alone, finish
 
@@ -348,8 +349,32 @@ def test_whatever_happens_to_others(name: str, seed: int) -> None:
         assert one.new_tokens == (expected if whole else expected[: len(one.new_tokens)])
 
 
-def test_heads_whose_rounds_are_not_recorded_stay_where_they_are() -> None:
-    session = decoder_of("head").drafter.start(RowParams((IDLE,) * 3), TARGET)
-    assert session.movable
-    session._drawn.source.make_room(places=4, depth=2, recorded=False)  # as with a decision model
-    assert not session.movable
+@pytest.mark.parametrize("name", ["static, decision", "static head, decision"])
+def test_rows_stay_where_rounds_could_be_recorded_and_are_not(name: str) -> None:
+    """What such rounds keep by row does not stay where it is, so that rows could not come back as they were."""
+    decoder = DYNAMIC_DECODERS[name]()
+    engine, recorder = recorded_engine(decoder, 4)
+    assert engine.slots.sizes == [4] and not engine._workspace.elastic
+    texts = [sequence(decoder, row, [1, 2, 3 + row], GREEDY, limit=limit, seed=row) for row, limit in enumerate([3, 4, 5, 50])]
+    for one in texts:
+        engine.add(one)
+    finish(engine)
+    assert len(engine.slots) == 4 and recorder.replays == 0
+    assert [one.new_tokens for one in texts] == [alone(decoder, one, 0) for one in texts]
+
+
+@pytest.mark.parametrize("name", ["plain", "model", "head", "adaptive model", "adaptive head", "self-draft"])
+def test_rows_that_nobody_records_follow_the_texts(name: str) -> None:
+    decoder = {**DECODERS, "plain": lambda: decoder_of("plain")}[name]().replace(eos_token_ids=())
+    engine = open_engine(decoder, slots=5, elastic=True)
+    texts = [
+        sequence(decoder, row, [3, 1, 4 + row], SamplingParams(), limit, seed=row) for row, limit in enumerate([4, 7, 9, 60, 5])
+    ]
+    for one in texts:
+        engine.add(one)
+    widths = []
+    while not engine.done:
+        engine.step()
+        widths.append(len(engine.slots))
+    assert widths[0] == 5 and widths[-1] == (4 if name == "self-draft" else 1)
+    assert [one.new_tokens for one in texts] == [alone(decoder, one, one.row) for one in texts]

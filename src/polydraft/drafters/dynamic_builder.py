@@ -114,12 +114,11 @@ class DynamicBuilder(Builder):
             self._choice = SizeChoice(sizes_of(shape), costs, len(params), shape.depth, source.device)
         else:
             self.obstacle = "dynamic trees differ from round to round where the host looks at them"
-        self.learns = self.elastic = self._choice is None
+        self.learns = self.elastic = self.movable = self._choice is None
         self._resting = False
         self._plan: Plan | None = None
         self._laws: list[Tensor] = []
-        law_1 = torch.full((1,), 1 / vocab_size, device=source.device)
-        self._bare_laws = (law_1.expand(len(params), 1, vocab_size),) * shape.depth
+        self._any_law_1 = torch.full((1,), 1 / vocab_size, device=source.device)
         """Of rounds in which all rows rest: no child was drawn, so any law will do."""
         self._grown: Assembled | None = None
         self._fused = FusedGrowth(shape, Passes(source.lead, self.places), source.vocabulary, vocab_size, source.device)
@@ -187,7 +186,11 @@ class DynamicBuilder(Builder):
         self._likeliest_B = self._likeliest_B.new_zeros(len(params))
         self._distributions.resize(self._ranking_params(params))
         self.policy.resize(len(params))
-        self._bare_laws = tuple(law_B1V[:1].expand(len(params), -1, -1) for law_B1V in self._bare_laws)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places, with what was learnt of them."""
+        self._distributions.swap_rows(first, second)
+        self.policy.swap_rows(first, second)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""
@@ -209,9 +212,8 @@ class DynamicBuilder(Builder):
     def _bare(self, root_B: Tensor) -> DraftTree:
         """Return a tree of the root alone, for a round in which all rows rest; it verifies as deep trees do."""
         self._plan = self._grown = None
-        tree = DraftTree.from_topology(
-            Topology(), root_B[:, None], self._bare_laws if self._drawn else (), torch.zeros_like(root_B[:1])
-        )
+        laws = (self._any_law_1.expand(len(root_B), 1, self._vocab_size),) * self.shape.depth if self._drawn else ()
+        tree = DraftTree.from_topology(Topology(), root_B[:, None], laws, torch.zeros_like(root_B[:1]))
         return dataclasses.replace(tree, depth=self.shape.depth, reach=0)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
@@ -361,8 +363,7 @@ class DynamicBuilder(Builder):
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
         """Take note of which rows want drafts, and how many."""
         if self._choice is not None:
-            self._choice.receive(reports)
-            return
+            return self._choice.receive(reports)
         self._resting = not any(report[0] for report in reports) and self.source.can_wait
 
     def _children(

@@ -29,7 +29,7 @@ class HeadSource(DistributionSource):
     one token nothing precedes the root: its entry has no features, and is not kept.
     """
 
-    follows_any_path = True
+    follows_any_path = movable = True
 
     def __init__(self, head: FeatureHead, batch_size: int) -> None:
         super().__init__(head.device, head.vocabulary)
@@ -89,11 +89,6 @@ class HeadSource(DistributionSource):
         for name in _KEPT:
             if (values_BX := getattr(self, name)) is not None:
                 setattr(self, name, self._storage.resized(name, values_BX, rows))
-
-    @property
-    def movable(self) -> bool:
-        """Where all that is kept by row stays where it is from round to round."""
-        return self._recorded
 
     def swap_rows(self, first: int, second: int) -> None:
         """Let two rows change places."""

@@ -24,6 +24,7 @@ class ModelSource(DistributionSource):
     """
 
     lead = 1
+    movable = True
 
     def __init__(self, model: LanguageModel, batch_size: int) -> None:
         super().__init__(model.device, model.vocabulary)
@@ -53,11 +54,6 @@ class ModelSource(DistributionSource):
         self._texts = self._storage.resized_list("texts", self._texts, rows, tuple)
         if self._lone_B1 is not None:
             self._lone_B1 = self._storage.resized("lone", self._lone_B1, rows)
-
-    @property
-    def movable(self) -> bool:
-        """Always: there is nothing but the memory."""
-        return True
 
     def swap_rows(self, first: int, second: int) -> None:
         """Let two rows change places."""

@@ -181,6 +181,14 @@ class RowPolicy:
             setattr(self, name, concatenate([value_B, *more], 0)[:rows])
         self.share((*self._loads, *([1] * rows))[:rows])
 
+    def swap_rows(self, first: int, second: int) -> None:
+        """Let two rows change places."""
+        for name in [one for one in vars(self) if one.endswith(("_B", "_BN"))]:
+            getattr(self, name)[[first, second]] = getattr(self, name)[[second, first]]
+        loads = list(self._loads)
+        loads[first], loads[second] = loads[second], loads[first]
+        self._loads = tuple(loads)
+
     @property
     def worth_B(self) -> Array:
         """Accepted tokens for each that the draft promised, lately."""

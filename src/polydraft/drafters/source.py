@@ -25,6 +25,8 @@ class Source:
     """Whether `commit` takes paths over nodes of other sources; if not, `catch_up` reads such text."""
     learns: bool = False
     """Whether what the host learns of a round may change what the source gives in the next one."""
+    movable: bool = False
+    """Whether rows can change places, see `swap_rows`."""
 
     @property
     def obstacle(self) -> str | None:
@@ -53,11 +55,6 @@ class Source:
         Where rows are movable and rounds are recorded, those that go sleep and come back as they were.
         """
         raise NotImplementedError
-
-    @property
-    def movable(self) -> bool:
-        """Whether rows can change places, see `swap_rows`."""
-        return False
 
     def swap_rows(self, first: int, second: int) -> None:
         """Let two rows change places between two rounds, the second of which may sleep."""

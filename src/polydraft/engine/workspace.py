@@ -134,10 +134,10 @@ class Workspace:
     def elastic(self) -> bool:
         """Whether the number of rows may change from round to round, see `resize`.
 
-        Where rounds are recorded, rows that are out of use must come back as they were.
+        Where there is a recorder, rows that are out of use must come back as they were: they do so where rounds are recorded.
         """
         can = self.session.elastic and all(one.elastic for one in self.contexts)
-        return can and (not self.has_recorder or self.session.movable)
+        return can and (not self.has_recorder or (self.records and self.session.movable))
 
     @property
     def has_recorder(self) -> bool:
