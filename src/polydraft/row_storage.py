@@ -18,7 +18,7 @@ def resized(values_BX: Tensor, rows: int) -> Tensor:
 
 
 def swap_rows(first_X: Tensor, second_X: Tensor) -> None:
-    """Let two tensors change their contents."""
+    """Swap the contents of two tensors."""
     kept_X = first_X.clone()
     first_X.copy_(second_X)
     second_X.copy_(kept_X)
@@ -59,7 +59,7 @@ class RowStorage:
         return whole[:rows]
 
     def swapped_list(self, name: str, values: Sequence[T], first: int, second: int) -> list[T]:
-        """Return a list in which two entries have changed places; one of them may sleep."""
+        """Return a list with two entries swapped, the second of which may sleep."""
         whole = self._lists[name] = self.whole_list(name, values)
         whole[first], whole[second] = whole[second], whole[first]
         return whole[: len(values)]
@@ -69,7 +69,7 @@ class RowStorage:
         return [*values, *self._lists.get(name, [])[len(values) :]]
 
     def swap(self, name: str, values_BX: Tensor, first: int, second: int) -> None:
-        """Let two rows of a tensor change places, the first one at work; one that there never was is zero."""
+        """Swap two rows of a tensor, the second of which may sleep; one that never was is zero."""
         whole = self.whole(name, values_BX)
         if second < len(whole):
             swap_rows(whole[first], whole[second])

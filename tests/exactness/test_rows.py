@@ -19,7 +19,7 @@ from .setups import DRAFT, GRAM_PROMPT, HEAD, PENALTIES, TARGET
 from .test_admission import driven, open_engine, requests, sequence
 from .test_dynamic import DECODERS as DYNAMIC_DECODERS
 from .test_mixed_rows import DECODERS, PARAMS
-from .test_slots import alone, finish
+from .test_slots import alone, finish, widths_of
 
 pytestmark = pytest.mark.usefixtures("short_blocks")
 
@@ -55,6 +55,19 @@ def recorded_engine(decoder: Decoder, count: int, **options: Any) -> tuple[Engin
 def rows_of(recorder: StandIn) -> list[int]:
     """Rows of all rounds that were run."""
     return [kind[-3][-1] for kind in recorder.kinds if kind[0] != "reading"]
+
+
+def counted_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Take note of how many tokens the target reads at a time."""
+    read, context = list[int](), engine._workspace.memory.context
+    original = context.prefill
+
+    def prefill(texts: Any, observer: Any = None) -> None:
+        read.append(sum(map(len, texts)))
+        original(texts, observer)
+
+    monkeypatch.setattr(context, "prefill", prefill)
+    return read
 
 
 def resizes(engine: Engine) -> list[int]:
@@ -126,15 +139,7 @@ def test_drafters_that_cannot_move_keep_all_rows() -> None:
 def test_what_a_slot_holds_sleeps_and_wakes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(name)
     engine, recorder = recorded_engine(decoder, 4, reuse=True)
-    read: list[int] = []
-    context = engine._workspace.memory.context
-    original = context.prefill
-
-    def prefill(texts: Any, observer: Any = None) -> None:
-        read.append(sum(map(len, texts)))
-        original(texts, observer)
-
-    monkeypatch.setattr(context, "prefill", prefill)
+    read = counted_reading(engine, monkeypatch)
     first = [sequence(decoder, row, [*GRAM_PROMPT, row], GREEDY, limit=6, seed=row) for row in range(4)]
     for one in first:
         engine.add(one)
@@ -240,19 +245,6 @@ def test_a_tabular_context_grows_with_its_sleeping_rows() -> None:
     assert context.lengths == [1, 2] and context._tokens_BS[0, 0] == 6
     context.resize(3, 3)
     assert context.lengths == [1, 2, 3] and context._tokens_BS[2, :3].tolist() == [1, 2, 3]
-
-
-def counted_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Take note of how many tokens the target reads at a time."""
-    read, context = list[int](), engine._workspace.memory.context
-    original = context.prefill
-
-    def prefill(texts: Any, observer: Any = None) -> None:
-        read.append(sum(map(len, texts)))
-        original(texts, observer)
-
-    monkeypatch.setattr(context, "prefill", prefill)
-    return read
 
 
 @pytest.mark.parametrize("name", ["model", "head"])
@@ -372,9 +364,6 @@ def test_rows_that_nobody_records_follow_the_texts(name: str) -> None:
     ]
     for one in texts:
         engine.add(one)
-    widths = []
-    while not engine.done:
-        engine.step()
-        widths.append(len(engine.slots))
+    widths = widths_of(engine)
     assert widths[0] == 5 and widths[-1] == (4 if name == "self-draft" else 1)
     assert [one.new_tokens for one in texts] == [alone(decoder, one, one.row) for one in texts]

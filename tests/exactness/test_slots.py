@@ -27,6 +27,15 @@ def finish(engine: Engine) -> None:
     raise AssertionError("the loop does not end")
 
 
+def widths_of(engine: Engine) -> list[int]:
+    """Run an engine to its end; return how many slots it had in each step."""
+    widths = []
+    while not engine.done:
+        engine.step()
+        widths.append(len(engine.slots))
+    return widths
+
+
 def alone(decoder: Decoder, one: TokenSequence, seed: int) -> list[int]:
     result = decoder.generate(list(one.prompt), sampling=one.params, max_new_tokens=one.max_new_tokens, seed=[seed])
     return result.token_ids
@@ -215,9 +224,6 @@ def test_a_batch_may_shrink_to_greedy_texts_alone(name: str) -> None:
     texts = [sequence(decoder, n, [3, 1, 4 + n], GREEDY if n == 0 else DRAWN, limit=40 - 9 * n, seed=n) for n in range(4)]
     for one in texts:
         engine.add(one)
-    widths = []
-    while not engine.done:
-        engine.step()
-        widths.append(len(engine.slots))
+    widths = widths_of(engine)
     assert widths[0] == 4 and widths[-1] == 1 and widths == sorted(widths, reverse=True)
     assert [one.new_tokens for one in texts] == [alone(decoder, one, n) for n, one in enumerate(texts)]

@@ -35,7 +35,7 @@ class Builder(ABC):
     elastic: bool = False
     """Whether the number of rows may change, see `resize`."""
     movable: bool = False
-    """Whether rows can change places, see `swap_rows`."""
+    """Whether rows can be swapped, see `swap_rows`."""
     asked_scheme: str | None = None
     """The scheme that was asked for by name: a walk that was asked for as well must verify it."""
 
@@ -102,7 +102,7 @@ class Builder(ABC):
         raise NotImplementedError
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places between two rounds, the second of which may sleep."""
+        """Swap two rows between two rounds, the second of which may sleep."""
         raise NotImplementedError
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:  # noqa: B027
@@ -164,7 +164,7 @@ class DraftDistributions:
             self._warper.resize(params)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places."""
+        """Swap two rows."""
         if self._warper is not None:
             self._warper.swap_rows(first, second)
 

@@ -188,7 +188,7 @@ class DynamicBuilder(Builder):
         self.policy.resize(len(params))
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places, with what was learnt of them."""
+        """Swap two rows, with what was learnt of them."""
         self._distributions.swap_rows(first, second)
         self.policy.swap_rows(first, second)
 

@@ -91,7 +91,7 @@ class HeadSource(DistributionSource):
                 setattr(self, name, self._storage.resized(name, values_BX, rows))
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places."""
+        """Swap two rows."""
         self._take_waiting()
         self._context.swap_rows(first, second)
         self._texts = self._storage.swapped_list("texts", self._texts, first, second)

@@ -56,7 +56,7 @@ class ModelSource(DistributionSource):
             self._lone_B1 = self._storage.resized("lone", self._lone_B1, rows)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places."""
+        """Swap two rows."""
         self._memory.swap_rows(first, second)
         self._texts = self._storage.swapped_list("texts", self._texts, first, second)
         if self._lone_B1 is not None:

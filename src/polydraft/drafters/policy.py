@@ -182,7 +182,7 @@ class RowPolicy:
         self.share((*self._loads, *([1] * rows))[:rows])
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places."""
+        """Swap two rows."""
         for name in [one for one in vars(self) if one.endswith(("_B", "_BN"))]:
             getattr(self, name)[[first, second]] = getattr(self, name)[[second, first]]
         loads = list(self._loads)

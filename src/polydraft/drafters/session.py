@@ -141,7 +141,7 @@ class DraftSession:
 
     @property
     def movable(self) -> bool:
-        """Whether rows can change places, see `swap_rows`."""
+        """Whether rows can be swapped, see `swap_rows`."""
         return self.elastic and all(builder.movable and builder.source.movable for builder in self._builders)
 
     def share(self, loads: Sequence[int], steady: bool) -> None:
@@ -159,7 +159,7 @@ class DraftSession:
             builder.resize(params)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places between two rounds, the second of which may sleep."""
+        """Swap two rows between two rounds, the second of which may sleep."""
         for builder in self._builders:
             builder.source.swap_rows(first, second)
             builder.swap_rows(first, second)

@@ -26,7 +26,7 @@ class Source:
     learns: bool = False
     """Whether what the host learns of a round may change what the source gives in the next one."""
     movable: bool = False
-    """Whether rows can change places, see `swap_rows`."""
+    """Whether rows can be swapped, see `swap_rows`."""
 
     @property
     def obstacle(self) -> str | None:
@@ -57,7 +57,7 @@ class Source:
         raise NotImplementedError
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places between two rounds, the second of which may sleep."""
+        """Swap two rows between two rounds, the second of which may sleep."""
         raise NotImplementedError
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:

@@ -172,7 +172,7 @@ class StaticBuilder(Builder):
             self._choice.fit(len(params), self.scheme.name)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places."""
+        """Swap two rows."""
         self._distributions.swap_rows(first, second)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:

@@ -58,7 +58,7 @@ class State:
         self.warper.resize(params)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places."""
+        """Swap two rows."""
         self.storage.swap("tail_B2", self.tail_B2, first, second)
         self.warper.swap_rows(first, second)
 

@@ -111,13 +111,13 @@ class Slots:
         return range(before, rows), True
 
     def _drop_unread(self) -> None:
-        """Empty slots whose texts were let go while their prompts were read: nobody knows how far once they sleep."""
+        """Empty slots whose texts were cancelled while their prompts were read: half a prompt cannot sleep."""
         for slot in [slot for slot in self.known if slot in self.free()]:
             self.vacate(slot)
             del self.known[slot]
 
     def _gathered(self, rows: int, running: Sequence[int], left: int) -> int:
-        """Let texts at work move to the first slots, if that can be and pays; return how many slots there must be."""
+        """Move texts at work to the first slots, if they can move and it pays; return how many slots there must be."""
         stay, go = [slot for slot in running if slot < rows], [slot for slot in running if slot >= rows]
         recorded, pays = self._workspace.has_recorder, left >= self._workspace.worth(rows)
         can_move = pays and not self.known and self._workspace.session.movable
@@ -130,7 +130,7 @@ class Slots:
         return rows
 
     def _wake(self, number: int, free: list[int]) -> int:
-        """Bring a text that sleeps into a free slot, for what that holds; return that one's place among them."""
+        """Swap a sleeping text into a free slot; return that slot's place in `free`."""
         place = min(range(len(free)), key=lambda place: self._length(free[place]))
         first = free[place]
         self.known.pop(first, None)

@@ -21,12 +21,12 @@ from polydraft.transfers import assign
 from polydraft.walks import Walk
 
 _FEWER = 4
-"""How many times fewer rows rounds have where the rest would idle."""
+"""Each size of captured rounds has this many times fewer rows than the one before."""
 _PRACTISED = 8
 """Rounds of some rows after which the next ones are hardly new."""
 _WORTH_A_MOVE, _WORTH_A_RECORDING, _WORTH_COMPILING = 8, 32, 10_000
-"""Tokens still to come for which it pays to have fewer rows: where such rounds are not new, where the first ones are slow
-because they are yet to be recorded, and where they are compiled as well."""
+"""Tokens left from which fewer rows pay: where rounds of that size have run before, where they must be recorded first, and
+where they must be compiled as well."""
 
 
 class Owner(Protocol):
@@ -172,7 +172,7 @@ class Workspace:
             self.state.resize(self.params)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places between two rounds, the second of which may sleep."""
+        """Swap two rows between two rounds, the second of which may sleep."""
         rows = self.params.rows
         if second < len(rows):
             self.params = self.params.replaced({first: rows[second], second: rows[first]})
@@ -242,7 +242,7 @@ class Workspace:
         return self.session.num_uniforms + walk.uniforms(self.session.scheme, self.session.depth)
 
     def worth(self, rows: int) -> int:
-        """Return how many tokens some text must still be allowed to get for rounds of so many rows, now fewer, to pay."""
+        """Return how many tokens some text must have left for it to pay to shrink to so many rows."""
         if not self.has_recorder or self._rounds[rows] >= _PRACTISED:
             return _WORTH_A_MOVE
         return _WORTH_COMPILING if self._compiled else _WORTH_A_RECORDING

@@ -17,7 +17,7 @@ from polydraft.row_storage import swap_rows
 _LEAST_PLACES, _MOST_PLACES = 8, 64
 """Paths that are shorter share the kernel of these; longer ones would fill the registers of a program that moves them."""
 _SWAPPED_NUMBERS = 2**24
-"""Keys or values that are kept aside while two rows change places."""
+"""Keys or values that a swap of two rows holds aside at a time."""
 
 
 def stored_layers(model: Any) -> int | None:
@@ -109,7 +109,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._use((torch.nn.functional.pad(stored, more) for stored in self._all) if missing else self._all, rows)
 
     def swap_rows(self, first: int, second: int, used: int) -> None:
-        """Let two rows, one of which may be out of use, change what is in their first slots."""
+        """Swap the first slots of two rows, the second of which may be out of use."""
         for stored in self._all or ():
             layers = max(_SWAPPED_NUMBERS // max(stored[0, 0, :, :used].numel(), 1), 1)  # so that long texts need little room
             for start in range(0, len(stored), layers):
@@ -279,7 +279,7 @@ class SpreadCache(SlotCache):
             one.resize(rows, most)
 
     def swap_rows(self, first: int, second: int, used: int) -> None:
-        """Let two rows change what is in their first slots."""
+        """Swap the first slots of two rows."""
         for one in self._parts.values():
             one.swap_rows(first, second, used)
 

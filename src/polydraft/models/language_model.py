@@ -276,12 +276,6 @@ class Context(ABC):
     def resize(self, rows: int, most: int) -> None:
         """Have so many rows from now on, never more than `most`: others sleep, and come back as they were."""
         self.lengths = self._storage.resized_list("lengths", self.lengths, rows, int)
-        self._see(rows)
-        self._resize(rows, most)
-        self.batch_size = rows
-
-    def _see(self, rows: int) -> None:
-        """Let the tensors of positions and lengths have so many rows."""
         seen = len(self._storage.whole("positions", self._positions_BS))
         self.lengths_B = self._storage.resized("lengths", self.lengths_B, rows)
         self._rows_B1 = self._storage.resized("rows", self._rows_B1, rows)
@@ -289,13 +283,15 @@ class Context(ABC):
         if rows > seen:
             self._rows_B1[seen:, 0] = torch.arange(seen, rows, device=self.device)
             self._positions_BS[seen:] = torch.arange(self.capacity, device=self.device)
+        self._resize(rows, most)
+        self.batch_size = rows
 
     def _resize(self, rows: int, most: int) -> None:
         """Let the storage have so many rows."""
         raise NotImplementedError
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places, the second of which may sleep, with their committed texts."""
+        """Swap two rows, the second of which may sleep, with their committed texts."""
         lengths = self._storage.whole_list("lengths", self.lengths)
         self._swap_rows(first, second, max(lengths[first], lengths[second]))
         self.lengths = self._storage.swapped_list("lengths", self.lengths, first, second)

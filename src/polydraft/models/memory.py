@@ -55,7 +55,7 @@ class Memory:
         self._texts = self._storage.resized_list("texts", self._texts, rows, tuple)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places, the second of which may sleep."""
+        """Swap two rows, the second of which may sleep."""
         self.context.swap_rows(first, second)
         self._texts = self._storage.swapped_list("texts", self._texts, first, second)
 

@@ -163,7 +163,7 @@ class Noise:
         self._rows = [*self._rows, *(_Uniforms(torch.Generator()) for _ in range(rows))][:rows]
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places."""
+        """Swap two rows."""
         self._rows[first], self._rows[second] = self._rows[second], self._rows[first]
 
     def uniforms(self, count: int) -> Tensor:

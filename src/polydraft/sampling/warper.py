@@ -88,7 +88,7 @@ class Warper:
         self._set(params)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Let two rows change places; their parameters come by `resize` or `admit`."""
+        """Swap two rows; their parameters come by `resize` or `admit`."""
         for name in _TABLES:
             if getattr(self, name) is not None:
                 self._storage.swap(name, getattr(self, name), first, second)
