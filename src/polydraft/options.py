@@ -177,11 +177,13 @@ class LoadOptions(PairOptions, TreeOptions, DrafterOptions, PlaceOptions, Profil
 
     def __post_init__(self) -> None:
         from polydraft.decision import check_threshold
-        from polydraft.drafters.tree_drafter import check_drafter, needs_draft
+        from polydraft.drafters.tree_drafter import check_drafter, check_flat_blocks, needs_draft
 
         super().__post_init__()
         check_threshold(self.stop_below)
         check_drafter(self.drafter, self.walk)
+        if self.lossy == FLAT_BLOCKS or (self.grams is not None and self.grams.flat_blocks):
+            check_flat_blocks(self.drafter)
         if self.lossy is not None and self.lossy != FLAT_BLOCKS:
             self._check_lossy_rule(self.lossy)
         if self.grams is not None and self.grams.flat_blocks and self.lossless and self.lossy != FLAT_BLOCKS:
@@ -193,16 +195,19 @@ class LoadOptions(PairOptions, TreeOptions, DrafterOptions, PlaceOptions, Profil
             )
 
     def _check_lossy_rule(self, rule: str) -> None:
-        """Refuse unknown rules, and trees that a rule cannot grow."""
+        """Refuse unknown rules, what a rule does without, and trees that it cannot grow."""
         from polydraft.drafters import LOSSY_DRAFTERS
         from polydraft.papers.target_init import check_lossy
 
         if rule not in LOSSY_DRAFTERS:
             raise unknown_name("lossy rule", rule, [*LOSSY_DRAFTERS, FLAT_BLOCKS])
+        for name in ("scheme", "walk", "drafter", "draft_temperature"):
+            if (value := getattr(self, name)) not in (AUTO, None):
+                raise UsageError(f"{name} {value!r} does not work with --lossy {rule}, which has its own; leave it out")
         if self.tree == AUTO:
             return
         dynamic, topology = self.shape
-        if dynamic is not None:
+        if dynamic is not None or self.greedy is not None or BY_LOAD in self.tree:
             raise UsageError(f"--lossy {rule} grows forks only, not tree {self.tree}; use a tree such as fork:16x5")
         check_lossy(rule, topology)
 

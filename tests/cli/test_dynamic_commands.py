@@ -19,6 +19,15 @@ USAGE = {
     "no decision model ships": (["--decision", "auto"], "no decision model ships for draft"),
     "unknown lossy drafter": (["--lossy", "target-int"], "unknown lossy rule 'target-int'"),
     "lossy without a fork": (["--lossy", "target-init", "--tree", "4x2"], "forks only"),
+    "lossy with a tree for one text": (["--lossy", "target-init", "--tree", "best:8x2/fork:3x2"], "forks only"),
+    "lossy with a tree by load": (["--lossy", "target-init", "--tree", "load:fork:3x2"], "forks only"),
+    "lossy with a scheme": (["--lossy", "target-init", "--scheme", "naive"], "scheme 'naive' does not work with --lossy"),
+    "lossy with a walk": (["--lossy", "target-init", "--walk", "node"], "walk 'node' does not work with --lossy"),
+    "lossy with n-grams": (["--lossy", "target-init", "--drafter", "lookup+model"], "drafter 'lookup+model' does not work with"),
+    "lossy and a warm draft": (["--lossy", "target-init", "--draft-temperature", "1"], "draft_temperature 1.0 does not work"),
+    "lossy beams": (["--lossy", "target-init", "--beams", "2"], "--lossy target-init does not apply to beams"),
+    "flat blocks of no n-grams": (["--lossy", "flat-blocks"], "flat-blocks cannot verify drafter 'auto'; allowed: n-gram"),
+    "flat blocks and a tree": (["--lossy", "flat-blocks", "--drafter", "lookup+model"], "cannot verify drafter 'lookup+model'"),
     "decision without a draft": (["--draft", "none", "--decision", "auto"], "needs a draft"),
 }
 
@@ -69,8 +78,8 @@ def test_decision_models_are_trained_used_and_refused(invoke, roomy: str, tmp_pa
     code, out, err = invoke("train", "decision", *model, *sizes, "--out", folder)
     assert code == 0, err
     assert "AUC" in out and "calibration error" in out and (tmp_path / "decision" / "README.md").exists()
-    for tree in ("2x1", "dynamic:8:3"):
-        code, _, err = invoke("generate", "hello", *model, "--decision", folder, "--tree", tree, "--max-new-tokens", "8")
+    for tree in (["2x1"], ["dynamic:8:3"], ["fork:2x2", "--lossy", "target-init"]):
+        code, _, err = invoke("generate", "hello", *model, "--decision", folder, "--max-new-tokens", "8", "--tree", *tree)
         assert code == 0, err
     code, _, err = invoke("generate", "hello", "--target", roomy, "--draft", "early-exit:2", "--decision", folder)
     assert code == 2 and "trained for another draft" in err and err.count("\n") == 1

@@ -1,25 +1,54 @@
 """The paper's target-initialised rule is lossy, said to be, and seen to be."""
 
 import pytest
+import torch
 
 from polydraft.certify.reference import greedy_text
+from polydraft.decision import Decision
 from polydraft.drafters import LOSSY_DRAFTERS, Parts
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.papers.target_init import TargetInit
+from polydraft.papers.target_init import LongestWalk, TargetInit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Topology, parse_tree
 
 from .configurations import THRESHOLD, Configuration
-from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET
+from .setups import DRAFT, HEAD, PROMPT, RAGGED_PROMPTS, TARGET
 
 pytestmark = pytest.mark.usefixtures("short_blocks")
 
 GREEDY = SamplingParams(temperature=0)
 
 
-def lossy(width: int, depth: int = 3, model=DRAFT) -> Decoder:
-    return Decoder(TARGET, TargetInit(model, Topology.fork(width, depth)), lossless=False)
+class StopsNow(Decision):
+    """Stop wherever the draft's likeliest token is an odd one, or everywhere."""
+
+    def __init__(self, everywhere: bool = False) -> None:
+        self.everywhere, self.asked = everywhere, 0
+
+    def goes_on(self, features_BGF, logits_BGV):
+        self.asked += 1
+        odd_B = logits_BGV.argmax(-1).remainder(2).bool().all(-1)
+        return ~(odd_B | self.everywhere)
+
+
+def lossy(width: int, depth: int = 3, model=DRAFT, decision: Decision | None = None) -> Decoder:
+    return Decoder(TARGET, TargetInit(model, Topology.fork(width, depth), decision), lossless=False)
+
+
+def watched_rounds(decoder: Decoder, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch, prompt=PROMPT, tokens=30):
+    """Return the text before each round, whether its tree begins with the target's tokens, and that tree."""
+    rounds, text, run = [], list(prompt), LongestWalk.run
+
+    def spying(self, scheme, draft, *rest):
+        verdict = run(self, scheme, draft, *rest)
+        rounds.append((list(text), self.given_B is not None and bool(self.given_B[0]), draft))
+        text.extend(verdict.tokens_BD[0, : int(verdict.accepted_B[0]) + 1].tolist())
+        return verdict
+
+    monkeypatch.setattr(LongestWalk, "run", spying)
+    decoder.generate(prompt, sampling=sampling, max_new_tokens=tokens, seed=2)
+    return rounds
 
 
 def p_value(decoder: Decoder, label: str, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -59,6 +88,43 @@ def test_greedy_texts_are_other_texts_with_several_roots_only(model) -> None:
     assert differing(1) == 0
     # The untrained head is never accepted: all paths are equally short, and the first, greedy one is kept.
     assert (differing(3) > 0) == (model is DRAFT)
+
+
+@pytest.mark.parametrize("bias", [{}, {7: -torch.inf, 3: 4.0}], ids=["plain", "biased"])
+def test_at_temperature_0_trees_begin_with_the_targets_likeliest_tokens(bias, monkeypatch: pytest.MonkeyPatch) -> None:
+    width = 4
+    rounds = watched_rounds(lossy(width), SamplingParams(temperature=0, logit_bias=bias), monkeypatch)
+    begun = [(text, draft) for text, given, draft in rounds if given]
+    assert len(begun) > 3
+    for text, draft in begun:
+        scores = TARGET.logits_after(text).clone()
+        for token, value in bias.items():
+            scores[token] += value
+        assert draft.tokens_BN[0, 1 : 1 + width].tolist() == scores.topk(width).indices.tolist()
+
+
+def test_tokens_that_are_ruled_out_begin_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = {3, 11, 20}
+    banned = {token: -torch.inf for token in range(TARGET.vocab_size) if token not in allowed}
+    rounds = watched_rounds(lossy(5), SamplingParams(temperature=0, logit_bias=banned), monkeypatch)
+    begun = [draft.tokens_BN[0, 1:6].tolist() for _, given, draft in rounds if given]
+    assert begun and all({*tokens[:3]} == allowed and tokens[3:] == [-1, -1] for tokens in begun)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_decision_model_stops_drafting_but_not_before_the_first_draft(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = lossy(3, decision=StopsNow(everywhere=True))
+    rounds = watched_rounds(decoder, SamplingParams(temperature=temperature), monkeypatch)
+    # First tokens of the draft's own are one level; behind those of the target the draft speaks once.
+    assert {(given, int(draft.longest()[0])) for _, given, draft in rounds} == {(False, 1), (True, 2)}
+
+
+def test_with_one_root_and_a_decision_model_the_law_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    decision = StopsNow()
+    assert p_value(lossy(1, decision=decision), "target-init 1 decided", monkeypatch) > THRESHOLD
+    assert decision.asked > 0
 
 
 def test_its_rounds_yield_the_accepted_path() -> None:

@@ -290,6 +290,8 @@ def _refuse_what_does_not_apply(choices: Choices) -> None:
             f"--drafter {choices.drafter} does not apply to beams, which take their drafts from a model or, with --twins, "
             "from the target; leave it out"
         )
+    if choices.lossy is not None:
+        raise UsageError(f"--lossy {choices.lossy} does not apply to beams, which have their own verification; leave it out")
     if choices.decision is not None:
         raise UsageError("--decision does not apply to beams, which decide for themselves when to stop drafting; leave it out")
     if choices.draft_temperature is not None:

@@ -238,6 +238,12 @@ def check_drafter(name: str, walk: str) -> None:
         check_node_walk(name, walk)
 
 
+def check_flat_blocks(name: str) -> None:
+    """Refuse a drafter that has candidates other than n-grams, or none of these."""
+    if name == AUTO or split_drafter(name)[1] is not None:
+        raise UsageError(f"flat-blocks cannot verify drafter {name!r}; allowed: n-gram drafters alone, such as self-draft")
+
+
 def needs_draft(name: str) -> bool:
     """Whether a drafter of that name proposes from a draft's law; refuses unknown names."""
     if name == AUTO:
@@ -250,14 +256,14 @@ def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
 
     ``"model"`` stands for the draft's tree, whatever kind of draft there is.
     """
+    if parts.grams.flat_blocks:
+        check_flat_blocks(name)
     if name == AUTO:
         missing = parts.draft is None or (parts.topology.depth == 0 and parts.dynamic is None)
         return DRAFTERS.get(NONE)(parts) if missing else _tree("model", parts)
     grams, tree = split_drafter(name)
     if tree is None:
         return gram_tree(grams, parts.grams)
-    if grams and parts.grams.flat_blocks:
-        raise UsageError(f"flat-blocks cannot verify drafter {name!r}; allowed: n-gram drafters alone, such as self-draft")
     if not grams:
         return _tree(tree, parts)
     drawn = _tree(tree, parts)

@@ -15,16 +15,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polydraft.decision import Decision
 from polydraft.drafters import LOSSY_DRAFTERS, DistributionSource, Drafter, DraftSession, Parts, TreeDrafter
 from polydraft.drafters.static_builder import StaticBuilder
 from polydraft.drafters.static_plan import LevelPlan
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import NO_TOKEN, RowParams, draw_distinct, draw_one
-from polydraft.schemes import Scheme
+from polydraft.schemes import SCHEMES, Scheme
 from polydraft.trees import DraftTree, Topology
-from polydraft.walks import Fault, Verdict, Walk
+from polydraft.walks import Fault, TargetLaws, Verdict, Walk
 from polydraft.walks.walk import TargetLaw
+
+_TOP = SCHEMES.get("top")()
 
 
 def check_lossy(name: str, topology: Topology) -> None:
@@ -48,14 +51,17 @@ class TargetInit(Drafter):
         The draft.
     topology : Topology
         A fork; its depth D counts drafted tokens.
+    decision : Decision, optional
+        Lets rows stop before the last level ([1] §3.3). It is not asked about first tokens that are the target's own.
     """
 
     name = "target-init"
     lossless = False
 
-    def __init__(self, model: LanguageModel | FeatureHead, topology: Topology) -> None:
+    def __init__(self, model: LanguageModel | FeatureHead, topology: Topology, decision: Decision | None = None) -> None:
         check_lossy(self.name, topology)
         self.model: LanguageModel | FeatureHead = model
+        self.decision = decision
         self.topology: Topology = Topology.fork(len(topology.children[0]), topology.depth + 1)
 
     def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
@@ -63,7 +69,8 @@ class TargetInit(Drafter):
         if params.mixed:
             raise UsageError("--lossy target-init cannot mix rows of temperature 0 with others; decode them apart")
         source = TreeDrafter(self.model, self.topology, "rrs-wor").source(len(params))
-        return DraftSession(self.name, drawn=TargetInitBuilder(source, self.topology, params, target.vocab_size))
+        builder = TargetInitBuilder(source, self.topology, params, target.vocab_size, self.decision)
+        return DraftSession(self.name, drawn=builder)
 
 
 class TargetInitBuilder(StaticBuilder):
@@ -75,13 +82,20 @@ class TargetInitBuilder(StaticBuilder):
 
     elastic = False
 
-    def __init__(self, source: DistributionSource, topology: Topology, params: RowParams, vocab_size: int) -> None:
-        super().__init__(source, topology, params, vocab_size, scheme="rrs-wor")
+    def __init__(
+        self,
+        source: DistributionSource,
+        topology: Topology,
+        params: RowParams,
+        vocab_size: int,
+        decision: Decision | None = None,
+    ) -> None:
+        super().__init__(source, topology, params, vocab_size, scheme="rrs-wor", decision=decision)
         self.obstacle = "target-initialised trees are lossy and not made for speed"
         self._width, self._greedy = len(topology.children[0]), params.all_greedy
         self._walk = LongestWalk(self._greedy)
         self._next: tuple[Tensor, Tensor] | None = None
-        """The law that the next tree begins with, and the rows in which it is known."""
+        """What the next tree begins with, `LongestVerdict.next_law_BV`, and the rows in which that is known."""
 
     @property
     def num_uniforms(self) -> int:
@@ -111,12 +125,18 @@ class TargetInitBuilder(StaticBuilder):
         if level.first > 0 or self._next is None:
             return
         law_BV, known_B = self._next
-        if self._greedy:
-            given_BW = law_BV.topk(self._width, dim=-1).indices
-        else:
-            given_BW = draw_distinct(law_BV, uniforms_BU[:, -self._width :])
+        draw = _TOP.draw if self._greedy else draw_distinct
+        given_BW = draw(law_BV, uniforms_BU[:, -self._width :])
         firsts = slice(1, 1 + self._width)
         tokens_BN[:, firsts] = torch.where(known_B[:, None], given_BW, tokens_BN[:, firsts])
+
+    def _stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
+        """Let rows go on behind first tokens of the target, of which the draft's features say nothing."""
+        stops = super()._stops(features_BGF, logits_BGV)
+        if self._going_B is None or self._drawn > 1 or self._next is None:
+            return stops
+        self._going_B = self._going_B | self._next[1]
+        return not bool(self._going_B.any())
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
         """Remember the law that the next tree begins with."""
@@ -128,7 +148,7 @@ class TargetInitBuilder(StaticBuilder):
 def _build(parts: Parts) -> TargetInit:
     if parts.draft is None:
         raise UsageError("--lossy target-init needs a draft; pass draft=NAME, a folder, or early-exit:k")
-    return TargetInit(parts.draft, parts.topology)
+    return TargetInit(parts.draft, parts.topology, parts.decision)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +156,8 @@ class LongestVerdict(Verdict):
     """A verdict that also says from which law the next tree begins."""
 
     next_law_BV: Tensor
-    """Law after the last emitted token: the target's, or what rejection left of it."""
+    """Law after the last emitted token: the target's, or what rejection left of it. At temperature 0, where the law is one
+    token, weights that order all of them."""
     known_B: Tensor
     """Whether that law is known: not where nothing was accepted."""
 
@@ -234,24 +255,29 @@ class LongestWalk(Walk):
         end_B: Tensor,
     ) -> LongestVerdict:
         """Emit the path, its last token pending; where nothing was accepted one token from the target's law."""
-        known_B = best_B > 0
-        next_BV = target_law(end_B, kept_BD[:, : draft.depth])
-        fault_B = torch.where(next_BV[:, :1].isnan(), Fault.TARGET, Fault.NONE)[:, 0]
-        if not self.greedy:
+        known_B, text_BP = best_B > 0, kept_BD[:, : draft.depth]
+        refused_B = (draft.children(end_B)[1] != NO_TOKEN).any(-1)  # the path went no further, though it was offered to
+        if self.greedy:
+            assert isinstance(target_law, TargetLaws)
+            next_BV, own_B = target_law.ranking(end_B, text_BP), target_law.likeliest(end_B, text_BP)
+            broken_B = own_B == NO_TOKEN
+        else:
+            next_BV = target_law(end_B, text_BP)
+            broken_B = next_BV[:, 0].isnan()
             level_B = best_B.clamp(max=draft.depth - 1)
             draft_BV = torch.stack([draft.draft_law(step, end_B) for step in range(draft.depth)], dim=1)
             draft_BV = draft_BV.gather(1, level_B[:, None, None].expand(-1, 1, draft_BV.shape[-1]))[:, 0]
             left_BV = (next_BV - draft_BV).clamp(min=0)
-            rejected_B1 = ((best_B < draft.depth) & (left_BV.sum(-1) > 0))[:, None]
-            next_BV = torch.where(rejected_B1, left_BV, next_BV)
+            next_BV = torch.where((refused_B & (left_BV.sum(-1) > 0))[:, None], left_BV, next_BV)
+            own_B = draw_one(next_BV, uniforms_BU[:, -1])
+        fault_B = torch.where(broken_B, Fault.TARGET, Fault.NONE)
         tokens_BD = kept_BD.clone()
-        tokens_BD[:, 0] = torch.where(known_B, kept_BD[:, 0], draw_one(next_BV, uniforms_BU[:, -1]))
+        tokens_BD[:, 0] = torch.where(known_B, kept_BD[:, 0], own_B)
         accepted_B = (best_B - 1).clamp(min=0)
         # Entries beyond the accepted ones repeat the last of them.
         places_D = torch.arange(path_BD.shape[1], device=path_BD.device)
         path_BD = path_BD.gather(1, torch.minimum(places_D, accepted_B[:, None]))
-        offered_B = torch.where(accepted_B < draft.depth - 1, accepted_B + 1, accepted_B)
-        return LongestVerdict(path_BD, accepted_B, tokens_BD, offered_B, fault_B, next_BV, known_B)
+        return LongestVerdict(path_BD, accepted_B, tokens_BD, accepted_B + refused_B, fault_B, next_BV, known_B)
 
 
 def _at(law_BV: Tensor, token_B: Tensor) -> Tensor:

@@ -96,6 +96,10 @@ class TargetLaws(TreeLaws):
         """Return the token of largest logit of all nodes, where their logits are there."""
         return None if self._logits_BNV is None else self._warper.likeliest(self._logits_BNV, self._paths(draft))
 
+    def ranking(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return weights that order the tokens at one node per row, where a law is one token; see `Warper.ranking`."""
+        return self._warper.ranking(self._logits(node_B), path_BP[:, None])[:, 0]
+
     def logits_in_order(self) -> Tensor | None:
         """Return the logits of all nodes, where they are there and nothing changes their order."""
         return self._logits_BNV if self._warper.keeps_order else None
