@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from polydraft.output import partial_beside, written_whole
+from polydraft.output import partial_beside, partial_folder, remove_leftovers, written_whole
 
 KILLED = """
 import os, signal, sys
@@ -18,6 +18,31 @@ from polydraft.output import written_whole
 with written_whole(Path(sys.argv[1])) as partial:
     partial.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+KILLED_IN_A_FOLDER = """
+import os, signal, sys
+from pathlib import Path
+from polydraft.output import partial_folder
+
+with partial_folder(Path(sys.argv[1])) as partial:
+    (partial / "weights").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+TERMINATED = """
+import signal, sys, time
+from pathlib import Path
+from polydraft.cli import main
+from polydraft.output import partial_folder
+
+def work(**_):
+    with partial_folder(Path(sys.argv[1])) as partial:
+        (partial / "weights").write_text("half")
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(60)
+
+main.cli.main = work
+main.main([])
 """
 
 
@@ -101,6 +126,42 @@ def test_of_a_folder_nothing_is_left_either(tmp_path):
         (partial / "file").write_text("whole")
         os.replace(partial, tmp_path / "folder")
     assert names(tmp_path) == ["folder"] and names(tmp_path / "folder") == ["file"]
+
+
+def test_what_a_kill_leaves_is_removed_by_the_next_to_write_it_and_by_a_sweep(tmp_path):
+    for name in ("folder", "other"):
+        ended = subprocess.run([sys.executable, "-c", KILLED_IN_A_FOLDER, str(tmp_path / name)], check=False)
+        assert ended.returncode == -signal.SIGKILL
+    left = names(tmp_path)
+    assert len(left) == 2 and left[0].startswith(".folder.") and left[1].startswith(".other.")
+    with partial_folder(tmp_path / "folder"):
+        assert {*left} < {*names(tmp_path)}, "what is young may be at work, on its way to its lock"
+    for name in left:
+        os.utime(tmp_path / name, (0, 0))
+    with partial_folder(tmp_path / "folder") as partial:
+        assert names(tmp_path) == sorted([partial.name, left[1]])
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_no_sweep_takes_what_is_at_work_or_not_ours(tmp_path):
+    others = [".git", ".folder", ".folder.abc", "folder.0123456789abcdef"]
+    for name in others:
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0))
+    with partial_folder(tmp_path / "folder") as partial:
+        os.utime(partial, (0, 0))
+        remove_leftovers(tmp_path)
+        assert names(tmp_path) == sorted([*others, partial.name])
+    assert names(tmp_path) == sorted(others)
+    remove_leftovers(tmp_path / "nowhere")
+
+
+def test_a_command_that_is_told_to_end_leaves_nothing_half_written(tmp_path):
+    command = [sys.executable, "-c", TERMINATED, str(tmp_path / "folder")]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGTERM, "polydraft: error: terminated\n")
+    assert names(tmp_path) == []
 
 
 def test_a_link_stays_one_and_its_file_is_replaced(tmp_path):

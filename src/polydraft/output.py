@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.errors import FailureError, UsageError
+
+_PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}")
+"""Hidden names that `partial_beside` lends."""
+_LONGEST_NAME = 100
+_YOUNG_SECONDS = 60
+"""A folder that is younger may not have been locked yet."""
 
 
 @contextmanager
@@ -28,7 +36,7 @@ def partial_beside(path: Path) -> Iterator[Path]:
         A hidden name on the same file system, so that it can be renamed to `path`, and one that no other writer is given.
         Nothing is there yet: what is written has the permissions that any new file has.
     """
-    partial = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:16]}")
+    partial = path.with_name(f".{path.name[:_LONGEST_NAME]}.{uuid.uuid4().hex[:16]}")
     try:
         yield partial
     finally:
@@ -37,6 +45,62 @@ def partial_beside(path: Path) -> Iterator[Path]:
                 shutil.rmtree(partial)
             else:
                 partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def partial_folder(path: Path) -> Iterator[Path]:
+    """Lend a new folder beside a path, to be renamed to it, and remove what is left of it.
+
+    A kill leaves it behind; the next one to write the same removes it then, and `remove_leftovers` does.
+
+    Parameters
+    ----------
+    path : Path
+        Its folder exists.
+
+    Yields
+    ------
+    Path
+        An empty folder, locked while the block runs.
+    """
+    remove_leftovers(path.parent, path.name[:_LONGEST_NAME])
+    with partial_beside(path) as partial:
+        partial.mkdir()
+        lock = _lock(partial)
+        try:
+            yield partial
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove partial folders in a folder whose writers are dead: all of them, or those of one name."""
+    with suppress(OSError):
+        for leftover in list(folder.iterdir()):
+            found = _PARTIAL.fullmatch(leftover.name)
+            if found is None or name not in (None, found[1]) or leftover.is_symlink() or not leftover.is_dir():
+                continue
+            if time.time() - leftover.stat().st_mtime < _YOUNG_SECONDS or (lock := _lock(leftover)) is None:
+                continue
+            shutil.rmtree(leftover, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder until what is returned is closed or this process ends; None where it is locked, or locks do not work."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 @contextmanager

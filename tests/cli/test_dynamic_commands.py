@@ -23,7 +23,7 @@ USAGE = {
     "lossy with a tree by load": (["--lossy", "target-init", "--tree", "load:fork:3x2"], "forks only"),
     "lossy with a scheme": (["--lossy", "target-init", "--scheme", "naive"], "scheme 'naive' does not work with --lossy"),
     "lossy with a walk": (["--lossy", "target-init", "--walk", "node"], "walk 'node' does not work with --lossy"),
-    "lossy with n-grams": (["--lossy", "target-init", "--drafter", "lookup+model"], "drafter 'lookup+model' does not work with"),
+    "lossy with n-grams": (["--lossy", "target-init", "--drafter", "lookup+model"], "drafter 'lookup+model' does not work"),
     "lossy and a warm draft": (["--lossy", "target-init", "--draft-temperature", "1"], "draft_temperature 1.0 does not work"),
     "lossy beams": (["--lossy", "target-init", "--beams", "2"], "--lossy target-init does not apply to beams"),
     "flat blocks of no n-grams": (["--lossy", "flat-blocks"], "flat-blocks cannot verify drafter 'auto'; allowed: n-gram"),

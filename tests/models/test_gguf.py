@@ -1,6 +1,7 @@
 """GGUF files as models: converted once into the cache, the same logits, and one clear line where that cannot be."""
 
 import importlib.util
+import os
 import shutil
 from collections import namedtuple
 
@@ -12,7 +13,8 @@ from polydraft import Speculate
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.check import sharpen
 from polydraft.models.gguf_files import convert, gguf_source
-from polydraft.models.loading import load_model
+from polydraft.models.gguf_header import read_header
+from polydraft.models.loading import load_draft, load_model
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
@@ -39,7 +41,10 @@ def tiny():
     return model
 
 
-def write(path, model, begins=None):
+TOKENS = ["<pad>", "<s>", "</s>", *(chr(33 + number) for number in range(92)), "ab"]
+
+
+def write(path, model, begins=None, tokens=TOKENS):
     """Write a Qwen 2 model, with a tokenizer of single characters."""
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_context_length(128)
@@ -53,7 +58,7 @@ def write(path, model, begins=None):
     writer.add_vocab_size(96)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(["<pad>", "<s>", "</s>", *(chr(33 + number) for number in range(92)), "ab"])
+    writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 3, *[1] * 93])
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
@@ -139,6 +144,66 @@ def test_a_file_of_something_else_is_named(tmp_path, cache):
     with pytest.raises(FailureError, match=r"text.gguf is no GGUF file"):
         load_model(str(tmp_path / "text.gguf"), CPU, torch.float32)
     assert not cache.exists() or not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("kept", [0.9, 0.02])
+def test_a_file_that_is_cut_short_is_refused_by_its_header(tmp_path, cache, monkeypatch, kept):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    whole = file.stat().st_size
+    os.truncate(file, int(kept * whole))
+    # It takes a minute to look at a large vocabulary.
+    monkeypatch.setattr(gguf, "GGUFReader", lambda *_: pytest.fail("the slow reader was asked"))
+    expected = rf"{int(kept * whole)} of {whole} bytes are there" if kept > 0.5 else "its header is not whole"
+    with pytest.raises(FailureError, match=rf"tiny.gguf is cut short, {expected}; download it again"):
+        load_model(str(file), CPU, torch.float32)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_a_header_says_what_the_packages_own_reader_says(tmp_path):
+    file = write(tmp_path / "tiny.gguf", tiny(), begins=True)
+    header, reader = read_header(file), gguf.GGUFReader(file)
+    own = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert header.fields == own and header.vocabulary == {token: number for number, token in enumerate(TOKENS)}
+    assert header.num_weights == sum(int(tensor.n_elements) for tensor in reader.tensors)
+    assert header.num_bytes <= file.stat().st_size < header.num_bytes + 32  # the writer fills up the last tensor
+
+
+@pytest.mark.parametrize("at", [4, 8, 16, 24])
+def test_a_damaged_header_is_one_line(tmp_path, cache, at):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    data = bytearray(file.read_bytes())
+    data[at : at + 8] = b"\xff" * 8
+    file.write_bytes(data)
+    with pytest.raises(FailureError, match=r"tiny.gguf is (cut short|damaged or of a newer kind).*; download it again"):
+        load_model(str(file), CPU, torch.float32)
+
+
+def test_what_a_kill_left_in_the_cache_is_gone_after_the_next_load(tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    load_model(str(file), CPU, torch.float32)
+    left = cache / ".large-0123456789ab-float32.0123456789abcdef"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    os.utime(left, (0, 0))
+    load_model(str(file), CPU, torch.float32)
+    assert not left.exists() and len(list(cache.iterdir())) == 1
+
+
+def test_a_draft_with_other_tokens_is_refused_before_it_is_converted(tmp_path, cache, monkeypatch):
+    target = load_model(str(write(tmp_path / "target.gguf", tiny())), CPU, torch.float32)
+    swapped = [*TOKENS[:10], TOKENS[11], TOKENS[10], *TOKENS[12:]]
+    other = [f"w{number}" for number in range(96)]
+    with monkeypatch.context() as patch:
+        patch.setattr("polydraft.models.gguf_files.convert", lambda *_: pytest.fail("converted for nothing"))
+        for name, tokens in (("swapped", swapped), ("other", other)):
+            draft = str(write(tmp_path / f"{name}.gguf", tiny(), tokens=tokens))
+            with pytest.raises(UsageError, match=rf"{name}.gguf' and target .* have different vocabularies \(96 and"):
+                load_draft(draft, target)
+    # One token of another spelling proves nothing: it is compared as it is converted.
+    draft = str(write(tmp_path / "draft.gguf", tiny(), tokens=[*TOKENS[:20], "zz", *TOKENS[21:]]))
+    with pytest.raises(UsageError, match="have different vocabularies"):
+        load_draft(draft, target)
+    assert load_draft(str(write(tmp_path / "same.gguf", tiny(), begins=True)), target) is not None
 
 
 def test_too_little_room_is_said_before_anything_is_written(tmp_path, cache, monkeypatch):

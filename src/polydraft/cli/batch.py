@@ -58,7 +58,7 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
             totals = run(source, results, task, settings, show)
     except BaseException as error:
         results.close(quietly=True)
-        if isinstance(error, KeyboardInterrupt):
+        if not isinstance(error, Exception):  # Ctrl-C or SIGTERM
             click.echo(f"{results.totals.rows} rows are in {out}; continue with --resume", err=True)
         raise
     results.close()

@@ -11,7 +11,7 @@ import click
 
 from polydraft.cli.options import machine_options, prepare
 from polydraft.errors import UsageError
-from polydraft.output import cannot_write, check_folder, partial_beside
+from polydraft.output import cannot_write, check_folder, partial_folder
 
 
 @click.group("export")
@@ -65,8 +65,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
     """Lend a folder to write into, which is `out` at the end of the block; refuse at its start where nothing can be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with partial_beside(out) as partial:
-            partial.mkdir()
+        with partial_folder(out) as partial:
             yield partial
             os.replace(partial, out)
     except OSError as error:

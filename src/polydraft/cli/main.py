@@ -1,9 +1,12 @@
 """Entry point of the command line."""
 
 import os
+import signal
 import sys
+import threading
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -64,7 +67,7 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run a command; exit 0, 2 for wrong usage, 1 for failures, 130 when interrupted, each error in one line."""
+    """Run a command; exit 0, 2 for wrong usage, 1 for failures, 130 or 143 after a signal, each error in one line."""
     sys.exit(run(arguments))
 
 
@@ -75,7 +78,8 @@ def run(arguments: list[str] | None = None) -> int:
     # Torch's, with 15 lines of its stack, on CPUs without bfloat16: it multiplies another way, and nothing is wrong.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     try:
-        result: Any = cli.main(args=arguments, prog_name="polydraft", standalone_mode=False)
+        with _leaving_in_order():
+            result: Any = cli.main(args=arguments, prog_name="polydraft", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
@@ -86,6 +90,8 @@ def run(arguments: list[str] | None = None) -> int:
         return _complain(message, 2)
     except (click.Abort, KeyboardInterrupt):
         return _complain("interrupted", 130)
+    except _Terminated:
+        return _complain("terminated", 128 + signal.SIGTERM)
     except (PolydraftError, click.ClickException) as error:
         return _complain(str(error), 1)
     except BrokenPipeError:  # the reader has gone
@@ -98,6 +104,31 @@ def run(arguments: list[str] | None = None) -> int:
         _drop_output()
         what = f"cannot read or write {error.filename}" if error.filename else "input or output failed"
         return _complain(f"{what} ({error.strerror or error})", 1)
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come."""
+
+
+@contextmanager
+def _leaving_in_order() -> Iterator[None]:
+    """Let the first SIGTERM end the block by an exception, so that what is half-written is removed; a second ends it at once.
+
+    Whoever waits for that signal itself, as servers do, may.
+    """
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _drop_output() -> None:

@@ -6,18 +6,18 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from polydraft.errors import FailureError, UsageError
-from polydraft.output import cache_root, partial_beside
+from polydraft.models.gguf_header import GgufHeader, read_header
+from polydraft.output import cache_root, partial_folder, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"GGUF"
 _SAMPLE = 1 << 20
 """Bytes at either end of a file that, with its size, tell it from others."""
 _MANY_TOKENS = 100_000
@@ -44,6 +44,7 @@ def gguf_source(name: str) -> Path | None:
 
 def converted_folder(source: Path, dtype: torch.dtype) -> Path:
     """Return a folder with a GGUF file's model in a number format, converting it the first time."""
+    remove_leftovers(cache_root())  # of gigabytes each, which nobody sees
     kind = str(dtype).removeprefix("torch.")
     folder = cache_root() / f"{source.stem[:80]}-{_fingerprint(source)}-{kind}"
     if not (folder / "config.json").exists():
@@ -52,15 +53,17 @@ def converted_folder(source: Path, dtype: torch.dtype) -> Path:
 
 
 def convert(source: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Dequantise into a temporary folder, then rename, so that a kill leaves nothing half-written."""
-    for module in ("gguf", "accelerate"):
-        if importlib.util.find_spec(module) is None:
-            raise UsageError(f"reading {source.name} needs the package {module}; get it with: pip install 'polydraft[gguf]'")
-    needed = _num_weights(source) * dtype.itemsize
-    with partial_beside(folder) as partial:
+    """Dequantise into a temporary folder, then rename: what is there is whole.
+
+    A file that cannot be used is refused by its header, before anything is written.
+    """
+    _check_packages(source)
+    header = read_header(source)
+    needed = header.num_weights * dtype.itemsize
+    with ExitStack() as stack:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            partial.mkdir()
+            partial = stack.enter_context(partial_folder(folder))
         except OSError as error:
             reason = f"cannot write to {folder.parent} ({error.strerror})"
             raise FailureError(f"{reason}; set POLYDRAFT_CACHE to another folder") from None
@@ -72,7 +75,7 @@ def convert(source: Path, folder: Path, dtype: torch.dtype = torch.float32) -> N
         logger.info("converting %s, once: %s in %s ...", source.name, _gigabytes(needed), folder)
         try:
             with _progress_bars():
-                _save(source, partial, dtype)
+                _save(source, header, partial, dtype)
             if not (folder / "config.json").exists():  # another process may have been faster
                 os.replace(partial, folder)
         except OSError as error:
@@ -82,7 +85,19 @@ def convert(source: Path, folder: Path, dtype: torch.dtype = torch.float32) -> N
             raise UsageError(f"transformers cannot read {source.name} ({reason}); use the model in its own format") from None
 
 
-def _save(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def vocabulary_of(source: Path) -> dict[str, int]:
+    """Return the tokens of a GGUF file, by its header; converted, a few may be spelled otherwise."""
+    _check_packages(source)
+    return read_header(source).vocabulary
+
+
+def _check_packages(source: Path) -> None:
+    for module in ("gguf", "accelerate"):
+        if importlib.util.find_spec(module) is None:
+            raise UsageError(f"reading {source.name} needs the package {module}; get it with: pip install 'polydraft[gguf]'")
+
+
+def _save(source: Path, header: GgufHeader, folder: Path, dtype: torch.dtype) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -99,37 +114,19 @@ def _save(source: Path, folder: Path, dtype: torch.dtype) -> None:
     if model.config.get_text_config().vocab_size > _MANY_TOKENS:
         logger.info("making its tokenizer, which takes minutes for a vocabulary as large as this ...")
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    _add_ends(tokenizer, source)
+    _add_ends(tokenizer, header)
     tokenizer.save_pretrained(folder)
 
 
-def _add_ends(tokenizer: Any, source: Path) -> None:
+def _add_ends(tokenizer: Any, header: GgufHeader) -> None:
     """Let a tokenizer begin and end texts as its file says; transformers does not read that.
 
     Gemma without its first token repeats one word for ever.
     """
-    from gguf import GGUFReader
-
-    fields = GGUFReader(source).fields
     for end in ("bos", "eos"):
-        field = fields.get(f"tokenizer.ggml.add_{end}_token")
-        if field is not None and getattr(tokenizer, f"{end}_token") is not None:
-            setattr(tokenizer, f"add_{end}_token", bool(field.contents()))
-
-
-def _num_weights(source: Path) -> int:
-    from gguf import GGUFReader
-
-    try:
-        return sum(int(tensor.n_elements) for tensor in GGUFReader(source).tensors)
-    except Exception as error:  # whatever the reader makes of bytes that are something else
-        what = "is no GGUF file" if not _begins(source) else "is damaged or of a newer kind"
-        raise FailureError(f"{source} {what} ({type(error).__name__}); download it again") from None
-
-
-def _begins(source: Path) -> bool:
-    with source.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
+        said = header.fields.get(f"tokenizer.ggml.add_{end}_token")
+        if said is not None and getattr(tokenizer, f"{end}_token") is not None:
+            setattr(tokenizer, f"add_{end}_token", bool(said))
 
 
 def _fingerprint(source: Path) -> str:

@@ -19,7 +19,7 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
 from polydraft.models.eagle3 import is_eagle3, load_eagle3
 from polydraft.models.feature_head import FeatureHead
-from polydraft.models.gguf_files import converted_folder, gguf_source
+from polydraft.models.gguf_files import converted_folder, gguf_source, vocabulary_of
 from polydraft.models.head_folder import is_head, load_head, load_vocabulary, shapes_in
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
@@ -213,6 +213,8 @@ def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
         return load_head(folder, target.model, target.tokenizer, name)
     if is_eagle3(folder):
         return load_eagle3(folder, target.model, name)
+    if (source := gguf_source(name)) is not None:
+        _check_header(target, name, vocabulary_of(source))
     dtype, native = torch.int8 if target.model.int8 else target.model.dtype, target.model.uses_native
     draft = load_model(name, target.model.device, dtype, native=native, invariant=False)
     check_same_tokens(target, draft)
@@ -242,10 +244,26 @@ def head_on_hub(name: str) -> Path | None:
 
 def check_same_tokens(target: Loaded, draft: Loaded) -> None:
     """Refuse a draft whose token ids mean other texts than the target's."""
-    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    if ours != theirs:
-        differing = sum(theirs.get(token) != number for token, number in ours.items())
-        raise UsageError(
-            f"draft {draft.model.name!r} and target {target.model.name!r} have different vocabularies ({len(theirs)} and "
-            f"{len(ours)} tokens, {differing} of the target's differ); use a draft with the target's tokenizer"
-        )
+    theirs = draft.tokenizer.get_vocab()
+    if target.tokenizer.get_vocab() != theirs:
+        raise _other_tokens(target, draft.model.name, theirs)
+
+
+def _check_header(target: Loaded, name: str, theirs: dict[str, int]) -> None:
+    """Refuse a draft in a GGUF file that surely has other tokens, before it is converted.
+
+    Conversion spells a few tokens otherwise, so that one more or less proves nothing: `check_same_tokens` decides then.
+    """
+    ours = target.tokenizer.get_vocab()
+    moved = any(theirs.get(token, number) != number for token, number in ours.items())
+    if theirs and (moved or 2 * sum(token in theirs for token in ours) < len(ours)):
+        raise _other_tokens(target, name, theirs)
+
+
+def _other_tokens(target: Loaded, name: str, theirs: dict[str, int]) -> UsageError:
+    ours = target.tokenizer.get_vocab()
+    differing = sum(theirs.get(token) != number for token, number in ours.items())
+    return UsageError(
+        f"draft {name!r} and target {target.model.name!r} have different vocabularies ({len(theirs)} and "
+        f"{len(ours)} tokens, {differing} of the target's differ); use a draft with the target's tokenizer"
+    )

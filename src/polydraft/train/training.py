@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
-from polydraft.output import check_empty, check_folder, check_same, partial_beside, read_settings, written_whole
+from polydraft.output import check_empty, check_folder, check_same, partial_folder, read_settings, written_whole
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.corpus import Corpus, make_corpus
 from polydraft.train.objective import loss_of
@@ -260,8 +260,7 @@ def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Write a folder under a temporary name, then put it in place of the old one: a kill leaves one of the two."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with partial_beside(folder) as partial:
-            partial.mkdir()
+        with partial_folder(folder) as partial:
             write(partial)
             former = folder.with_name(_FORMER)
             if folder.exists():
