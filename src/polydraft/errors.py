@@ -45,6 +45,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
+def duration(seconds: float) -> str:
+    """Return a time for a message, as people say it."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def check_ranges(options: object, ranges: Iterable[tuple[str, float, float]]) -> None:
     """Refuse options that are out of range, by the names that they have on the command line."""
     for name, low, high in ranges:

@@ -83,13 +83,17 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_a_file_and_a_folder_with_one_are_loaded(tmp_path, cache, caplog):
+def test_a_file_and_a_folder_with_one_are_loaded(tmp_path, cache, caplog, capfd):
     model = tiny()
     file = write(tmp_path / "tiny.gguf", model)
     tokens = torch.tensor([[5, 6, 7, 8]])
     with caplog.at_level("INFO", logger="polydraft"):
         loaded = load_model(str(file), CPU, torch.float32)
     assert "tiny.gguf" in caplog.text and "GB in" in caplog.text  # said beforehand
+    stages = ["converting tiny.gguf", "reading its weights", "writing them", "making its tokenizer", "loading"]
+    assert [one for one in stages if one in caplog.text] == stages
+    said = capfd.readouterr().err
+    assert "onverting and" not in said and "riting model" not in said, "bars are for terminals"
     with torch.no_grad():
         torch.testing.assert_close(loaded.model.plain(tokens), model(tokens).logits)
     assert loaded.eos_token_ids == (2,) and loaded.tokenizer.convert_tokens_to_ids("a") == 67

@@ -1,6 +1,7 @@
 """`polydraft tune`, from the command line to what other commands make of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from polydraft.engine import Decoder
 from polydraft.loading import GPU_TREE, SMALL_GPU_TREE
 from polydraft.profile import VARIABLE
 from polydraft.tune.options import TuneOptions
-from polydraft.tune.rounds import Use
+from polydraft.tune.rounds import Run, Use
 from polydraft.tune.tuning import Tuning
 
 COMMON = ("--limit", "2", "--max-new-tokens", "12", "--batches", "1,4", "--raw", "--device", "cpu", "--dtype", "float32")
@@ -102,6 +103,27 @@ def test_predicting_another_gpu_keeps_nothing(invoke, roomy: str, cache: Path, p
 def test_what_cannot_be_is_refused_in_a_line(invoke, tiny: str, cache: Path, arguments: tuple[str, ...], message: str) -> None:
     code, _, err = invoke("tune", "--target", tiny, *arguments)
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("batches", "check_batch", "measured"), [((2,), None, {2}), ((1,), None, {1}), ((4, 2), None, {2, 4}), ((1,), 3, {1, 3})]
+)
+def test_only_batches_that_were_asked_for_are_measured(
+    roomy: str, cache: Path, batches, check_batch, measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+
+    class Watched(Run):
+        def __init__(self, decoder, use, batch) -> None:
+            seen.add(batch)
+            super().__init__(decoder, use, batch)
+
+    monkeypatch.setattr("polydraft.tune.tuning.Run", Watched)
+    asked = TuneOptions(target=roomy, limit=8, raw=True, device="cpu", dtype="float32", max_new_tokens=8, check=1)
+    tuning = Tuning(replace(asked, batches=batches, check_batch=check_batch))
+    monkeypatch.setattr("polydraft.tune.tuning._NGRAMS", ("lookup",))
+    picks = tuning.run()
+    assert seen == measured and [one.batch for one in picks] == [*batches]
 
 
 def test_a_cache_that_cannot_be_written_to(

@@ -88,6 +88,7 @@ def _write(
     """Return each prompt with its answer, decoded plainly; an answer depends on its batch only by the rounding of logits."""
     decoder = Decoder(target.model, eos_token_ids=target.eos_token_ids)
     total, texts = len(prompts) * settings.max_new_tokens, []
+    observer(f"T={temperature:g}: text", 0, total)
     for part in _batches(range(len(prompts)), settings.batch_size):
         stream = decoder.stream(
             [list(prompts[number]) for number in part],

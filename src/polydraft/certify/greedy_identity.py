@@ -352,6 +352,7 @@ def _certificate(
 ) -> Certificate:
     started = time.monotonic()
     judgements: list[Judgement] = []
+    observer(phase, 0, len(prompts))
     for index in range(len(prompts)):
         judgements.append(judged(index))
         observer(phase, index + 1, len(prompts))

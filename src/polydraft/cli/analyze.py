@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from polydraft.cli.options import machine_options, options_of, prepare
+from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import UsageError
 from polydraft.options import LoadOptions
 
@@ -59,17 +60,17 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     them (Table 1 of "Towards Optimal Multi-Draft Speculative Decoding"; --sweep draws its Figures 1 and 2). Errors are standard
     errors over prompts. The distributions stay in --out or in the cache folder, so analyzing another scheme runs no model.
     """
-    from polydraft.analyze import Analysis
-    from polydraft.analyze.files import Sweep, write_files
-    from polydraft.cli.terminal import PhaseProgress
-    from polydraft.output import check_folder
-
     if sweep is not None and out is None:
         raise UsageError("--sweep needs --out; name a folder for the plots")
+    announce_start()
+    from polydraft.analyze import Analysis
+    from polydraft.analyze.files import Sweep, write_files
+    from polydraft.output import check_folder
+
     settings = _settings(sweep, options)
     if out is not None:
         check_folder(out, resume=True)
-    prepare(settings.threads)
+    prepare(settings.threads, told=True)
     with PhaseProgress() as progress:
         analysis = Analysis(settings, _store(out), progress)
         rows = list(analysis.rows())

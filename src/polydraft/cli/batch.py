@@ -12,6 +12,7 @@ import click
 
 from polydraft.batch.rows import BatchOptions, Prompts, WorkerOptions
 from polydraft.cli.options import Choices, GroupedCommand, options_of, prepare, shared_options, taken
+from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import FailureError, UsageError
 
 
@@ -32,9 +33,9 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     cannot be used gets an error as its result and does not stop the others. After an interruption, --resume continues after
     the last result; every row has its own seed, so its text stays the same. With --ray, workers on a cluster share the rows.
     """
+    announce_start()
     from polydraft.batch.results import Nowhere, ResultFile, Results
     from polydraft.batch.running import BatchTask, run_batch
-    from polydraft.cli.terminal import PhaseProgress
     from polydraft.models.placement import TENSOR_PARALLEL, agreed, is_follower
 
     settings, workers = taken(BatchOptions, options), taken(WorkerOptions, options)
@@ -48,13 +49,17 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     follows = choices.device_map == TENSOR_PARALLEL and is_follower()
     results: Results = Nowhere() if follows else ResultFile(out, described, resume=resume)
     try:
-        run = _by_ray(choices, workers) if workers.ray else partial(run_batch, choices.decoder(batch=settings.slots))
+        if workers.ray:
+            run = _by_ray(choices, workers)
+        else:
+            run = partial(run_batch, choices.decoder(batch=settings.slots, told=not follows))
         first = results.last = agreed(results.last)
         with PhaseProgress() if not follows else nullcontext(_unseen) as progress:
 
             def show(line: int, totals: Any) -> None:
-                progress("rows", line, source.lines, _pace(line - first, source.lines - line, totals))
+                progress("rows", line, source.lines, _pace(totals))
 
+            progress("rows", first, source.lines)
             totals = run(source, results, task, settings, show)
     except BaseException as error:
         results.close(quietly=True)
@@ -88,14 +93,13 @@ def _by_ray(choices: Choices, workers: WorkerOptions) -> Callable[..., Any]:
         from polydraft.batch.sharing import run_by_ray
     except ImportError as error:
         raise UsageError(f"{error}; install what workers need: pip install 'polydraft[ray]'") from None
-    prepare(choices.threads)
+    prepare(choices.threads, told=True)
     return partial(run_by_ray, choices.for_others("workers"), workers)
 
 
-def _pace(done: int, left: int, totals: Any) -> str:
-    seconds = totals.seconds * left / done if done > 0 else 0.0
+def _pace(totals: Any) -> str:
     bad = f", {totals.bad} bad" if totals.bad else ""
-    return f"{totals.tokens_per_second:.1f} tokens/s, {seconds:.0f} s left{bad}"
+    return f"{totals.tokens_per_second:.1f} tokens/s{bad}"
 
 
 def _bad_rows(out: Path) -> str:

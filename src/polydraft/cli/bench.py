@@ -10,6 +10,7 @@ import click
 from polydraft.bench.options import BenchOptions, method_options
 from polydraft.bench.serving import ServingLoad
 from polydraft.cli.options import in_range, options_of, prepare
+from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ def serve(source: str, out: Path | None, **options: Any) -> None:
         if out.suffix == _PAGE:
             raise UsageError(f"--out {out} is the name of the page; name the JSON file, such as {out.with_suffix('.json')}")
     prompts = [prompt.text for prompt in load_prompts(source, load.requests)]
-    found = run_load(load, prompts, lambda arm, done: click.echo(f"\r{arm}: {done} of {load.requests}", err=True, nl=False))
-    click.echo(err=True)
+    with PhaseProgress() as progress:
+        found = run_load(load, prompts, lambda arm, done: progress(arm, done, load.requests))
     for arm in found:
         click.echo(format_load(arm))
     if out is not None:
@@ -134,7 +135,6 @@ def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
 
 
 def _bench(given: set[str], **options: Any) -> None:
-    prepare(options["threads"])
     paper: str | None = options.pop("reproduce")
     size: str = options.pop("size")
     untimed: bool = options.pop("untimed")
@@ -142,6 +142,8 @@ def _bench(given: set[str], **options: Any) -> None:
     resume: bool = options.pop("resume")
     if out is None:
         raise UsageError("--out is missing; name a folder for results.json and report.html")
+    announce_start()
+    prepare(options["threads"], told=True)
     if paper is not None:
         _reproduce(paper, size, given, options, out, resume=resume, untimed=untimed)
         return
@@ -176,11 +178,20 @@ def _reproduce(
 
 def _run(session: "BenchSession", out: Path, resume: bool) -> dict[str, Any]:
     """Measure once."""
-    with _Progress(session.runner.total) as progress:
+    total, count = session.runner.total, 0
+    with PhaseProgress() as progress:
+
+        def show(measurement: Any) -> None:
+            nonlocal count
+            count += 1
+            progress("measuring", count, total, measurement.method if measurement else "")
+
+        progress("measuring", count, total)
         try:
-            return session.run(out, resume=resume, command=_command_line(), progress=progress)
-        except KeyboardInterrupt:
-            click.echo(f"interrupted; what was measured is kept: add --resume to continue in {out}", err=True)
+            return session.run(out, resume=resume, command=_command_line(), progress=show)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C or SIGTERM
+                click.echo(f"interrupted; what was measured is kept: add --resume to continue in {out}", err=True)
             raise
 
 
@@ -211,33 +222,3 @@ def _show_reproduction(results: dict[str, dict[str, Any]], out: Path) -> None:
     click.echo(f"{out / FILE} written")
     for name, one in results.items():
         _show(one, out / name)
-
-
-class _Progress:
-    """A bar with time left on a terminal; a line now and then elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._total, self._count = total, 0
-        console = Console(stderr=True)
-        self._plain = not console.is_terminal
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console,
-            disable=self._plain,
-        )  # fmt: skip
-        self._task = self._bar.add_task("measuring", total=total)
-
-    def __enter__(self) -> "_Progress":
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *details: Any) -> None:
-        self._bar.__exit__(*details)
-
-    def __call__(self, measurement: Any) -> None:
-        self._count += 1
-        self._bar.update(self._task, advance=1, description=measurement.method if measurement else "measuring")
-        if self._plain and (self._count % max(self._total // 20, 1) == 0 or self._count == self._total):
-            click.echo(json.dumps({"measured": self._count, "of": self._total}), err=True)

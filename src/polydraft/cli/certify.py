@@ -15,6 +15,7 @@ from polydraft.cli.options import (
     taken,
     with_options,
 )
+from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import FailureError, UsageError
 
 if TYPE_CHECKING:
@@ -47,13 +48,14 @@ def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: 
     logits decide: if they are practically equal it is a near-tie, and the comparison continues from there; anything else is a
     counter-example. --scheme draws the drafts only if --draft-temperature is above 0. A --lossy decoder must fail.
     """
+    announce_start()
     from polydraft.certify.greedy_identity import certify_decoder
     from polydraft.prompts import load_prompts
 
     loading = Loading(**options)
     prompts = load_prompts(source, limit)
-    with _progress() as progress:
-        decoder = loading.decoder()
+    with PhaseProgress() as progress:
+        decoder = loading.decoder(told=True)
         certificate = certify_decoder(decoder, prompts, max_new_tokens=max_new_tokens, chat=not raw, observer=progress)
     _show(certificate, as_json)
     if not decoder.lossless:  # so few differing texts that none was seen prove nothing
@@ -74,6 +76,7 @@ def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **opt
     Texts are compared along the target's tokens; its logits decide what is a near-tie, as in 'certify decoder'. Prompts are
     sent as they are, or with --chat as one user message.
     """
+    announce_start()
     from polydraft.certify.endpoint import Endpoint
     from polydraft.certify.greedy_identity import certify_endpoint
     from polydraft.prompts import load_prompts
@@ -81,9 +84,9 @@ def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **opt
     endpoint = taken(Endpoint, options)
     loading = Loading(draft="none", **options)
     prompts = load_prompts(source, limit)
-    with _progress() as progress:
-        endpoint.complete(prompts[0].text, 1)  # a server that is not there should not cost the loading of a model
-        target = loading.decoder()
+    endpoint.complete(prompts[0].text, 1)  # a server that is not there should not cost the loading of a model
+    with PhaseProgress() as progress:
+        target = loading.decoder(told=True)
         certificate = certify_endpoint(endpoint, target, prompts, max_new_tokens=max_new_tokens, observer=progress)
     _show(certificate, as_json)
 
@@ -134,8 +137,6 @@ def command(
     the same checks, to show that they are caught. If a rule fails, the command prints the smallest counter-example it found
     and exits with code 1.
     """
-    from polydraft.certify import FULL, QUICK, all_subjects, certify, find_subject
-
     if everything and names:
         raise UsageError(f"--all already covers {names[0]}; give names or --all, not both")
     if not everything and not names:
@@ -144,17 +145,14 @@ def command(
         raise UsageError(f"--draws {draws} works only with your own function, module:function; leave it out with --all")
     if everything and arrays != "torch":
         raise UsageError(f"--arrays {arrays} works only with your own function, module:function; leave it out with --all")
+    announce_start()
+    from polydraft.certify import FULL, QUICK, all_subjects, certify, find_subject
+
     subjects = all_subjects() if everything else [find_subject(name, draws, arrays) for name in dict.fromkeys(names)]
     set_threads(threads)
-    with _progress() as progress:
+    with PhaseProgress() as progress:
         certificate = certify(subjects, QUICK if quick else FULL, power=not no_power, observer=progress)
     _show(certificate, as_json)
-
-
-def _progress() -> Any:
-    from polydraft.cli.terminal import PhaseProgress
-
-    return PhaseProgress()
 
 
 def _show(certificate: "Certificate", as_json: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from polydraft.cli.options import machine_options, prepare
+from polydraft.cli.terminal import announce_start
 from polydraft.errors import UsageError
 from polydraft.output import cannot_write, check_folder, partial_folder
 
@@ -38,6 +39,7 @@ def head(
     check_folder(out, resume=False)
     if out.exists():
         raise UsageError(f"--out {out} already exists; choose another --out")
+    announce_start()
 
     from polydraft.models import FeatureHead
     from polydraft.models.bundled import BUNDLED, bundled_folder
@@ -45,7 +47,7 @@ def head(
     from polydraft.models.loading import load_draft, load_model
     from polydraft.models.placement import resolve_device, resolve_dtype
 
-    prepare(threads)
+    prepare(threads, told=True)
     with _new_folder(out) as partial:
         name = target or _trained_for(folder)
         place = resolve_device(device)

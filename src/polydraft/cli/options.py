@@ -124,11 +124,11 @@ class Threads:
 class Loading(LoadOptions, NgramOptions, Threads):
     """A decoder, as commands are asked for it."""
 
-    def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
-        """Load the models, for texts of so many at a time."""
+    def decoder(self, *, batch: int = 1, temperature: float | None = None, told: bool = False) -> "Decoder":
+        """Load the models, for texts of so many at a time; `told` says which, as commands do that take long."""
         from polydraft.loading import load_with
 
-        prepare(self.threads)
+        prepare(self.threads, told=told)
         return load_with(dataclasses.replace(self, grams=self.grams_asked_for()), batch=batch, temperature=temperature)
 
     def for_others(self, who: str) -> dict[str, Any]:
@@ -172,9 +172,10 @@ class Sampling:
 class Choices(Loading, Request, Sampling):
     """What `generate` and `chat` are asked for."""
 
-    def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
+    def decoder(self, *, batch: int = 1, temperature: float | None = None, told: bool = False) -> "Decoder":
         """Load the models for what is asked for."""
-        return super().decoder(batch=batch, temperature=self.temperature if temperature is None else temperature)
+        temperature = self.temperature if temperature is None else temperature
+        return super().decoder(batch=batch, temperature=temperature, told=told)
 
     def check(self) -> "SamplingParams":
         """Check what else can be checked without a model, and return the sampling parameters."""
@@ -210,8 +211,11 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def prepare(threads: int | None) -> None:
-    """Set the threads; let this library say on standard error what takes long, and keep others' chatter off the screen."""
+def prepare(threads: int | None, *, told: bool = False) -> None:
+    """Set the threads; let this library say on standard error what takes long, and keep others' chatter off the screen.
+
+    `told` lets it also say, until the command ends, which models are being loaded.
+    """
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
@@ -221,7 +225,16 @@ def prepare(threads: int | None) -> None:
     transformers_logging.disable_progress_bar()
     logger = logging.getLogger("polydraft")
     if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_Telling())
         logger.setLevel(logging.INFO)
+    loading, context = logging.getLogger("polydraft.models.loading"), click.get_current_context(silent=True)
+    loading.setLevel(logging.INFO if told else logging.WARNING)
+    if context is not None:
+        context.call_on_close(lambda: loading.setLevel(logging.WARNING))
+
+
+class _Telling(logging.Handler):
+    """Writes messages to whatever standard error is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(self.format(record), err=True)

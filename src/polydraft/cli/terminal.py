@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, duration
 
 if TYPE_CHECKING:
     from polydraft.beam.stream import BeamStream
@@ -58,7 +58,7 @@ def not_text(error: UnicodeDecodeError) -> UsageError:
 
 
 class PhaseProgress:
-    """A bar for each phase on a terminal; a line now and then elsewhere."""
+    """A bar for each phase on a terminal; elsewhere a line as each begins, and then now and then."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -68,7 +68,9 @@ class PhaseProgress:
             TextColumn("{task.fields[note]}"), console=console, disable=self._plain,
         )  # fmt: skip
         self._tasks: dict[str, Any] = {}
-        self._said = time.monotonic()
+        self._begun: dict[str, tuple[int, float]] = {}
+        """Of each phase: how much was done at first, and when that was."""
+        self._said = 0.0
 
     def __enter__(self) -> "PhaseProgress":
         self._bar.start()
@@ -79,13 +81,28 @@ class PhaseProgress:
 
     def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
         """Show that `done` of `total` steps of a phase are done, and what there is to say of it."""
-        if phase not in self._tasks:
+        now, begins = time.monotonic(), phase not in self._tasks
+        if begins:
             self._tasks[phase] = self._bar.add_task(phase, total=total, note=note)
-        self._bar.update(self._tasks[phase], completed=done, note=note)
+            self._begun[phase] = done, now
+        self._bar.update(self._tasks[phase], completed=done, total=total, note=note)
         # An end that has something to say is always told.
-        if self._plain and (time.monotonic() - self._said > _SILENCE_SECONDS or (note and done == total)):
-            self._said = time.monotonic()
-            click.echo(f"{phase} {done}/{total}  {note}".rstrip(), err=True)
+        if self._plain and (begins or now - self._said > _SILENCE_SECONDS or (note and done == total)):
+            self._said = now
+            click.echo(f"{phase} {done}/{total}{self._left(phase, done, total, now)}  {note}".rstrip(), err=True)
+
+    def _left(self, phase: str, done: int, total: int, now: float) -> str:
+        """Say how long a phase will take from now on, where that can be known."""
+        first, since = self._begun[phase]
+        if not first < done < total:
+            return ""
+        return f", about {duration((now - since) / (done - first) * (total - done))} left"
+
+
+def announce_start() -> None:
+    """Say that a command has begun: to import torch alone takes seconds. Where it is there already, something else is said."""
+    if "torch" not in sys.modules:
+        click.echo("loading torch and transformers ...", err=True)
 
 
 def output_console() -> Console:

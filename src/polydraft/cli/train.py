@@ -1,12 +1,14 @@
 """`polydraft train`."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from polydraft.cli.options import machine_options, options_of, prepare, with_options
+from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import UsageError
 from polydraft.options import PairOptions
 from polydraft.output import check_empty
@@ -68,9 +70,9 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     machine = {name: options.pop(name) for name in ("device", "dtype", "threads")}
     settings = TrainSettings(size=size, **options)
     settings.check()
+    announce_start()
     device, dtype = _place(**machine)
 
-    from polydraft.cli.terminal import PhaseProgress
     from polydraft.models.loading import load_model
     from polydraft.train.forecast import forecast_of, needs_of
     from polydraft.train.training import check_out, train
@@ -79,8 +81,8 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     target = load_model(settings.target, device, dtype, invariant=False)  # many rows at a time: the fastest kernels
     words = " ".join(["polydraft", *sys.argv[1:]])
     acceptance: tuple[Acceptance, ...] = ()
-    needs = None if resume else needs_of(settings, target)
     with PhaseProgress() as progress:
+        needs = None if resume else needs_of(settings, target, partial(progress, "estimating"))
 
         def observer(report: "Report") -> None:
             nonlocal acceptance, needs
@@ -100,7 +102,7 @@ def _place(device: str, dtype: str, threads: int | None) -> "tuple[torch.device,
     """Arrange the machine, and say where and in which precision models are to be."""
     from polydraft.models.placement import resolve_device, resolve_dtype
 
-    prepare(threads)
+    prepare(threads, told=True)
     place = resolve_device(device)
     return place, resolve_dtype(dtype, place)
 
@@ -128,8 +130,8 @@ def decision(target: str, draft: str, out: Path, device: str, dtype: str, thread
     settings = DecisionSettings(**options)
     settings.check()
     check_empty(out)
+    announce_start()
 
-    from polydraft.cli.terminal import PhaseProgress
     from polydraft.loading import DEFAULT_PAIRS
     from polydraft.models.loading import load_draft, load_model
     from polydraft.train.decision_training import train_decision
@@ -138,10 +140,12 @@ def decision(target: str, draft: str, out: Path, device: str, dtype: str, thread
     name = usual if draft == "auto" else draft
     if name == "none":
         raise UsageError("a decision model needs a draft; pass --draft NAME, a folder, or early-exit:k")
-    loaded = load_model(target, *_place(device, dtype, threads))
+    place = _place(device, dtype, threads)
+    loaded = load_model(target, *place)
     model = load_draft(name, loaded)
     assert model is not None
     with PhaseProgress() as progress:
+        progress("traces", 0, settings.traces)
         quality = train_decision(settings, loaded, model, out, progress)
     click.echo(
         f"decision model written to {out}: AUC {quality.auc:.3f}, calibration error {quality.calibration_error:.3f} on "
@@ -175,9 +179,9 @@ def corpus_cache(
       polydraft train corpus-cache --generate 2000000 --sampling-rows 4096 --max-bytes 3000000 --out my.grams
     """  # noqa: D301 (\b keeps click from filling the lines)
     settings = CorpusCacheSettings(texts=(*texts, *more_texts), **options)
+    announce_start()
     settings.check(out)
 
-    from polydraft.cli.terminal import PhaseProgress
     from polydraft.train.corpus_cache import make_corpus_cache
 
     place = _place(device, dtype, threads)

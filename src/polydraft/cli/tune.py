@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from polydraft.cli.options import GroupedCommand, Threads, in_range, options_of, prepare
+from polydraft.cli.terminal import PhaseProgress, announce_start, output_console
 from polydraft.errors import FailureError, UsageError
 from polydraft.output import check_file
 from polydraft.tune.options import TuneOptions
@@ -61,16 +62,16 @@ def command(out: Path | None, plot: Path | None, as_json: bool, **options: Any) 
     predicts for a GPU that you don't have here, and keeps nothing.
     """
     threads = options.pop("threads")
+    announce_start()
     settings = TuneOptions(device_map=None, **options)
     if settings.predict is not None and out is not None:
         raise UsageError(f"--predict {settings.predict} is for other hardware and writes no profile; leave out --out")
     for file in (out, plot):
         if file is not None:
             check_file(file)
-    from polydraft.cli.terminal import PhaseProgress, output_console
     from polydraft.tune.tuning import Tuning
 
-    prepare(threads)
+    prepare(threads, told=True)
     with PhaseProgress() as progress:
         tuning = Tuning(settings, progress)
         picks = tuning.run()
@@ -127,7 +128,7 @@ def _table(tuning: "Tuning", temperature: float) -> "Table":
     own = [one for one in tuning.choices if one.temperature == temperature]
     ran = any(one.measured for one in own)
     if ran:
-        table.add_column(f"ran at {options.check_batch}", justify="right", no_wrap=True)
+        table.add_column(f"ran at {options.checked_batch}", justify="right", no_wrap=True)
     best = {batch: max(one.expected[batch] for one in own) for batch in options.batches}
     before = ""
     for one in own:

@@ -5,8 +5,10 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +107,16 @@ def _save(source: Path, header: GgufHeader, folder: Path, dtype: torch.dtype) ->
     # Newer releases may keep weights in the file's blocks, for kernels that not every machine has.
     if (config_class := getattr(transformers, "GgufConfig", None)) is not None:
         options["quantization_config"] = config_class(dequantize=True)
+    logger.info("reading its weights ...")
     model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=dtype, **options)
     # Otherwise save_pretrained refuses: it takes the dequantised weights for quantised ones.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    logger.info("writing them ...")
     model.save_pretrained(folder)
-    if model.config.get_text_config().vocab_size > _MANY_TOKENS:
-        logger.info("making its tokenizer, which takes minutes for a vocabulary as large as this ...")
+    large = model.config.get_text_config().vocab_size > _MANY_TOKENS
+    logger.info("making its tokenizer%s ...", ", which takes minutes for a vocabulary as large as this" if large else "")
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     _add_ends(tokenizer, header)
     tokenizer.save_pretrained(folder)
@@ -144,13 +148,17 @@ def _gigabytes(number: float) -> str:
 
 @contextmanager
 def _progress_bars() -> Iterator[None]:
-    """Show how far loading and saving are, even where commands keep such bars off the screen."""
+    """Show how far loading and saving are, even where commands keep such bars off the screen; in a file they are illegible."""
+    from tqdm.std import tqdm
     from transformers.utils import logging as transformers_logging
 
-    shown = transformers_logging.is_progress_bar_enabled()
+    shown, usual = transformers_logging.is_progress_bar_enabled(), tqdm.__init__
     transformers_logging.enable_progress_bar()
+    if sys.stderr is None or not sys.stderr.isatty():
+        tqdm.__init__ = partialmethod(usual, disable=True)  # one of these bars asks nobody
     try:
         yield
     finally:
+        tqdm.__init__ = usual
         if not shown:
             transformers_logging.disable_progress_bar()

@@ -1,6 +1,7 @@
 """Models by name: bundled, in a folder or a GGUF file, or on the Hugging Face hub, and what to do where there is no network."""
 
 import json
+import logging
 import math
 import os
 import pickle
@@ -25,6 +26,8 @@ from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 from polydraft.models.placement import layout_options
 from polydraft.models.quantised import quantise
+
+logger = logging.getLogger(__name__)
 
 
 def hub_options(name: str) -> dict[str, Any]:
@@ -97,6 +100,7 @@ def load_model(
             f"cannot read the weights of model {name!r} (its tensors have other shapes than config.json says: it asks for more "
             "weights than the files could hold); download or save it again"
         )
+    logger.info("loading %s ...", name)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error says the same

@@ -82,6 +82,8 @@ def load_tokenizer(name: str) -> Any:
 
 def _count_files(settings: CorpusCacheSettings, tokenizer: Any, counter: GramCounter, observer: Observer) -> None:
     total, before = sum(file.stat().st_size for file in settings.texts), 0
+    if total:
+        observer("reading", 0, total)
     for file in settings.texts:
         size, start = file.stat().st_size, before
 
@@ -98,6 +100,7 @@ def _count_files(settings: CorpusCacheSettings, tokenizer: Any, counter: GramCou
 
 def _count_written(settings: CorpusCacheSettings, target: Loaded, counter: GramCounter, observer: Observer) -> None:
     written = 0
+    observer("writing", 0, settings.generate)
 
     def advance(tokens: int) -> None:
         nonlocal written

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from polydraft.drafters.costs import measured_costs
+from polydraft.errors import duration
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.theory import speedup
 from polydraft.train.corpus import Corpus, check_length, side_by_side
@@ -37,14 +38,23 @@ class Needs:
     def __str__(self) -> str:
         total = self.writing_seconds + self.training_seconds
         return (
-            f"about {_duration(total)} ({_duration(self.writing_seconds)} to write the text, "
-            f"{_duration(self.training_seconds)} to train), and {self.bytes / 1e9:.1f} GB of disk"
+            f"about {duration(total)} ({duration(self.writing_seconds)} to write the text, "
+            f"{duration(self.training_seconds)} to train), and {self.bytes / 1e9:.1f} GB of disk"
         )
 
 
-def needs_of(settings: TrainSettings, target: Loaded) -> Needs:
-    """Try a little of everything, and say what all of it will take."""
+def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, int], None] = lambda done, total: None) -> Needs:
+    """Try a little of everything, and say what all of it will take; `advance` is told how many of the trials are done."""
     check_length(settings.length, target)
+    trials = 2 if settings.texts else 5
+    done = 0
+
+    def tried_once() -> None:
+        nonlocal done
+        done += 1
+        advance(done, trials)
+
+    advance(done, trials)
     device, taps = target.model.device, target.model.taps
     writing = 0.0
     if not settings.texts:
@@ -54,7 +64,9 @@ def needs_of(settings: TrainSettings, target: Loaded) -> Needs:
 
         def seconds(length: int) -> float:
             with enough_memory(f"write {rows} texts at a time", "--sampling-rows"):
-                return _timed(lambda: writer.write([[0]] * rows, length, False, generator, lambda rows: None), device)
+                took = _timed(lambda: writer.write([[0]] * rows, length, False, generator, lambda rows: None), device)
+            tried_once()
+            return took
 
         seconds(_FEW)  # the first time is not like the others
         few, more = seconds(_FEW), seconds(_MORE)
@@ -66,7 +78,14 @@ def needs_of(settings: TrainSettings, target: Loaded) -> Needs:
     pupil = make_pupil(tried, target, corpus)
     parameters = list(pupil.module.parameters())
     optimizers = make_optimizers(tried, parameters)
-    _, step = (_timed(lambda: take_step(tried, pupil, corpus, 0, optimizers, parameters), device) for _ in range(2))
+
+    def stepped() -> float:
+        took = _timed(lambda: take_step(tried, pupil, corpus, 0, optimizers, parameters), device)
+        tried_once()
+        return took
+
+    stepped()
+    step = stepped()
     target.model.tap(taps)
     weights = sum(parameter.numel() for parameter in parameters)
     return Needs(
@@ -84,10 +103,6 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], tree: str) -> str:

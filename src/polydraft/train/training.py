@@ -79,6 +79,7 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     """
     settings.check()
     work = _open_folder(settings, out, resume)
+    observer(Report(phase="sampling", done=0, total=settings.tokens))
     corpus = _corpus(settings, target, work, observer)
     pupil = make_pupil(settings, target, corpus)
     pupil.prime(corpus.test())
@@ -147,6 +148,7 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
     optimizers = make_optimizers(settings, parameters)
     restored = _load_checkpoint(work, pupil.module, optimizers)
     step = restored["step"] if restored else 0
+    observer(Report(phase="training", done=step, total=settings.steps))
     acceptance = evaluate(pupil, corpus, settings)
     observer(Report(phase="training", done=step, total=settings.steps, acceptance=acceptance))
     while step < settings.steps:

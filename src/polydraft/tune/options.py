@@ -25,8 +25,8 @@ class TuneOptions(PairOptions, PlaceOptions, CpuOptions):
     """Generate at most this many tokens per text."""
     check: int = 3
     """Run this many of the best choices and pick the fastest; 0 trusts the prediction."""
-    check_batch: int = 1
-    """Batch size of these runs."""
+    check_batch: int | None = None
+    """Batch size of these runs  [default: the smallest of --batches]."""
     seed: int = 0
     """The same seed gives the same texts."""
     predict: str | None = None
@@ -36,9 +36,9 @@ class TuneOptions(PairOptions, PlaceOptions, CpuOptions):
 
     def __post_init__(self) -> None:
         for name, least in (("limit", 1), ("max_new_tokens", 8), ("check", 0), ("check_batch", 1)):
-            if getattr(self, name) < least:
+            if (value := getattr(self, name)) is not None and value < least:
                 flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} {getattr(self, name)} is out of range; allowed: whole numbers from {least}")
+                raise UsageError(f"{flag} {value} is out of range; allowed: whole numbers from {least}")
         if not self.batches or not all(1 <= batch <= 1024 for batch in self.batches):
             raise UsageError(f"--batches {_listed(self.batches)} is out of range; allowed: whole numbers from 1 to 1024")
         if not self.temperatures or not all(0 <= one < 100 for one in self.temperatures):
@@ -51,6 +51,11 @@ class TuneOptions(PairOptions, PlaceOptions, CpuOptions):
             raise UsageError(f"--size {self.size} works only with --predict; add --predict GPU, or leave it out")
         if self.size is not None:
             size_named(self.size, 1)
+
+    @property
+    def checked_batch(self) -> int:
+        """Batch size that choices are run at."""
+        return min(self.batches) if self.check_batch is None else self.check_batch
 
 
 def _listed(values: Sequence[float]) -> str:

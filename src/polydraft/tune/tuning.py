@@ -39,8 +39,8 @@ _DEFAULT = ("dynamic:32:6:fixed", "dynamic:64:7:fixed")
 _NGRAMS = ("lookup", "suffix")
 _UNION = "lookup+model"
 
-Observer = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and of how much."""
+Observer = Callable[[str, int, int, str], None]
+"""Told how much is done, of how much in all, and what is being done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,9 @@ class Tuning:
         loaded: Loaded | None = None,
         draft: LanguageModel | FeatureHead | None = None,
     ) -> None:
-        self.options, self._observer = options, observer or (lambda what, done, total: None)
+        self.options, self._observer = options, observer or (lambda *_: None)
+        self._done = self._total = 0
+        """Work, in rounds, or on a CPU in rounds of one row: what took place and what there is."""
         self.draft_name = usual_pair(options.target)[0] if options.draft == AUTO else options.draft
         self._place = resolve_device(options.device)
         self._format = resolve_dtype(options.dtype, self._place)
@@ -105,14 +107,66 @@ class Tuning:
     def run(self) -> list[Pick]:
         """Rate all choices, run the best few, and return the best of every use."""
         picks: list[Pick] = []
-        for temperature in dict.fromkeys(self.options.temperatures):
-            use = Use(temperature=temperature, max_new_tokens=self.options.max_new_tokens, seed=self.options.seed)
+        tokens, seed = self.options.max_new_tokens, self.options.seed
+        uses = [Use(temperature=one, max_new_tokens=tokens, seed=seed) for one in dict.fromkeys(self.options.temperatures)]
+        self._total = sum(map(self._planned, uses))
+        for use in uses:
             rated = self._rated(use)
             if self.options.predict is None and self.options.check:
                 rated = self._checked(rated, use)
             self.choices += rated
             picks += [_pick(rated, batch) for batch in dict.fromkeys(self.options.batches)]
+        self._observer("tuning", self._total, self._total, "")
         return picks
+
+    def _planned(self, use: Use) -> int:
+        """Return the work at one temperature; of choices that are run to check, at most as many as there may be."""
+        options, parts = self.options, {batch: len(in_batches(self._prompts, batch)) for batch in self._batches}
+        others = len(_NGRAMS) + (0 if self._draft is None else len(self._default(use)) + len(_DYNAMIC) + 1)
+        whole = {batch: parts[batch] * self._work(use.max_new_tokens, batch) for batch in parts}
+        work = (1 + others) * whole[options.checked_batch]
+        if self._draft is not None:
+            work += len(self._widths) * whole[self._probe_batch]
+        if options.predict is None:
+            timed = sum(len(self._timed_trees(rows)) * self._work(_ROUNDS, rows) for rows in self._timed_batches)
+            static = 0 if self._draft is None else len(_LISTED) + len(options.batches)
+            checks = (1 + min(options.check, others + static)) if options.check else 0
+            work += _TURNS * timed + checks * sum(whole[batch] for batch in self._checked_batches)
+        return work
+
+    def _work(self, rounds: int, rows: int) -> int:
+        return rounds * (rows if self._place.type == "cpu" else 1)
+
+    def _tell(self, use: Use, what: str, rounds: int, rows: int) -> None:
+        """Say what begins now."""
+        self._observer("tuning", min(self._done, self._total), self._total, f"T={use.temperature:g}: {what}")
+        self._done += self._work(rounds, rows)
+
+    @property
+    def _probe_batch(self) -> int:
+        """Texts at a time where acceptance is counted, which any number of them shows: no more than anybody asked for."""
+        return min(_PROBE_BATCH, len(self._prompts), max(self.options.batches))
+
+    @property
+    def _widths(self) -> list[int]:
+        """Children per node of the probes."""
+        return [] if self._draft is None else [width for width in PROBES if width <= self._draft.num_columns]
+
+    @property
+    def _timed_batches(self) -> list[int]:
+        """Batches whose rounds are timed: the smallest and the largest that were asked for, and one between them."""
+        asked = {*self.options.batches, self.options.checked_batch}
+        between = {self._probe_batch} if min(asked) < self._probe_batch < max(asked) else set()
+        return sorted({min(asked), max(asked), self.options.checked_batch} | between)
+
+    @property
+    def _checked_batches(self) -> list[int]:
+        """Batches that the best few are run at: all of them on a GPU, where that takes seconds."""
+        return sorted({self.options.checked_batch, *(self.options.batches if self._place.type == "cuda" else ())})
+
+    @property
+    def _batches(self) -> list[int]:
+        return sorted({*self.options.batches, self.options.checked_batch, self._probe_batch})
 
     @property
     def file(self) -> Path:
@@ -137,7 +191,7 @@ class Tuning:
         """Let a static tree write all prompts."""
         run, parts = Run(self._decoder(tree), use, batch), in_batches(self._prompts, batch)
         for number, part in enumerate(parts):
-            self._observer(f"T={use.temperature:g}: {what}", number, len(parts))
+            self._tell(use, what, use.max_new_tokens, batch)
             run.generate(part, first=number * batch)
         return run.rounds(robust=True)
 
@@ -152,9 +206,11 @@ class Tuning:
         """Run the probes; their rounds teach both what is accepted and what rounds of their batch take."""
         if self._draft is None:
             return {}, None
-        batch = min(_PROBE_BATCH, len(self._prompts))
-        widths = [width for width in PROBES if width <= self._draft.num_columns]
-        seen = {width: self._observed(spelled(PROBES[width]), use, batch, f"children {width}") for width in widths}
+        batch = self._probe_batch
+        seen = {
+            width: self._observed(spelled(PROBES[width]), use, batch, f"acceptance of {width} per node")
+            for width in self._widths
+        }
         found = Acceptance.counted({width: (one.accepts, one.offers) for width, one in seen.items()})
         self.figures[f"acceptance at T={use.temperature:g}"] = {str(width): list(one) for width, one in found.by_width.items()}
         return seen, found
@@ -168,21 +224,23 @@ class Tuning:
             if options.size is not None and self._draft is not None:
                 draft = size_named(options.size, self._draft.num_columns, layers=1)
             return PredictedRounds(gpu=parse_gpu(options.predict), target=size, draft=draft)
-        seen = list(probes.values())
-        batch = seen[0].batch if seen else min(_PROBE_BATCH, len(self._prompts))
-        for rows in sorted({1, batch, max(options.batches), options.check_batch}):
-            trees = ("none",) if self._draft is None else _TIMED
-            fitting = [tree for tree in trees if rows * parse_tree(tree).num_nodes <= _MOST_TOKENS[self._place.type]]
-            fitting = fitting if len(fitting) > 2 else list(trees[:3])
-            runs = [Run(self._decoder(tree), use, rows) for tree in fitting]
-            for turn in range(_TURNS):
-                for number, run in enumerate(runs):
-                    self._observer(f"T={use.temperature:g}: costs of {rows}", turn * len(runs) + number, _TURNS * len(runs))
+        seen = [one for one in probes.values() if one.batch in self._timed_batches]
+        for rows in self._timed_batches:
+            runs = [Run(self._decoder(tree), use, rows) for tree in self._timed_trees(rows)]
+            for _ in range(_TURNS):
+                for run in runs:
+                    self._tell(use, f"costs of rounds of {rows}", _ROUNDS, rows)
                     run.generate(self._prompts, most_rounds=_ROUNDS)
             seen += [run.rounds(robust=True) for run in runs]
         model = MeasuredRounds.fitted(self._passes, seen)
         self.figures[f"beside passes at T={use.temperature:g}"] = {str(rows): asdict(fit) for rows, fit in model.fits.items()}
         return model
+
+    def _timed_trees(self, rows: int) -> list[str]:
+        """Return the trees whose rounds are timed, of so many rows."""
+        trees = ("none",) if self._draft is None else _TIMED
+        fitting = [tree for tree in trees if rows * parse_tree(tree).num_nodes <= _MOST_TOKENS[self._place.type]]
+        return fitting if len(fitting) > 2 else list(trees[:3])
 
     def _rated(self, use: Use) -> list[Choice]:
         """Return all choices at one temperature with what they are expected to give."""
@@ -198,7 +256,7 @@ class Tuning:
                 *others,
                 ("union", best.tree, _UNION, self._decoder(best.tree, _UNION)),
             ]
-        return rated + self._ran(others, use, model, self.options.check_batch)
+        return rated + self._ran(others, use, model, self.options.checked_batch)
 
     def _default(self, use: Use) -> tuple[str, ...]:
         """Return the trees of which an untuned pair has one."""
@@ -233,7 +291,7 @@ class Tuning:
 
         Only how its cost changes with the batch is the model's; for other hardware all of it.
         """
-        plain, *others = self._turns([self._decoder("none"), *(one[3] for one in settings)], use, batch, "ran")
+        plain, *others = self._turns([self._decoder("none"), *(one[3] for one in settings)], use, batch, "trying")
         rated = []
         for (kind, tree, drafter, _), run in zip(settings, others, strict=True):
             seen = run.rounds()
@@ -248,6 +306,7 @@ class Tuning:
 
     def _turns(self, decoders: Sequence[Decoder], use: Use, batch: int, what: str) -> list[Run]:
         """Let settings write all prompts, batch by batch in turns, so that a slow minute hits all of them."""
+        self._tell(use, f"getting ready for {batch} at a time", 0, batch)
         for decoder in decoders:
             if self._place.type == "cuda":  # recordings are of lengths, and one that is made while it counts takes a second
                 longest = max(map(len, self._prompts)) + use.max_new_tokens + 1
@@ -255,8 +314,8 @@ class Tuning:
             Run(decoder, use, batch).generate(self._prompts[:batch], most_rounds=None if self._place.type == "cuda" else 2)
         runs, parts = [Run(decoder, use, batch) for decoder in decoders], in_batches(self._prompts, batch)
         for number, part in enumerate(parts):
-            for turn, run in enumerate(runs):
-                self._observer(f"T={use.temperature:g}: {what} at {batch}", number * len(runs) + turn, len(parts) * len(runs))
+            for run in runs:
+                self._tell(use, f"{what} {batch} at a time", use.max_new_tokens, batch)
                 run.generate(part, first=number * batch)
         return runs
 
@@ -273,7 +332,7 @@ class Tuning:
         levels: float,
         factor: float = 1.0,
     ) -> Choice:
-        batches = dict.fromkeys((*self.options.batches, self.options.check_batch))
+        batches = dict.fromkeys((*self.options.batches, self.options.checked_batch))
         expected = {
             batch: tokens * model.plain(batch) / (factor * model.drafted(batch, nodes, levels)) if kind != "plain" else 1.0
             for batch in batches
@@ -283,9 +342,8 @@ class Tuning:
         )
 
     def _checked(self, rated: Sequence[Choice], use: Use) -> list[Choice]:
-        """Run the best few: at all batches on a GPU, where that takes seconds."""
-        batches = {self.options.check_batch, *(self.options.batches if self._place.type == "cuda" else ())}
-        for batch in sorted(batches):
+        """Run the best few."""
+        for batch in self._checked_batches:
             rated = self._checked_at(batch, rated, use)
         return list(rated)
 
@@ -293,7 +351,7 @@ class Tuning:
         """Run plain decoding and the best few in turns, batch of prompts by batch of prompts."""
         ranked = sorted((one for one in rated if one.kind != "plain"), key=lambda one: -one.expected[batch])
         chosen = [next(one for one in rated if one.kind == "plain"), *ranked[: self.options.check]]
-        runs = self._turns([self._decoder(one.tree, one.drafter) for one in chosen], use, batch, "check")
+        runs = self._turns([self._decoder(one.tree, one.drafter) for one in chosen], use, batch, "checking")
         plain = runs[0].rounds().rate
         measured = {one.name: run.rounds().rate / plain for one, run in zip(chosen, runs, strict=True)}
         return [

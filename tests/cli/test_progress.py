@@ -1,0 +1,112 @@
+"""Commands that take long say so at once, and then how far they are and how long it will be, legibly in a pipe too."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import polydraft
+from polydraft.cli.terminal import PhaseProgress
+
+LONG = (
+    ["analyze"],
+    ["batch", "rows.jsonl", "--out", "out"],
+    ["bench", "--out", "out"],
+    ["bench", "--reproduce", "mcsd", "--out", "out"],
+    ["certify", "hybrid"],
+    ["certify", "decoder"],
+    ["certify", "endpoint", "--url", "http://localhost:1", "--model", "m"],
+    ["export", "head", "smollm2-head", "--format", "speculators", "--out", "out"],
+    ["train", "head", "--out", "out"],
+    ["train", "draft", "--out", "out"],
+    ["train", "decision", "--out", "out"],
+    ["train", "corpus-cache", "--text", "text.txt", "--out", "out"],
+    ["tune"],
+)
+WITHOUT_TORCH = """
+import json, sys
+from polydraft.cli.main import run
+
+class Blocker:
+    def find_spec(self, name, *_):
+        if name in ("torch", "transformers", "huggingface_hub"):
+            print("importing", name, file=sys.stderr)
+            raise SystemExit
+
+sys.meta_path.insert(0, Blocker())
+for command in json.loads(sys.argv[1]):
+    print("#", *command, file=sys.stderr)
+    try:
+        run(command)
+    except SystemExit:
+        pass
+"""
+
+
+def test_something_is_said_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "text.txt"):
+        (tmp_path / name).write_text('{"prompt": "hello"}\n')
+    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(LONG)]
+    environment = {"PYTHONPATH": str(Path(polydraft.__file__).parents[1]), "PATH": ""}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    said = dict(part.split("\n", 1) for part in ended.stderr.split("# ")[1:])
+    assert {*said} == {" ".join(command) for command in LONG}
+    for command, lines in said.items():
+        assert lines.startswith("loading torch and transformers ...\nimporting "), (command, lines)
+
+
+def legible(err: str) -> list[str]:
+    """Return the lines of what a pipe got, which holds nothing that moves a cursor."""
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", err), err
+    return err.splitlines()
+
+
+def test_a_pipe_hears_of_each_phase_as_it_begins_and_then_now_and_then(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("polydraft.cli.terminal.time.monotonic", lambda: now)
+    with PhaseProgress() as progress:
+        for done in range(5):
+            progress("reading", done, 40)
+            now += 2
+        progress("writing", 7, 9, "fast")
+        progress("writing", 8, 9)
+        now += 600
+        progress("writing", 8, 9)
+    lines = legible(capsys.readouterr().err)
+    assert lines == ["reading 0/40", "reading 3/40, about 74 s left", "writing 7/9  fast", "writing 8/9, about 10 min left"]
+
+
+def test_tune_shows_the_whole_and_its_end(invoke, roomy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("polydraft.cli.terminal._SILENCE_SECONDS", -1.0)
+    options = ("--limit", "2", "--max-new-tokens", "8", "--batches", "2", "--raw", "--device", "cpu", "--dtype", "float32")
+    code, _, err = invoke("tune", "--target", roomy, "--draft", "early-exit:1", *options)
+    assert code == 0, err
+    lines = legible(err)
+    assert lines[0] == f"loading {roomy} ..."
+    told = [line for line in lines[1:] if not line.startswith("measuring what passes")]
+    steps = [re.fullmatch(r"tuning (\d+)/(\d+)(, about .* left)?(  T=0: (.*))?", line) for line in told]
+    assert all(steps), lines
+    done, totals = [int(step[1]) for step in steps], {int(step[2]) for step in steps}
+    assert done == sorted(done) and done[0] == 0 and totals == {done[-1]}
+    # What was planned is what took place, but for choices to check that there might have been.
+    assert done[-2] > 0.8 * done[-1]
+    assert {step[5].split()[0] for step in steps[:-1]} == {"acceptance", "costs", "getting", "trying", "checking"}
+    assert all(step[3] for step in steps[2:-1])
+
+
+def test_train_head_says_what_it_estimates_and_then_how_far_it_is(invoke, tiny: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("polydraft.cli.terminal._SILENCE_SECONDS", -1.0)
+    sizes = ("--length", "32", "--tokens", "512", "--steps", "2", "--batch-size", "2", "--mlp", "16", "--sampling-rows", "4")
+    code, _, err = invoke("train", "head", "--target", tiny, "--out", str(tmp_path / "out"), *sizes)
+    assert code == 0, err
+    lines = legible(err)
+    assert lines[0] == f"loading {tiny} ..." and lines[1] == "estimating 0/5"
+    estimated = next(number for number, line in enumerate(lines) if line.startswith("this will take about"))
+    assert lines[estimated - 1].startswith("estimating 5/5")
+    assert lines[estimated + 1] == "sampling 0/512", "before the first text is written"
+    assert any(line.startswith("training 0/2") for line in lines) and lines[-2].startswith("training 2/2")
