@@ -13,6 +13,7 @@ import pytest
 from polydraft.errors import UsageError
 from polydraft.prompts import FORMATS, Prompt, load_prompts
 
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
 RECORDS = {
     "prompt": [
         ({"id": "a-1", "category": "greeting", "prompt": "Say hello."}, Prompt("a-1", "greeting", "Say hello.")),
@@ -25,6 +26,10 @@ RECORDS = {
     "alpaca": [
         ({"instruction": "Sort.", "input": "3 1 2", "output": "1 2 3"}, Prompt("alpaca-1", "alpaca", "Sort.\n\n3 1 2")),
         ({"instruction": "Sing.", "input": "", "output": "La."}, Prompt("alpaca-1", "alpaca", "Sing.")),
+    ],
+    "messages": [
+        ({"messages": TALK, "id": 7}, Prompt("7", "messages", "Be brief.\n\nHi.", tuple(TALK))),
+        ({"messages": TALK, "prompt": "other"}, Prompt("messages-1", "messages", "Be brief.\n\nHi.", tuple(TALK))),
     ],
     "gsm8k": [({"question": "1 + 1?", "answer": "#### 2"}, Prompt("gsm8k-1", "gsm8k", "1 + 1?"))],
     "humaneval": [
@@ -161,6 +166,8 @@ def test_categories_are_kept_in_the_file_order(write):
         ("p.jsonl", '{"prompt": "a"}\n{"question_id": 1, "turns": []}\n', ["line 2", "no prompt", "'turns'"]),
         ("p.json", '{"data": [{"paragraphs": [{"context": "a", "qas": [{"id": 1}]}]}]}', ["record 1, paragraph 1, question 1"]),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": "\\ud800"}\n', ["line 2", "surrogate"]),
+        ("p.jsonl", '{"prompt": "a"}\n{"messages": [{"role": "user", "content": "a"}, 5]}\n', ["line 2", "message 2"]),
+        ("p.jsonl", '{"prompt": "a"}\n{"messages": [{"content": "a"}]}\n', ["line 2", "no role and content in message 1"]),
         ("p.txt", b"gut\nf\xfcr\n", ["line 2", "UTF-8"]),
         ("p.txt.gz", gzip.compress(b"Hello there.\n" * 9, mtime=0)[:-9], ["gzip"]),
         ("p.txt", "", ["holds no prompts"]),

@@ -1,6 +1,7 @@
 """Prompts: our own, a file of a known dataset, or a dataset of the Hugging Face hub.
 
-What a file is (JSON lines, JSON, text) and whose records it holds are told by its content.
+What a file is (JSON lines, JSON, text) and whose records it holds are told by its content. All commands read prompts by this
+module; `polydraft batch` asks it for one line at a time.
 """
 
 import gzip
@@ -10,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,13 @@ class Prompt:
     """What results are grouped by."""
     text: str
     """What the user says, exactly as the dataset has it; a chat template is applied elsewhere."""
+    messages: tuple[Record, ...] = field(default=(), hash=False)
+    """A conversation that the answer is to follow, where the prompt is one; `text` is then what its messages say."""
+
+    @property
+    def content(self) -> str | list[Record]:
+        """The conversation or the text, as `Decoder.encode` takes it."""
+        return list(self.messages) or self.text
 
 
 PromptFormat = Callable[[Record], Prompt | None]
@@ -66,6 +74,20 @@ def _prompt(record: Record, name: str, text: object, id_key: str = "id") -> Prom
         category=" ".join(str(record.get("category") or "").split()) or name,
         text=text,
     )
+
+
+@_format("messages", "messages")
+def conversation(record: Record) -> Prompt | None:
+    """Chat: messages as the OpenAI API has them."""
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return None
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise UsageError(f"has no role and content in message {number} of its messages; allowed: objects with both")
+    said = [message["content"] for message in messages if isinstance(message["content"], str)]
+    prompt = _prompt(record, "messages", "\n\n".join(said) or json.dumps(messages, ensure_ascii=False))
+    return None if prompt is None else replace(prompt, messages=tuple(messages))
 
 
 @_format("mt_bench", "question_id", "turns")
@@ -126,14 +148,6 @@ def text(record: Record) -> Prompt | None:
     return _prompt(record, "text", record.get("text"))
 
 
-def _parse(content: str, source: str, json_expected: bool = False) -> list[Prompt]:
-    """Read JSON lines, a JSON array, an object with such an array under `data`, or plain text with one prompt per line.
-
-    `source` is what error messages call the file; with `json_expected`, what does not look like JSON is refused.
-    """
-    return _from_records(_placed_records(content, source, json_expected), source)
-
-
 def _from_records(placed: Iterable[Placed], source: str) -> list[Prompt]:
     """Turn records into prompts, each by the first format that fits, with unique ids.
 
@@ -155,7 +169,10 @@ def prompt_of(record: object, where: str) -> Prompt:
     if not isinstance(record, Mapping):
         raise UsageError(f"{where} is a JSON {_json_type(record)}; allowed: a JSON object; fix or remove it")
     for name in FORMATS:
-        prompt = FORMATS.get(name)(record)
+        try:
+            prompt = FORMATS.get(name)(record)
+        except UsageError as error:
+            raise UsageError(f"{where} {error}; fix or remove it") from None
         if prompt is None:
             continue
         try:  # JSON's \ud800 escapes pass the parser and would only fail in the tokenizer or the report
@@ -175,20 +192,31 @@ def _json_type(value: object) -> str:
 
 
 def _placed_records(content: str, source: str, json_expected: bool) -> Iterator[Placed]:
-    """Find the container by its first characters, and open it."""
+    """Read JSON lines, a JSON array, an object with such an array under `data`, or plain text with one prompt per line.
+
+    The first characters tell which. `source` is what error messages call the file; with `json_expected`, what does not look
+    like JSON is refused.
+    """
     # Not splitlines(): U+2028 and its kind stand unescaped inside JSON strings.
     lines = [(f"line {number}", line.strip()) for number, line in enumerate(content.split("\n"), start=1)]
     lines = [(place, line) for place, line in lines if line]
     start = "".join(line for _, line in lines[:2])
-    # "[INST] Hello" is a line of text, "[{" and "[\n{" are not.
-    in_array = start.startswith("[") and start[1:].lstrip()[:1] in ("{", '"', "[", "]", "")
-    if in_array or (start.startswith("{") and not _is_json_lines(lines)):
+    if in_array(start) or (start.startswith("{") and not _is_json_lines(lines)):
         yield from _document_records(_loads(content, None, source), lines[0][0])
-    elif json_expected or start.startswith("{"):
-        for place, line in lines:
-            yield from _flattened(place, _loads(line, place, source))
     else:
-        yield from ((place, {"text": line}) for place, line in lines)
+        is_json = json_expected or start.startswith("{")
+        for place, line in lines:
+            yield from _flattened(place, record_in(line, is_json, place, source))
+
+
+def in_array(start: str) -> bool:
+    """Whether a text that begins like this is a JSON array: "[INST] Hello" is a line of text, "[{" is not."""
+    return start.startswith("[") and start[1:].lstrip()[:1] in ("{", '"', "[", "]", "")
+
+
+def record_in(line: str, is_json: bool, place: str, source: str) -> Any:
+    """Return the record that a line holds."""
+    return _loads(line, place, source) if is_json else {"text": line}
 
 
 def _is_json_lines(lines: list[Placed]) -> bool:
@@ -294,14 +322,14 @@ def _load(source: str) -> list[Prompt]:
     """Find out what kind of source it is, and read all of it."""
     if source == BUILTIN:
         content = resources.files("polydraft").joinpath(_BUILTIN_FILE).read_text(encoding="utf-8")
-        return _parse(content, source, json_expected=True)
+        return _from_records(_placed_records(content, source, json_expected=True), source)
     path = os.path.expanduser(source)
     if source.startswith(_HUB) and not os.path.exists(path):
         return _load_from_hub(source)
-    return _parse(_read_text(path, source), source, json_expected=_names_json(path))
+    return _from_records(_placed_records(_read_text(path, source), source, json_expected=names_json(path)), source)
 
 
-def _names_json(path: str) -> bool:
+def names_json(path: str) -> bool:
     """Whether the name promises JSON, so that a broken first line is an error and not a prompt."""
     return path.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson"))
 

@@ -19,6 +19,7 @@ from polydraft.batch.running import BatchTask, run_batch
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.loading import load
+from polydraft.models import check_prompts
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.categorical import row_seed
 
@@ -112,14 +113,53 @@ def test_bad_rows_are_reported_by_number_and_stop_nobody(decoder: Decoder, tmp_p
     errors = {one["row"]: one["error"] for one in results if "error" in one}
     assert list(errors) == [2, 4, 5, 6, 7, 8, 10, 11]
     for row, says in {
-        2: "malformed JSON",
+        2: "line 2 of prompt source",
         4: "no prompt",
         5: "more than 1048576 bytes",
         6: "UTF-8",
         7: "not a JSON object",
         8: "leaves no room",
+        10: "no role and content in message 1",
     }.items():
         assert says in errors[row]
+
+
+def test_batch_bench_tune_and_all_others_read_the_same_prompts(tmp_path: Path, tiny: str, invoke, monkeypatch) -> None:
+    """One file, with a conversation in it: whoever reads it encodes the same tokens."""
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    talk = [{"role": "system", "content": "brief"}, {"role": "user", "content": "hi"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in ({"messages": talk}, {"prompt": "hello"})))
+    wanted = {"<system>brief</><user>hi</><assistant>", "<user>hello</><assistant>"}
+    seen: set[str] = set()
+    check = check_prompts
+
+    def watched(prompts, *rest):
+        seen.update(tokenizer.decode(prompt) for prompt in prompts)
+        check(prompts, *rest)
+
+    tokenizer = load(tiny, device="cpu").tokenizer
+    for module in ("batch.running", "tune.tuning", "bench.session", "analyze.analysis", "certify.greedy_identity"):
+        monkeypatch.setattr(f"polydraft.{module}.check_prompts", watched)
+    small = ["--target", tiny, "--device", "cpu", "--max-new-tokens", "8"]
+    pair = [*small, "--draft", "early-exit:1", "--prompts", str(file)]
+    for command in (
+        ["batch", str(file), "--out", str(tmp_path / "out"), *small],
+        ["tune", *pair[:6], "--prompts", str(file), "--batches", "1", "--check", "0"],
+        ["bench", *pair, "--methods", "ar", "--out", str(tmp_path / "bench")],
+        ["analyze", *pair, "--temperature", "1", "--drafts", "1", "--positions", "4", "--schemes", "naive"],
+        ["certify", "decoder", *pair, "--tree", "1"],
+    ):
+        seen.clear()
+        code, _, err = invoke(*command)
+        assert code == 0, err
+        assert wanted <= seen, (command, seen)
+    file.write_text('{"prompt": "hello"}\n{"messages": [5]}\n')
+    for command in ("tune", "analyze", "bench", "certify"):
+        extra = {"bench": ["--out", str(tmp_path / "other")], "certify": []}.get(command, [])
+        name = [command, "decoder"] if command == "certify" else [command]
+        code, _, err = invoke(*name, *pair, *extra)
+        assert code == 2 and "line 2 of prompt source" in err and "message 1" in err, err
 
 
 def test_a_failing_text_fails_alone(tmp_path: Path, broken: str) -> None:

@@ -185,7 +185,7 @@ class Analysis:
     def _encoded(self) -> list[list[int]]:
         target = self.pair.target
         encoder = Decoder(target.model, tokenizer=target.tokenizer)
-        prompts = [encoder.encode(prompt.text, chat=not self.settings.raw) for prompt in self._prompts]
+        prompts = [encoder.encode(prompt.content, chat=not self.settings.raw) for prompt in self._prompts]
         check_prompts(prompts, target.model.max_positions, target.model.vocab_size)
         return prompts
 
@@ -196,7 +196,7 @@ class Analysis:
             return None
         return {
             "models": models,
-            "prompts": digest_of([prompt.text for prompt in self._prompts]),
+            "prompts": digest_of([json.dumps(prompt.content) if prompt.messages else prompt.text for prompt in self._prompts]),
             "raw": settings.raw,
             "temperature": temperature,
             "draft_temperature": settings.draft_temperature,

@@ -3,13 +3,13 @@
 import gzip
 import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, cast
 
 from polydraft.errors import UsageError, check_ranges
+from polydraft.prompts import in_array, names_json, record_in
 
 _GZIP = b"\x1f\x8b"
 
@@ -84,12 +84,12 @@ class Prompts:
                 last = part
             self.lines += bool(first) and not last.endswith(b"\n")
         self.digest = digest.hexdigest()[:32]
-        opening = b"".join(first.split())[:2]
-        if opening[:1] == b"[" and opening[1:] in (b"{", b'"', b"[", b"]"):
-            raise UsageError(f"{path} holds a JSON array, but batch reads one row per line; convert it with: jq -c '.[]'")
         if not first:
             raise UsageError(f"{path} holds no prompts; give one per line, as text or as JSON")
-        self._json = opening[:1] == b"{" or path.name.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson"))
+        opening = first.decode("utf-8-sig", "replace").lstrip()
+        if in_array(opening):
+            raise UsageError(f"{path} holds a JSON array, but batch reads one row per line; convert it with: jq -c '.[]'")
+        self._json = opening.startswith("{") or names_json(path.name)
 
     def _opened(self) -> IO[bytes]:
         try:
@@ -123,9 +123,9 @@ class Prompts:
             return Row(number, {}, f"more than {self._most} bytes; shorten it, or raise --max-row-bytes")
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            record = json.loads(text) if self._json else {"text": text}
+            record = record_in(text, self._json, f"line {number}", str(self.path))
         except UnicodeDecodeError:
             return Row(number, {}, "not UTF-8; convert it with iconv")
-        except (ValueError, RecursionError) as error:
-            return Row(number, {}, f"malformed JSON ({str(error).splitlines()[0]})")
+        except UsageError as error:
+            return Row(number, {}, str(error))
         return Row(number, record) if isinstance(record, dict) else Row(number, {}, "not a JSON object")

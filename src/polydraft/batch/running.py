@@ -101,16 +101,7 @@ def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> 
     """Return a row's text to be written; its seed is of its own, wherever and beside whomever it is written."""
     if row.error is not None:
         raise UsageError(row.error)
-    messages = row.record.get("messages")
-    if isinstance(messages, list) and messages:
-        try:
-            prompt = decoder.encode_chat(messages)
-        except UsageError:
-            raise
-        except Exception as error:  # templates are programs, and refuse what they do not like in ways of their own
-            raise UsageError(f"the model's chat template refuses its messages ({error})") from None
-    else:
-        prompt = decoder.encode(prompt_of(row.record, "it").text, chat=not task.raw)
+    prompt = decoder.encode(prompt_of(row.record, "it").content, chat=not task.raw)
     check_prompts([prompt], None, decoder.target.vocab_size)
     if len(prompt) >= slot_tokens:
         raise UsageError(

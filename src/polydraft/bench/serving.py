@@ -13,6 +13,9 @@ from urllib.parse import urlsplit
 
 from polydraft.errors import FailureError, UsageError
 
+Asked = str | list[Mapping[str, Any]]
+"""What a user says, or the messages of a conversation."""
+
 AS_IS = "as-is"
 PEERS = ("transformers", "llama.cpp")
 ARMS = ("auto", "off", AS_IS, *PEERS)
@@ -110,9 +113,10 @@ class Client:
         finally:
             connection.close()
 
-    def ask(self, prompt: str, arm: str) -> Sample:
+    def ask(self, prompt: Asked, arm: str) -> Sample:
         """Time one answer."""
-        body: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "stream": True}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "stream": True}
         body |= {"max_tokens": self._options.max_tokens, "temperature": self._options.temperature}
         body |= {"stream_options": {"include_usage": True}} | ({"speculative": arm} if arm in ("auto", "off") else {})
         sample, start = Sample(), time.perf_counter()
@@ -152,13 +156,13 @@ def _read(response: http.client.HTTPResponse, sample: Sample, start: float) -> N
     sample.tokens = sample.tokens or parts
 
 
-def run_load(options: ServingLoad, prompts: Sequence[str], done: Callable[[str, int], None]) -> list[dict[str, Any]]:
+def run_load(options: ServingLoad, prompts: Sequence[Asked], done: Callable[[str, int], None]) -> list[dict[str, Any]]:
     """Measure all arms, one after the other, with the same prompts and arrivals; return a summary of each.
 
     Parameters
     ----------
     options : ServingLoad
-    prompts : sequence of str
+    prompts : sequence of str or messages
         Asked in turn.
     done : callable
         Told arm and number of each answer that is complete.
@@ -183,7 +187,7 @@ def run_load(options: ServingLoad, prompts: Sequence[str], done: Callable[[str, 
 
 
 def _measured(
-    options: ServingLoad, client: "Client", prompts: Sequence[str], arm: str, done: Callable[[str, int], None]
+    options: ServingLoad, client: "Client", prompts: Sequence[Asked], arm: str, done: Callable[[str, int], None]
 ) -> dict[str, Any]:
     client.ask(prompts[0], arm)  # the first answer warms the arm up, and is not counted
     start = time.perf_counter()
@@ -192,7 +196,7 @@ def _measured(
 
 
 def _run_arm(
-    options: ServingLoad, client: Client, prompts: Sequence[str], arm: str, done: Callable[[str, int], None]
+    options: ServingLoad, client: Client, prompts: Sequence[Asked], arm: str, done: Callable[[str, int], None]
 ) -> list[Sample]:
     samples: list[Sample] = []
     chance, room = random.Random(options.seed), threading.Semaphore(options.concurrency or 1)

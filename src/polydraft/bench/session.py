@@ -72,7 +72,7 @@ class BenchSession:
         draft_name = usual if options.draft == "auto" else options.draft
         self.loaded, draft = (models or Models()).load(options, device, draft_name)
         encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)
-        encoded = [(prompt, encoder.encode(prompt.text, chat=not options.raw)) for prompt in prompts]
+        encoded = [(prompt, encoder.encode(prompt.content, chat=not options.raw)) for prompt in prompts]
         check_prompts([ids for _, ids in encoded], self.loaded.model.max_positions, self.loaded.model.vocab_size)
         longest = max(len(ids) for _, ids in encoded)
         _check_room(longest, options.max_new_tokens, self.loaded.model.max_positions)

@@ -4,6 +4,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,16 +42,21 @@ class Endpoint:
             return base
         return (base if base.endswith("/v1") else f"{base}/v1") + (_CHAT if self.chat else _COMPLETIONS)
 
-    def complete(self, prompt: str, max_tokens: int) -> str:
-        """Return the greedy text that follows a prompt.
+    def complete(self, prompt: str | list[Mapping[str, Any]], max_tokens: int) -> str:
+        """Return the greedy text that follows a prompt, or with `chat` the messages of a conversation.
 
         Raises
         ------
+        UsageError
+            If messages are to go where texts go.
         FailureError
             If there is no answer, or none that can be used.
         """
         asked: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": False}
-        asked |= {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        if not isinstance(prompt, str) and not self.chat:
+            raise UsageError("a prompt has messages, which /v1/completions does not take; add --chat, or use prompts of text")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        asked |= {"messages": messages} if self.chat else {"prompt": prompt}
         answer = self._ask(asked)
         try:
             choice = answer["choices"][0]

@@ -310,7 +310,7 @@ def certify_endpoint(
     judge = TextJudge(reference, target.tokenizer)
 
     def judged(index: int) -> Judgement:
-        return judge.judge(encoded[index], endpoint.complete(prompts[index].text, max_new_tokens), max_new_tokens)
+        return judge.judge(encoded[index], endpoint.complete(prompts[index].content, max_new_tokens), max_new_tokens)
 
     return _certificate("endpoint", f"{endpoint.model} at {endpoint.address}", prompts, judged, max_new_tokens, observer)
 
@@ -329,7 +329,7 @@ def _reference(
 ) -> tuple[GreedyReference, list[list[int]]]:
     if not isinstance(decoder.target, HFModel):
         raise UsageError(f"target {decoder.target.name!r} is not a Hugging Face model; allowed: decoders that load() returns")
-    encoded = [decoder.encode(prompt.text, chat=chat) for prompt in prompts]
+    encoded = [decoder.encode(prompt.content, chat=chat) for prompt in prompts]
     check_prompts(encoded, decoder.target.max_positions, decoder.target.vocab_size)
     longest, positions = max(map(len, encoded)), decoder.target.max_positions
     if new_tokens < 1:

@@ -101,7 +101,7 @@ def serve(source: str, out: Path | None, **options: Any) -> None:
         check_file(out)
         if out.suffix == _PAGE:
             raise UsageError(f"--out {out} is the name of the page; name the JSON file, such as {out.with_suffix('.json')}")
-    prompts = [prompt.text for prompt in load_prompts(source, load.requests)]
+    prompts = [prompt.content for prompt in load_prompts(source, load.requests)]
     with PhaseProgress() as progress:
         found = run_load(load, prompts, lambda arm, done: progress(arm, done, load.requests))
     for arm in found:

@@ -84,7 +84,7 @@ def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **opt
     endpoint = taken(Endpoint, options)
     loading = Loading(draft="none", **options)
     prompts = load_prompts(source, limit)
-    endpoint.complete(prompts[0].text, 1)  # a server that is not there should not cost the loading of a model
+    endpoint.complete(prompts[0].content, 1)  # a server that is not there should not cost the loading of a model
     with PhaseProgress() as progress:
         target = loading.decoder(told=True)
         certificate = certify_endpoint(endpoint, target, prompts, max_new_tokens=max_new_tokens, observer=progress)

@@ -4,9 +4,9 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Unpack, overload
+from typing import Any, Unpack, cast, overload
 
 from polydraft.drafters import Drafter, Plain
 from polydraft.drafters.forced import with_forced
@@ -278,10 +278,11 @@ class Decoder:
             raise UsageError("stop strings need a tokenizer; pass tokenizer=... to the Decoder")
         return TextAssembler(self.tokenizer, stop)
 
-    def encode(self, prompt: Prompt, chat: bool = False) -> list[int]:
-        """Turn a prompt into token ids."""
+    def encode(self, prompt: Prompt | Sequence[Mapping[str, Any]], chat: bool = False) -> list[int]:
+        """Turn a prompt into token ids: a text, or the messages of a conversation."""
         if not isinstance(prompt, str):
-            return token_ids(prompt)
+            said = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+            return self._encode_messages(cast(Sequence[dict[str, str]], prompt)) if said else token_ids(prompt)
         if self.tokenizer is None:
             raise UsageError("text prompts need a tokenizer; pass token ids, or tokenizer=... to the Decoder")
         if not prompt:
@@ -290,6 +291,14 @@ class Decoder:
         if chat and getattr(self.tokenizer, "chat_template", None):
             return self.encode_chat([{"role": "user", "content": prompt}])
         return list(self.tokenizer(prompt)["input_ids"])
+
+    def _encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        try:
+            return self.encode_chat(messages)
+        except UsageError:
+            raise
+        except Exception as error:  # templates are programs, and refuse what they do not like in ways of their own
+            raise UsageError(f"the model's chat template refuses the messages ({error})") from None
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Turn a conversation into token ids that an answer follows, by the tokenizer's chat template."""

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
 from polydraft.output import written_whole
@@ -239,16 +240,12 @@ def _prompts(settings: TrainSettings, target: Loaded, chat: bool) -> dict[int, l
     """Return the prompts by the length of their texts; those that are too long for all are left out."""
     if settings.prompts is None:
         return {}
-    tokenizer = target.tokenizer
+    encoder = Decoder(target.model, tokenizer=target.tokenizer)
     found: dict[int, list[list[int]]] = {}
     limit = target.model.max_positions or settings.length * LENGTHS[-1]
     lengths = [settings.length * factor for factor in LENGTHS if settings.length * factor <= limit]
     for prompt in load_prompts(settings.prompts, settings.prompt_limit):
-        text = prompt.text
-        if chat:
-            messages = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = list(tokenizer(text, add_special_tokens=not chat)["input_ids"])
+        ids = encoder.encode(prompt.content, chat=chat)
         length = next((length for length in lengths if 0 < len(ids) <= _PROMPT_SHARE * length), None)
         if length is not None:
             found.setdefault(length, []).append(ids)

@@ -185,7 +185,7 @@ def train_decision(
     except OSError as error:
         raise UsageError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
     encoder = Decoder(target.model, tokenizer=target.tokenizer)
-    prompts = [encoder.encode(prompt.text, chat=True) for prompt in load_prompts(settings.prompts, settings.limit)]
+    prompts = [encoder.encode(prompt.content, chat=True) for prompt in load_prompts(settings.prompts, settings.limit)]
     longest = target.model.max_positions
     prompts = [prompt for prompt in prompts if longest is None or len(prompt) + settings.new_tokens <= longest]
     if not prompts:

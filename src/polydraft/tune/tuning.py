@@ -97,7 +97,7 @@ class Tuning:
             draft = load_draft(self.draft_name, loaded)
         self._loaded, self._draft = loaded, draft
         encoder = Decoder(loaded.model, tokenizer=loaded.tokenizer)
-        self._prompts = [encoder.encode(one.text, chat=not options.raw) for one in texts]
+        self._prompts = [encoder.encode(one.content, chat=not options.raw) for one in texts]
         check_prompts(self._prompts, loaded.model.max_positions, loaded.model.vocab_size)
         self.choices: list[Choice] = []
         """Of all temperatures."""
