@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -159,8 +160,8 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with tempfile.TemporaryDirectory(prefix=".polydraft-", dir=there):  # what may be written to is seen by doing so
+            pass
     except OSError as error:
         raise cannot_write(folder, error) from None
 

@@ -7,6 +7,7 @@ import pytest
 from polydraft.bench._results import summarise
 from polydraft.bench._runner import Journal, Measurement, Runner
 from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token
+from polydraft.bench.report.values import speedup, speedup_verdict
 from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.errors import UsageError
 from polydraft.models.inflated import SHAPES, BigShape
@@ -50,7 +51,7 @@ def test_results_and_report_are_written_and_texts_are_identical(invoke, tiny: st
     for figures in results["methods"].values():
         assert figures["status"] == "ok", figures["error"]
         assert figures["identical"] + figures["near_tie_differences"] == 4 and figures["differences"] == 0
-        assert figures["speedup_low"] <= figures["speedup"] <= figures["speedup_high"]
+        assert figures["speedup"] > 0 and figures["speedup_low"] is figures["speedup_high"] is None, "of four prompts"
         assert set(figures["categories"]) == {"a", "b"}
     fork = results["methods"]["fork:2x2"]
     assert fork["tokens_per_pass"] >= 1 and 0 <= fork["acceptance_rate"] <= 1
@@ -251,7 +252,7 @@ def measurement(method: str, prompt: str, repeat: int, seconds: float, tokens: i
 
 
 def test_speed_up_is_over_all_prompts_with_medians_of_repeats() -> None:
-    times = {"ar": [2.0, 4.0], "x": [1.0, 2.0]}
+    times = {"ar": [2.0, 4.0, 2.0, 2.0, 4.0, 4.0], "x": [1.0, 2.0, 1.0, 1.0, 2.0, 2.0]}
     runs = [
         measurement(method, f"p{prompt}", repeat, seconds if repeat else 50.0)
         for method, per_prompt in times.items()
@@ -261,6 +262,16 @@ def test_speed_up_is_over_all_prompts_with_medians_of_repeats() -> None:
     figures = summarise(runs, ["ar", "x"], None)
     assert figures["x"]["speedup"] == pytest.approx(2) and figures["x"]["tokens_per_second"] == pytest.approx(20 / 3)
     assert figures["x"]["speedup_low"] == pytest.approx(2) and figures["x"]["identical"] is None
+
+
+@pytest.mark.parametrize(("prompts", "marked"), [(1, False), (5, False), (6, True)])
+def test_few_prompts_show_no_verdict(prompts: int, marked: bool) -> None:
+    times = {"ar": 2.0, "x": 1.0}
+    runs = [measurement(method, f"p{number}", 0, seconds) for method, seconds in times.items() for number in range(prompts)]
+    figures = summarise(runs, ["ar", "x"], None)["x"]
+    assert figures["speedup"] == pytest.approx(2) and (figures["speedup_low"] is not None) is marked
+    for one in (figures, figures["categories"]["a"]):
+        assert ("▲" in speedup(one)) is marked and speedup_verdict(one) == ("faster" if marked else "unknown")
 
 
 def test_a_journal_survives_a_torn_line(tmp_path: Path) -> None:

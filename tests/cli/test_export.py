@@ -49,8 +49,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(
     places = {"HEAD": str(head), "OUT": str(tmp_path / "out"), "OTHER": other_vocabulary}
     given = [places.get(argument, argument) for argument in arguments]
     code, printed, err = invoke("export", "head", str(head), "--format", "speculators", "--device", "cpu", *given)
-    assert code == 2 and printed == "" and message in err
-    assert [line for line in err.splitlines() if not line.startswith("loading ")] == err.splitlines()[-1:]
+    assert code == 2 and printed == "" and message in err and err.count("\n") == 1
     assert sorted(file.name for file in tmp_path.iterdir()) == ["head"]
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,12 +83,13 @@ def test_a_pipe_hears_of_each_phase_as_it_begins_and_then_now_and_then(capsys, m
 def test_tune_shows_the_whole_and_its_end(invoke, roomy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("polydraft.cli.terminal._SILENCE_SECONDS", -1.0)
+    monkeypatch.setattr("polydraft.cli.terminal.sys", SimpleNamespace(modules={}))  # as if torch were to be imported
     options = ("--limit", "2", "--max-new-tokens", "8", "--batches", "2", "--raw", "--device", "cpu", "--dtype", "float32")
     code, _, err = invoke("tune", "--target", roomy, "--draft", "early-exit:1", *options)
     assert code == 0, err
     lines = legible(err)
-    assert lines[0] == f"loading {roomy} ..."
-    told = [line for line in lines[1:] if not line.startswith("measuring what passes")]
+    assert lines[:2] == ["loading torch and transformers ...", f"loading {roomy} ..."]
+    told = [line for line in lines[2:] if not line.startswith("measuring what passes")]
     steps = [re.fullmatch(r"tuning (\d+)/(\d+)(, about .* left)?(  T=0: (.*))?", line) for line in told]
     assert all(steps), lines
     done, totals = [int(step[1]) for step in steps], {int(step[2]) for step in steps}
@@ -101,11 +103,12 @@ def test_tune_shows_the_whole_and_its_end(invoke, roomy: str, tmp_path: Path, mo
 def test_train_head_says_what_it_estimates_and_then_how_far_it_is(invoke, tiny: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("polydraft.cli.terminal._SILENCE_SECONDS", -1.0)
+    monkeypatch.setattr("polydraft.cli.terminal.sys", SimpleNamespace(modules={}))  # as if torch were to be imported
     sizes = ("--length", "32", "--tokens", "512", "--steps", "2", "--batch-size", "2", "--mlp", "16", "--sampling-rows", "4")
     code, _, err = invoke("train", "head", "--target", tiny, "--out", str(tmp_path / "out"), *sizes)
     assert code == 0, err
     lines = legible(err)
-    assert lines[0] == f"loading {tiny} ..." and lines[1] == "estimating 0/5"
+    assert lines[:3] == ["loading torch and transformers ...", f"loading {tiny} ...", "estimating 0/5"]
     estimated = next(number for number, line in enumerate(lines) if line.startswith("this will take about"))
     assert lines[estimated - 1].startswith("estimating 5/5")
     assert lines[estimated + 1] == "sampling 0/512", "before the first text is written"

@@ -16,6 +16,9 @@ from polydraft.bench.report import write_report
 from polydraft.output import write_text
 
 _RESAMPLES = 2000
+_LEAST_PROMPTS = 6
+"""With fewer there is no interval: to resample one prompt gives one number, and five may all be faster by chance (one time in
+16, in either direction)."""
 _PHASES = ("prefill", "draft", "target", "verify", "commit", "total")
 
 
@@ -123,7 +126,10 @@ def _count(found: list[str] | None, kind: str) -> int | None:
 
 
 def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[str, float | None]:
-    """Return tokens per second, and the speed-up over the baseline with its 95 % interval, resampling prompts in pairs."""
+    """Return tokens per second, and the speed-up over the baseline with its 95 % interval, resampling prompts in pairs.
+
+    Few prompts have no interval.
+    """
     if not prompts:
         return dict.fromkeys(("tokens_per_second", "speedup", "speedup_low", "speedup_high"))
     rate = sum(one.tokens for one in prompts.values()) / sum(one.seconds for one in prompts.values())
@@ -134,7 +140,8 @@ def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[st
     table = np.array(
         [(prompts[key].tokens, prompts[key].seconds, baseline[key].tokens, baseline[key].seconds) for key in shared]
     )
-    ratio, low, high = speedup_interval(table)
+    ratio, *bounds = speedup_interval(table)
+    low, high = bounds if len(shared) >= _LEAST_PROMPTS else (None, None)
     return {"tokens_per_second": rate, "speedup": ratio, "speedup_low": low, "speedup_high": high}
 
 

@@ -99,11 +99,21 @@ class BenchSession:
         self.draft_name = draft_name
 
     def run(
-        self, out: Path, *, resume: bool, command: list[str], progress: Callable[[Measurement | None], None]
+        self,
+        out: Path,
+        *,
+        resume: bool,
+        command: list[str],
+        progress: Callable[[Measurement | None], None],
+        begin: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Measure, write `runs.jsonl` while measuring and `results.json` and `report.html` at the end; return the results."""
+        """Measure, write `runs.jsonl` while measuring and `results.json` and `report.html` at the end; return the results.
+
+        `begin` is called before the first measurement, `progress` with each.
+        """
         settings = dataclasses.asdict(self.options)
         journal = Journal(out, json.loads(json.dumps(settings)), resume)
+        begin()
         self.runner.run(journal, progress)
         results = self.results(list(journal), command)
         write_results(results, out)

@@ -70,7 +70,7 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     settings = _settings(sweep, options)
     if out is not None:
         check_folder(out, resume=True)
-    prepare(settings.threads, told=True)
+    prepare(settings.threads)
     with PhaseProgress() as progress:
         analysis = Analysis(settings, _store(out), progress)
         rows = list(analysis.rows())

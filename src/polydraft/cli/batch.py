@@ -49,10 +49,7 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     follows = choices.device_map == TENSOR_PARALLEL and is_follower()
     results: Results = Nowhere() if follows else ResultFile(out, described, resume=resume)
     try:
-        if workers.ray:
-            run = _by_ray(choices, workers)
-        else:
-            run = partial(run_batch, choices.decoder(batch=settings.slots, told=not follows))
+        run = _by_ray(choices, workers) if workers.ray else partial(run_batch, choices.decoder(batch=settings.slots))
         first = results.last = agreed(results.last)
         with PhaseProgress() if not follows else nullcontext(_unseen) as progress:
 
@@ -93,7 +90,7 @@ def _by_ray(choices: Choices, workers: WorkerOptions) -> Callable[..., Any]:
         from polydraft.batch.sharing import run_by_ray
     except ImportError as error:
         raise UsageError(f"{error}; install what workers need: pip install 'polydraft[ray]'") from None
-    prepare(choices.threads, told=True)
+    prepare(choices.threads)
     return partial(run_by_ray, choices.for_others("workers"), workers)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,7 @@ def _bench(given: set[str], **options: Any) -> None:
     if out is None:
         raise UsageError("--out is missing; name a folder for results.json and report.html")
     announce_start()
-    prepare(options["threads"], told=True)
+    prepare(options["threads"])
     if paper is not None:
         _reproduce(paper, size, given, options, out, resume=resume, untimed=untimed)
         return
@@ -186,9 +187,9 @@ def _run(session: "BenchSession", out: Path, resume: bool) -> dict[str, Any]:
             count += 1
             progress("measuring", count, total, measurement.method if measurement else "")
 
-        progress("measuring", count, total)
+        begin = partial(progress, "measuring", count, total)
         try:
-            return session.run(out, resume=resume, command=_command_line(), progress=show)
+            return session.run(out, resume=resume, command=_command_line(), progress=show, begin=begin)
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C or SIGTERM
                 click.echo(f"interrupted; what was measured is kept: add --resume to continue in {out}", err=True)

@@ -55,7 +55,7 @@ def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: 
     loading = Loading(**options)
     prompts = load_prompts(source, limit)
     with PhaseProgress() as progress:
-        decoder = loading.decoder(told=True)
+        decoder = loading.decoder()
         certificate = certify_decoder(decoder, prompts, max_new_tokens=max_new_tokens, chat=not raw, observer=progress)
     _show(certificate, as_json)
     if not decoder.lossless:  # so few differing texts that none was seen prove nothing
@@ -86,7 +86,7 @@ def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **opt
     prompts = load_prompts(source, limit)
     endpoint.complete(prompts[0].content, 1)  # a server that is not there should not cost the loading of a model
     with PhaseProgress() as progress:
-        target = loading.decoder(told=True)
+        target = loading.decoder()
         certificate = certify_endpoint(endpoint, target, prompts, max_new_tokens=max_new_tokens, observer=progress)
     _show(certificate, as_json)
 

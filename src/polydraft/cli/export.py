@@ -47,7 +47,7 @@ def head(
     from polydraft.models.loading import load_draft, load_model
     from polydraft.models.placement import resolve_device, resolve_dtype
 
-    prepare(threads, told=True)
+    prepare(threads)
     with _new_folder(out) as partial:
         name = target or _trained_for(folder)
         place = resolve_device(device)

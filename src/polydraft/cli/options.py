@@ -124,11 +124,11 @@ class Threads:
 class Loading(LoadOptions, NgramOptions, Threads):
     """A decoder, as commands are asked for it."""
 
-    def decoder(self, *, batch: int = 1, temperature: float | None = None, told: bool = False) -> "Decoder":
-        """Load the models, for texts of so many at a time; `told` says which, as commands do that take long."""
+    def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
+        """Load the models, for texts of so many at a time."""
         from polydraft.loading import load_with
 
-        prepare(self.threads, told=told)
+        prepare(self.threads)
         return load_with(dataclasses.replace(self, grams=self.grams_asked_for()), batch=batch, temperature=temperature)
 
     def for_others(self, who: str) -> dict[str, Any]:
@@ -172,10 +172,9 @@ class Sampling:
 class Choices(Loading, Request, Sampling):
     """What `generate` and `chat` are asked for."""
 
-    def decoder(self, *, batch: int = 1, temperature: float | None = None, told: bool = False) -> "Decoder":
+    def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
         """Load the models for what is asked for."""
-        temperature = self.temperature if temperature is None else temperature
-        return super().decoder(batch=batch, temperature=temperature, told=told)
+        return super().decoder(batch=batch, temperature=self.temperature if temperature is None else temperature)
 
     def check(self) -> "SamplingParams":
         """Check what else can be checked without a model, and return the sampling parameters."""
@@ -211,11 +210,8 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def prepare(threads: int | None, *, told: bool = False) -> None:
-    """Set the threads; let this library say on standard error what takes long, and keep others' chatter off the screen.
-
-    `told` lets it also say, until the command ends, which models are being loaded.
-    """
+def prepare(threads: int | None) -> None:
+    """Set the threads; let this library say on standard error what takes long, and keep others' chatter off the screen."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
@@ -227,10 +223,6 @@ def prepare(threads: int | None, *, told: bool = False) -> None:
     if not logger.handlers:
         logger.addHandler(_Telling())
         logger.setLevel(logging.INFO)
-    loading, context = logging.getLogger("polydraft.models.loading"), click.get_current_context(silent=True)
-    loading.setLevel(logging.INFO if told else logging.WARNING)
-    if context is not None:
-        context.call_on_close(lambda: loading.setLevel(logging.WARNING))
 
 
 class _Telling(logging.Handler):

@@ -1,5 +1,6 @@
 """The terminal: what comes in by standard input, how tokens and figures look, and how far long work has come."""
 
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from polydraft.engine import Stats, Stream, TokenEvent
 
 DRAFTED_STYLE = "green"
+LOADING = "polydraft.models.loading"
+"""Logger that says which models are being loaded, once that is asked for."""
 _SILENCE_SECONDS = 5.0
 """Between two lines of progress where there is no terminal."""
 
@@ -100,9 +103,15 @@ class PhaseProgress:
 
 
 def announce_start() -> None:
-    """Say that a command has begun: to import torch alone takes seconds. Where it is there already, something else is said."""
+    """Say that a command has begun, and let it say which models it loads: to import torch alone takes seconds.
+
+    Where that is there already, the command is part of a program that has spoken before.
+    """
     if "torch" not in sys.modules:
         click.echo("loading torch and transformers ...", err=True)
+        logger = logging.getLogger(LOADING)
+        logger.setLevel(logging.INFO)
+        click.get_current_context().call_on_close(lambda: logger.setLevel(logging.WARNING))
 
 
 def output_console() -> Console:
@@ -186,7 +195,7 @@ def results_table(results: dict[str, Any]) -> Table:
         table.add_column("drafted by", overflow="fold")
     for name, figures in results["methods"].items():
         low, high = figures["speedup_low"], figures["speedup_high"]
-        speed_up = "-" if low is None else f"{figures['speedup']:.2f} ({low:.2f}-{high:.2f})"
+        speed_up = _number(figures["speedup"]) + ("" if low is None else f" ({low:.2f}-{high:.2f})")
         cells = [_number(figures[key]) for key in ("tokens_per_second", "tokens_per_pass", "acceptance_rate")]
         status = _identity(figures) if figures["status"] == "ok" else "failed"
         told = [sources[name]] if any(sources.values()) else []

@@ -86,7 +86,7 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
 
         def observer(report: "Report") -> None:
             nonlocal acceptance, needs
-            if needs is not None:  # said once the folder is there: what cannot be written takes no time
+            if needs is not None:
                 click.echo(f"this will take {needs}", err=True)
                 needs = None
             acceptance = report.acceptance or acceptance
@@ -102,7 +102,7 @@ def _place(device: str, dtype: str, threads: int | None) -> "tuple[torch.device,
     """Arrange the machine, and say where and in which precision models are to be."""
     from polydraft.models.placement import resolve_device, resolve_dtype
 
-    prepare(threads, told=True)
+    prepare(threads)
     place = resolve_device(device)
     return place, resolve_dtype(dtype, place)
 

@@ -71,7 +71,7 @@ def command(out: Path | None, plot: Path | None, as_json: bool, **options: Any) 
             check_file(file)
     from polydraft.tune.tuning import Tuning
 
-    prepare(threads, told=True)
+    prepare(threads)
     with PhaseProgress() as progress:
         tuning = Tuning(settings, progress)
         picks = tuning.run()

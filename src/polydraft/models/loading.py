@@ -28,6 +28,8 @@ from polydraft.models.placement import layout_options
 from polydraft.models.quantised import quantise
 
 logger = logging.getLogger(__name__)
+if logger.level == logging.NOTSET:  # most programs say themselves what they do
+    logger.setLevel(logging.WARNING)
 
 
 def hub_options(name: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def findings(results: Figures) -> list[str]:
             "faster": "faster than plain decoding beyond noise",
             "slower": "slower than plain decoding, as are all others",
             "noise": "which noise alone could explain: no method is clearly faster than plain decoding",
-            "unknown": "over plain decoding; no interval is known",
+            "unknown": "over plain decoding; there are too few prompts for an interval",
         }[verdict]
         bounds = values.interval(methods[best])
         spread = f" (95\N{NO-BREAK SPACE}% interval {bounds[0]:.2f}–{bounds[1]:.2f})" if bounds else ""
@@ -131,7 +131,7 @@ def headline_table(methods: Mapping[str, Figures]) -> str:
         )
     caption = (
         "Speed-up is over <code>ar</code>, plain decoding, with its 95\N{NO-BREAK SPACE}% interval "
-        "(bootstrap over prompts, paired): ▲ faster, ▼ slower, ≈ within noise. "
+        "(bootstrap over prompts, paired): ▲ faster, ▼ slower, ≈ within noise; fewer than six prompts have no interval. "
         "“Same text” counts prompts whose tokens equal those of <code>ar</code>."
     )
     return f"""<table role="table" class="headline"><caption>{caption}</caption>
