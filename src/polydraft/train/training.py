@@ -79,7 +79,6 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     """
     settings.check()
     work = _open_folder(settings, out, resume)
-    observer(Report(phase="sampling", done=0, total=settings.tokens))
     corpus = _corpus(settings, target, work, observer)
     pupil = make_pupil(settings, target, corpus)
     pupil.prime(corpus.test())
@@ -121,6 +120,7 @@ def _corpus(settings: TrainSettings, target: Loaded, work: Path, observer: Obser
     if file.exists():
         return Corpus.load(file)
     written = 0
+    observer(Report(phase="sampling", done=0, total=settings.tokens))
 
     def advance(tokens: int) -> None:
         nonlocal written
@@ -148,7 +148,6 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
     optimizers = make_optimizers(settings, parameters)
     restored = _load_checkpoint(work, pupil.module, optimizers)
     step = restored["step"] if restored else 0
-    observer(Report(phase="training", done=step, total=settings.steps))
     acceptance = evaluate(pupil, corpus, settings)
     observer(Report(phase="training", done=step, total=settings.steps, acceptance=acceptance))
     while step < settings.steps:
