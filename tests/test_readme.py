@@ -162,6 +162,38 @@ def test_every_relative_link_leads_somewhere() -> None:
     assert not unread, "pages that nothing links to"
 
 
+def test_figures_of_the_readme_are_those_of_the_newest_log_and_of_the_page_of_results() -> None:
+    """Speed-ups and baselines of the table stand on the page of results, and in a log that the table names."""
+    logs, table = re.search(r"<!-- figures: (.*?) -->\n(.*?)\n\n", README, flags=re.DOTALL).groups()
+    measured = "".join((ROOT / name).read_text() for name in logs.split(", "))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert len(rows) > 15
+    for *_, baseline, speedup in rows:
+        factor = re.search(r"\d\.\d\d", speedup).group()
+        number = re.search(r"[\d,]+", baseline).group()
+        assert f"{factor}×" in PAGES["docs/results.md"] and factor in measured, factor
+        assert re.search(
+            rf"\b{number}\b|\b{number}\.\d|\b{int(number.replace(',', '')) - 1}\.[5-9]", PAGES["docs/results.md"]
+        ), number
+
+
+def test_pauses_are_as_long_as_their_page_says() -> None:
+    from polydraft.drafters import policy
+
+    said = (ROOT / "docs" / "dynamic.md").read_text().replace("\n", " ")
+    assert f"pauses for {policy.SHORTEST_REST} rounds, then {2 * policy.SHORTEST_REST}, up to {policy.LONGEST_REST}," in said
+    words = {1: "one round", 2: "two rounds"}
+    assert f"a trial of {policy._TRIAL} rounds after each" in said
+    assert f"a pause of {policy._FIRST_REST} rounds and tries {words[policy._SHORT_TRIAL]} at a time" in said
+
+
+def test_decisions_are_numbered_without_a_gap() -> None:
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [int(page.name[:3]) for page in pages] == [*range(1, len(pages) + 1)]
+    for page in pages:
+        assert page.read_text().startswith(f"# {int(page.name[:3])}. "), page.name
+
+
 def test_every_scheme_is_described() -> None:
     from polydraft.schemes import SCHEMES
 

@@ -30,7 +30,7 @@ def _facts() -> dict[str, Any]:
     import torch
 
     from polydraft.drafters import DRAFTERS
-    from polydraft.loading import DEFAULT_PAIRS, DEFAULT_TREE, NARROW_TREE
+    from polydraft.loading import DEFAULT_PAIRS, NARROW_TREE, SMALL_GPU_TREE
     from polydraft.models import FAMILIES
     from polydraft.models.bundled import BUNDLED, weights_file
     from polydraft.models.placement import cpu_computes_bfloat16, resolve_device, resolve_dtype
@@ -57,7 +57,7 @@ def _facts() -> dict[str, Any]:
         },
         "models": {BUNDLED: bundled},
         "default drafts": {
-            name: f"{draft}, tree {tree} ({NARROW_TREE} in float32), on a GPU {DEFAULT_TREE}"
+            name: f"{draft}, tree {tree} ({NARROW_TREE} in float32 and int8), on a GPU {SMALL_GPU_TREE}"
             for name, (draft, tree) in DEFAULT_PAIRS.items()
         },
         "schemes": {name: _first_line(SCHEMES.get(name)) for name in SCHEMES},
