@@ -40,7 +40,7 @@ def check_tree(topology: Topology, scheme: str | Scheme, vocab_size: int) -> Non
             )
     if topology.max_children > vocab_size:
         raise UsageError(
-            f"tree {topology} wants {topology.max_children} candidates per node but the vocabulary has only "
+            f"tree {topology} wants {topology.max_children} candidates per node but the draft knows only "
             f"{vocab_size} tokens; use smaller widths"
         )
 
