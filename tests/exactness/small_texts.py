@@ -49,7 +49,15 @@ def corpus_file() -> Path:
     return Path(folder.name) / "corpus"
 
 
-def small_decoder(drafter: str, tokenizer: Words | None = None, eos_token_ids: Sequence[int] = ()) -> Decoder:
+def small_decoder(
+    drafter: str,
+    tokenizer: Words | None = None,
+    eos_token_ids: Sequence[int] = (),
+    *,
+    scheme: str = "auto",
+    walk: str = "auto",
+    tree: str = "2x1x1",
+) -> Decoder:
     """Build a decoder of three tokens."""
     if drafter == "dynamic":
         costs = Costs(draft_level=0.01, tree_pass=lambda nodes: 1.0)
@@ -57,8 +65,9 @@ def small_decoder(drafter: str, tokenizer: Words | None = None, eos_token_ids: S
     else:
         caches = GramOptions(corpus=corpus_file() if "corpus" in drafter else "none")
         grams = GramTreeOptions(nodes=6, depth=3, candidates=3, riders=RiderOptions(branches=2, length=2), caches=caches)
-        made = make_drafter(Parts(target=TARGET, draft=DRAFT, topology=parse_tree("2x1x1"), grams=grams), drafter)
-    return Decoder(TARGET, made, tokenizer=tokenizer, eos_token_ids=eos_token_ids)
+        parts = Parts(target=TARGET, draft=DRAFT, topology=parse_tree(tree), scheme=scheme, grams=grams)
+        made = make_drafter(parts, drafter)
+    return Decoder(TARGET, made, tokenizer=tokenizer, eos_token_ids=eos_token_ids, walk=walk)
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class LawMaker:
     @property
     def emptied_by(self) -> str | None:
         """Which processor has left some text without any token to go on with, if one has."""
-        return self._warper.emptied_by
+        return self._warper.processing.emptied_by
 
     @property
     def never_gains(self) -> bool:
