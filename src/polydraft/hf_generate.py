@@ -90,8 +90,9 @@ class Speculate:
     Logits processors beyond temperature, top-k, top-p, min-p and repetition penalty may look at padding and row numbers: they
     are called for one row at a time, and see what they would see without.
     Processors must be functions of their arguments alone. They are not asked what follows an end of text, a stop string or the
-    last token; behind a stopping criterion of your own they may be, as far as trees reach. `generate` keeps its `tokenizer` argument from a callable:
-    instead of ``stop_strings=`` pass ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
+    last token; behind a stopping criterion of your own they may be, as far as trees reach.
+    `generate` keeps its `tokenizer` argument from a callable: instead of ``stop_strings=`` pass
+    ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
     Examples
     --------
@@ -242,8 +243,8 @@ def _decode(
 
 def _stop_strings(stopping_criteria: Any, device: torch.device) -> Callable[[Sequence[int]], bool] | None:
     """Return what says whether stop strings end a text; other criteria may remember what they were asked."""
-    asked = transformers.StopStringCriteria.__call__
-    found = [one for one in stopping_criteria if getattr(type(one), "__call__", None) is asked]
+    known = transformers.StopStringCriteria.__call__
+    found = [one for one in stopping_criteria if type(one).__call__ is known]
     if not found:
         return None
     return lambda text: any(bool(one(torch.tensor([text], device=device), None).any()) for one in found)

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.certify.reference import next_laws, small_pair
@@ -105,3 +106,34 @@ def law_p_value(results: Sequence[Generation], law: Sequence[Outcome]) -> float:
     for result in results:
         counts_X[places.get(tuple(result.token_ids), len(law))] += 1
     return chi_square_p_value(counts_X, np.array([*(one.chance for one in law), 0.0]))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A logits processor that allows the texts of a list, and fails where none of them goes on."""
+
+    texts: tuple[tuple[int, ...], ...]
+
+    def allowed(self, tokens: tuple[int, ...]) -> list[int]:
+        found = {text[len(tokens)] for text in self.texts if len(text) > len(tokens) and text[: len(tokens)] == tokens}
+        if not found:
+            raise KeyError(tokens)
+        return sorted(found)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(scores, -torch.inf)
+        allowed = self.allowed(tuple(input_ids[0, len(PROMPT) :].tolist()))
+        masked[:, allowed] = scores[:, allowed]
+        return masked
+
+    def law(self) -> list[Outcome]:
+        """Enumerate the texts, by next-token laws that no code under test has made."""
+        law = []
+        for text in self.texts:
+            chance = 1.0
+            for length, token in enumerate(text):
+                before_NL = np.array(text[:length], dtype=int)[None]
+                weights_V = next_laws(TARGET, PROMPT, before_NL, SamplingParams())[0]
+                chance *= weights_V[token] / weights_V[self.allowed(text[:length])].sum()
+            law.append(Outcome(text, float(chance)))
+        return law

@@ -16,40 +16,9 @@ from polydraft.sampling import SamplingParams
 from .checks import FALSE_ALARM
 from .configurations import SCHEMES_AND_WALKS
 from .setups import tree_for
-from .small_texts import NEW_TOKENS, PROMPT, TARGET, Outcome, Words, law_p_value, small_decoder
+from .small_texts import NEW_TOKENS, PROMPT, TARGET, Listed, Words, law_p_value, small_decoder
 
 DRAFTERS = ["none", "model", "dynamic", "lookup", "corpus", "self-draft", "lookup+model"]
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A logits processor that allows the texts of a list, and fails where none of them goes on."""
-
-    texts: tuple[tuple[int, ...], ...]
-
-    def allowed(self, tokens: tuple[int, ...]) -> list[int]:
-        found = {text[len(tokens)] for text in self.texts if len(text) > len(tokens) and text[: len(tokens)] == tokens}
-        if not found:
-            raise KeyError(tokens)
-        return sorted(found)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        masked = torch.full_like(scores, -torch.inf)
-        allowed = self.allowed(tuple(input_ids[0, len(PROMPT) :].tolist()))
-        masked[:, allowed] = scores[:, allowed]
-        return masked
-
-    def law(self) -> list[Outcome]:
-        """Enumerate the texts, by next-token laws that no code under test has made."""
-        law = []
-        for text in self.texts:
-            chance = 1.0
-            for length, token in enumerate(text):
-                before_NL = np.array(text[:length], dtype=int)[None]
-                weights_V = next_laws(TARGET, PROMPT, before_NL, SamplingParams())[0]
-                chance *= weights_V[token] / weights_V[self.allowed(text[:length])].sum()
-            law.append(Outcome(text, float(chance)))
-        return law
 
 
 @dataclass(frozen=True)
