@@ -15,7 +15,7 @@ from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSe
 from polydraft.engine.slots import Slots
 from polydraft.engine.stats import TARGET, Stats
 from polydraft.engine.workspace import Workspace, device_failure
-from polydraft.errors import FailureError
+from polydraft.errors import FailureError, PolydraftError
 from polydraft.models import LanguageModel
 from polydraft.sampling import IDLE, SamplingParams
 from polydraft.walks import AUTO, Fault, Walk
@@ -313,12 +313,14 @@ class Engine:
         self._spoilt.append(slot)
         return sequence.fail(error)
 
-    def _failure(self, fault: Fault, length: int, raised: Exception | None, emptied_by: str | None) -> FailureError:
+    def _failure(self, fault: Fault, length: int, raised: Exception | None, emptied_by: str | None) -> PolydraftError:
         if fault == Fault.SCHEME:
             return FailureError(
                 f"scheme {self._session.scheme.name!r} emitted no token after {length} tokens; please report this, and use "
                 "another --scheme"
             )
+        if isinstance(raised, PolydraftError):  # a grammar's, which says all
+            return raised
         if raised is not None:
             return FailureError(
                 f"a logits processor failed after {length} tokens ({type(raised).__name__}: {raised}); fix or remove it"
