@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,8 +89,10 @@ class Speculate:
     -----
     Logits processors beyond temperature, top-k, top-p, min-p and repetition penalty may look at padding and row numbers: they
     are called for one row at a time, and see what they would see without.
-    Processors must be functions of their arguments alone. `generate` keeps its `tokenizer` argument from a callable:
-    instead of ``stop_strings=`` pass ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
+    Processors must be functions of their arguments alone. They are not asked what follows an end of text, a stop string or the
+    last token; behind a stopping criterion of your own they may be, as far as trees reach.
+    `generate` keeps its `tokenizer` argument from a callable: instead of ``stop_strings=`` pass
+    ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
     Examples
     --------
@@ -141,6 +143,8 @@ class Speculate:
         seed = int(torch.randint(2**62, (1,))) if generation_config.do_sample else 0
         eos_criteria = [one for one in stopping_criteria if type(one) is transformers.EosTokenCriteria]
         ends = [token for one in eos_criteria for token in one.eos_token_id.flatten().tolist()]
+        # Of a batch without end-of-text tokens all rows grow on until the last one has ended.
+        stops_after = _stop_strings(stopping_criteria, target.device) if ends or len(prompts) == 1 else None
         sequences = []
         for row, prompt in enumerate(prompts):
             # Others may look at padding and row numbers: each row's own see what they would see.
@@ -154,6 +158,7 @@ class Speculate:
                     max_new_tokens=max_new_tokens,
                     eos_token_ids=frozenset(ends),
                     max_positions=target.max_positions,
+                    stops_after=stops_after,
                 )
             )
         workspace = Workspace(target, self._drafter, RowParams(tuple(sequence.params for sequence in sequences)))
@@ -234,6 +239,15 @@ def _decode(
     if streamer is not None:
         streamer.end()
     return input_ids
+
+
+def _stop_strings(stopping_criteria: Any, device: torch.device) -> Callable[[Sequence[int]], bool] | None:
+    """Return what says whether stop strings end a text; other criteria may remember what they were asked."""
+    known = transformers.StopStringCriteria.__call__
+    found = [one for one in stopping_criteria if type(one).__call__ is known]
+    if not found:
+        return None
+    return lambda text: any(bool(one(torch.tensor([text], device=device), None).any()) for one in found)
 
 
 def _check_room(target: HFModel, longest: int, max_new_tokens: int) -> None:

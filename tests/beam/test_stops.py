@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from covering import keeping
+from exactness.small_texts import PROMPT as SMALL_PROMPT
+from exactness.small_texts import Listed, small_decoder
 from polydraft.beam import BeamDecoder
 from polydraft.beam._layer import RandomChance
 from polydraft.beam._node import Node, Stops
@@ -309,3 +311,21 @@ def test_a_stop_string_that_tokens_tear():
         torn.append(torn[-1].child(token_of(word)) if word != "©Ã©" else torn[0].child(token_of(word)))
     assert [stops.found(node) for node in torn] == [False, True, False, True]
     assert [stops.text(node) for node in torn] == ["a\ufffd", "a", "aéé", "aé"]
+
+
+@pytest.mark.parametrize("mode", ["search", "sample"])
+@pytest.mark.parametrize("twins", [False, True], ids=["draft", "twins"])
+def test_a_processor_need_not_know_what_only_drafts_become(mode, twins):
+    # Beams that end alike lend each other laws, so forests hold texts that the list has not.
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(4):
+        texts = torch.randint(2, (12, 4), generator=generator).repeat(1, 4).tolist()
+        lengths = torch.randint(6, 15, (12,), generator=generator).tolist()
+        listed = Listed(tuple({(*text[:length], 2) for text, length in zip(texts, lengths, strict=True)}))
+        sampling = SamplingParams(temperature=float(mode == "sample"), processors=(listed,))
+        options = {"beams": 4, "max_new_tokens": 18, "seed": 1, "sampling": sampling}
+        found = getattr(BeamDecoder(small_decoder("model", eos_token_ids=[2])), mode)(SMALL_PROMPT, **options, twins=twins)
+        assert {tuple(text.token_ids) for text in found.texts} <= {*listed.texts}
+        if mode == "search":
+            plain = BeamDecoder(small_decoder("none", eos_token_ids=[2])).search(SMALL_PROMPT, **options)
+            assert [text.token_ids for text in found.texts] == [text.token_ids for text in plain.texts]

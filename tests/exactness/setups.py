@@ -24,17 +24,18 @@ VOCABULARY = ECHO_VOCABULARY
 TARGET, DRAFT = echo_pair().target, echo_pair().draft
 
 
-def _random_head() -> FeatureHead:
-    """Make a head over the table's features (its logits) that knows three quarters of the tokens, attention cut short."""
+def random_head(tokens: Sequence[int]) -> FeatureHead:
+    """Make a head over the table's features (its logits) that knows some tokens, attention cut short."""
     shape = HeadShape(hidden_size=VOCABULARY, num_heads=2, num_key_heads=1, head_size=8, mlp_size=32, window=6)
-    known = PartialVocabulary(torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 4 != 1], VOCABULARY)
+    known = PartialVocabulary(torch.tensor(tokens), VOCABULARY)
     identity_VH = torch.eye(VOCABULARY)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return FeatureHead(shape, identity_VH, 2 * identity_VH, known).requires_grad_(False)
 
 
-HEAD = _random_head()
+HEAD = random_head([token for token in range(VOCABULARY) if token % 4 != 1])
+"""It knows three quarters of the tokens."""
 
 COMBINATIONS = ["lookup+model", "self-draft+head", "corpus+suffix", "lookup+dynamic-head"]
 EVERY_DRAFTER = [*DRAFTERS, *COMBINATIONS]

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.certify.reference import next_laws, small_pair
@@ -49,7 +50,15 @@ def corpus_file() -> Path:
     return Path(folder.name) / "corpus"
 
 
-def small_decoder(drafter: str, tokenizer: Words | None = None, eos_token_ids: Sequence[int] = ()) -> Decoder:
+def small_decoder(
+    drafter: str,
+    tokenizer: Words | None = None,
+    eos_token_ids: Sequence[int] = (),
+    *,
+    scheme: str = "auto",
+    walk: str = "auto",
+    tree: str = "2x1x1",
+) -> Decoder:
     """Build a decoder of three tokens."""
     if drafter == "dynamic":
         costs = Costs(draft_level=0.01, tree_pass=lambda nodes: 1.0)
@@ -57,8 +66,9 @@ def small_decoder(drafter: str, tokenizer: Words | None = None, eos_token_ids: S
     else:
         caches = GramOptions(corpus=corpus_file() if "corpus" in drafter else "none")
         grams = GramTreeOptions(nodes=6, depth=3, candidates=3, riders=RiderOptions(branches=2, length=2), caches=caches)
-        made = make_drafter(Parts(target=TARGET, draft=DRAFT, topology=parse_tree("2x1x1"), grams=grams), drafter)
-    return Decoder(TARGET, made, tokenizer=tokenizer, eos_token_ids=eos_token_ids)
+        parts = Parts(target=TARGET, draft=DRAFT, topology=parse_tree(tree), scheme=scheme, grams=grams)
+        made = make_drafter(parts, drafter)
+    return Decoder(TARGET, made, tokenizer=tokenizer, eos_token_ids=eos_token_ids, walk=walk)
 
 
 @dataclass(frozen=True)
@@ -96,3 +106,34 @@ def law_p_value(results: Sequence[Generation], law: Sequence[Outcome]) -> float:
     for result in results:
         counts_X[places.get(tuple(result.token_ids), len(law))] += 1
     return chi_square_p_value(counts_X, np.array([*(one.chance for one in law), 0.0]))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A logits processor that allows the texts of a list, and fails where none of them goes on."""
+
+    texts: tuple[tuple[int, ...], ...]
+
+    def allowed(self, tokens: tuple[int, ...]) -> list[int]:
+        found = {text[len(tokens)] for text in self.texts if len(text) > len(tokens) and text[: len(tokens)] == tokens}
+        if not found:
+            raise KeyError(tokens)
+        return sorted(found)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(scores, -torch.inf)
+        allowed = self.allowed(tuple(input_ids[0, len(PROMPT) :].tolist()))
+        masked[:, allowed] = scores[:, allowed]
+        return masked
+
+    def law(self) -> list[Outcome]:
+        """Enumerate the texts, by next-token laws that no code under test has made."""
+        law = []
+        for text in self.texts:
+            chance = 1.0
+            for length, token in enumerate(text):
+                before_NL = np.array(text[:length], dtype=int)[None]
+                weights_V = next_laws(TARGET, PROMPT, before_NL, SamplingParams())[0]
+                chance *= weights_V[token] / weights_V[self.allowed(text[:length])].sum()
+            law.append(Outcome(text, float(chance)))
+        return law

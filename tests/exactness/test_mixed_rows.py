@@ -24,6 +24,7 @@ from .setups import (
     TARGET,
     VOCABULARY,
     make_decoder,
+    random_head,
     tree_for,
 )
 
@@ -121,6 +122,19 @@ def test_every_row_follows_its_own_distribution(name: str) -> None:
     greedy = greedy_text(TARGET, list(GRAM_PROMPT), 4, SamplingParams(temperature=0))
     assert all(result.token_ids == greedy for result in results[len(drawn) :: len(drawn) + 1])
     assert results[0].stats.tokens_per_pass > 1.2
+
+
+@pytest.mark.parametrize("known", [1, 2, 3])
+def test_a_draft_may_know_fewer_tokens_than_a_level_has_children(known: int) -> None:
+    likely = TARGET.logits_after(PROMPT).topk(known).indices.sort().values.tolist()
+    decoder, rows = dynamic(random_head(likely)), [SamplingParams(temperature=0), SamplingParams()] * 400
+    results = decoder.generate([PROMPT] * len(rows), sampling=rows, max_new_tokens=3, seed=known)
+    tokens_NL = np.array([result.token_ids for result in results[1::2]])
+    laws = [lambda new_NL: next_laws(TARGET, PROMPT, new_NL, SamplingParams())] * 2
+    assert min(text_p_values(tokens_NL, *laws)) > 1e-6
+    greedy = greedy_text(TARGET, PROMPT, 3, SamplingParams(temperature=0))
+    assert all(result.token_ids == greedy for result in results[::2])
+    assert results[0].stats.drafted_tokens > 100
 
 
 @pytest.mark.parametrize("of_draft", [False, True], ids=["target", "draft"])

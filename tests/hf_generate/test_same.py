@@ -188,6 +188,40 @@ def test_logits_processors_do_what_they_do(name, inputs):
     assert_same(BOTH[inputs], **PROCESSORS[name])
 
 
+ENTRIES = [[40, 41, 95], [40, 95], [12, 13, 14, 15, 95], [60, 61, 62, 63, 95], [12, 13, 95]]
+LISTED_ENDS = {
+    "end of text": (ENTRIES, {"eos_token_id": 95}),
+    "two ends of text": ([*ENTRIES, [60, 94]], {"eos_token_id": [94, 95]}),
+    "length": ([[5, 6, 7], [5, 7, 6], [80, 81, 82]], {"max_new_tokens": 3}),
+    "stop string": (ENTRIES, {"stopping_criteria": lambda: [LetterStop([LETTERS[95], LETTERS[63] + LETTERS[95]])]}),
+}
+LISTING = {
+    "chain": lambda: Speculate(draft=draft(), tree="chain:5"),
+    "tree": lambda: Speculate(draft=draft()),
+    "lookup": lambda: Speculate(ngrams="lookup"),
+}
+
+
+@pytest.mark.parametrize("name", LISTED_ENDS)
+@pytest.mark.parametrize("way", LISTING)
+def test_a_list_of_texts_is_not_asked_what_follows_its_ends(name, way):
+    (entries, ends), custom = LISTED_ENDS[name], LISTING[way]()
+
+    def listed(row, ids):
+        new = ids[single["input_ids"].shape[1] :].tolist()
+        allowed = {entry[len(new)] for entry in entries if entry[: len(new)] == new and len(entry) > len(new)}
+        assert allowed, f"{new} is no beginning of an entry"
+        return sorted(allowed)
+
+    asked = {"prefix_allowed_tokens_fn": listed, "pad_token_id": 0, "max_new_tokens": 9}
+    for sample in (False, True):
+        made = {key: value() if callable(value) else value for key, value in ends.items()}
+        settings = {**asked, **made, "do_sample": sample}
+        found = target().generate(**single, **settings, custom_generate=custom)[0, 7:].tolist()
+        assert found in entries
+        assert sample or found == target().generate(**single, **settings)[0, 7:].tolist()
+
+
 def test_a_configuration_object():
     config = GenerationConfig(repetition_penalty=1.4, max_new_tokens=15, do_sample=False, pad_token_id=0)
     plain = target().generate(**batch, generation_config=config)

@@ -9,9 +9,12 @@ import httpx
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from covering import covering
 from polydraft.sampling import SamplingParams
+from polydraft.serve.token_texts import TokenTexts
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
@@ -134,6 +137,31 @@ def test_log_probabilities_of_completions(shared):
     assert all(
         len(top) <= 2 and -math.inf < value <= 0 for top, value in zip(told.top_logprobs, told.token_logprobs, strict=True)
     )
+
+
+def test_of_tokens_with_equal_text_the_likeliest_is_told(shared):
+    # One token a byte: those of parts of characters all decode to the replacement character.
+    decoder, tokenizer = shared.service.decoder, shared.service.decoder.tokenizer
+    answer = shared.client.completions.create(model=shared.service.model, prompt="Once", max_tokens=1, seed=4, logprobs=20)
+    law_V = torch.log_softmax(decoder.target.plain(torch.tensor([decoder.encode("Once")]))[0, -1], -1)
+    expected: dict[str, list[float]] = {}
+    for token in law_V.topk(20).indices.tolist():
+        expected.setdefault(tokenizer.decode([token]), []).append(float(law_V[token]))
+    assert max(map(len, expected.values())) > 3
+    (told,) = answer.choices[0].logprobs.top_logprobs
+    assert told == pytest.approx({text: max(values) for text, values in expected.items()}, abs=1e-4)
+    assert list(told.values()) == sorted(told.values(), reverse=True)
+
+
+def test_tokens_with_and_without_a_space_are_told_apart():
+    pieces = ["<s>", "</s>", "a", "\u2581the", "the", "\u2581", "<0xE2>", "<0x0A>"]
+    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [], byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"))
+    told = [texts(number) for number in range(len(pieces))]
+    assert [text for text, _ in told] == ["<s>", "</s>", "a", " the", "the", " ", "\ufffd", "\n"]
+    assert [bytes(found) for _, found in told] == [b"<s>", b"</s>", b"a", b" the", b"the", b" ", b"\xe2", b"\n"]
 
 
 def test_what_speculation_did_is_told(shared):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ import torch
 from covering import keeping
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import chi_square_p_value
+from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.loading import load
+from polydraft.models import FAMILIES
+from polydraft.models.hf import HFModel
 from polydraft.sampling import Grammar, SamplingParams, Warper
 from polydraft.sampling.grammar import Grammars
 
@@ -93,6 +97,103 @@ def test_regular_expressions_and_grammars(shared):
 def test_bad_grammars_are_named(shared, wrong, param):
     answer = shared.post(CHAT, {"messages": MESSAGES, **wrong})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def optional(count):
+    """Make a schema of so many optional properties: too many for llguidance from some number on."""
+    properties = {f"p{number}": {"type": "string"} for number in range(count)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+HOPELESS = {
+    "itself": Grammar.json_schema({"$ref": "#"}),
+    "a circle": Grammar.json_schema({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+    "no end": Grammar.lark('start: start "a"'),
+    "no character": Grammar.regex(r"a[^\s\S]"),
+    "properties": Grammar.json_schema(optional(700)),
+    "properties inside": Grammar.json_schema(
+        {"type": "object", "properties": {"x": optional(700)}, "required": ["x"], "additionalProperties": False}
+    ),
+    "alternatives": Grammar.json_schema(
+        {"anyOf": [{"type": "object", "properties": {f"p{n}": {}}, "required": [f"p{n}"]} for n in range(3000)]}
+    ),
+    "lengths": Grammar.json_schema({"anyOf": [{"type": "string", "minLength": n, "maxLength": n + 1} for n in range(3000)]}),
+}
+
+
+@pytest.mark.parametrize("name", HOPELESS)
+def test_what_no_text_can_follow_is_refused_before_there_is_any(shared, tiny_decoder, name):
+    grammar = HOPELESS[name]
+    with pytest.raises(UsageError, match="cannot be used"):
+        tiny_decoder.stream("x", sampling=SamplingParams(grammar=grammar))
+    asked = (
+        {grammar.kind: grammar.given} if grammar.kind != "json_schema" else {"response_format": schema_format(grammar.given)}
+    )
+    answer = shared.post(CHAT, {"messages": MESSAGES, "max_tokens": 20, "stream": True, **asked})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(asked))
+
+
+EITHER = {"anyOf": [{"type": "boolean"}, optional(700)]}
+"""Whether its limits are met shows only when a text has begun."""
+
+
+def leaning(tokenizer, character):
+    return {tokenizer.convert_tokens_to_ids(character): 100.0}
+
+
+@pytest.mark.parametrize("speculative", ["auto", "off"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_text_that_meets_a_limit_fails_alone(shared, tiny_decoder, speculative, temperature):
+    body = {"prompt": "x", "max_tokens": 40, "seed": 5, "temperature": temperature, "speculative": speculative}
+    body |= {"response_format": schema_format(EITHER)}
+    bad, good = ({**body, "logit_bias": leaning(tiny_decoder.tokenizer, character)} for character in "{t")
+    with ThreadPoolExecutor(4) as threads:
+        asked = [good, bad, {**bad, "stream": True}, good]
+        answers = list(threads.map(lambda one: shared.post("/v1/completions", one), asked))
+    assert [answer.json()["choices"][0]["text"] for answer in (answers[0], answers[3])] == ["true", "true"]
+    message = r"the text cannot follow its grammar after 1 new tokens \(Parser Error: .* max is 2000"
+    assert answers[1].status_code == 400 and re.match(message, answers[1].json()["error"]["message"])
+    # What was streamed before stays valid, and the last event says why there is no more.
+    events = [json.loads(line[6:]) for line in answers[2].text.splitlines() if line.startswith("data: ")] or [answers[2].json()]
+    assert re.match(message, events[-1]["error"]["message"])
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) in ("", "{")
+
+
+@pytest.mark.parametrize("drafts", ["static", "none", "n-grams"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_library_says_which_limit_a_text_met(roomy, drafts, temperature):
+    decoder = loaded(roomy, **DRAFTS[drafts])
+    sampling = SamplingParams(temperature=temperature, grammar=Grammar.json_schema(EITHER))
+    bad, good = (dataclasses.replace(sampling, logit_bias=leaning(decoder.tokenizer, one)) for one in "{t")
+    assert decoder.generate("x", sampling=good, seed=1).text == "true"
+    with pytest.raises(UsageError, match="cannot follow its grammar after 1 new tokens"):
+        decoder.generate("x", sampling=bad, seed=1)
+
+
+def test_scores_are_never_left_as_they_are(tiny_decoder, grammars):
+    vocab_size, tokenizer = tiny_decoder.target.vocab_size, tiny_decoder.tokenizer
+    processor = grammars.processor(grammars.compiled(Grammar.json_schema(EITHER)), 0)
+    brace, t, x = (tokenizer.convert_tokens_to_ids(character) for character in "{tx")
+    for text in ([brace], [brace, t], [t, x], [x]):
+        processor.foresee(text)
+        for _ in range(2):
+            with pytest.raises(UsageError, match="cannot follow its grammar"):
+                processor(torch.tensor([text]), torch.zeros(1, vocab_size))
+        assert processor.forced(text, 5) == []
+    assert (processor(torch.tensor([[t]]), torch.zeros(1, vocab_size)) > -torch.inf).sum() == 1
+
+
+@pytest.mark.parametrize("more", [1, 60])
+def test_logits_may_have_more_columns_than_there_are_tokens(tiny_decoder, more):
+    tokenizer = tiny_decoder.tokenizer
+    model = FAMILIES.get("llama").build(vocab_size=len(tokenizer) + more, eos_token_id=tokenizer.eos_token_id)
+    with torch.no_grad():  # columns beyond the tokenizer's would win
+        model.lm_head.weight[len(tokenizer) :] = 10 * model.lm_head.weight[0]
+    decoder = Decoder(HFModel(model), tokenizer=tokenizer, eos_token_ids=[tokenizer.eos_token_id])
+    for temperature in (0, 1):
+        sampling = SamplingParams(temperature=temperature, grammar=Grammar.json_schema(SCHEMA))
+        for found in decoder.generate(["x"] * 3, sampling=sampling, max_new_tokens=60, seed=3):
+            assert list(json.loads(found.text)) == ["a", "b"]
 
 
 @torch.inference_mode()

@@ -136,8 +136,8 @@ class LawMaker:
         What the columns of a draft's logits mean, where they are not all tokens.
     best : int, optional
         Deterministic search: keep so many of the best continuations of a text.
-    who : str
-        Whose logits these are, for messages.
+    draft : str, optional
+        Whose logits these are, where they are a draft's: it may go on where a processor fails.
     """
 
     def __init__(
@@ -149,20 +149,26 @@ class LawMaker:
         *,
         vocabulary: PartialVocabulary | None = None,
         best: int | None = None,
-        who: str = "the target",
+        draft: str | None = None,
     ) -> None:
         if best is not None:
             params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-        self._params, self._best, self._who = params, best, who
+        self._params, self._best = params, best
+        self._who = "the target" if draft is None else f"the draft {draft!r}"
         self._vocab_size, self._vocabulary, self._device = vocab_size, vocabulary, device
         self._tokens_D = None if vocabulary is None else vocabulary.tokens_D.cpu().numpy()
         self._adjusted = params.needs_history or bool(params.logit_bias)
-        self._warper = Warper(params, vocab_size, [prompt], device)
+        self._warper = Warper(params, vocab_size, [prompt], device, of_draft=draft is not None)
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether logits processors say what may follow a text, and may know nothing of texts that they have ruled out."""
+        return bool(self._params.processors)
 
     @property
     def emptied_by(self) -> str | None:
         """Which processor has left some text without any token to go on with, if one has."""
-        return self._warper.emptied_by
+        return self._warper.processing.emptied_by
 
     @property
     def never_gains(self) -> bool:

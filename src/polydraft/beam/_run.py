@@ -121,7 +121,7 @@ class BeamRun(ABC):
             self.target.device,
             vocabulary=None if reader is None else reader.vocabulary,
             best=self._best(reader),
-            who="the target" if reader is None else f"the draft {reader.name!r}",
+            draft=None if reader is None else reader.name,
         )
 
     def _law_reading(self, law: LawMaker, head: Callable[[Tensor], Tensor]) -> Reading | None:
@@ -319,13 +319,24 @@ class BeamRun(ABC):
     def _passed_like(self, node: Node) -> tuple[Node | None, int]:
         """Return whose law of the target can stand for this node's, and how many tokens the two texts share at their ends."""
         passed = self.tree.bank.rows
-        if node in passed:
+        if node in passed and self._has_law(node):
             return node, TRUSTED
         for twin, shared in self._twins.of(node):
             # Long laws take longer to average than a hint is worth.
-            if (twin in self._laws or twin in passed) and (shared >= TRUSTED or self.law.is_short):
+            useful = (twin in self._laws or twin in passed) and (shared >= TRUSTED or self.law.is_short)
+            if useful and self._has_law(twin):
                 return twin, shared
         return None, 0
+
+    def _has_law(self, node: Node) -> bool:
+        """Whether there is a law of the target after a node that it has passed."""
+        if node in self._laws or not self.law.has_processors:
+            return True
+        try:
+            self._note_laws([node])
+        except Exception:  # of a text that no beam can become, or that will be asked about again when one does
+            return False
+        return True
 
     def _child(self, beams: Sequence[Beam], continuations: Continuations, entry: int, total: float) -> Beam:
         """Continue a beam."""

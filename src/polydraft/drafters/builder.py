@@ -149,6 +149,11 @@ class DraftDistributions:
         self._vocab_size, self._device = vocab_size, source.device
         self._warper: Warper | None = None
 
+    @property
+    def num_columns(self) -> int:
+        """Tokens that the laws speak of, so the most children that a node can have."""
+        return self._vocab_size if self.vocabulary is None else len(self.vocabulary.tokens_D)
+
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, as penalties need them, and of all rows' parameters."""
         self.params = params

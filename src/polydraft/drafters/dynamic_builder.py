@@ -98,12 +98,12 @@ class DynamicBuilder(Builder):
         self._likeliest_B = torch.zeros(len(params), dtype=torch.bool, device=source.device)
         """Rows whose candidates are the likeliest tokens, even where others' are drawn."""
         self._usual = SCHEMES.get(DEFAULT_SCHEME)()
-        limits = [limit for limit in (self._usual.max_children, vocab_size) if limit is not None]
+        self._distributions = DraftDistributions(source, self._ranking_params(params), vocab_size)
+        limits = [limit for limit in (self._usual.max_children, self._distributions.num_columns) if limit is not None]
         self._sized = decision is None and source.device.type in _RECORDED
         self._room = even_levels(shape, min(limits)) if self._sized else room_of_levels(shape, min(limits))
         self._shares = fixed_shares(shape, self._room)
         self._vocab_size, self._device = vocab_size, source.device
-        self._distributions = DraftDistributions(source, self._ranking_params(params), vocab_size)
         self.policy = RowPolicy(costs, len(params), shape.nodes, source.device, shape.adaptive)
         self._decision = decision
         self._choice: SizeChoice | None = None

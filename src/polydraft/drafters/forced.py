@@ -19,6 +19,7 @@ from polydraft.drafters.trie import TokenTrie, as_draft_tree, rounded
 from polydraft.models import LanguageModel
 from polydraft.sampling import RowParams
 from polydraft.sampling.grammar import GrammarProcessor
+from polydraft.sampling.processing import grammars_of
 from polydraft.schemes import Naive
 from polydraft.trees import DraftTree
 from polydraft.walks import NodeWalk, Walk
@@ -96,7 +97,7 @@ class ForcedBuilder(Builder):
         """Take note of the texts of new rows, and of their grammars."""
         for row in rows:
             self._texts[row] = list(texts[row])
-        self._grammars = [next((one for one in own.processors if isinstance(one, GrammarProcessor)), None) for own in params]
+        self._grammars = [next(grammars_of(own), None) for own in params]
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the texts."""

@@ -40,7 +40,7 @@ def check_tree(topology: Topology, scheme: str | Scheme, vocab_size: int) -> Non
             )
     if topology.max_children > vocab_size:
         raise UsageError(
-            f"tree {topology} wants {topology.max_children} candidates per node but the vocabulary has only "
+            f"tree {topology} wants {topology.max_children} candidates per node but the draft knows only "
             f"{vocab_size} tokens; use smaller widths"
         )
 
@@ -209,7 +209,7 @@ class StaticBuilder(Builder):
         """Draw from even laws, where children are drawn."""
         scheme, vocabulary, rows = self.scheme, self._distributions.vocabulary, len(self._greedy_B)
         topology, plan, device = self._trees[-1], self._plans[-1], self.source.device
-        columns = self._vocab_size if vocabulary is None else len(vocabulary.tokens_D)
+        columns = self._distributions.num_columns
         laws = [torch.full((rows, len(level.nodes_GK), columns), 1 / columns, device=device) for level in plan.levels]
         for level, law_BGV in zip(plan.levels, laws, strict=True):
             for group in () if scheme.needs_order_only else level.groups:
@@ -312,7 +312,7 @@ class StaticBuilder(Builder):
         if laws:
             laws += (laws[-1][:, :1],) * missing
         elif not self.scheme.follows_target:  # of a root alone: no child was drawn, so any law will do
-            columns = self._vocab_size if tree.vocabulary is None else len(tree.vocabulary.tokens_D)
+            columns = self._distributions.num_columns
             law_111 = torch.full((1, 1, 1), 1 / columns, device=self.source.device)
             laws = (law_111.expand(len(tree.tokens_BN), 1, columns),) * missing
         return replace(tree, depth=self.depth, laws=laws, reach=tree.depth)

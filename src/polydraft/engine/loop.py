@@ -15,7 +15,7 @@ from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSe
 from polydraft.engine.slots import Slots
 from polydraft.engine.stats import TARGET, Stats
 from polydraft.engine.workspace import Workspace, device_failure
-from polydraft.errors import FailureError
+from polydraft.errors import FailureError, PolydraftError
 from polydraft.models import LanguageModel
 from polydraft.sampling import IDLE, SamplingParams
 from polydraft.walks import AUTO, Fault, Walk
@@ -207,10 +207,7 @@ class Engine:
                 params=self._workspace.params.replaced(params),
             )
             self._workspace.activate(active)
-            self._workspace.watch(
-                paths=any(one is not None and (one.traced or one.top_logprobs is not None) for one in self.slots),
-                isolate=self._isolate,
-            )
+            self._workspace.watch(any(one is not None and (one.traced or one.top_logprobs is not None) for one in self.slots))
         self._walk = self._chosen_walk()
 
     def _chosen_walk(self) -> Walk:
@@ -303,30 +300,35 @@ class Engine:
 
     def _failed(self, slot: int, sequence: TokenSequence, fault: Fault) -> Emitted:
         """End a sequence whose round brought nothing, alone if that is wanted."""
-        error = self._failure(slot, fault, sequence)
+        state = self._workspace.state
+        assert state is not None, "a round was run"
+        processing = state.warper.processing
+        raised = (processing.errors or {}).get(slot)
+        if raised is not None and not self._isolate:
+            raise raised
+        error = self._failure(fault, len(sequence.tokens), raised, processing.emptied_by)
         if not self._isolate:
             raise error
         self.slots.vacate(slot)
         self._spoilt.append(slot)
         return sequence.fail(error)
 
-    def _failure(self, slot: int, fault: Fault, sequence: TokenSequence) -> FailureError:
-        length = len(sequence.tokens)
+    def _failure(self, fault: Fault, length: int, raised: Exception | None, emptied_by: str | None) -> PolydraftError:
         if fault == Fault.SCHEME:
             return FailureError(
                 f"scheme {self._session.scheme.name!r} emitted no token after {length} tokens; please report this, and use "
                 "another --scheme"
             )
-        state = self._workspace.state
-        raised = state.warper.errors.get(slot) if state is not None and state.warper.errors else None
+        if isinstance(raised, PolydraftError):  # a grammar's, which says all
+            return raised
         if raised is not None:
             return FailureError(
                 f"a logits processor failed after {length} tokens ({type(raised).__name__}: {raised}); fix or remove it"
             )
-        if fault == Fault.TARGET and state is not None and state.warper.emptied_by is not None:
+        if fault == Fault.TARGET and emptied_by is not None:
             return FailureError(
-                f"logits processor {state.warper.emptied_by!r} left no token to go on with after {length} tokens; "
-                "leave at least one with a finite score"
+                f"logits processor {emptied_by!r} left no token to go on with after {length} tokens; leave at least one with "
+                "a finite score"
             )
         who = f"the target {self.target.name!r}" if fault == Fault.TARGET else "the draft"
         return FailureError(

@@ -1,6 +1,6 @@
 """One text on its way: its prompt, what was asked for, what it has got so far, and where it ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from polydraft.engine.stats import Speculation, Stats
 from polydraft.engine.text import TextAssembler
 from polydraft.sampling import SamplingParams
+from polydraft.sampling.processing import until_end
 
 
 class StopReason(StrEnum):
@@ -104,6 +105,8 @@ class TokenSequence:
     """Turns tokens into text, and finds stop strings."""
     max_positions: int | None = None
     """Where the model's context ends."""
+    stops_after: Callable[[Sequence[int]], bool] | None = None
+    """Whether its caller will end it after a text: one that can be told beforehand."""
     steady: bool = True
     """Whether its trees, and so what a seed gives, may not depend on how many others there are."""
     traced: bool = False
@@ -122,6 +125,7 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.params = until_end(self.params, self.is_over)
 
     @property
     def done(self) -> bool:
@@ -138,6 +142,26 @@ class TokenSequence:
         """The length that it may not exceed."""
         end = len(self.prompt) + self.max_new_tokens
         return end if self.max_positions is None else min(end, self.max_positions)
+
+    def is_over(self, text: Sequence[int]) -> bool:
+        """Whether this text, which goes on from what is certain, has come to an end: what follows is of no account."""
+        if self.done or len(text) >= self.end:
+            return True
+        further = text[len(self.tokens) :]
+        if any(token in self.eos_token_ids for token in further):
+            return True
+        if self.stops_after is not None:
+            lengths = range(len(self.tokens) + 1, len(text) + 1)
+            if any(self.stops_after(text[:length]) for length in lengths):
+                return True
+        if not self.assembler.can_stop:
+            return False
+        assembler = self.assembler.fork()
+        for token in further:
+            assembler.add(token)
+            if assembler.stopped:
+                return True
+        return False
 
     def take(self, tokens: Sequence[int], sources: Sequence[str]) -> Emitted:
         """Take the tokens of a round up to the first end: end of text, a stop string, a limit."""

@@ -222,11 +222,13 @@ class Workspace:
         assign(state.tail_B2, [[0, *text[-2:]][-2:] for text in texts])
 
     def _new_state(self, texts: Sequence[Sequence[int]], params: RowParams) -> State:
+        warper = Warper(params, self.target.vocab_size, texts, self.target.device)
+        warper.processing.errors = {}  # a tree has nodes that no walk gets to
         return State(
             target=self.target,
             session=self.session,
             memory=self.memory,
-            warper=Warper(params, self.target.vocab_size, texts, self.target.device),
+            warper=warper,
             tail_B2=torch.zeros(len(params), 2, dtype=torch.long, device=self.target.device),
             active_B=torch.ones(len(params), dtype=torch.bool, device=self.target.device),
             greedy_B=torch.zeros(len(params), dtype=torch.bool, device=self.target.device),
@@ -290,11 +292,9 @@ class Workspace:
         parents = [max((node for node, is_above in enumerate(line) if is_above), default=-1) for line in above_NN.tolist()]
         return list(zip(parents, tree.tokens_BN[row].tolist(), strict=True))
 
-    def watch(self, *, paths: bool, isolate: bool) -> None:
-        """Say whether rounds keep what `path_logits` needs, unrecorded, and whether a processor's error is its row's alone."""
+    def watch(self, paths: bool) -> None:
+        """Say whether rounds keep what `path_logits` needs, unrecorded."""
         self._begun.watched = paths
-        if isolate and self._begun.warper.errors is None:
-            self._begun.warper.errors = {}
 
     def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
         """Let ended rows idle: memories drop what was cut off at the end and grow no more."""

@@ -20,6 +20,8 @@ from polydraft.errors import UsageError, shown, unknown_name
 JSON_SCHEMA, JSON_OBJECT, REGEX, LARK = "json_schema", "json_object", "regex", "grammar"
 KINDS = (JSON_SCHEMA, JSON_OBJECT, REGEX, LARK)
 _MOST_STATES = 512
+_MOST_TRIED = 64
+"""Steps along what all texts of a grammar begin with that are tried before any text is written."""
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is spelled: as most of it is, and so that no text can go on with blanks for ever."""
 
@@ -66,6 +68,10 @@ class Grammar:
         return cls(LARK, rules)
 
 
+class GrammarError(UsageError):
+    """A grammar that a text cannot follow: it is too large for llguidance, or leads nowhere."""
+
+
 class Grammars:
     """Grammars for the tokens of one model.
 
@@ -92,7 +98,11 @@ class Grammars:
             raise UsageError(f"grammars do not work with this tokenizer ({error})") from None
 
     def compiled(self, wanted: Grammar) -> str:
-        """Check a grammar and return it in the form that `processor` takes."""
+        """Check a grammar and return it in the form that `processor` takes.
+
+        What all its texts begin with is followed to where they part: most grammars that are too large for llguidance, or that
+        no text follows, are refused here, before any text is written.
+        """
         from llguidance import LLMatcher
 
         kind, given = wanted.kind, wanted.given
@@ -104,62 +114,98 @@ class Grammars:
             else:
                 schema = {"type": "object"} if kind == JSON_OBJECT else given
                 grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_STYLE)
-            wrong = LLMatcher.validate_grammar(grammar, self._tokenizer)
+            self._try(self._matcher(grammar))
         except (ValueError, TypeError) as error:
-            wrong = str(error)
-        if wrong:
-            raise UsageError(
-                f"{kind} {shown(given)} cannot be used ({' '.join(wrong.split())}); see llguidance's documentation"
-            )
+            reason = " ".join(str(error).split())
+            raise UsageError(f"{kind} {shown(given)} cannot be used ({reason}); see llguidance's documentation") from None
         return str(grammar)
+
+    def _matcher(self, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        return LLMatcher(self._tokenizer, grammar, log_level=0)
+
+    def _try(self, matcher: Any) -> None:
+        """Follow what is certain about a text."""
+        for _ in range(_MOST_TRIED):
+            _followers(matcher, self._vocab_size)
+            certain = bytes(matcher.compute_ff_bytes())
+            if not certain:
+                return
+            if not matcher.consume_tokens(self._tokenizer.tokenize_bytes(certain)):
+                raise GrammarError(_reason(matcher))
 
     def processor(self, grammar: str, prompt_length: int) -> "GrammarProcessor":
         """Return what keeps one text to a grammar, from the end of its prompt on."""
-        from llguidance import LLMatcher
+        return GrammarProcessor(self._matcher(grammar), prompt_length, self._vocab_size)
 
-        return GrammarProcessor(LLMatcher(self._tokenizer, grammar), prompt_length, self._vocab_size)
+
+def _followers(matcher: Any, vocab_size: int) -> Tensor:
+    """Return which tokens may come next."""
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    allowed_V = torch.from_numpy(np.unpackbits(bits, bitorder="little")[:vocab_size].astype(bool))
+    # Where it cannot tell, it allows ends of text.
+    if matcher.is_error() or not bool(allowed_V.any()):
+        raise GrammarError(_reason(matcher))
+    return allowed_V
+
+
+def _reason(matcher: Any) -> str:
+    """Say in one line what keeps a text from going on."""
+    told = " ".join(matcher.get_error().split("<state>")[0].split())
+    return "no text follows it" if not told or told.startswith("NoExtension") else told
 
 
 class GrammarProcessor:
     """Rule out tokens that no text of the grammar goes on with; a logits processor of one text.
 
     States of the grammar are kept by the tokens that led there: nodes of a tree share those of their ancestors.
+
+    Raises
+    ------
+    GrammarError
+        If nobody can tell what may come next, or nothing may: scores are never left as they are.
     """
 
     def __init__(self, matcher: Any, prompt_length: int, vocab_size: int) -> None:
         self._start, self._prompt_length, self._vocab_size = matcher, prompt_length, vocab_size
-        self._states: OrderedDict[tuple[int, ...], tuple[Any, Tensor] | None] = OrderedDict()
+        self._states: OrderedDict[tuple[int, ...], tuple[Any, Tensor] | GrammarError] = OrderedDict()
 
     def __call__(self, input_ids: Tensor, scores_1V: Tensor) -> Tensor:
         """Mask the scores after a text."""
         state = self._state(tuple(input_ids[0, self._prompt_length :].tolist()))
-        if state is None:  # a node that no walk reaches: its token was ruled out above it
-            return scores_1V
+        if isinstance(state, GrammarError):
+            raise state
         return scores_1V.masked_fill(~state[1].to(scores_1V.device), -torch.inf)
 
     def forced(self, text: Sequence[int], most: int) -> list[int]:
         """Return the tokens that a text goes on with as far as its grammar leaves it no choice, `most` of them at most."""
         state = self._state(tuple(text[self._prompt_length :]))
-        return [] if state is None else list(state[0].compute_ff_tokens())[:most]
+        return [] if isinstance(state, GrammarError) else list(state[0].deep_copy().compute_ff_tokens())[:most]
 
     def foresee(self, text: Sequence[int]) -> None:
         """Find out beforehand what may follow a text."""
         self._state(tuple(text[self._prompt_length :]))
 
-    def _state(self, tokens: tuple[int, ...]) -> tuple[Any, Tensor] | None:
-        """Return the grammar's state after some tokens with what may follow; None if they do not follow it themselves."""
+    def _state(self, tokens: tuple[int, ...]) -> tuple[Any, Tensor] | GrammarError:
+        """Return the grammar's state after some tokens with what may follow, or why there is none."""
         if tokens in self._states:
             self._states.move_to_end(tokens)
             return self._states[tokens]
-        above = self._states.get(tokens[:-1]) if tokens else None
-        matcher = (self._start if above is None else above[0]).deep_copy()
-        fits = all(matcher.consume_token(token) for token in (tokens if above is None else tokens[-1:]))
-        found = None
-        if fits and not matcher.is_error():
-            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
-            found = matcher, torch.from_numpy(allowed)
-        self._states[tokens] = found
+        try:
+            self._states[tokens] = self._found(tokens)
+        except GrammarError as error:
+            self._states[tokens] = GrammarError(
+                f"the text cannot follow its grammar after {len(tokens)} new tokens ({error}); use a simpler one"
+            )
         if len(self._states) > _MOST_STATES:
             self._states.popitem(last=False)
-        return found
+        return self._states[tokens]
+
+    def _found(self, tokens: tuple[int, ...]) -> tuple[Any, Tensor]:
+        above = self._states.get(tokens[:-1]) if tokens else None
+        start, new = (above[0], tokens[-1:]) if isinstance(above, tuple) else (self._start, tokens)
+        matcher = start.deep_copy()
+        if not all(matcher.consume_token(token) for token in new):
+            raise GrammarError(_reason(matcher))
+        return matcher, _followers(matcher, self._vocab_size)

@@ -49,7 +49,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id to a number added to its logit."""
     processors: tuple[Any, ...] = field(default=(), hash=False)
-    """Hugging Face `LogitsProcessor` objects, called as `processor(input_ids, scores)` with each node's own ancestors."""
+    """Hugging Face `LogitsProcessor` objects, called as `processor(input_ids, scores)` with each node's own ancestors, and not
+    about what follows an end."""
     grammar: Grammar | None = field(default=None, hash=False)
     """What the text is to follow: a JSON schema, a regular expression, or rules in Lark's notation. It is the last of the
     `processors`."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +9,8 @@ from torch import Tensor
 from polydraft.kernels import kernels_run
 from polydraft.row_storage import RowStorage
 from polydraft.sampling.categorical import NO_TOKEN
-from polydraft.sampling.grammar import GrammarProcessor
 from polydraft.sampling.params import DEFAULTS, RowParams, SamplingParams, bias_table
+from polydraft.sampling.processing import Processing
 from polydraft.sampling.softened import softened
 from polydraft.sampling.vocabulary import PartialVocabulary
 from polydraft.transfers import assign
@@ -65,10 +64,8 @@ class Warper:
         self._seen_BV: Tensor | None = None
         self._counts_BV: Tensor | None = None
         self._history: list[list[int]] = [[] for _ in params]
-        self.emptied_by: str | None = None
-        """Which processor has left a text of this round without any token to go on with, if one has."""
-        self.errors: dict[int, Exception] | None = None
-        """By row, what processors have raised in this round: such rows have no distribution. None lets it be raised."""
+        self.processing = Processing(of_draft, vocabulary)
+        """Who calls logits processors."""
         self._set(params)
         self.restart(prompts)
 
@@ -140,7 +137,7 @@ class Warper:
 
     def restart(self, prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None) -> None:
         """Begin other texts, in all rows or some."""
-        self.emptied_by = None
+        self.processing.emptied_by = None
         for row, prompt in zip(range(len(prompts)) if rows is None else rows, prompts, strict=True):
             self._history[row] = list(prompt) if self.params.has_processors else []
             if self._seen_BV is not None:
@@ -153,9 +150,7 @@ class Warper:
         """Add newly emitted tokens to the certain text of each row."""
         if not self.params.needs_history:
             return
-        self.emptied_by = None
-        if self.errors:
-            self.errors.clear()
+        self.processing.forget()
         for row, tokens in enumerate(emitted):
             if not tokens:
                 continue
@@ -246,52 +241,20 @@ class Warper:
             counts_BGV.scatter_add_(-1, columns_BGP, real_BGP.float())
             scores_BGV = scores_BGV - self._numbers["presence_penalty"] * (counts_BGV > 0)
             scores_BGV = scores_BGV - self._numbers["frequency_penalty"] * counts_BGV
-        return self._processed(scores_BGV, paths_BGP) if self.params.has_processors else scores_BGV
+        if not self.params.has_processors:
+            return scores_BGV
+        return self.processing(scores_BGV, paths_BGP, self.params, self._history)
 
     def _known(self, table_BV: Tensor) -> Tensor:
         """Return the columns that the logits have."""
         return table_BV if self._vocabulary is None else table_BV.index_select(-1, self._vocabulary.tokens_D)
-
-    def _processed(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        """Call the Hugging Face processors node by node; they want host-side shapes, so this synchronises."""
-        result_BGV = scores_BGV.clone()
-        for row, (paths, params) in enumerate(zip(paths_BGP.tolist(), self.params, strict=True)):
-            for node, path in enumerate(paths if params.processors else []):
-                ids = self._history[row] + [token for token in path if token != NO_TOKEN]
-                input_ids = torch.tensor([ids], dtype=torch.long, device=scores_BGV.device)
-                scores_1V = scores_BGV[row, node][None].clone()
-                if self._vocabulary is not None:  # processors speak of all tokens
-                    scores_1V = self._vocabulary.spread(scores_1V, fill=-torch.inf)
-                result_BGV[row, node] = self._known(self._through(row, params.processors, input_ids, scores_1V))[0]
-        return result_BGV
 
     def foresee(self, paths: Sequence[Sequence[Sequence[int]]]) -> None:
         """Let grammars find out what may follow some nodes, while the device works on these nodes' logits.
 
         `paths` are those that `probs` will get, on the host.
         """
-        for row, (own, params) in enumerate(zip(paths, self.params, strict=True)):
-            grammars = [processor for processor in params.processors if isinstance(processor, GrammarProcessor)]
-            for path in own if grammars else ():
-                for grammar in grammars:
-                    grammar.foresee(self._history[row] + [token for token in path if token != NO_TOKEN])
-
-    def _through(self, row: int, processors: Sequence[Any], input_ids: Tensor, scores_1V: Tensor) -> Tensor:
-        """Let the processors of a row change its scores."""
-        for processor in processors:
-            was_law = _is_law(scores_1V)
-            try:
-                scores_1V = processor(input_ids, scores_1V)
-            except Exception as error:
-                if self._of_draft:  # any proposal is as good: where the processor fails the target, that is said there
-                    return scores_1V
-                if self.errors is None:
-                    raise
-                self.errors[row] = error
-                return torch.full_like(scores_1V, torch.nan)
-            if was_law and not _is_law(scores_1V):
-                self.emptied_by = getattr(processor, "__name__", type(processor).__name__)
-        return scores_1V
+        self.processing.foresee(paths, self.params, self._history)
 
     def _truncated(self, scores_BGV: Tensor) -> Tensor:
         if "top_k" in self._used:
@@ -338,11 +301,6 @@ def _as_if_drawn(params: SamplingParams) -> SamplingParams:
     if params.temperature > 0:
         return params
     return dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-
-
-def _is_law(scores_1V: Tensor) -> bool:
-    """Whether some token has a finite score, and none is larger than that or not a number."""
-    return bool(scores_1V.max().isfinite())
 
 
 def _argmax(scores_BGV: Tensor) -> Tensor:

@@ -132,8 +132,15 @@ class Answer:
         return {
             "tokens": [self._token_texts(token)[0] for token in tokens],
             "token_logprobs": [told.logprob for told in logprobs],
-            "top_logprobs": [{self._token_texts(token)[0]: value for token, value in told.top} for told in logprobs],
+            "top_logprobs": [self._by_text(told.top) for told in logprobs],
         }
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return log-probabilities by text, as completions have them: the likeliest speaks for tokens of equal text."""
+        found: dict[str, float] = {}
+        for token, value in top:
+            found.setdefault(self._token_texts(token)[0], value)
+        return found
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, found = self._token_texts(token)
