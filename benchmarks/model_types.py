@@ -29,8 +29,8 @@ from transformers.models.auto.modeling_auto import (
 
 from polydraft import Speculate
 from polydraft.errors import PolydraftError
-from polydraft.models.check import sharpen, twin_config
 from polydraft.models.families import first_line
+from polydraft.models.twin import sharpen, twin_config
 
 NEW_TOKENS = 24
 LENGTHS = (9, 20, 3)

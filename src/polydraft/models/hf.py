@@ -137,6 +137,8 @@ class HFModel(LanguageModel):
         """How the model is not all in one place; None if it is."""
         self.recurrence = find_recurrence(model)
         """Its recurrent layers, if it has any."""
+        self.resumes = False
+        """Whether these read on from a state by several tokens at once, as a twin shows; the scan of Mamba begins from none."""
         if self.recurrence is not None:
             self.shape_obstacle = "its recurrent layers read a tree level by level, and only static trees have known levels"
         lean = lean and self.spread is None
@@ -307,7 +309,7 @@ class HFModel(LanguageModel):
 
 
 class _Unchecked(HFModel):
-    """A twin (`polydraft.models.check`), which is what checks run on."""
+    """A twin (`polydraft.models.twin`), which is what checks run on."""
 
     _checks_habits = False
 
