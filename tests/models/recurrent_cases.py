@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from polydraft.models.check import sharpen
+from polydraft.models.twin import sharpen
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,

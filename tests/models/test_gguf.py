@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from polydraft import Speculate
 from polydraft.errors import FailureError, UsageError
-from polydraft.models.check import sharpen
 from polydraft.models.gguf_files import convert, gguf_source
 from polydraft.models.gguf_header import read_header
 from polydraft.models.loading import load_draft, load_model
+from polydraft.models.twin import sharpen
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")

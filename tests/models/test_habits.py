@@ -12,8 +12,8 @@ from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
-from polydraft.models.check import POSITIONS, WINDOW, sharpen, twin_config, twins
 from polydraft.models.hf import HFModel, early_exit
+from polydraft.models.twin import POSITIONS, WINDOW, sharpen, twin_config, twins
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 

@@ -11,12 +11,14 @@ from recurrent_cases import CASES, build, noisy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from covering import keeping
+from exactness.test_slots import finish, open_engine, sequence
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import FALSE_ALARM, chi_square_p_value
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models.hf import HFModel, early_exit
+from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.models.recurrent_context import RecurrentContext
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DraftTree, causal_block, parse_dynamic, parse_tree
@@ -31,9 +33,9 @@ PAIRS = list(itertools.product(FEW, ["none", *TREES]))
 
 
 def plain(model, prompt, count=24):
-    return model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count, pad_token_id=0)[
-        0, len(prompt) :
-    ].tolist()
+    tokens_BT = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(tokens_BT), "pad_token_id": 0}  # which texts of a model may hold, too
+    return model.generate(tokens_BT, do_sample=False, max_new_tokens=count, **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,66 @@ def test_a_text_that_is_cut_is_read_anew(model_type):
     assert first == plain(model, PROMPTS[1], 9)
     for prompt in (PROMPTS[1] + first, PROMPTS[1][:12], PROMPTS[1][:12] + PROMPTS[0], PROMPTS[2], PROMPTS[2]):
         assert decoder.generate(prompt, sampling=GREEDY, max_new_tokens=9).token_ids == plain(model, prompt, 9)
+
+
+@pytest.mark.parametrize("model_type", keeping(CASES, "jamba", "qwen3_next"))
+def test_a_second_turn_is_that_of_generate(model_type):
+    """What is new of it is read from a state that is not empty, by several tokens at once or one by one."""
+    model = build(model_type)
+    decoder = Decoder(HFModel(model))  # rounds with a draft may end past the text, which is read anew then
+    first = decoder.generate(PROMPTS[:2], sampling=GREEDY, max_new_tokens=8, keep=True)
+    news = [PROMPTS[1][:11], [7, 8]]
+    turns = [PROMPTS[row] + first[row].token_ids + news[row] for row in range(2)]
+    second = decoder.generate(turns, sampling=GREEDY, max_new_tokens=12, keep=True)
+    assert [result.token_ids for result in second] == [plain(model, turn, 12) for turn in turns]
+
+
+@pytest.mark.parametrize("model_type", keeping(CASES, "falcon_h1", "mamba"))
+def test_a_prompt_read_in_chunks_is_continued_as_by_generate(model_type):
+    """As the server reads: a chunk before each round, one text beside another that is at work, then a text that goes on."""
+    model = build(model_type)
+    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("2x1")))
+    engine = open_engine(decoder, slots=2, reuse=True, chunk=5)
+    texts = [sequence(decoder, row, PROMPTS[row], GREEDY, limit=20, seed=row) for row in range(2)]
+    for text in texts:
+        engine.add(text)
+    finish(engine)
+    again = sequence(decoder, 2, [*texts[1].tokens, *PROMPTS[0]], GREEDY, limit=12, seed=2)
+    engine.add(again)
+    finish(engine)
+    assert [text.new_tokens for text in texts] == [plain(model, PROMPTS[row], 20) for row in range(2)]
+    assert again.new_tokens == plain(model, again.prompt, 12)
+
+
+@pytest.mark.parametrize("model_type", keeping(["mamba", "mamba2"], "mamba"))
+def test_a_prompt_longer_than_a_pass(model_type):
+    model = build(model_type, max_position_embeddings=2 * PREFILL_CHUNK)
+    prompt = torch.randint(5, 90, (PREFILL_CHUNK + 8,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert Decoder(HFModel(model)).generate(prompt, sampling=GREEDY, max_new_tokens=8).token_ids == plain(model, prompt, 8)
+
+
+@pytest.mark.parametrize("model_type", keeping(CASES, *FEW))
+def test_only_layers_that_need_it_read_token_by_token(model_type):
+    """A scan without an initial state, where nothing else is known of the model: Mamba, and what is built of it."""
+    assert HFModel(build(model_type)).resumes == (model_type not in {"mamba", "falcon_mamba", "jamba", "zamba"})
+
+
+@torch.inference_mode()
+def test_a_beginning_is_read_at_once_and_the_rest_token_by_token(monkeypatch):
+    """Of two rows, one that begins and one that goes on; the mixers are called as often as there are steps."""
+    model = HFModel(build("mamba"))
+    mixer = model.recurrence.mixers[0]
+    context, calls, forward = model.start(2, 64), [], type(mixer).forward
+    context.prefill([PROMPTS[0], []])
+
+    def counted(self, hidden_RCF, *args, **options):
+        if self is mixer:
+            calls.append(tuple(hidden_RCF.shape[:2]))
+        return forward(self, hidden_RCF, *args, **options)
+
+    monkeypatch.setattr(type(mixer), "forward", counted)
+    context.prefill([PROMPTS[2], PROMPTS[1]])
+    assert calls == [(1, 20), (1, 1), (1, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(("model_type", "tree"), keeping(PAIRS, ("jamba", "none"), ("mamba", "1x1x1x1")))

@@ -9,8 +9,8 @@ from polydraft import Speculate
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models.cache import SpreadCache
-from polydraft.models.check import sharpen, twin_config
 from polydraft.models.hf import HFModel
+from polydraft.models.twin import sharpen, twin_config
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 

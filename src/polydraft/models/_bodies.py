@@ -10,7 +10,7 @@ slots are not the last tokens, so that table hides what should be seen. Here the
 positions; the table is not looked at.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,7 +113,8 @@ def lean_body(model: Any) -> LeanBody | None:
         config.model_type in _MODEL_TYPES
         and config._attn_implementation == "sdpa"
         and config.hidden_act == "silu"
-        and all(type(part) is nn.Linear for layer in body.layers for part in _linears(layer))
+        # Of other types are quantised weights, torchao's say, which cannot be put side by side.
+        and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in _linears(body))
         # Weights made in inference mode cannot become views without breaking the model for its owner.
         and not any(parameter.is_inference() for parameter in body.parameters())
         # Hooks and adapters work on the modules that are passed by here.
@@ -123,11 +124,11 @@ def lean_body(model: Any) -> LeanBody | None:
     return LeanBody(body) if plain else None
 
 
-def _linears(layer: Any) -> list[nn.Module]:
-    attention, mlp = layer.self_attn, layer.mlp
-    names = [(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    names += [(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
-    return [getattr(owner, name) for owner, name in names]
+def _linears(body: Any) -> Iterator[nn.Module]:
+    for layer in body.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        yield from (getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        yield from (getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
 
 
 def _rms_norm(hidden_BTF: Tensor, norm: Any) -> Tensor:

@@ -77,12 +77,24 @@ def level_steps(block: Block, places_BT: Tensor, depths_BU: Tensor) -> Iterator[
         yield Step(rows_R, sources_BT[rows_R, columns_R], places_BT[rows_R, columns_R] + 1, columns_R[:, None])
 
 
-def text_steps(counts: Sequence[int], device: torch.device) -> Iterator[Step]:
-    """Yield one step for the rows of each length, which read their tokens in a row and keep only the state at the end."""
-    for count in sorted(set(counts) - {0}):
-        rows_R = torch.tensor([row for row, other in enumerate(counts) if other == count], device=device)
-        columns_RC = torch.arange(count, device=device).expand(len(rows_R), -1)
-        yield Step(rows_R, torch.zeros_like(rows_R), torch.zeros_like(rows_R), columns_RC)
+def text_steps(counts: Sequence[int], singly: Sequence[bool], device: torch.device) -> Iterator[Step]:
+    """Yield the steps in which rows read so many tokens in a row and keep only the state at the end.
+
+    Rows of equal length read theirs in one step; those that must read them singly, one token per step.
+    """
+    for count in sorted({count for count, alone in zip(counts, singly, strict=True) if not alone} - {0}):
+        rows = [row for row, other in enumerate(counts) if other == count and not singly[row]]
+        yield _text_step(rows, range(count), device)
+    longest = max((count for count, alone in zip(counts, singly, strict=True) if alone), default=0)
+    for column in range(longest):
+        rows = [row for row, count in enumerate(counts) if singly[row] and count > column]
+        yield _text_step(rows, range(column, column + 1), device)
+
+
+def _text_step(rows: list[int], columns: range, device: torch.device) -> Step:
+    rows_R = torch.tensor(rows, device=device)
+    columns_RC = torch.arange(columns.start, columns.stop, device=device).expand(len(rows), -1)
+    return Step(rows_R, torch.zeros_like(rows_R), torch.zeros_like(rows_R), columns_RC)
 
 
 class NodeStates:

@@ -4,7 +4,7 @@ Most models take position ids. The decoders of BART and its kin look positions u
 its keys by it, Inkling measures distances between slots, and BLOOM, MPT and some Falcons add a bias to attention (ALiBi [1]_)
 that grows with the slot of a key. But in a tree siblings share a position and not a slot, and rows differ in length. So inside
 a `with` statement the modules concerned get arguments of ours. Outside it, and in other threads, the model is as its owner made
-it. Whether that suffices for a class, a twin tells (`polydraft.models.check`).
+it. Whether that suffices for a class, a twin tells (`polydraft.models.twin`).
 
 References
 ----------

@@ -230,6 +230,24 @@ def is_recurrent(model: Any) -> bool:
     )
 
 
+def quantised_by(model: Any) -> str | None:
+    """Return whose quantisation a model came with, such as torchao; None where its weights are numbers as they are."""
+    if getattr(model, "hf_quantizer", None) is not None:  # one that is gone has made numbers of them
+        return scheme_of(model.config)
+    import torch
+
+    # In place, by functions that leave no word in the configuration.
+    owners = {type(weight).__module__.split(".")[0] for weight in model.parameters() if type(weight) is not torch.nn.Parameter}
+    return min(owners - {"torch"}, default=None)
+
+
+def scheme_of(config: Any) -> str | None:
+    """Return the name of the scheme in which a configuration says that weights are quantised."""
+    own = getattr(config, "quantization_config", None)
+    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
+    return None if own is None else str(getattr(method, "value", method) or "a scheme without a name")
+
+
 def refuse_unsupported(model: Any) -> None:
     """Raise a `UsageError` that names the model and the reason, if it cannot score trees."""
     config = text_config(model)

@@ -28,6 +28,7 @@ from polydraft.models.families import (
     chunk_size,
     context_limit,
     first_line,
+    quantised_by,
     refuse_unsupported,
     steady_positions,
     text_config,
@@ -107,9 +108,15 @@ class HFModel(LanguageModel):
             raise
         # A class of unknown habits may fail in any way when it is tried.
         except Exception as error:
+            kind, scheme = text_config(model).model_type, quantised_by(model)
+            if scheme is not None:
+                raise UsageError(
+                    f"model type {kind!r}, quantised by {scheme}, does not run under trees ({first_line(error)}); use weights "
+                    "that are not quantised, on a CPU with dtype int8 for as little memory"
+                ) from error
             raise UsageError(
-                f"model type {text_config(model).model_type!r} does not work as a causal language model ({first_line(error)}); "
-                f"docs/models.md lists what works"
+                f"model type {kind!r} does not work as a causal language model ({first_line(error)}); "
+                "docs/models.md lists what works"
             ) from error
         if invariant and not self.invariant:
             raise UsageError(f"model {self.name!r} cannot be invariant: {self._invariant_obstacle()}; leave out --invariant")
@@ -137,12 +144,16 @@ class HFModel(LanguageModel):
         """How the model is not all in one place; None if it is."""
         self.recurrence = find_recurrence(model)
         """Its recurrent layers, if it has any."""
+        self.resumes = False
+        """Whether these read on from a state by several tokens at once, as a twin shows; the scan of Mamba begins from none."""
         if self.recurrence is not None:
             self.shape_obstacle = "its recurrent layers read a tree level by level, and only static trees have known levels"
         lean = lean and self.spread is None
         self.dtype = model.dtype
         self.int8 = is_quantised(model)
         """Whether the weights are in int8; `dtype` is that of all else."""
+        self.quantised_by = quantised_by(model)
+        """Whose quantisation, not ours, the weights came with; they are multiplied by its own code."""
         table = model.get_output_embeddings()
         # Quantised ones have weights of other shapes.
         self.vocab_size = int(getattr(table, "out_features", None) or table.weight.shape[0])
@@ -307,7 +318,7 @@ class HFModel(LanguageModel):
 
 
 class _Unchecked(HFModel):
-    """A twin (`polydraft.models.check`), which is what checks run on."""
+    """A twin (`polydraft.models.twin`), which is what checks run on."""
 
     _checks_habits = False
 

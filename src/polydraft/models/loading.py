@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 import torch
 from safetensors import SafetensorError
 
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError, PolydraftError, UsageError
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
 from polydraft.models.eagle3 import is_eagle3, load_eagle3
+from polydraft.models.families import scheme_of
 from polydraft.models.feature_head import FeatureHead
 from polydraft.models.gguf_files import converted_folder, gguf_source, vocabulary_of
 from polydraft.models.head_folder import is_head, load_head, load_vocabulary, shapes_in
@@ -87,7 +88,7 @@ def load_model(
         if device_map is not None:
             raise UsageError(f"target {name!r} is built on one device; leave out --device-map {device_map}")
         return _load_inflated(name, device, dtype, native, invariant)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     allowed = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
     if (source := gguf_source(name)) is not None:
@@ -106,11 +107,12 @@ def load_model(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error says the same
-            hf_model, found = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32 if dtype == torch.int8 else dtype, output_loading_info=True, **layout, **options
-            )
+            number_type = torch.float32 if dtype == torch.int8 else dtype
+            hf_model, found = _pretrained(name, folder, dtype=number_type, **layout, **options)
         hf_model = hf_model if device_map is not None else hf_model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    except PolydraftError:
+        raise
     except torch.OutOfMemoryError:
         raise FailureError(
             f"model {name!r} does not fit into the memory of {device}; use a smaller dtype or --device cpu"
@@ -140,6 +142,25 @@ def load_model(
     return Loaded(model, tokenizer, eos_ids)
 
 
+def _pretrained(name: str, folder: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Load a model, and what was found of it; if it is quantised, an obstacle most likely lies in what that takes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        return loaded
+    except (torch.OutOfMemoryError, OSError, EOFError, SafetensorError, pickle.UnpicklingError):
+        raise
+    except Exception as error:  # whatever a scheme raises where its package or its GPU is missing
+        scheme = scheme_of(AutoConfig.from_pretrained(folder, local_files_only=True))
+        if scheme is None:
+            raise
+        raise UsageError(
+            f"cannot load model {name!r}, whose weights are quantised by {scheme} ({_first_line(error)}); install what that "
+            "takes, or use weights that are not quantised"
+        ) from None
+
+
 def _is_larger_than_its_files(folder: str) -> bool:
     """Return whether config.json asks for far more weights than a folder's safetensors files hold.
 
@@ -156,7 +177,7 @@ def _is_larger_than_its_files(folder: str) -> bool:
             asked: int = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     except Exception:  # whoever loads it says what is wrong
         return False
-    packed = 1 if getattr(config, "quantization_config", None) is None else 32  # of one bit, in integers of 32
+    packed = 1 if scheme_of(config) is None else 32  # of one bit, in integers of 32
     return asked > 2 * packed * held  # 2: tables may be shared
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from polydraft.errors import UsageError
 from polydraft.models._bodies import _MODEL_TYPES, _adjacent
+from polydraft.models.families import quantised_by
 from polydraft.native import Weight, kernels, multiply, quantised
 
 
@@ -56,6 +57,10 @@ def quantise(model: Any) -> Any:
     if kernels() is None:
         raise UsageError(
             "dtype int8 needs native kernels, which are off or cannot be built here; install a C compiler, or use float32"
+        )
+    if (scheme := quantised_by(model)) is not None:
+        raise UsageError(
+            f"dtype int8 does not work with weights that are quantised by {scheme} already; use float32 or bfloat16"
         )
     head = model.get_output_embeddings()
     for module in list(model.modules()):

@@ -16,7 +16,8 @@ class RecurrentContext(HFContext):
     """Keys and values, and states: one of the committed text per row, and one for each uncommitted place.
 
     Layers with attention see a tree by its mask, as ever. Recurrent ones read it level by level, each node from its parent's
-    state; to commit a path is to keep the state of its last node. A prompt is read in a row, which leaves one state only.
+    state; to commit a path is to keep the state of its last node. A prompt is read in a row, which leaves one state only; where
+    the model's scan takes no state to begin with (`HFModel.resumes`), only its first part is, and the rest token by token.
     """
 
     def __init__(self, model: HFModel, batch_size: int, capacity: int) -> None:
@@ -32,6 +33,8 @@ class RecurrentContext(HFContext):
         """How many tokens each state of committed text has read, -1 where nobody knows: only such a text can go on."""
         self._counts: Sequence[int] | None = None
         """Tokens per row of a text that is being read."""
+        self._singly: Sequence[bool] = ()
+        """Whether recurrent layers must read them one by one."""
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
@@ -44,7 +47,7 @@ class RecurrentContext(HFContext):
 
     def _steps(self, block: Block) -> list[Step]:
         if self._counts is not None:
-            return list(text_steps(self._counts, self.device))
+            return list(text_steps(self._counts, self._singly, self.device))
         self._make_places(block.stop)
         places_BT = block.places_BT
         if places_BT is None:
@@ -123,8 +126,11 @@ class RecurrentContext(HFContext):
     def prefill(self, texts: Sequence[Sequence[int]], observer: Observer | None = None) -> None:
         """Append tokens known beforehand to each row's committed text, showing their features to the observer."""
         self.span = None
-        for done in range(0, max(map(len, texts)), PREFILL_CHUNK):
-            parts = [list(text[done : done + PREFILL_CHUNK]) for text in texts]
+        longest = max(map(len, texts))
+        # As much as possible from the beginning, as `generate` does: it costs a multiple later on.
+        chunk = PREFILL_CHUNK if self._model.resumes else max(longest, 1)
+        for done in range(0, longest, chunk):
+            parts = [list(text[done : done + chunk]) for text in texts]
             counts = [len(part) for part in parts]
             size = max(counts)
             tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
@@ -133,6 +139,8 @@ class RecurrentContext(HFContext):
             # A pass that is interrupted leaves states of which nobody knows how far they are.
             self._read_B.masked_fill_(counts_B > 0, -1)
             self._counts = counts
+            # Only the device knows which rows have a state to read on from.
+            self._singly = [False] * self.batch_size if self._model.resumes else [read != 0 for read in read_B.tolist()]
             try:
                 features_BTF = self.extend(tokens_BT, causal_block(self.batch_size, size, self.device))
             finally:
