@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from polydraft.errors import FailureError, UsageError
+from polydraft.serve.connections import listen
 from polydraft.serve.options import ServeOptions
-from polydraft.serve.running import listen
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 LONG = {"messages": MESSAGES, "max_tokens": 450, "logit_bias": {"256": -100}}  # 256 ends texts
