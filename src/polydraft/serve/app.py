@@ -13,11 +13,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from polydraft.errors import PolydraftError, unknown_name
+from polydraft.errors import PolydraftError, shown, unknown_name
 from polydraft.serve.asked import Asked, read_request
 from polydraft.serve.delivery import Delivery
 from polydraft.serve.guard import Guard
-from polydraft.serve.problems import RequestError, error_object, status_of
+from polydraft.serve.problems import RequestError, error_object, reason_of, status_of
 from polydraft.serve.service import Service
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -114,15 +114,17 @@ def _refuse_constant(name: str) -> float:
 
 async def _told(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = RequestError(_known(request.url.path, error), status=error.status_code)
+        error = RequestError(_known(request.url.path, error), status=error.status_code, reason=error.detail)
+    request.scope["state"]["reason"] = reason_of(error)
     return JSONResponse(error_object(error), status_code=status_of(error))
 
 
 def _known(path: str, error: HTTPException) -> str:
-    return f"{path}: {error.detail}; see /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /metrics"
+    return f"{shown(path)}: {error.detail}; see /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /metrics"
 
 
 async def _broken(request: Request, error: Exception) -> Response:
+    request.scope["state"]["reason"] = reason_of(error)
     return JSONResponse(error_object(RuntimeError("this request failed; the server's log says why")), status_code=500)
 
 

@@ -94,7 +94,8 @@ def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
 
 
 def _wrong(name: str, value: Any, allowed: str) -> RequestError:
-    return RequestError(f"{name}={shown(value)} is out of range; allowed: {allowed}", param=name, code="invalid_value")
+    rest = f" is out of range; allowed: {allowed}"
+    return RequestError(f"{name}={shown(value)}{rest}", param=name, code="invalid_value", reason=name + rest)
 
 
 def _whole(left: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:

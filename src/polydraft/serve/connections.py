@@ -11,7 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from polydraft.errors import FailureError
-from polydraft.serve.options import ServeOptions
+from polydraft.serve.options import ServeOptions, host_and_port
 
 try:
     import resource
@@ -152,7 +152,7 @@ def listen(options: ServeOptions) -> socket.socket:
     try:
         listening = socket.create_server((options.host, options.port), family=family, backlog=512)
     except OSError as error:
-        where = f"[{options.host}]:{options.port}" if ":" in options.host else f"{options.host}:{options.port}"
+        where = host_and_port(options.host, options.port)
         reason = (error.strerror or str(error)).partition(" (while")[0]  # Python adds the address again
         raise FailureError(f"cannot listen on {where} ({reason}); choose another --port or --host") from None
     # Connections inherit it. asyncio would set it for each, but not where a socket was made without naming its protocol; and

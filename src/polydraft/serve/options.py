@@ -2,10 +2,17 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal, get_args
 
 from polydraft.errors import UsageError, check_ranges, shown
 
+_FORMATS = Literal["text", "json"]
 LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Return both as addresses have them, with IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,8 @@ class ServeOptions:
     """Origin of web pages that may call from a browser, such as https://example.org; may be given several times."""
     warm_up: bool | None = None
     """Record and time rounds for texts of usual lengths before accepting requests  [default: on a GPU only]."""
+    log_format: _FORMATS = "text"
+    """How the log is written: lines of text, or a JSON object per line."""
     log_texts: bool = False
     """Log prompts and answers, not just their sizes."""
 
@@ -53,6 +62,8 @@ class ServeOptions:
             raise UsageError(
                 f"--host {self.host} lets others in without a key; give --api-keys FILE, or --open if that is what you want"
             )
+        if self.log_format not in get_args(_FORMATS):
+            raise UsageError(f"--log-format {shown(self.log_format)} is unknown; allowed: {', '.join(get_args(_FORMATS))}")
         for origin in self.cors:
             if not origin.startswith(("http://", "https://")) or origin.rstrip("/") != origin:
                 raise UsageError(

@@ -27,7 +27,8 @@ from polydraft.options import LoadOptions
 from polydraft.serve.app import make_app
 from polydraft.serve.cluster import cluster_with_room
 from polydraft.serve.guard import refuse
-from polydraft.serve.options import ReplicaOptions, ServeOptions
+from polydraft.serve.logs import log_as
+from polydraft.serve.options import ReplicaOptions, ServeOptions, host_and_port
 from polydraft.serve.problems import error_object
 from polydraft.serve.service import Service
 from polydraft.serve.ticket import UnavailableError
@@ -35,7 +36,7 @@ from polydraft.serve.ticket import UnavailableError
 _LOGGER = logging.getLogger("polydraft.serve")
 _NAME, _REPLICA, _FRONT = "polydraft", "polydraft-replica", "polydraft-front"
 _MOST_AT_FRONT = 4096
-_PASSED = ("method", "path", "raw_path", "query_string", "headers", "http_version", "scheme", "root_path")
+_PASSED = ("client", "method", "path", "raw_path", "query_string", "headers", "http_version", "scheme", "root_path")
 _AHEAD = 8
 """Messages that a replica may be ahead of the front: a client that does not read holds its own text back."""
 _TO = "replica:"
@@ -77,6 +78,7 @@ class Replica:
     def __init__(self, loading: Mapping[str, Any], options: Mapping[str, Any], threads: int) -> None:
         torch.set_num_threads(threads)
         settings = ServeOptions(**options)
+        log_as(settings.log_format)
         self._service = Service(load_with(LoadOptions(**loading), batch=settings.slots), settings)
         self._service.scheduler.start()
         self._app = make_app(self._service)
@@ -345,6 +347,6 @@ def run_replicas(arguments: Mapping[str, Any], options: ServeOptions, replicas: 
     with cluster_with_room("replica", replicas.replicas, **room), _shut_down():
         serve.start(http_options={"host": options.host, "port": options.port})
         serve.run(app, name=_NAME, blocking=False)
-        announce(f"http://{options.host}:{options.port}")
+        announce(f"http://{host_and_port(options.host, options.port)}")
         _until_signalled()
         serve.delete(_NAME)  # lets running answers end, which the shutdown alone would cut off

@@ -12,6 +12,7 @@ import uvicorn
 
 from polydraft.serve.app import make_app
 from polydraft.serve.connections import Connection, Door, most_connections
+from polydraft.serve.options import host_and_port
 from polydraft.serve.service import Service
 
 _LOGGER = logging.getLogger("polydraft.serve")
@@ -27,18 +28,22 @@ Announce = Callable[[str], None]
 class Server(uvicorn.Server):
     """Serves until it is told to leave, by a signal or by `leave`; then it finishes what was begun.
 
-    While it finishes, new requests are told to ask another server. A second signal ends it at once.
+    While it finishes, new requests are told to ask another server. A second signal ends it at once: after the
+    round under way, unfinished answers end with an error.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, listening: socket.socket, announce: Announce) -> None:
         super().__init__(config)
         self._service, self._listening, self._announce = service, listening, announce
         self._leaving: threading.Thread | None = None
+        self._hurrying = False
         self._at_door: list[asyncio.Task[None]] = []
 
     def run_until_left(self) -> None:
         """Serve."""
         self._service.scheduler.start()
+        if not self._service.scheduler.ready:
+            _LOGGER.info("warming up; /ready says when requests are answered")
         try:
             asyncio.run(self.serve(sockets=[self._listening]))
         finally:
@@ -51,8 +56,7 @@ class Server(uvicorn.Server):
         connections = cast(set[Connection], self.server_state.connections)
         door = Door(self._listening, self._connection, connections, self._service.options.client_seconds)
         self._at_door = [asyncio.create_task(door.let_in()), asyncio.create_task(door.watch())]
-        host, port = self._listening.getsockname()[:2]
-        self._announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        self._announce(f"http://{host_and_port(*self._listening.getsockname()[:2])}")
 
     def _connection(self) -> Connection:
         return Connection(self.config, self.server_state, self.lifespan.state)
@@ -65,21 +69,30 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Leave in good order at the first signal, at once at the second."""
+        """Leave in good order at the first signal, telling who is not done at the second, and without a word at the third."""
         if self._leaving is None:
             self.leave()
+        elif not (self._hurrying or self.should_exit):
+            self._hurrying = True
+            _LOGGER.info("leaving at once: requests under way are told so")
+            self._finish(0.0)
         else:
             self.should_exit = self.force_exit = True
 
     def leave(self) -> None:
         """Take nothing more on, finish what runs, and end."""
-        _LOGGER.info("leaving: requests under way have %g seconds", self._service.options.drain_seconds)
-        self._leaving = threading.Thread(target=self._drain, name="polydraft-drain", daemon=True)
-        self._leaving.start()
+        seconds = self._service.options.drain_seconds
+        _LOGGER.info("leaving: requests under way have %g seconds", seconds)
+        self._leaving = self._finish(seconds)
 
-    def _drain(self) -> None:
-        self._service.scheduler.drain(self._service.options.drain_seconds)
-        self.should_exit = True
+    def _finish(self, seconds: float) -> threading.Thread:
+        def drain() -> None:
+            self._service.scheduler.drain(seconds)
+            self.should_exit = True
+
+        thread = threading.Thread(target=drain, name="polydraft-drain", daemon=True)
+        thread.start()
+        return thread
 
 
 def server_of(service: Service, listening: socket.socket, announce: Announce) -> Server:

@@ -157,7 +157,7 @@ class Service:
             return self._grammars.compiled(wanted)
         except UsageError as error:
             name = "response_format" if wanted.kind.startswith("json") else wanted.kind
-            raise RequestError(str(error), param=name) from None
+            raise RequestError(str(error), param=name, reason=f"{name} cannot be used") from None
 
     def _sequence(self, prompt: list[int], limit: int, seed: int, asked: Asked, grammar: str | None) -> TokenSequence:
         params = asked.params
