@@ -291,13 +291,19 @@ class Decoder:
             return self.encode_chat([{"role": "user", "content": prompt}])
         return list(self.tokenizer(prompt)["input_ids"])
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Turn a conversation into token ids that an answer follows, by the tokenizer's chat template."""
+    def encode_chat(self, messages: Sequence[dict[str, str]] | str) -> list[int]:
+        """Turn a conversation, or what `chat_text` made of it, into token ids that an answer follows."""
+        text = messages if isinstance(messages, str) else self.chat_text(messages)
+        assert self.tokenizer is not None
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+        """Turn a conversation into the text that an answer follows, by the tokenizer's chat template."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise UsageError("this model has no chat template; use a plain prompt (--raw on the command line)")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         _check_text(text)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text
 
     def _constrained(self, params: RowParams, texts: Sequence[Sequence[int]]) -> tuple[Drafter, RowParams]:
         """Return who drafts, and the rows' parameters with grammars put to work."""

@@ -15,13 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polydraft.serve.logs import as_text, request_line
 from polydraft.serve.metrics import Metrics
-from polydraft.serve.options import LOCAL, ServeOptions, host_and_port
+from polydraft.serve.options import ServeOptions, host_and_port, is_local
 from polydraft.serve.problems import RequestError, error_object, reason_of, status_of
 from polydraft.serve.ticket import UnavailableError
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _OPEN_PATHS = ("/", "/health", "/ready")
 """Paths that need no key: they tell nothing."""
+_MOST_DIGITS = 20
+"""Of a length: Python does not read numbers of thousands of them."""
 _LEFT = 499
 """What proxies write into their logs for clients that left before there was an answer."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -40,7 +42,9 @@ class Guard:
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app, self._options, self._metrics = app, options, metrics
         self._keys = [_digest(key) for key in options.read_keys()]
-        self._local = options.host in LOCAL and not self._keys
+        if risk := options.risk_of_keys():
+            _LOGGER.warning("%s", risk)
+        self._local = is_local(options.host) and not self._keys
         """Whether only this machine is served, and nobody shows a key: then pages of others must not get in by a trick."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,7 +104,8 @@ class Guard:
         _LOGGER.log(state.get("level", level), "%s", as_text(told), extra={"fields": told})
 
     def _check(self, path: str, method: str, headers: MutableMapping[str, str]) -> None:
-        if self._local and _host(headers.get("host", "")) not in ("", *LOCAL):
+        host = _host(headers.get("host", ""))
+        if self._local and host and not is_local(host):
             raise RequestError(
                 "this server answers to localhost only; use that name, or start it with --api-keys",
                 status=403,
@@ -111,7 +116,7 @@ class Guard:
         if self._keys and path not in _OPEN_PATHS:
             self._check_key(headers.get("authorization", ""))
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self._options.max_body_bytes:
+        if not length.isdecimal() or len(length) > _MOST_DIGITS or int(length) > self._options.max_body_bytes:
             raise _too_large(self._options.max_body_bytes)
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         # Pages of others may send forms and plain text without being asked first, but no JSON.

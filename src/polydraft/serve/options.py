@@ -1,13 +1,23 @@
 """What a server can be told, described and checked once. Nothing here imports torch."""
 
+import stat
 from dataclasses import dataclass, fields
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, get_args
 
 from polydraft.errors import UsageError, check_ranges, shown
 
 _FORMATS = Literal["text", "json"]
-LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name or address is this machine's own; names may be in capitals, and end in a dot."""
+    name = host.lower().removesuffix(".")
+    try:
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def host_and_port(host: str, port: int) -> str:
@@ -58,7 +68,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self, _RANGES)
-        if self.host not in LOCAL and self.api_keys is None and not self.open:
+        if not is_local(self.host) and self.api_keys is None and not self.open:
             raise UsageError(
                 f"--host {self.host} lets others in without a key; give --api-keys FILE, or --open if that is what you want"
             )
@@ -88,6 +98,15 @@ class ServeOptions:
                     f"--api-keys {self.api_keys} holds an unusable key; allowed: {_SHORTEST_KEY} or more ASCII characters"
                 )
         return found
+
+    def risk_of_keys(self) -> str | None:
+        """Say what is wrong with who may use the file of API keys, if anything is; a file that is shared on purpose may be."""
+        if self.api_keys is None:
+            return None
+        mode = self.api_keys.stat().st_mode
+        risks = {"change": mode & (stat.S_IWGRP | stat.S_IWOTH), "read": mode & stat.S_IROTH}
+        found = " and ".join(verb for verb, risk in risks.items() if risk)
+        return f"others may {found} --api-keys {self.api_keys}; keep it to yourself: chmod 600" if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
