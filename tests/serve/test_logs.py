@@ -49,6 +49,14 @@ def test_paths_do_not_break_lines(shared, caplog, path):
     assert message.isprintable() and len(message) < 600 and " forged" not in message
 
 
+def test_clients_that_proxies_tell_of_do_not_break_lines(shared, caplog):
+    caplog.set_level(logging.INFO, "polydraft")
+    httpx.get(f"{shared.url}/health", headers={"x-forwarded-for": "evil 200 0.001s\t" + 5000 * "x"})
+    eventually(lambda: "/health 200" in caplog.text)
+    message = caplog.records[-1].getMessage()
+    assert message.isprintable() and len(message) < 400 and message.startswith("evil%20200%20")
+
+
 def test_a_line_of_text(shared, capsys):
     (line,) = lines_of(capsys, "text", lambda: shared.post(CHAT, {"messages": MESSAGES, "max_tokens": 4}))
     assert re.fullmatch(rf"{TIME} INFO 127\.0\.0\.1:\d+ [0-9a-f]{{24}} POST {CHAT} 200 \d+\.\d{{3}}s \d+\+\d tokens", line)

@@ -4,6 +4,7 @@ import asyncio
 import heapq
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from polydraft.errors import FailureError
 from polydraft.serve.options import ServeOptions, host_and_port
-
-try:
-    import resource
-except ImportError:  # Windows has no such limit
-    resource = None  # type: ignore[assignment]
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _MOST_CONNECTIONS = 4096
@@ -140,8 +136,10 @@ class Door:
 
 def most_connections() -> int:
     """Return how many connections may be open: half of the files that this process may open, so that others get theirs."""
-    if resource is None:
+    if sys.platform == "win32":  # there is no such limit
         return _MOST_CONNECTIONS
+    import resource
+
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_CONNECTIONS if files < 0 else max(min(_MOST_CONNECTIONS, files // 2), 1)
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 TEXT, JSON = "text", "json"
 _LOGGERS = {"polydraft": logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.WARNING}
 """Who writes, from which level on."""
-_UNQUOTED = "/:@!$&'()*+,;=~"
+_UNQUOTED = "/:@!$&'()*+,;=~[]"
 _LONGEST = {"client": 64, "method": 16, "path": 200, "reason": 300}
 """Characters of what clients may have chosen."""
 
@@ -24,8 +24,8 @@ def request_line(fields: Mapping[str, Any]) -> dict[str, Any]:
     fields : mapping
         As `Guard` collects them; what is None is left out.
     """
-    path = quote(fields["path"], safe=_UNQUOTED, errors="replace")
-    told = {name: value for name, value in {**fields, "path": path}.items() if value is not None}
+    told = {name: value for name, value in fields.items() if value is not None}
+    told |= {name: quote(told[name], safe=_UNQUOTED, errors="replace") for name in ("client", "path") if name in told}
     return told | {name: _brief(told[name], most) for name, most in _LONGEST.items() if name in told}
 
 

@@ -119,11 +119,12 @@ class Service:
     def _tokens(self, encoder: Decoder, asked: Asked, most: int | None = None) -> list[list[int]]:
         """Return the prompts as token ids, refusing those that are seen at their beginnings to have more than `most`."""
         try:
-            texts = [encoder.chat_text(asked.messages)] if asked.chat else asked.prompts
-            for text in texts:
-                if most is not None and isinstance(text, str) and surely_exceeds(text, most, encoder.tokenizer):
-                    raise self._too_long(f"more than {most}", asked)
-            return [encoder.encode_chat(text) if asked.chat else encoder.encode(text) for text in texts]
+            texts = (
+                [encoder.chat_text(asked.messages)] if asked.chat else [one for one in asked.prompts if isinstance(one, str)]
+            )
+            if most is not None and any(surely_exceeds(text, most, encoder.tokenizer) for text in texts):
+                raise self._too_long(f"more than {most}", asked)
+            return [encoder.encode_chat(texts[0])] if asked.chat else [encoder.encode(prompt) for prompt in asked.prompts]
         except RequestError:
             raise
         except UsageError as error:
