@@ -18,7 +18,7 @@ from polydraft.errors import PolydraftError, shown, unknown_name
 from polydraft.serve.asked import Asked, read_request
 from polydraft.serve.delivery import Delivery
 from polydraft.serve.guard import Guard
-from polydraft.serve.problems import RequestError, error_object, reason_of, status_of
+from polydraft.serve.problems import RequestError, error_object, reason_of, status_of, too_slow
 from polydraft.serve.service import Service
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,7 +45,7 @@ class Paths:
             async with asyncio.timeout(self._service.options.client_seconds):
                 body = await request.body()
         except TimeoutError:
-            raise RequestError("the request took too long to arrive; send it faster", status=408) from None
+            raise too_slow() from None
         try:
             found = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
             if _SURROGATE.search(body):  # halves of characters: no text, and nothing that we could answer with

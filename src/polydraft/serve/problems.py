@@ -24,6 +24,11 @@ class RequestError(UsageError):
         self.status, self.param, self.code, self.reason = status, param, code, reason or message
 
 
+def too_slow() -> RequestError:
+    """Return what is said of a body that does not come."""
+    return RequestError("the request took too long to arrive; send it faster", status=408)
+
+
 def reason_of(error: BaseException) -> str:
     """Return why a request failed, for the log; of errors that nobody foresaw only the name, as they may hold texts."""
     if isinstance(error, RequestError):

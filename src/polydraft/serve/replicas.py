@@ -29,7 +29,7 @@ from polydraft.serve.cluster import cluster_with_room
 from polydraft.serve.guard import refuse
 from polydraft.serve.logs import log_as
 from polydraft.serve.options import ReplicaOptions, ServeOptions, host_and_port
-from polydraft.serve.problems import error_object
+from polydraft.serve.problems import error_object, too_slow
 from polydraft.serve.service import Service
 from polydraft.serve.ticket import UnavailableError
 
@@ -124,11 +124,11 @@ class Front:
     Parameters
     ----------
     replicas : DeploymentHandle
-    max_body_bytes : int
+    options : ServeOptions
     """
 
-    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
-        self._replicas, self._most = replicas.options(method_name="ask", stream=True), max_body_bytes
+    def __init__(self, replicas: Any, options: ServeOptions) -> None:
+        self._replicas, self._options = replicas.options(method_name="ask", stream=True), options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; an ASGI application."""
@@ -136,7 +136,12 @@ class Front:
             await _live(receive, send)
         if scope["type"] != "http":
             return
-        body = await _body(receive, self._most)
+        try:
+            async with asyncio.timeout(self._options.client_seconds):
+                body = await _body(receive, self._options.max_body_bytes)
+        except TimeoutError:
+            await refuse(too_slow(), send)
+            return
         passed = {name: scope[name] for name in _PASSED if name in scope}
         if scope["path"] == "/metrics":
             await self._metrics(passed, send)
@@ -276,8 +281,10 @@ def _front() -> Front:
 
 @serve.ingress(_front)
 class _Ingress:
-    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
-        _fronts.append(Front(replicas, max_body_bytes))
+    def __init__(self, replicas: Any, options: Mapping[str, Any]) -> None:
+        settings = ServeOptions(**options)
+        log_as(settings.log_format)
+        _fronts.append(Front(replicas, settings))
 
 
 def application(arguments: Mapping[str, Any]) -> Any:
@@ -320,7 +327,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
         graceful_shutdown_timeout_s=settings.drain_seconds,
         ray_actor_options={"num_cpus": 0},
     )
-    return front.bind(workers, settings.max_body_bytes)
+    return front.bind(workers, given["options"])
 
 
 def _until_signalled() -> None:
