@@ -157,8 +157,9 @@ def ask_over_http(url: str, prompts: list[list[int]], count: int, options: argpa
 
 def overhead(options: argparse.Namespace, decoder: Decoder, prompts: list[list[int]]) -> dict[str, Any]:
     """Time clients of a server against those of its scheduler."""
+    from polydraft.serve.connections import listen
     from polydraft.serve.options import ServeOptions
-    from polydraft.serve.running import listen, server_of
+    from polydraft.serve.running import server_of
     from polydraft.serve.service import Service
 
     found: dict[str, Any] = {}

@@ -34,7 +34,7 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UsageError:
     names = sorted(allowed)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return UsageError(f"unknown {kind} {name!r}; {hint}allowed: {', '.join(names)}")
+    return UsageError(f"unknown {kind} {shown(name)}; {hint}allowed: {', '.join(names)}")
 
 
 def shown(value: Any) -> str:

@@ -23,6 +23,8 @@ class Cluster:
 
     process: subprocess.Popen[str]
     url: str
+    said: list[str]
+    """Lines on its standard error."""
 
     def ask(self, text: str, **options: object) -> httpx.Response:
         return httpx.post(self.url + CHAT, json={**asked(text), **options}, timeout=60)
@@ -57,15 +59,15 @@ def running(folder: str, *size: str) -> Iterator[Cluster]:
     command = [sys.executable, "-m", "polydraft", "serve", "--ray", "--replica-cpus", "0.5", "--port", str(port), *size, *model]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as one:
-        said = []
+        said: list[str] = []
         for line in one.stderr or ():
             said.append(line)
             if found := re.search(r"serving \S+ at (http://\S+)", line):
                 break
         else:
             raise AssertionError("".join(said))
-        threading.Thread(target=lambda: list(one.stderr or ()), daemon=True).start()  # it says more than a pipe holds
-        made = Cluster(one, found[1])
+        threading.Thread(target=lambda: said.extend(one.stderr or ()), daemon=True).start()  # it says more than a pipe holds
+        made = Cluster(one, found[1], said)
         yield made
         body = {**asked("last words"), "max_tokens": 400, "logit_bias": {"256": -100}, "stream": True}
         with httpx.stream("POST", made.url + CHAT, json=body, timeout=60) as answer:

@@ -1,5 +1,6 @@
 """`polydraft serve` as a process: it starts, says where, and leaves in good order."""
 
+import json
 import logging
 import os
 import re
@@ -46,10 +47,11 @@ def own_log():
     logger.setLevel(level)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("own_log")
-def test_a_signal_lets_answers_end(roomy, invoke, number):
-    """In this process, whose main thread signals go to: starting another one takes longer than all the rest."""
+def served_until_signalled(roomy, invoke, body, *numbers):
+    """Ask for a stream, send signals after its first line; return the answer's lines, the exit code and standard error.
+
+    In this process, whose main thread signals go to: starting another one takes longer than all the rest.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
 
@@ -57,20 +59,53 @@ def test_a_signal_lets_answers_end(roomy, invoke, number):
         try:
             limit = time.monotonic() + 60
             while time.monotonic() < limit:
-                with suppress(httpx.TransportError), httpx.stream("POST", f"{url}{CHAT}", json=LONG, timeout=60) as answer:
+                with suppress(httpx.TransportError), httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=60) as answer:
                     lines = answer.iter_lines()
-                    return [next(lines), os.kill(os.getpid(), number), *lines]
+                    first = next(lines)
+                    for number in numbers:
+                        os.kill(os.getpid(), number)
+                        time.sleep(0.2)  # two that come together are one
+                    return [first, *lines]
                 time.sleep(0.02)
         except BaseException:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
             raise
 
     options = ["--target", roomy, "--draft", "early-exit:1", "--tree", "2x1", "--slot-tokens", "512", "--threads", "1"]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask)
         code, _, err = invoke("serve", "--port", url.rpartition(":")[2], *options)
-    assert code == 0 and f"at {url}" in err
-    assert "data: [DONE]" in asked.result()
+    assert f"at {url}" in err
+    return asked.result(), code, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("own_log")
+def test_a_signal_lets_answers_end(roomy, invoke, number):
+    lines, code, _ = served_until_signalled(roomy, invoke, LONG, number)
+    assert code == 0 and "data: [DONE]" in lines
+
+
+@pytest.mark.usefixtures("own_log")
+def test_a_second_signal_ends_answers_by_name(roomy, invoke):
+    lines, code, err = served_until_signalled(roomy, invoke, {**LONG, "max_tokens": 480}, signal.SIGINT, signal.SIGINT)
+    assert code == 0 and "Traceback" not in err and "Error" not in err
+    assert any("stopped before the answer was complete" in line for line in lines)
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_it_speaks_and_listens_before_torch_is_imported(style):
+    """That takes seconds, on a busy machine half a minute."""
+    script = "import sys; sys.modules['torch'] = None; from polydraft.cli.main import run; run(sys.argv[1:])"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port in (0, taken.getsockname()[1]):
+            command = [sys.executable, "-c", script, "serve", "--port", str(port), "--log-format", style]
+            err = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60).stderr
+            if port:
+                assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in err and err.count("\n") == 1
+            else:
+                first = err.splitlines()[0]
+                assert (json.loads(first)["message"] if style == "json" else first).endswith("loading smollm2")
 
 
 @pytest.mark.slow

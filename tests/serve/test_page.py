@@ -78,6 +78,23 @@ def test_stop_ends_the_answer_and_frees_the_slot(page, shared):
 
 
 @needs_browser
+def test_a_new_talk_forgets_the_answer_that_was_being_written(page):
+    bodies = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    page.click("summary")
+    page.fill("#max_tokens", "440")
+    send(page, "Go on for long")
+    page.locator(".assistant span").nth(3).wait_for(state="attached")
+    page.click("#fresh")
+    answered(page)
+    assert page.inner_text("#talk") == "" and page.inner_text("#figures") == "" and page.locator("#tree svg").count() == 0
+    page.fill("#max_tokens", "3")
+    send(page, "Something else")
+    answered(page)
+    assert bodies[-1]["messages"] == [{"role": "user", "content": "Something else"}]
+
+
+@needs_browser
 def test_settings_are_sent(page):
     bodies = []
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def cluster(roomy: str) -> Iterator[Cluster]:
     pytest.importorskip("ray")
-    with running(roomy, "--replicas", "2", "--slots", "4") as made:
+    with running(roomy, "--replicas", "2", "--slots", "4", "--client-seconds", "2") as made:
         yield made
 
 
@@ -62,6 +64,24 @@ def test_bad_requests_are_told_as_by_one_server(cluster: Cluster) -> None:
     assert answer.status_code == 400 and "best_of" in answer.json()["error"]["message"]
     assert httpx.get(f"{cluster.url}/v1/models", timeout=60).json()["data"]
     assert httpx.get(f"{cluster.url}/nowhere", timeout=60).status_code == 404
+
+
+def test_requests_that_dawdle_are_ended_at_the_front(cluster: Cluster) -> None:
+    host, port = cluster.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as line:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        line.sendall(head.encode() + b'{"mess')
+        line.settimeout(20)
+        assert b" 408 " in line.recv(1000)
+
+
+def test_replicas_write_a_line_for_every_request(cluster: Cluster) -> None:
+    assert cluster.ask("x", best_of=3).status_code == 400
+    end = time.monotonic() + 30
+    wanted = re.compile(rf" WARNING 127\.0\.0\.1:\d+ [0-9a-f-]+ POST {CHAT} 400 .*best_of")
+    while not any(wanted.search(line) for line in cluster.said):
+        assert time.monotonic() < end, "".join(cluster.said)
+        time.sleep(0.1)
 
 
 def test_replicas_that_do_not_fit_are_refused_in_one_line(cluster: Cluster, roomy: str) -> None:

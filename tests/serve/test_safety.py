@@ -5,14 +5,17 @@ import logging
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from polydraft.errors import FailureError, UsageError
+from polydraft.serve.connections import listen
 from polydraft.serve.options import ServeOptions
-from polydraft.serve.running import listen
+from polydraft.serve.service import surely_exceeds
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 LONG = {"messages": MESSAGES, "max_tokens": 450, "logit_bias": {"256": -100}}  # 256 ends texts
@@ -84,6 +87,50 @@ def test_pages_of_others_do_not_get_in_by_a_trick(shared):
     assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers
 
 
+@pytest.mark.parametrize(
+    "host", ["LOCALHOST", "LocalHost.:80", "localhost.", "127.0.0.1.", "[::1]:80", "[0:0:0:0:0:0:0:1]", "127.0.0.2"]
+)
+def test_every_way_to_write_this_machines_name(shared, host):
+    assert httpx.get(f"{shared.url}/health", headers={"host": host}).status_code == 200
+    assert ServeOptions(host=host.partition(":")[0] if "[" not in host else "::1").port == 8000
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost.evil.example", "localhost..", "127.0.0.1.evil.example", "[::2]", "0x7f.1", "evil:127.0.0.1"]
+)
+def test_names_that_only_look_like_it(shared, host):
+    assert httpx.get(f"{shared.url}/health", headers={"host": host}).status_code == 403
+
+
+def test_what_pages_that_may_call_may_say_and_see(serving):
+    """Clients for browsers add headers of their own, and want to know when to come back and what to tell the operator."""
+    server = serving(cors=("https://good.example",), slots=1, max_queue=0)
+    asked = {
+        "origin": "https://good.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, content-type, x-stainless-lang, x-stainless-retry-count",
+        "access-control-request-private-network": "true",
+    }
+    answer = httpx.options(server.url + CHAT, headers=asked)
+    assert answer.status_code == 200 and "x-stainless-lang" in answer.headers["access-control-allow-headers"]
+    assert httpx.options(server.url + CHAT, headers={**asked, "origin": "https://evil.example"}).status_code == 400
+    full = server.post(CHAT, {"messages": MESSAGES, "n": 2}, headers={"origin": "https://good.example"})
+    seen = {name.strip() for name in full.headers["access-control-expose-headers"].split(",")}
+    assert full.status_code == 429 and {"retry-after", "x-request-id"} <= seen & set(full.headers)
+
+
+@pytest.mark.parametrize(
+    ("mode", "word"), [(0o600, None), (0o640, None), (0o666, "change and read"), (0o620, "change"), (0o644, "read")]
+)
+def test_a_file_of_keys_that_others_may_use_is_warned_of(serving, tmp_path, caplog, mode, word):
+    keys = tmp_path / "keys"
+    keys.write_text("first-key-1234\n")
+    keys.chmod(mode)
+    serving(api_keys=keys)
+    told = [record.getMessage() for record in caplog.records if "--api-keys" in record.getMessage()]
+    assert told == ([f"others may {word} --api-keys {keys}; keep it to yourself: chmod 600"] if word else [])
+
+
 def test_pages_that_may_call(serving):
     server = serving(cors=("https://good.example",))
     for origin, allowed in (("https://good.example", True), ("https://evil.example", False)):
@@ -113,6 +160,61 @@ def test_requests_that_dawdle_are_ended(serving):
         line.sendall(head.encode() + b'{"mess')
         line.settimeout(10)
         assert b" 408 " in line.recv(1000)
+
+
+TOO_LONG = "x" * 2**19
+
+
+def test_prompts_that_are_too_long_are_not_read_to_their_end(shared, monkeypatch):
+    """All prompts are tokenized one after another: five of a megabyte kept others waiting for 11 seconds."""
+    read, original = [], PreTrainedTokenizerFast.__call__
+
+    def spied(self, text, *args, **kwargs):
+        read.append(len(text))
+        return original(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", spied)
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": TOO_LONG}]}),
+        ("/v1/completions", {"prompt": TOO_LONG}),
+        ("/v1/completions", {"prompt": ["x", TOO_LONG]}),
+    ):
+        error = shared.post(path, body).json()["error"]
+        assert error["code"] == "context_length_exceeded" and "more than 512 tokens" in error["message"]
+    assert sum(read) < 50_000
+    read.clear()
+    assert shared.post("/v1/completions", {"prompt": ["x"] * 1000}).json()["error"]["param"] == "n" and not read
+
+
+def test_a_text_is_too_long_only_where_its_beginnings_have_twice_as_many_tokens():
+    def per(characters):
+        return lambda text, **_: {"input_ids": [0] * (len(text) // characters)}
+
+    assert surely_exceeds("x" * 100_000, 512, per(4))
+    assert not surely_exceeds("x" * 100_000, 512, per(200))  # fits
+    assert surely_exceeds("x" * 300_000, 512, per(100)) and not surely_exceeds("x" * 100, 512, per(1))
+    dense = lambda text, **_: {"input_ids": [0] * min(len(text), 700)}  # noqa: E731  # begins with many, ends with none
+    assert not surely_exceeds("x" * 100_000, 512, dense)
+
+
+def test_counting_the_tokens_of_long_texts_keeps_nobody_waiting(shared, monkeypatch):
+    going_on, original = threading.Event(), PreTrainedTokenizerFast.__call__
+
+    def slow(self, text, *args, **kwargs):
+        if len(text) > 1000:
+            assert going_on.wait(30)
+        return original(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", slow)
+    with ThreadPoolExecutor(12) as pool:
+        counts = [pool.submit(shared.post, "/tokenize", {"prompt": "x" * (2000 + number)}) for number in range(12)]
+        try:
+            time.sleep(0.3)
+            quick = httpx.post(shared.url + CHAT, json={"messages": MESSAGES, "max_tokens": 2}, timeout=10)
+        finally:
+            going_on.set()
+        assert quick.status_code == 200
+        assert [one.result().json()["count"] for one in counts] == list(range(2000, 2012))
 
 
 def test_a_full_queue_is_a_429_that_says_when(serving):

@@ -2,6 +2,10 @@
 
 import logging
 import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 
 import click
@@ -9,7 +13,10 @@ import click
 from polydraft.cli.options import GroupedCommand, Loading, loading_options, options_of, prepare, taken
 from polydraft.described import options_in
 from polydraft.errors import UsageError
+from polydraft.serve.logs import logging_as
 from polydraft.serve.options import ReplicaOptions, ServeOptions
+
+_LOGGER = logging.getLogger("polydraft.serve")
 
 
 @click.command("serve", cls=GroupedCommand)
@@ -25,43 +32,69 @@ def command(**options: Any) -> None:
     replicas = taken(ReplicaOptions, options)
     settings = taken(ServeOptions, options)
     settings.read_keys()  # refuses a file that cannot be used before anything takes time
-    try:
-        from polydraft.models.placement import TENSOR_PARALLEL, is_follower
-        from polydraft.serve.running import listen, server_of
+    shared = options["device_map"] == "tp"
+    if replicas.ray:
+        _check_for_ray(settings, shared)
+    with ExitStack() as stack:
+        stack.enter_context(logging_as(settings.log_format))
+        # A port in use is found before anything imports torch, which takes long. Of processes that share a model only the first
+        # may listen; which one that is, only modules with torch know.
+        listening = None if shared else stack.enter_context(_listen(settings))
+        _LOGGER.info("loading %s", options["target"])
+        loading = Loading(**options)
+        if replicas.ray:
+            assert listening is not None
+            listening.close()  # it was free: Ray's own processes listen
+            _serve_by_ray(loading, settings, replicas)
+        else:
+            _serve(loading, settings, listening)
+
+
+def _listen(settings: ServeOptions) -> socket.socket:
+    with _needing("a server needs", "serve"):
+        from polydraft.serve.connections import listen
+    return listen(settings)
+
+
+def _serve(loading: Loading, settings: ServeOptions, listening: socket.socket | None) -> None:
+    with _needing("a server needs", "serve"):
+        from polydraft.models.placement import is_follower
+        from polydraft.serve.running import server_of
         from polydraft.serve.service import Service
-    except ImportError as error:
-        raise UsageError(f"{error}; install what a server needs: pip install 'polydraft[serve]'") from None
-    loading = Loading(**options)
-    if replicas.ray and loading.device_map == TENSOR_PARALLEL:
-        raise UsageError("--device-map tp and --ray cannot be combined; leave one out")
-    if loading.device_map == TENSOR_PARALLEL and is_follower():
+    if listening is None and is_follower():
         for name in (signal.SIGTERM, signal.SIGINT):  # the first process says when to leave
             signal.signal(name, signal.SIG_IGN)
         Service(loading.decoder(batch=settings.slots), settings).scheduler.follow()
         return
-    listening = listen(settings)
-    if replicas.ray:
-        listening.close()  # it was free: Ray's own processes listen
-        _serve_by_ray(loading, settings, replicas)
-        return
-    try:
+    with listening or _listen(settings) as line:
         service = Service(loading.decoder(batch=settings.slots), settings)
-        logging.getLogger("polydraft").setLevel(logging.INFO)
-        announce = lambda address: click.echo(f"serving {service.model} at {address}", err=True)  # noqa: E731
-        server_of(service, listening, announce).run_until_left()
-    finally:
-        listening.close()
+        server_of(service, line, lambda address: _LOGGER.info("serving %s at %s", service.model, address)).run_until_left()
+
+
+def _check_for_ray(settings: ServeOptions, shared: bool) -> None:
+    """Refuse what does not go with Ray before anything takes time."""
+    if shared:
+        raise UsageError("--device-map tp and --ray cannot be combined; leave one out")
+    with _needing("replicas need", "ray"):
+        import_module("ray")
+    if settings.port == 0:
+        raise UsageError("--port 0 and --ray cannot be combined; choose a port")
 
 
 def _serve_by_ray(loading: Loading, settings: ServeOptions, replicas: ReplicaOptions) -> None:
-    try:
+    with _needing("replicas need", "ray"):
         from polydraft.serve.replicas import run_replicas
-    except ImportError as error:
-        raise UsageError(f"{error}; install what replicas need: pip install 'polydraft[ray]'") from None
     given = loading.for_others("replicas")
-    if settings.port == 0:
-        raise UsageError("--port 0 and --ray cannot be combined; choose a port")
     given |= {one.name: getattr(settings, one.name) for one in options_in(ServeOptions)}
     given |= {one.name: getattr(replicas, one.name) for one in options_in(ReplicaOptions)}
     prepare(loading.threads)
-    run_replicas(given, settings, replicas, lambda address: click.echo(f"serving {loading.target} at {address}", err=True))
+    run_replicas(given, settings, replicas, lambda address: _LOGGER.info("serving %s at %s", loading.target, address))
+
+
+@contextmanager
+def _needing(who: str, extra: str) -> Iterator[None]:
+    """Say which packages are missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(f"{error}; install what {who}: pip install 'polydraft[{extra}]'") from None

@@ -282,7 +282,7 @@ class Decoder:
         """Turn a prompt into token ids: a text, or the messages of a conversation."""
         if not isinstance(prompt, str):
             said = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-            return self._encode_messages(cast(Sequence[dict[str, str]], prompt)) if said else token_ids(prompt)
+            return self.encode_chat(cast(Sequence[dict[str, str]], prompt)) if said else token_ids(prompt)
         if self.tokenizer is None:
             raise UsageError("text prompts need a tokenizer; pass token ids, or tokenizer=... to the Decoder")
         if not prompt:
@@ -292,21 +292,24 @@ class Decoder:
             return self.encode_chat([{"role": "user", "content": prompt}])
         return list(self.tokenizer(prompt)["input_ids"])
 
-    def _encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        try:
-            return self.encode_chat(messages)
-        except UsageError:
-            raise
-        except Exception as error:  # templates are programs, and refuse what they do not like in ways of their own
-            raise UsageError(f"the model's chat template refuses the messages ({error})") from None
+    def encode_chat(self, messages: Sequence[dict[str, str]] | str) -> list[int]:
+        """Turn a conversation, or what `chat_text` made of it, into token ids that an answer follows."""
+        text = messages if isinstance(messages, str) else self.chat_text(messages)
+        assert self.tokenizer is not None
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Turn a conversation into token ids that an answer follows, by the tokenizer's chat template."""
+    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+        """Turn a conversation into the text that an answer follows, by the tokenizer's chat template."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise UsageError("this model has no chat template; use a plain prompt (--raw on the command line)")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        try:
+            text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs, and refuse what they do not like in ways of their own
+            raise UsageError(
+                f"the model's chat template refuses these messages ({error}); change their roles or order"
+            ) from None
         _check_text(text)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text
 
     def _constrained(self, params: RowParams, texts: Sequence[Sequence[int]]) -> tuple[Drafter, RowParams]:
         """Return who drafts, and the rows' parameters with grammars put to work."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from importlib import resources
 from typing import Any
 
@@ -13,14 +14,15 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from polydraft.errors import PolydraftError, unknown_name
+from polydraft.errors import PolydraftError, shown, unknown_name
 from polydraft.serve.asked import Asked, read_request
 from polydraft.serve.delivery import Delivery
 from polydraft.serve.guard import Guard
-from polydraft.serve.problems import RequestError, error_object, status_of
+from polydraft.serve.problems import RequestError, error_object, reason_of, status_of, too_slow
 from polydraft.serve.service import Service
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PAGE_RULES = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
@@ -43,11 +45,18 @@ class Paths:
             async with asyncio.timeout(self._service.options.client_seconds):
                 body = await request.body()
         except TimeoutError:
-            raise RequestError("the request took too long to arrive; send it faster", status=408) from None
+            raise too_slow() from None
         try:
-            return json.loads(body, parse_constant=_refuse_constant)
+            found = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
+            if _SURROGATE.search(body):  # halves of characters: no text, and nothing that we could answer with
+                json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeError:
+            raise RequestError(
+                "the body is not UTF-8; send JSON in UTF-8, and halves of characters (\\ud800) in pairs"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is not JSON ({error}); send a JSON object", code="invalid_json") from None
+        return found
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
@@ -80,14 +89,7 @@ class Paths:
                 raise RequestError(str(unknown_name("parameter", name, ("prompt", "messages", "model"))), param=name)
         asked: Asked = read_request(body, chat="messages" in body)
         self._service.check_model(asked.model)
-        prompts = await asyncio.to_thread(self._service.tokens_of, asked)
-        if len(prompts) != 1:
-            raise RequestError("several prompts; allowed: one", param="prompt")
-        tokens = prompts[0]
-        pieces = self._service.pieces_of(tokens)
-        return JSONResponse(
-            {"tokens": tokens, "count": len(tokens), "pieces": pieces, "max_model_len": self._service.slot_tokens}
-        )
+        return Response(await self._service.tokenized(asked), media_type="application/json")
 
     async def health(self, request: Request) -> Response:
         """Say that the process is there."""
@@ -114,15 +116,17 @@ def _refuse_constant(name: str) -> float:
 
 async def _told(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = RequestError(_known(request.url.path, error), status=error.status_code)
+        error = RequestError(_known(request.url.path, error), status=error.status_code, reason=error.detail)
+    request.scope["state"]["reason"] = reason_of(error)
     return JSONResponse(error_object(error), status_code=status_of(error))
 
 
 def _known(path: str, error: HTTPException) -> str:
-    return f"{path}: {error.detail}; see /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /metrics"
+    return f"{shown(path)}: {error.detail}; see /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /metrics"
 
 
 async def _broken(request: Request, error: Exception) -> Response:
+    request.scope["state"]["reason"] = reason_of(error)
     return JSONResponse(error_object(RuntimeError("this request failed; the server's log says why")), status_code=500)
 
 
@@ -149,6 +153,8 @@ def make_app(service: Service) -> ASGIApp:
             app,
             allow_origins=service.options.cors,
             allow_methods=("GET", "POST"),
-            allow_headers=("authorization", "content-type"),
+            allow_headers=("*",),  # clients add their own, and a page that may call may say what it likes
+            expose_headers=("retry-after", "x-request-id"),
+            allow_private_network=True,  # browsers ask before pages of the internet call this machine
         )
     return app

@@ -15,12 +15,17 @@ _MOST_LOGPROBS = 20
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_BIASED = 1024
+_MOST_DIGITS = 20
+"""Of a token id: Python does not read numbers of thousands of them."""
 _PLAIN_LENGTH = 16
 """New tokens of a completion that does not say how many, as the API has it."""
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NEUTRAL: dict[str, Any] = {"echo": False, "best_of": 1, "store": False, "tools": [], "parallel_tool_calls": True}
 """Parameters of the API that are not supported, with values that ask for nothing."""
+
+_ABOUT_SCHEMAS = {"name", "description", "strict"}
+"""What the API has beside a schema; it changes nothing: texts always follow the schema."""
 
 Messages = list[dict[str, str]]
 
@@ -70,7 +75,7 @@ def read_request(body: Any, *, chat: bool) -> Asked:
     wants["model"] = _text(left, "model")
     wants["n"] = _whole(left, "n", 1, 1024, 1)
     wants["seed"] = _whole(left, "seed", -(2**63), 2**63 - 1, None)
-    wants["stop"] = _stop(left.pop("stop", None))
+    wants["stop"] = _stop(left.pop("stop", []))
     wants["stream"] = _flag(left, "stream")
     wants["include_usage"] = _stream_options(left.pop("stream_options", None), wants["stream"])
     wants["speculative"], wants["trace"] = _speculative(left.pop("speculative", AUTO))
@@ -83,7 +88,8 @@ def read_request(body: Any, *, chat: bool) -> Asked:
 
 def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
     for name, value in left.items():
-        if name in _NEUTRAL and value == (n if name == "best_of" else _NEUTRAL[name]):
+        neutral = n if name == "best_of" else _NEUTRAL.get(name)
+        if name in _NEUTRAL and type(value) is type(neutral) and value == neutral:
             continue
         if name in KNOWN_ELSEWHERE:
             raise RequestError(
@@ -94,7 +100,8 @@ def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
 
 
 def _wrong(name: str, value: Any, allowed: str) -> RequestError:
-    return RequestError(f"{name}={shown(value)} is out of range; allowed: {allowed}", param=name, code="invalid_value")
+    rest = f" is out of range; allowed: {allowed}"
+    return RequestError(f"{name}={shown(value)}{rest}", param=name, code="invalid_value", reason=name + rest)
 
 
 def _whole(left: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:
@@ -104,6 +111,16 @@ def _whole(left: dict[str, Any], name: str, low: int, high: int, default: Any) -
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _wrong(name, value, f"whole numbers from {low} to {high}")
     return value
+
+
+def _number(name: str, value: Any, allowed: str) -> float:
+    """Read a number that a float can hold."""
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return value
+    except OverflowError:
+        pass
+    raise _wrong(name, value, allowed)
 
 
 def _flag(left: dict[str, Any], name: str) -> bool:
@@ -147,6 +164,8 @@ def _message(message: Any, where: str) -> dict[str, str]:
     for name, value in message.items():
         if name not in ("role", "content", "name") and value not in (None, [], ""):
             raise RequestError(f"{where}.{name} is not supported; leave it out", param=f"{where}.{name}")
+    if not isinstance(message.get("name"), str | None):
+        raise _wrong(f"{where}.name", message["name"], "a string")
     role = "system" if message["role"] == "developer" else message["role"]
     return {"role": role, "content": _content(message.get("content"), where)}
 
@@ -175,7 +194,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _stop(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > _MOST_STOPS:
         raise _wrong("stop", value, f"a string, or up to {_MOST_STOPS} of them")
     for stop in stops:
@@ -191,9 +210,10 @@ def _stream_options(value: Any, stream: bool) -> bool:
         raise RequestError('stream_options are for "stream": true; leave them out', param="stream_options")
     if not isinstance(value, dict) or not set(value) <= {"include_usage", "include_obfuscation"}:
         raise _wrong("stream_options", value, '{"include_usage": true}')
-    if value.get("include_obfuscation"):
+    wanted = dict(value)
+    if _flag(wanted, "include_obfuscation"):
         raise RequestError("stream_options.include_obfuscation is not supported; leave it out", param="stream_options")
-    return _flag(dict(value), "include_usage")
+    return _flag(wanted, "include_usage")
 
 
 def _speculative(value: Any) -> tuple[str, bool]:
@@ -212,15 +232,22 @@ def _grammar(left: dict[str, Any]) -> Grammar | None:
     """Read what the texts are to follow: one of three parameters says so."""
     found: dict[str, Grammar] = {}
     for name in (REGEX, LARK):
-        if text := _text(left, name):
+        text = _text(left, name)
+        if text == "":
+            raise _wrong(name, text, "what texts are to follow, or leave it out")
+        if text is not None:
             found[name] = Grammar(name, text)
     response = left.pop("response_format", None)
     match response:
-        case None | {"type": "text"}:
+        case None:
+            pass
+        case {"type": "text", **rest} if not rest:
             pass
         case {"type": "json_object", **rest} if not rest:
             found["response_format"] = Grammar.json_object()
-        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema, **about}, **rest} if (
+            not rest and set(about) <= _ABOUT_SCHEMAS
+        ):
             found["response_format"] = Grammar.json_schema(schema)
         case _:
             allowed = '{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}}}'
@@ -234,10 +261,7 @@ def _sampling(left: dict[str, Any]) -> SamplingParams:
     given: dict[str, Any] = {}
     for name in _NUMBERS:
         if name in left:
-            value = left.pop(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise _wrong(name, value, "numbers")
-            given[name] = value
+            given[name] = _number(name, left.pop(name), "numbers")
     given["top_k"] = _whole(left, "top_k", -1, 2**31, 0)
     given["top_k"] = max(given["top_k"], 0)  # -1 is how others write "all"
     given["logit_bias"] = _bias(left.pop("logit_bias", {}))
@@ -254,9 +278,9 @@ def _bias(value: Any) -> dict[int, float]:
         raise _wrong("logit_bias", value, allowed)
     bias = {}
     for token, number in value.items():
-        if not str(token).isdecimal() or isinstance(number, bool) or not isinstance(number, int | float):
+        if not (token.isascii() and token.isdecimal() and len(token) <= _MOST_DIGITS):
             raise _wrong("logit_bias", {token: number}, allowed)
-        bias[int(token)] = float(number)
+        bias[int(token)] = float(_number("logit_bias", number, allowed))
     return bias
 
 

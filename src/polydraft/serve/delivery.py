@@ -8,10 +8,11 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from polydraft.errors import PolydraftError
 from polydraft.serve.answers import Answer
 from polydraft.serve.asked import Asked
 from polydraft.serve.guard import refuse
-from polydraft.serve.problems import error_object
+from polydraft.serve.problems import error_object, reason_of
 from polydraft.serve.service import Service
 from polydraft.serve.ticket import BusyError, Progress, Ticket, UnavailableError
 
@@ -50,6 +51,7 @@ class Delivery:
             if self._ticket is not None and (left or isinstance(outcome, BaseException)):
                 self._service.leave(self._ticket)
             if left or isinstance(outcome, GoneError):
+                scope["state"]["reason"] = "the client left, or did not read"
                 self._service.metrics.cancelled.inc()
             elif isinstance(outcome, BaseException):
                 raise outcome
@@ -78,7 +80,11 @@ class Delivery:
             if self._ticket is not None:
                 self._service.leave(self._ticket)
             told = TimeoutError(_slow(self._service.options.request_seconds)) if timeout.expired() else error
+            scope["state"]["reason"] = reason_of(told)
+            if not isinstance(told, PolydraftError | TimeoutError):  # nobody foresaw it
+                _LOGGER.error("request %s failed", scope["state"]["request_id"], exc_info=told)
             if started:
+                scope["state"]["level"] = logging.ERROR  # the status says that all is well
                 await self._send(send, b"data: " + json.dumps(error_object(told)).encode() + b"\n\n")
                 await send({"type": "http.response.body", "body": b""})
             else:
@@ -120,12 +126,12 @@ class Delivery:
             raise GoneError from error
 
     def _log(self, scope: Scope, answer: Answer) -> None:
-        usage = answer.usage
-        scope["state"]["figures"] = f" {usage['prompt_tokens']}+{usage['completion_tokens']} tokens"
+        usage, state = answer.usage, scope["state"]
+        state["usage"] = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
         if self._service.options.log_texts and self._ticket is not None:
             for sequence in self._ticket.sequences:
-                name = scope["state"]["request_id"]
-                _LOGGER.info("%s prompt %r answer %r", name, list(sequence.prompt), sequence.assembler.text)
+                told = {"request_id": state["request_id"], "prompt": list(sequence.prompt), "answer": sequence.assembler.text}
+                _LOGGER.info("%s prompt %r answer %r", *told.values(), extra={"fields": told})
 
 
 async def _start(send: Send, kind: bytes, *headers: tuple[bytes, bytes]) -> None:

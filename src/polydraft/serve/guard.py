@@ -1,5 +1,6 @@
 """What every request passes first: names for it, limits, keys, and one line in the log."""
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -12,13 +13,19 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from polydraft.serve.logs import as_text, request_line
 from polydraft.serve.metrics import Metrics
-from polydraft.serve.options import LOCAL, ServeOptions
-from polydraft.serve.problems import RequestError, error_object, status_of
+from polydraft.serve.options import ServeOptions, host_and_port, is_local
+from polydraft.serve.problems import RequestError, error_object, reason_of, status_of
+from polydraft.serve.ticket import UnavailableError
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _OPEN_PATHS = ("/", "/health", "/ready")
 """Paths that need no key: they tell nothing."""
+_MOST_DIGITS = 20
+"""Of a length: Python does not read numbers of thousands of them."""
+_LEFT = 499
+"""What proxies write into their logs for clients that left before there was an answer."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -35,7 +42,9 @@ class Guard:
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app, self._options, self._metrics = app, options, metrics
         self._keys = [_digest(key) for key in options.read_keys()]
-        self._local = options.host in LOCAL and not self._keys
+        if risk := options.risk_of_keys():
+            _LOGGER.warning("%s", risk)
+        self._local = is_local(options.host) and not self._keys
         """Whether only this machine is served, and nobody shows a key: then pages of others must not get in by a trick."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,7 +56,7 @@ class Guard:
         wished = headers.get("x-request-id", "")
         name = wished if _REQUEST_ID.fullmatch(wished) else secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = name
-        start, status = time.perf_counter(), 0
+        start, status, reason = time.perf_counter(), 0, None
 
         async def named_send(message: Message) -> None:
             nonlocal status
@@ -60,18 +69,43 @@ class Guard:
             self._check(scope["path"], scope["method"], headers)
             await self._app(scope, _Limited(receive, self._options.max_body_bytes), named_send)
         except RequestError as error:
+            reason = reason_of(error)
             if status:  # too late to say so
                 raise
             await refuse(error, named_send)
+        except asyncio.CancelledError:  # uvicorn would print where the request was
+            reason = "the client left, or the server was stopped"
+            if not status:
+                await refuse(UnavailableError(reason), named_send)
+        except Exception as error:
+            status, reason = status or 500, reason_of(error)
+            raise
         finally:
             if status >= 400:
                 self._metrics.failures.labels(status=status).inc()
-            elapsed = time.perf_counter() - start
-            told = scope["state"].get("figures", "")
-            _LOGGER.info("%s %s %s %d %.3fs%s", name, scope["method"], scope["path"], status, elapsed, told)
+            self._log(scope, status=status or _LEFT, seconds=round(time.perf_counter() - start, 6), reason=reason)
+
+    def _log(self, scope: Scope, *, status: int, seconds: float, reason: str | None) -> None:
+        """Say how a request went: a line for all that is known of it."""
+        state, client = scope["state"], scope.get("client")
+        told = request_line(
+            {
+                "client": None if client is None else host_and_port(*client),
+                "request_id": state["request_id"],
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "seconds": seconds,
+                "reason": reason or state.get("reason"),
+                **state.get("usage", {}),
+            }
+        )
+        level = logging.ERROR if status >= 500 else logging.WARNING if status >= 400 else logging.INFO
+        _LOGGER.log(state.get("level", level), "%s", as_text(told), extra={"fields": told})
 
     def _check(self, path: str, method: str, headers: MutableMapping[str, str]) -> None:
-        if self._local and _host(headers.get("host", "")) not in ("", *LOCAL):
+        host = _host(headers.get("host", ""))
+        if self._local and host and not is_local(host):
             raise RequestError(
                 "this server answers to localhost only; use that name, or start it with --api-keys",
                 status=403,
@@ -82,7 +116,7 @@ class Guard:
         if self._keys and path not in _OPEN_PATHS:
             self._check_key(headers.get("authorization", ""))
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self._options.max_body_bytes:
+        if not length.isdecimal() or len(length) > _MOST_DIGITS or int(length) > self._options.max_body_bytes:
             raise _too_large(self._options.max_body_bytes)
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         # Pages of others may send forms and plain text without being asked first, but no JSON.

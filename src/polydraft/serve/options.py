@@ -1,11 +1,28 @@
 """What a server can be told, described and checked once. Nothing here imports torch."""
 
+import stat
 from dataclasses import dataclass, fields
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Literal, get_args
 
 from polydraft.errors import UsageError, check_ranges, shown
 
-LOCAL = ("127.0.0.1", "::1", "localhost")
+_FORMATS = Literal["text", "json"]
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name or address is this machine's own; names may be in capitals, and end in a dot."""
+    name = host.lower().removesuffix(".")
+    try:
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Return both as addresses have them, with IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +61,19 @@ class ServeOptions:
     """Origin of web pages that may call from a browser, such as https://example.org; may be given several times."""
     warm_up: bool | None = None
     """Record and time rounds for texts of usual lengths before accepting requests  [default: on a GPU only]."""
+    log_format: _FORMATS = "text"
+    """How the log is written: lines of text, or a JSON object per line."""
     log_texts: bool = False
     """Log prompts and answers, not just their sizes."""
 
     def __post_init__(self) -> None:
         check_ranges(self, _RANGES)
-        if self.host not in LOCAL and self.api_keys is None and not self.open:
+        if not is_local(self.host) and self.api_keys is None and not self.open:
             raise UsageError(
                 f"--host {self.host} lets others in without a key; give --api-keys FILE, or --open if that is what you want"
             )
+        if self.log_format not in get_args(_FORMATS):
+            raise UsageError(f"--log-format {shown(self.log_format)} is unknown; allowed: {', '.join(get_args(_FORMATS))}")
         for origin in self.cors:
             if not origin.startswith(("http://", "https://")) or origin.rstrip("/") != origin:
                 raise UsageError(
@@ -77,6 +98,15 @@ class ServeOptions:
                     f"--api-keys {self.api_keys} holds an unusable key; allowed: {_SHORTEST_KEY} or more ASCII characters"
                 )
         return found
+
+    def risk_of_keys(self) -> str | None:
+        """Say what is wrong with who may use the file of API keys, if anything is; a file that is shared on purpose may be."""
+        if self.api_keys is None:
+            return None
+        mode = self.api_keys.stat().st_mode
+        risks = {"change": mode & (stat.S_IWGRP | stat.S_IWOTH), "read": mode & stat.S_IROTH}
+        found = " and ".join(verb for verb, risk in risks.items() if risk)
+        return f"others may {found} --api-keys {self.api_keys}; keep it to yourself: chmod 600" if found else None
 
 
 @dataclass(frozen=True, kw_only=True)

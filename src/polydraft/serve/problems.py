@@ -2,18 +2,38 @@
 
 from typing import Any
 
-from polydraft.errors import UsageError
+from polydraft.errors import PolydraftError, UsageError
 from polydraft.serve.ticket import BusyError, UnavailableError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class RequestError(UsageError):
-    """A request that is refused."""
+    """A request that is refused; `reason` is for the log, where the message may repeat what the client wrote."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        reason: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.reason = status, param, code, reason or message
+
+
+def too_slow() -> RequestError:
+    """Return what is said of a body that does not come."""
+    return RequestError("the request took too long to arrive; send it faster", status=408)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a request failed, for the log; of errors that nobody foresaw only the name, as they may hold texts."""
+    if isinstance(error, RequestError):
+        return error.reason
+    return str(error) if isinstance(error, PolydraftError | TimeoutError) else type(error).__name__
 
 
 def status_of(error: BaseException) -> int:

@@ -27,15 +27,16 @@ from polydraft.options import LoadOptions
 from polydraft.serve.app import make_app
 from polydraft.serve.cluster import cluster_with_room
 from polydraft.serve.guard import refuse
-from polydraft.serve.options import ReplicaOptions, ServeOptions
-from polydraft.serve.problems import error_object
+from polydraft.serve.logs import log_as
+from polydraft.serve.options import ReplicaOptions, ServeOptions, host_and_port
+from polydraft.serve.problems import error_object, too_slow
 from polydraft.serve.service import Service
 from polydraft.serve.ticket import UnavailableError
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _NAME, _REPLICA, _FRONT = "polydraft", "polydraft-replica", "polydraft-front"
 _MOST_AT_FRONT = 4096
-_PASSED = ("method", "path", "raw_path", "query_string", "headers", "http_version", "scheme", "root_path")
+_PASSED = ("client", "method", "path", "raw_path", "query_string", "headers", "http_version", "scheme", "root_path")
 _AHEAD = 8
 """Messages that a replica may be ahead of the front: a client that does not read holds its own text back."""
 _TO = "replica:"
@@ -77,6 +78,7 @@ class Replica:
     def __init__(self, loading: Mapping[str, Any], options: Mapping[str, Any], threads: int) -> None:
         torch.set_num_threads(threads)
         settings = ServeOptions(**options)
+        log_as(settings.log_format)
         self._service = Service(load_with(LoadOptions(**loading), batch=settings.slots), settings)
         self._service.scheduler.start()
         self._app = make_app(self._service)
@@ -122,11 +124,11 @@ class Front:
     Parameters
     ----------
     replicas : DeploymentHandle
-    max_body_bytes : int
+    options : ServeOptions
     """
 
-    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
-        self._replicas, self._most = replicas.options(method_name="ask", stream=True), max_body_bytes
+    def __init__(self, replicas: Any, options: ServeOptions) -> None:
+        self._replicas, self._options = replicas.options(method_name="ask", stream=True), options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; an ASGI application."""
@@ -134,7 +136,12 @@ class Front:
             await _live(receive, send)
         if scope["type"] != "http":
             return
-        body = await _body(receive, self._most)
+        try:
+            async with asyncio.timeout(self._options.client_seconds):
+                body = await _body(receive, self._options.max_body_bytes)
+        except TimeoutError:
+            await refuse(too_slow(), send)
+            return
         passed = {name: scope[name] for name in _PASSED if name in scope}
         if scope["path"] == "/metrics":
             await self._metrics(passed, send)
@@ -274,8 +281,10 @@ def _front() -> Front:
 
 @serve.ingress(_front)
 class _Ingress:
-    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
-        _fronts.append(Front(replicas, max_body_bytes))
+    def __init__(self, replicas: Any, options: Mapping[str, Any]) -> None:
+        settings = ServeOptions(**options)
+        log_as(settings.log_format)
+        _fronts.append(Front(replicas, settings))
 
 
 def application(arguments: Mapping[str, Any]) -> Any:
@@ -318,7 +327,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
         graceful_shutdown_timeout_s=settings.drain_seconds,
         ray_actor_options={"num_cpus": 0},
     )
-    return front.bind(workers, settings.max_body_bytes)
+    return front.bind(workers, given["options"])
 
 
 def _until_signalled() -> None:
@@ -345,6 +354,6 @@ def run_replicas(arguments: Mapping[str, Any], options: ServeOptions, replicas: 
     with cluster_with_room("replica", replicas.replicas, **room), _shut_down():
         serve.start(http_options={"host": options.host, "port": options.port})
         serve.run(app, name=_NAME, blocking=False)
-        announce(f"http://{options.host}:{options.port}")
+        announce(f"http://{host_and_port(options.host, options.port)}")
         _until_signalled()
         serve.delete(_NAME)  # lets running answers end, which the shutdown alone would cut off

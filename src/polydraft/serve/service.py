@@ -2,13 +2,14 @@
 
 import asyncio
 import copy
+import json
 import secrets
 import threading
 from typing import Any
 
 from polydraft.drafters import Plain
 from polydraft.engine import Decoder, TokenSequence
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, shown
 from polydraft.models import check_prompts
 from polydraft.models.placement import is_shared
 from polydraft.sampling import SamplingParams, check_params
@@ -25,6 +26,8 @@ from polydraft.serve.scheduler import Scheduler, drafting
 from polydraft.serve.ticket import AUTO, OFF, Ticket
 from polydraft.serve.token_texts import TokenTexts
 
+_USUAL_CHARACTERS = 16
+"""Per token, and more than texts have where it matters: a beginning of so many shows that a text is too long."""
 _USUAL_PARAMS = (SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0))
 
 
@@ -62,6 +65,9 @@ class Service:
         self._grammars: Grammars | None = None
         """Made when first asked for: that takes a second."""
         self._token_texts = TokenTexts(copy.deepcopy(decoder.tokenizer))
+        self._counting = asyncio.Lock()
+        self._counter: tuple[Decoder, TokenTexts] | None = None
+        """One tokenizer more, for `tokenized`; made when first asked for."""
 
     @property
     def drafts(self) -> bool:
@@ -71,7 +77,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model."""
         if name is not None and name != self.model:
-            message = f"model {name!r} is not served here; allowed: {self.model!r}, or leave it out"
+            message = f"model {shown(name)} is not served here; allowed: {self.model!r}, or leave it out"
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
     async def submit(self, asked: Asked) -> tuple[Ticket, Answer]:
@@ -91,36 +97,46 @@ class Service:
         """Let a request go whose client has left, or whose time is up."""
         self.scheduler.cancel(ticket)
 
-    def tokens_of(self, asked: Asked) -> list[list[int]]:
-        """Return the prompts as token ids."""
-        with self._encoding:
-            try:
-                if asked.chat:
-                    return [self._encoder.encode_chat(asked.messages)]
-                return [self._encoder.encode(prompt) for prompt in asked.prompts]
-            except UsageError as error:
-                raise RequestError(str(error), param=_prompt(asked)) from None
-            except Exception as error:  # templates are programs, and refuse what they do not like in ways of their own
-                if not asked.chat:
-                    raise
-                message = f"the model's chat template refuses these messages ({error}); change their roles or order"
-                raise RequestError(message, param="messages") from None
+    async def tokenized(self, asked: Asked) -> bytes:
+        """Return a prompt's tokens with their texts as JSON, however many; one request at a time, in no other's way."""
+        async with self._counting:
+            return await asyncio.to_thread(self._tokenized, asked)
 
-    def pieces_of(self, tokens: list[int]) -> list[str]:
-        """Return the text of each token; in the event loop only."""
-        return [self._token_texts(token)[0] for token in tokens]
+    def _tokenized(self, asked: Asked) -> bytes:
+        if self._counter is None:
+            with self._encoding:
+                own = copy.deepcopy(self._encoder.tokenizer)
+            self._counter = Decoder(self.decoder.target, tokenizer=own), TokenTexts(own)
+        encoder, texts = self._counter
+        if len(asked.prompts) > 1:
+            raise RequestError("several prompts; allowed: one", param="prompt")
+        prompts = self._tokens(encoder, asked)
+        self._check_prompts(prompts, asked)
+        (tokens,) = prompts
+        found = {"tokens": tokens, "count": len(tokens), "pieces": [texts(token)[0] for token in tokens]}
+        return json.dumps(found | {"max_model_len": self.slot_tokens}, ensure_ascii=False).encode()
+
+    def _tokens(self, encoder: Decoder, asked: Asked, most: int | None = None) -> list[list[int]]:
+        """Return the prompts as token ids, refusing those that are seen at their beginnings to have more than `most`."""
+        try:
+            texts = (
+                [encoder.chat_text(asked.messages)] if asked.chat else [one for one in asked.prompts if isinstance(one, str)]
+            )
+            if most is not None and any(surely_exceeds(text, most, encoder.tokenizer) for text in texts):
+                raise self._too_long(f"more than {most}", asked)
+            return [encoder.encode_chat(texts[0])] if asked.chat else [encoder.encode(prompt) for prompt in asked.prompts]
+        except RequestError:
+            raise
+        except UsageError as error:
+            raise RequestError(str(error), param=_prompt(asked)) from None
 
     def _ticket(self, asked: Asked, loop: asyncio.AbstractEventLoop) -> Ticket:
-        prompts = self.tokens_of(asked)
-        count, most = len(prompts) * asked.n, self.options.max_choices
+        count, most = (1 if asked.chat else len(asked.prompts)) * asked.n, self.options.max_choices
         if count > most:
             raise RequestError(f"{count} texts in one request; allowed: at most {most} (n times prompts)", param="n")
-        target = self.decoder.target
-        try:
-            check_prompts(prompts, None, target.vocab_size)
-            check_params(asked.params, target.vocab_size)
-        except UsageError as error:
-            raise RequestError(str(error), param=_sampling_name(str(error)) or _prompt(asked)) from None
+        with self._encoding:
+            prompts = self._tokens(self._encoder, asked, self.slot_tokens)
+        self._check_prompts(prompts, asked)
         if asked.grammar is not None and self.scheduler.company is not None:
             name = "response_format" if asked.grammar.kind.startswith("json") else asked.grammar.kind
             raise RequestError(f"{name} is not offered by a model that several processes share; leave it out", param=name)
@@ -135,17 +151,28 @@ class Service:
             constrained=grammar is not None,
         )
 
+    def _check_prompts(self, prompts: list[list[int]], asked: Asked) -> None:
+        vocab_size = self.decoder.target.vocab_size
+        try:
+            check_prompts(prompts, None, vocab_size)
+            check_params(asked.params, vocab_size)
+        except UsageError as error:
+            raise RequestError(str(error), param=_sampling_name(str(error)) or _prompt(asked)) from None
+
     def _limit(self, length: int, asked: Asked) -> int:
         """Return the most new tokens of a text, refusing what does not fit into a slot."""
         room = self.slot_tokens - length
         if room < 1 or (asked.max_new_tokens is not None and asked.max_new_tokens > room):
-            new = "" if asked.max_new_tokens is None else f" and {asked.max_new_tokens} new ones"
-            raise RequestError(
-                f"a prompt of {length} tokens{new} does not fit into {self.slot_tokens}; shorten it, or ask for fewer",
-                param=_prompt(asked),
-                code="context_length_exceeded",
-            )
+            raise self._too_long(str(length), asked)
         return room if asked.max_new_tokens is None else asked.max_new_tokens
+
+    def _too_long(self, length: str, asked: Asked) -> RequestError:
+        new = "" if asked.max_new_tokens is None else f" and {asked.max_new_tokens} new ones"
+        return RequestError(
+            f"a prompt of {length} tokens{new} does not fit into {self.slot_tokens}; shorten it, or ask for fewer",
+            param=_prompt(asked),
+            code="context_length_exceeded",
+        )
 
     def _compiled(self, wanted: Grammar) -> str:
         """Check a grammar."""
@@ -157,7 +184,7 @@ class Service:
             return self._grammars.compiled(wanted)
         except UsageError as error:
             name = "response_format" if wanted.kind.startswith("json") else wanted.kind
-            raise RequestError(str(error), param=name) from None
+            raise RequestError(str(error), param=name, reason=f"{name} cannot be used") from None
 
     def _sequence(self, prompt: list[int], limit: int, seed: int, asked: Asked, grammar: str | None) -> TokenSequence:
         params = asked.params
@@ -181,6 +208,19 @@ class Service:
             assembler=self.decoder.assembler(asked.stop),
             **options,
         )
+
+
+def surely_exceeds(text: str, most: int, tokenizer: Any) -> bool:
+    """Whether a text has many more tokens than allowed, as its beginnings show: to read all of a megabyte takes seconds.
+
+    Where a text is cut, its last tokens may be others than in the whole: only twice as many as allowed are too many.
+    """
+    size = _USUAL_CHARACTERS * most
+    while size < len(text):
+        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > 2 * most:
+            return True
+        size *= 2
+    return False
 
 
 def _prompt(asked: Asked) -> str:
