@@ -1,5 +1,8 @@
 import json
 
+import pytest
+import torch
+
 from polydraft.drafters import DRAFTERS
 from polydraft.models import FAMILIES
 from polydraft.schemes import SCHEMES
@@ -10,6 +13,19 @@ def test_info_lists_everything_that_can_be_chosen(invoke) -> None:
     assert code == 0
     for name in [*SCHEMES, *DRAFTERS, *FAMILIES, "smollm2", "torch", "cpu"]:
         assert name in out
+
+
+@pytest.mark.parametrize(("dtype", "tree"), [(torch.float32, "dynamic:8"), (torch.bfloat16, "dynamic:64")])
+def test_info_says_which_trees_are_used_here(invoke, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tree: str) -> None:
+    for module in ("polydraft.loading", "polydraft.models.placement"):
+        monkeypatch.setattr(f"{module}.resolve_device", lambda asked: torch.device("cpu"))
+        monkeypatch.setattr(f"{module}.resolve_dtype", lambda asked, place: dtype)
+    code, out, _ = invoke("info", "--json")
+    assert code == 0
+    assert json.loads(out)["default trees"] == {
+        "smollm2": f"draft smollm2-head, tree {tree}",
+        "your own pair": f"draft your draft, tree {tree}",
+    }
 
 
 def test_info_as_json(invoke) -> None:

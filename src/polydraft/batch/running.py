@@ -116,16 +116,17 @@ def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> 
         raise UsageError(
             f"a prompt of {len(prompt)} tokens leaves no room in {slot_tokens}; shorten it, or raise --slot-tokens"
         )
+    params = decoder.with_defaults(task.sampling, prompt)
     return TokenSequence(
         prompt=prompt,
-        params=task.sampling,
+        params=params,
         generator=row_generator(row_seed(task.seed, row.number)),
         max_new_tokens=task.max_new_tokens,
         eos_token_ids=frozenset(decoder.eos_token_ids),
         assembler=decoder.assembler(task.stop),
         max_positions=slot_tokens,
         # What a seed gives depends on the trees, which must not depend on the company then.
-        steady=task.sampling.temperature > 0,
+        steady=params.temperature > 0,
     )
 
 

@@ -127,6 +127,9 @@ class Builder(ABC):
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:  # noqa: B027 (many look at no text)
         """Add newly emitted tokens to the certain texts."""
 
+    def took(self, counts: Sequence[int]) -> None:  # noqa: B027 (most learn on the device, if at all)
+        """Take note on the host of how many candidates that depend on the past only each row accepted."""
+
     def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str] | None:
         """Say who proposed each of a row's accepted tokens; None if there is only one answer."""
         return None

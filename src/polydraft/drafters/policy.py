@@ -156,7 +156,7 @@ class RowPolicy:
             "_trial_B": none_B + self._first_trial_B,
             "_next_rest_B": none_B + SHORTEST_REST,
         }
-        hopeless_B = self._first_rate_B < _LOSING
+        hopeless_B = self.hopeless_B
         if self.adaptive and hopeless_B.any():
             # A machine on which drafting can hardly pay: plain first, then now and then a trial, for a draft better than most.
             plain = {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + LONGEST_REST, "_tokens_B": first["_spent_B"]}
@@ -188,6 +188,11 @@ class RowPolicy:
         loads = list(self._loads)
         loads[first], loads[second] = loads[second], loads[first]
         self._loads = tuple(loads)
+
+    @property
+    def hopeless_B(self) -> Array:
+        """Rows for which a fair draft could not pay, whatever it proposes."""
+        return self._first_rate_B < _LOSING
 
     @property
     def worth_B(self) -> Array:

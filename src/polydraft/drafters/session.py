@@ -314,7 +314,15 @@ class DraftSession:
             if width and take is not None:
                 take([report[start : start + width] for report in reports])
             start += width
-        return [self._credits(row, tokens) for row, tokens in enumerate(accepted)]
+        names = [self._credits(row, tokens) for row, tokens in enumerate(accepted)]
+        if self._certain is not None:
+            self._certain.took(
+                [
+                    len(found) - self._drawn_of(row, tokens)
+                    for row, (found, tokens) in enumerate(zip(names, accepted, strict=True))
+                ]
+            )
+        return names
 
     def _receive_own(self, reports: Sequence[Sequence[int]]) -> None:
         self._own_kept = [report[0] for report in reports]
@@ -323,12 +331,16 @@ class DraftSession:
         """Name the draft for what it drew, and a cache for what follows."""
         if not tokens:
             return []
-        drawn = 0 if self._drawn is None else len(tokens)
-        if self._own_kept:
-            drawn = max(self._own_kept[row] - 1, 0)
+        drawn = self._drawn_of(row, tokens)
         own = None if self._drawn is None else self._drawn.credits(row, tokens[:drawn])
         names = [*(own or [self._name] * len(tokens[:drawn]))]
         return names if self._certain is None else [*names, *(self._certain.credits(row, tokens) or ())[drawn:]]
+
+    def _drawn_of(self, row: int, tokens: Sequence[int]) -> int:
+        """Return how many of a row's accepted tokens were drawn: they come first."""
+        if self._own_kept:
+            return min(max(self._own_kept[row] - 1, 0), len(tokens))
+        return 0 if self._drawn is None else len(tokens)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Take note on the host of the texts after the round and of what the round added."""

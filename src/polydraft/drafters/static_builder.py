@@ -9,6 +9,8 @@ from torch import Tensor
 from polydraft.decision import Decision
 from polydraft.drafters.builder import Builder, DraftDistributions
 from polydraft.drafters.planting import plant_columns, plant_largest, takes_largest
+from polydraft.drafters.policy import Plan as RowPlan
+from polydraft.drafters.policy import RowPolicy
 from polydraft.drafters.source import DistributionSource
 from polydraft.drafters.static_plan import GroupPlan, LevelPlan, plan_passes
 from polydraft.drafters.tree_choice import TreeChoice
@@ -17,8 +19,10 @@ from polydraft.kernels import kernels_run
 from polydraft.row_storage import RowStorage
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import SCHEMES, Scheme
+from polydraft.schemes.arrays import as_array, as_tensor
 from polydraft.transfers import assign
 from polydraft.trees import DraftTree, SlicedMask, Topology
+from polydraft.walks import Verdict
 from polydraft.walks.walk import compiled
 
 DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
@@ -71,6 +75,8 @@ class StaticBuilder(Builder):
         Draw in a few kernels, compiled when first used, where it takes dozens otherwise.
     choice : TreeChoice, optional
         Chooses among smaller trees, and `topology`, from round to round.
+    policy : RowPolicy, optional
+        Lets rows rest while drafting does not pay; on a CPU.
     """
 
     elastic = static = movable = True
@@ -87,6 +93,7 @@ class StaticBuilder(Builder):
         decision: Decision | None = None,
         compiled: bool = False,
         choice: TreeChoice | None = None,
+        policy: RowPolicy | None = None,
     ) -> None:
         self.source: DistributionSource = source
         self.topology, self.num_nodes, self.depth = topology, topology.num_nodes, topology.depth
@@ -109,7 +116,11 @@ class StaticBuilder(Builder):
         self.decision, self._mask = decision, SlicedMask.of(topology, source.device)
         self.obstacle = None if decision is None else DECISION_OBSTACLE
         self._going_B: Tensor | None = None
-        """Rows that have not stopped; None where no decision model looks."""
+        """Rows that draft and have not stopped; None where all do."""
+        self._policy, self._resting = policy, False
+        self._plan: RowPlan | None = None
+        if policy is not None:
+            self.obstacle, self.learns = "the host looks whether drafting pays", True
 
     def _draft_params(self, params: RowParams) -> RowParams:
         """Return the rows' parameters for the draft, at its own temperature if it has one."""
@@ -153,6 +164,13 @@ class StaticBuilder(Builder):
         """Keep to one tree for texts that depend on nothing but themselves, and to the largest for a row alone."""
         if self._choice is not None:
             self._choice.steady, self._choice.alone = steady, len(loads) == 1
+        if self._policy is not None:
+            self._policy.share(loads)
+
+    @property
+    def resting(self) -> bool:
+        """Whether every row rests."""
+        return self._resting
 
     @property
     def num_uniforms(self) -> int:
@@ -170,16 +188,24 @@ class StaticBuilder(Builder):
         self._distributions.resize(self._draft_params(params))
         if self._choice is not None:
             self._choice.fit(len(params), self.scheme.name)
+        if self._policy is not None:
+            self._policy.resize(len(params))
 
     def swap_rows(self, first: int, second: int) -> None:
         """Swap two rows."""
         self._distributions.swap_rows(first, second)
+        if self._policy is not None:
+            self._policy.swap_rows(first, second)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""
         self._distributions.begin(texts, rows, self._draft_params(params))
         if self._choice is not None:
             self._choice.pause()
+        if self._policy is not None:
+            self._policy.begin(as_array(torch.tensor([row in rows for row in range(len(params))])))
+            # Where all others rest, and new texts begin with a rest, there is no need for a pass of the draft.
+            self._resting = self._resting and not self._policy.drafting_B[list(rows)].any() and self.source.can_wait
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""
@@ -191,8 +217,12 @@ class StaticBuilder(Builder):
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Pass each level through the source and draw the next one."""
         tokens_BN = self.plant(tail_B2[:, 1])
+        if self.resting:
+            return self._bare(tokens_BN)
         # Where trees change, the source reads along even for one that is its root alone: its memory keeps its form.
         features_BWF = self.source.root(tail_B2) if self.levels or self._choice is not None else None
+        if self._policy is not None and self._going_B is not None and not self._going_B.any():
+            return self._bare(tokens_BN)
         for level in self.levels:
             if level.first > 0:
                 tokens_BW, block = tokens_BN[:, level.first : level.stop], level.block.expand(len(tokens_BN))
@@ -227,6 +257,10 @@ class StaticBuilder(Builder):
         """Return the tokens of a new tree, all but the root still missing; `draw` fills them in."""
         self._laws, self._drawn = [], 0
         self._going_B = None if self.decision is None else torch.ones_like(root_B, dtype=torch.bool)
+        if self._policy is not None:
+            self._going_B = as_tensor(self._policy.drafting_B)
+            whole_B = as_array(self._going_B) * 1
+            self._plan = RowPlan(1.0 * whole_B, (self.num_nodes - 1) * whole_B, self.depth * whole_B)
         tokens_BN = torch.full((len(root_B), self._trees[self._place].num_nodes), NO_TOKEN, device=root_B.device)
         tokens_BN[:, 0] = root_B
         return tokens_BN
@@ -284,6 +318,18 @@ class StaticBuilder(Builder):
             return False
         self._going_B = self._going_B & self.decision.goes_on(features_BGF, logits_BGV)
         return not bool(self._going_B.any())  # the one look between levels; rows that stopped alone draw nothing
+
+    def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Let the policy judge the round, where there is one."""
+        if self._policy is not None and self._plan is not None:
+            active_B = as_array(keep_B) > 0
+            self._policy.learn(self._plan, as_array(verdict.accepted_B), active_B)
+            self._resting = not (self._policy.drafting_B & active_B).any() and self.source.can_wait
+
+    def _bare(self, tokens_BN: Tensor) -> DraftTree:
+        """Return a tree of the root alone, which verifies as the whole one does."""
+        vocabulary, first_1 = self._distributions.vocabulary, torch.zeros_like(tokens_BN[0, :1])
+        return self._as_deep(DraftTree.from_topology(Topology(), tokens_BN[:, :1], (), first_1, vocabulary))
 
     def tree(self, tokens_BN: Tensor) -> DraftTree:
         """Return the grown tree."""
