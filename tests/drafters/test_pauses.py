@@ -164,3 +164,39 @@ def test_speculate_has_the_same_default(meter: Meter, cycle: str, ngrams: str | 
     assert torch.equal(target.generate(inputs, custom_generate=speculate, **options), plain)
     tokens = plain.shape[1] - inputs.shape[1]
     assert tokens / meter.cost > (1.3 if drafts else 0.97)
+
+
+@pytest.mark.parametrize("name", ["own draft", "suffix"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_rests_are_told_with_their_reason(
+    meter: Meter, cycle: str, invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, busy: bool
+) -> None:
+    meter.machine(per_token=1.0)
+    monkeypatch.setattr(costs, "_DISTURBED", 0.0 if busy else 2.0)
+    flags = [text for option, value in DRAFTERS[name].items() for text in (f"--{option}", value)]
+    shared = ["--target", cycle, "--device", "cpu", "--dtype", "float32", "--max-new-tokens", "30", *flags]
+    reason = "it would have taken more time than it was likely to save"
+    code, _, err = invoke("generate", "abc", "--raw", *shared)
+    assert code == 0, err
+    (line,) = [line for line in err.splitlines() if "rested" in line]
+    assert line.startswith(f"drafting rested in 30 of 30 passes: {reason}") and busy == ("busy" in line)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\nbcd\n")
+    code, _, err = invoke("batch", str(prompts), "--out", str(tmp_path / "out.jsonl"), "--raw", *shared)
+    assert code == 0, err
+    (line,) = [line for line in err.splitlines() if "rested" in line]
+    assert line.startswith(f"drafting rested in 60 of 60 passes: {reason}") and busy == ("busy" in line)
+    stats = decoder_of(cycle, **DRAFTERS[name]).generate(PROMPT, sampling=GREEDY, max_new_tokens=20).stats
+    assert stats.resting_passes == 20 and stats.rested_because is not None and stats.rested_because.startswith(reason)
+
+
+def test_nobody_rests_who_does_not_draft_or_always_does(cycle: str) -> None:
+    for options in ({}, {"draft": "early-exit:1", "tree": "2x1"}):
+        stats = decoder_of(cycle, **options).generate(PROMPT, sampling=GREEDY, max_new_tokens=20).stats
+        assert stats.resting_passes == 0 and stats.rest_line is None
+
+
+def test_n_grams_that_find_nothing_say_so(roomy: str) -> None:
+    decoder = decoder_of(roomy, drafter="suffix", grams=GramTreeOptions(nodes=6))
+    line = decoder.generate([1, 2, 3], sampling=GREEDY, max_new_tokens=4).stats.rest_line
+    assert line is not None and line.endswith("n-grams had nothing to propose that would pay")

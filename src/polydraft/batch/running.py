@@ -130,6 +130,14 @@ def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> 
     )
 
 
+def _rests(sequence: TokenSequence) -> dict[str, Any]:
+    """Say how often drafting rested, and why, if it did."""
+    found = sequence.speculation
+    if found.rested_because is None:
+        return {}
+    return {"resting_passes": found.resting_rounds, "rested_because": found.rested_because}
+
+
 def _result(row: Row, ticket: Ticket) -> dict[str, Any]:
     sequence = ticket.sequences[0]
     assert sequence.stop_reason is not None
@@ -146,5 +154,6 @@ def _result(row: Row, ticket: Ticket) -> dict[str, Any]:
         "new_tokens": len(sequence.new_tokens),
         "passes": speculation.rounds,
         "tokens_per_pass": round(speculation.mean_acceptance_length, 3),
+        **_rests(sequence),
         "seconds": round(time.perf_counter() - ticket.admitted.get(0, ticket.arrived), 4),
     }

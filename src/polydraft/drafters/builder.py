@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from polydraft.drafters.policy import REST_REASON, RowPolicy
 from polydraft.drafters.source import DistributionSource, Source
 from polydraft.sampling import RowParams, Warper
 from polydraft.schemes import Scheme
@@ -36,6 +37,8 @@ class Builder(ABC):
     """Whether the number of rows may change, see `resize`."""
     movable: bool = False
     """Whether rows can be swapped, see `swap_rows`."""
+    policy: RowPolicy | None = None
+    """Says which rows rest, where some may."""
     asked_scheme: str | None = None
     """The scheme that was asked for by name: a walk that was asked for as well must verify it."""
 
@@ -53,6 +56,11 @@ class Builder(ABC):
     def resting(self) -> bool:
         """Whether the next tree is the root alone, and the source is not asked."""
         return False
+
+    @property
+    def rest_reason(self) -> str:
+        """Why a row had no candidates in the last round, if it had none."""
+        return REST_REASON if self.policy is None else self.policy.rest_reason
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
         """Add what the device knows to a tree that the host built; `uniforms_BU` as for `build`."""

@@ -84,6 +84,7 @@ def measured_costs(target: LanguageModel, draft: Draft, nodes: int, scheme: str)
         if table.pop("spread") < _DISTURBED:
             _write(file, table)
         else:
+            table["disturbed"] = True
             logger.info("this machine was busy: costs will be measured again by the next process")
     _tables[file] = table = agreed(table)
     return costs_of(table, scheme)
@@ -104,7 +105,12 @@ def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
     plain = passes[min(passes)]
     small = 0.0 if "host" in table else _OVERHEAD * level  # n-grams are looked up once, which is timed as a level
     per_level, overhead = (level, verification) if recorded else (level + verification, small)
-    return Costs(draft_level=per_level / plain, tree_pass=cost_curve(passes), overhead=overhead / plain)
+    return Costs(
+        draft_level=per_level / plain,
+        tree_pass=cost_curve(passes),
+        overhead=overhead / plain,
+        disturbed=table.get("disturbed", False),
+    )
 
 
 def rising(measured: Mapping[int, float]) -> dict[int, float]:

@@ -104,7 +104,7 @@ class DynamicBuilder(Builder):
         self._shares = fixed_shares(shape, self._room)
         self._vocab_size, self._device = vocab_size, source.device
         self._distributions = DraftDistributions(source, self._ranking_params(params), vocab_size)
-        self.policy = RowPolicy(costs, len(params), shape.nodes, source.device, shape.adaptive)
+        self.policy: RowPolicy = RowPolicy(costs, len(params), shape.nodes, source.device, shape.adaptive)
         self._decision = decision
         self._choice: SizeChoice | None = None
         """Where rounds may be recorded: which size they have."""

@@ -39,6 +39,7 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
     "corpus": ("corpus",),
 }
 """Drafters that need no draft model, with the caches they ask; `self-draft` also has riders."""
+NOTHING_FOUND = "n-grams had nothing to propose that would pay"
 
 
 class GramTree(Drafter):
@@ -82,14 +83,14 @@ class GramTree(Drafter):
             return DeviceTrieBuilder(self.caches, sizes, batch_size, target.device, name)
         policy = None
         if self.pauses and target.device.type == "cpu":
-            policy = self._policy(sizes, batch_size, target)
+            policy = self._pacing(sizes, batch_size, target)
             if sizes.riders.branches and policy.hopeless_B.any():  # branches cannot pay for themselves here
                 sizes = dataclasses.replace(sizes, riders=RiderOptions(branches=0))
-                policy = self._policy(sizes, batch_size, target)
+                policy = self._pacing(sizes, batch_size, target)
         source = GramSource(self.caches, Riders(sizes.riders, target, batch_size), self.options.caches.gram, batch_size)
         return TrieBuilder(source, sizes, self.options, target.device, name, policy)
 
-    def _policy(self, sizes: Sizes, batch_size: int, target: LanguageModel) -> RowPolicy:
+    def _pacing(self, sizes: Sizes, batch_size: int, target: LanguageModel) -> RowPolicy:
         """Return what says how many candidates pay; branches ride along whatever they are, and cost what they cost."""
         most, riders = 1 + sizes.nodes, sizes.riders.most
         costs = self.costs or measured_costs(target, None, most, GRAMS)
@@ -195,7 +196,7 @@ class TrieBuilder(Builder):
             nodes=sizes.nodes, depth=sizes.depth, width=options.candidates, least=sizes.least, steps=self._steps
         )
         self._tries: list[TokenTrie] = []
-        self._policy = policy
+        self.policy = policy
         self._plan: Plan | None = None
         self.depth, self.num_nodes = sizes.depth, 1 + sizes.nodes + sizes.riders.most
 
@@ -211,18 +212,24 @@ class TrieBuilder(Builder):
 
     def resize(self, params: RowParams) -> None:
         """Keep nothing of rows but what was learnt of them: the source does the rest."""
-        if self._policy is not None:
-            self._policy.resize(len(params))
+        if self.policy is not None:
+            self.policy.resize(len(params))
+
+    @property
+    def rest_reason(self) -> str:
+        """What the policy says of rows that rest; others have found nothing."""
+        policy = self.policy if any(self.source.resting) else None
+        return NOTHING_FOUND if policy is None else policy.rest_reason
 
     def share(self, loads: Sequence[int], steady: bool) -> None:
         """Let the policy reckon with it."""
-        if self._policy is not None:
-            self._policy.share(loads)
+        if self.policy is not None:
+            self.policy.share(loads)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Forget what was learnt of earlier texts of these rows."""
-        if self._policy is not None:
-            self._policy.begin(np.isin(np.arange(len(params)), rows))
+        if self.policy is not None:
+            self.policy.begin(np.isin(np.arange(len(params)), rows))
 
     def resolve_walk(self, wish: str) -> Walk:
         """Walk node by node; or as the paper words it, if that was asked for."""
@@ -232,15 +239,15 @@ class TrieBuilder(Builder):
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Merge what the memories know."""
         source = self.source
-        if self._policy is not None:
-            source.resting = [not drafts for drafts in self._policy.drafting_B.tolist()]
+        if self.policy is not None:
+            source.resting = [not drafts for drafts in self.policy.drafting_B.tolist()]
             source.riders.resting_B = torch.tensor(source.resting, device=self._device)
         self._tries = [
             self._trie(memories, read[-1]) if not idle and not resting else TokenTrie(read[-1])
             for memories, read, idle, resting in zip(source.memories, source.read, source.idle, source.resting, strict=True)
         ]
-        if self._policy is not None:
-            self._keep_what_pays(self._policy)
+        if self.policy is not None:
+            self._keep_what_pays(self.policy)
         size = 1 + rounded(max(map(len, self._tries)) - 1, self._limits.nodes, self._steps)
         return as_draft_tree(self._tries, size, self.depth, self._device)
 
@@ -259,8 +266,8 @@ class TrieBuilder(Builder):
 
     def took(self, counts: Sequence[int]) -> None:
         """Let the policy compare the round with its plan."""
-        if self._policy is not None and self._plan is not None:
-            self._policy.learn(self._plan, np.array(counts), ~np.array(self.source.idle))
+        if self.policy is not None and self._plan is not None:
+            self.policy.learn(self._plan, np.array(counts), ~np.array(self.source.idle))
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
         """Let the branches ride along."""

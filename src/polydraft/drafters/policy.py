@@ -36,6 +36,9 @@ _TRIAL, _SHORT_TRIAL = 4, 1
 """Rounds that a row drafts at least before it may rest again; the second where a fair draft cannot pay."""
 
 
+REST_REASON = "it would have taken more time than it was likely to save"
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What a round has laid out, as far as judging it needs."""
@@ -188,6 +191,12 @@ class RowPolicy:
         loads = list(self._loads)
         loads[first], loads[second] = loads[second], loads[first]
         self._loads = tuple(loads)
+
+    @property
+    def rest_reason(self) -> str:
+        """Say why rows rest."""
+        busy = ", by costs measured while this machine was busy: start again when it is quiet"
+        return REST_REASON + (busy if self._costs.disturbed else "")
 
     @property
     def hopeless_B(self) -> Array:

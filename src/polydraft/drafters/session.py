@@ -144,6 +144,11 @@ class DraftSession:
         """Whether rows can be swapped, see `swap_rows`."""
         return self.elastic and all(builder.movable and builder.source.movable for builder in self._builders)
 
+    @property
+    def rest_reason(self) -> str | None:
+        """Why a row had no candidates in the last round, if it had none; None where nobody drafts."""
+        return " and ".join(dict.fromkeys(builder.rest_reason for builder in self._builders)) or None
+
     def share(self, loads: Sequence[int], steady: bool) -> None:
         """Say how many rows share the rounds of each row, as far as that may matter to its drafts.
 

@@ -117,7 +117,7 @@ class StaticBuilder(Builder):
         self.obstacle = None if decision is None else DECISION_OBSTACLE
         self._going_B: Tensor | None = None
         """Rows that draft and have not stopped; None where all do."""
-        self._policy, self._resting = policy, False
+        self.policy, self._resting = policy, False
         self._plan: RowPlan | None = None
         if policy is not None:
             self.obstacle, self.learns = "the host looks whether drafting pays", True
@@ -164,8 +164,8 @@ class StaticBuilder(Builder):
         """Keep to one tree for texts that depend on nothing but themselves, and to the largest for a row alone."""
         if self._choice is not None:
             self._choice.steady, self._choice.alone = steady, len(loads) == 1
-        if self._policy is not None:
-            self._policy.share(loads)
+        if self.policy is not None:
+            self.policy.share(loads)
 
     @property
     def resting(self) -> bool:
@@ -188,24 +188,24 @@ class StaticBuilder(Builder):
         self._distributions.resize(self._draft_params(params))
         if self._choice is not None:
             self._choice.fit(len(params), self.scheme.name)
-        if self._policy is not None:
-            self._policy.resize(len(params))
+        if self.policy is not None:
+            self.policy.resize(len(params))
 
     def swap_rows(self, first: int, second: int) -> None:
         """Swap two rows."""
         self._distributions.swap_rows(first, second)
-        if self._policy is not None:
-            self._policy.swap_rows(first, second)
+        if self.policy is not None:
+            self.policy.swap_rows(first, second)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""
         self._distributions.begin(texts, rows, self._draft_params(params))
         if self._choice is not None:
             self._choice.pause()
-        if self._policy is not None:
-            self._policy.begin(as_array(torch.tensor([row in rows for row in range(len(params))])))
+        if self.policy is not None:
+            self.policy.begin(as_array(torch.tensor([row in rows for row in range(len(params))])))
             # Where all others rest, and new texts begin with a rest, there is no need for a pass of the draft.
-            self._resting = self._resting and not self._policy.drafting_B[list(rows)].any() and self.source.can_wait
+            self._resting = self._resting and not self.policy.drafting_B[list(rows)].any() and self.source.can_wait
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""
@@ -221,7 +221,7 @@ class StaticBuilder(Builder):
             return self._bare(tokens_BN)
         # Where trees change, the source reads along even for one that is its root alone: its memory keeps its form.
         features_BWF = self.source.root(tail_B2) if self.levels or self._choice is not None else None
-        if self._policy is not None and self._going_B is not None and not self._going_B.any():
+        if self.policy is not None and self._going_B is not None and not self._going_B.any():
             return self._bare(tokens_BN)
         for level in self.levels:
             if level.first > 0:
@@ -257,8 +257,8 @@ class StaticBuilder(Builder):
         """Return the tokens of a new tree, all but the root still missing; `draw` fills them in."""
         self._laws, self._drawn = [], 0
         self._going_B = None if self.decision is None else torch.ones_like(root_B, dtype=torch.bool)
-        if self._policy is not None:
-            self._going_B = as_tensor(self._policy.drafting_B)
+        if self.policy is not None:
+            self._going_B = as_tensor(self.policy.drafting_B)
             whole_B = as_array(self._going_B) * 1
             self._plan = RowPlan(1.0 * whole_B, (self.num_nodes - 1) * whole_B, self.depth * whole_B)
         tokens_BN = torch.full((len(root_B), self._trees[self._place].num_nodes), NO_TOKEN, device=root_B.device)
@@ -321,10 +321,10 @@ class StaticBuilder(Builder):
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
         """Let the policy judge the round, where there is one."""
-        if self._policy is not None and self._plan is not None:
+        if self.policy is not None and self._plan is not None:
             active_B = as_array(keep_B) > 0
-            self._policy.learn(self._plan, as_array(verdict.accepted_B), active_B)
-            self._resting = not (self._policy.drafting_B & active_B).any() and self.source.can_wait
+            self.policy.learn(self._plan, as_array(verdict.accepted_B), active_B)
+            self._resting = not (self.policy.drafting_B & active_B).any() and self.source.can_wait
 
     def _bare(self, tokens_BN: Tensor) -> DraftTree:
         """Return a tree of the root alone, which verifies as the whole one does."""

@@ -246,6 +246,7 @@ class Engine:
         sources = self._session.receive(reports, accepted)
         by_slot: list[list[int]] = [[] for _ in self.slots]
         emitted: list[Emitted] = []
+        why_none = self._session.rest_reason
         for slot, (sequence, row) in enumerate(zip(self.slots, outcome, strict=True)):
             if sequence is None or not active[slot]:
                 continue
@@ -257,9 +258,9 @@ class Engine:
                 one.logprobs.extend(self._logprobs(slot, one.token_ids, sequence.top_logprobs))
             if sequence.traced:
                 one.tree.extend(self._workspace.last_tree(slot))
-            sequence.speculation.count(row.accepted, row.drafted)
+            sequence.speculation.count(row.accepted, row.drafted, why_none)
             self.stats.count(row.accepted, row.offered, row.longest, row.branch)
-            self.stats.candidates += row.drafted
+            self.stats.saw_candidates(row.drafted, why_none)
             self.stats.keep(one.sources)
             by_slot[slot] = one.token_ids
             emitted.append(one)
