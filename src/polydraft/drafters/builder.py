@@ -1,7 +1,7 @@
 """What decides which nodes a draft tree has: the interface of builders, and the distributions that they draw from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -96,11 +96,19 @@ class Builder(ABC):
         # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
         return resolve_walk(wish, self.scheme, insist=self.asked_scheme == self.scheme.name)
 
-    def share(self, loads: Sequence[int], steady: bool) -> None:  # noqa: B027 (most trees do not depend on it)
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:  # noqa: B027 (most trees do not depend on it)
         """Say how many rows share the rounds of each row, which may make smaller trees pay.
 
-        `steady` if some row at work must have the same trees whatever pays.
+        `steady` are rows that must have the same trees whatever pays; None for those that are not at work.
         """
+
+    @property
+    def limited(self) -> Mapping[int, Sequence[int]]:
+        """Rows that are limited to a part of the next tree, and which of `num_uniforms` they use, in the order they are drawn.
+
+        They use no others, so that what a row's generator gives does not depend on its company.
+        """
+        return {}
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `begin`.

@@ -175,7 +175,7 @@ class DynamicBuilder(Builder):
         width = max([self.shape.beam, *(level.nodes for level in self._room)])
         return self.source.lead + 1 + width * (self.shape.depth - 1)
 
-    def share(self, loads: Sequence[int], steady: bool) -> None:
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
         """Let the policy and the choice of sizes reckon with it."""
         self.policy.share(loads)
         if self._choice is not None:

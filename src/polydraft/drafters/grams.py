@@ -221,7 +221,7 @@ class TrieBuilder(Builder):
         policy = self.policy if any(self.source.resting) else None
         return NOTHING_FOUND if policy is None else policy.rest_reason
 
-    def share(self, loads: Sequence[int], steady: bool) -> None:
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
         """Let the policy reckon with it."""
         if self.policy is not None:
             self.policy.share(loads)

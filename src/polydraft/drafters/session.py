@@ -1,6 +1,6 @@
 """One class for every drafter at work: it joins builders, and their sources, to the rounds of a batch."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -94,6 +94,13 @@ class DraftSession:
         """Random numbers per row that the next `propose` uses."""
         return sum(builder.num_uniforms for builder in self._builders)
 
+    def own_uniforms(self, count: int) -> Mapping[int, Sequence[int]]:
+        """Return rows that use only some of a round's random numbers, `count` in all, and which ones."""
+        if self._drawn is None:
+            return {}
+        others = range(self._drawn.num_uniforms, count)
+        return {row: [*used, *others] for row, used in self._drawn.limited.items()}
+
     @property
     def contexts(self) -> Sequence[Context]:
         """Memories that rounds write to."""
@@ -149,10 +156,10 @@ class DraftSession:
         """Why a row had no candidates in the last round, if it had none; None where nobody drafts."""
         return " and ".join(dict.fromkeys(builder.rest_reason for builder in self._builders)) or None
 
-    def share(self, loads: Sequence[int], steady: bool) -> None:
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
         """Say how many rows share the rounds of each row, as far as that may matter to its drafts.
 
-        `steady` if some row at work must have the same trees whatever pays.
+        `steady` are rows that must have the same trees whatever pays; None for those that are not at work.
         """
         for builder in self._builders:
             builder.share(loads, steady)

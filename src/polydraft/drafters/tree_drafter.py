@@ -11,7 +11,8 @@ from polydraft.drafters.model_source import ModelSource
 from polydraft.drafters.policy import RowPolicy
 from polydraft.drafters.session import DraftSession
 from polydraft.drafters.source import DistributionSource
-from polydraft.drafters.static_builder import DEFAULT_SCHEME, StaticBuilder, check_tree
+from polydraft.drafters.static_builder import DEFAULT_SCHEME, StaticBuilder
+from polydraft.drafters.static_plan import check_tree
 from polydraft.drafters.tree_choice import Timings, TreeChoice, smaller_trees
 from polydraft.drafters.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name

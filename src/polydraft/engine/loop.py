@@ -222,14 +222,15 @@ class Engine:
         assert self._walk is not None, "somebody was admitted"
         self._share()
         with self.stats.clock("draft"):
-            uniforms_BU = self.slots.noise.uniforms(self._workspace.num_uniforms(self._walk))
+            count = self._workspace.num_uniforms(self._walk)
+            uniforms_BU = self.slots.noise.uniforms(count, self._session.own_uniforms(count))
         return self._workspace.launch(self._walk, uniforms_BU, self.stats)
 
     def _share(self) -> None:
         """Tell the drafter how many texts are at work."""
         active = self.slots.active()
         loads = [1 if one is None or one.steady or one.done else sum(active) for one in self.slots]
-        steady = any(one is not None and one.steady and works for one, works in zip(self.slots, active, strict=True))
+        steady = [one.steady if one is not None and works else None for one, works in zip(self.slots, active, strict=True)]
         self._session.share(loads, steady)
 
     def _runs_ahead(self, now: Launched) -> bool:
