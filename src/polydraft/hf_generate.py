@@ -1,9 +1,8 @@
 """polydraft inside Hugging Face `generate`: the same call, the same law, several tokens per pass."""
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,15 +16,18 @@ from polydraft.drafters.tree_drafter import check_drafter, split_drafter
 from polydraft.engine import Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
-from polydraft.loading import DEFAULT_TREE
+from polydraft.loading import DEFAULT_TREE, cpu_tree
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.families import text_config
+from polydraft.models.generation_defaults import sampling_params
 from polydraft.models.hf import HFModel
-from polydraft.options import AUTO, BY_LOAD, TreeOptions
+from polydraft.options import AUTO, TreeOptions
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator, row_seed
-from polydraft.trees import Topology, parse_tree
+from polydraft.trees import DynamicShape, Topology
 
+_MOST_PADDING = 512
+"""Rows that tables of equal tokens may differ by: sizes are rounded up to multiples of 64 to 512."""
 _OFF = (None, False)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (None, 1)),
@@ -44,14 +46,6 @@ _PREPARED = (
     "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "cache_position",
     "streamer",
 )  # fmt: skip
-_FIELDS = {
-    transformers.RepetitionPenaltyLogitsProcessor: (0, "repetition_penalty", "penalty"),
-    transformers.TemperatureLogitsWarper: (2, "temperature", "temperature"),
-    transformers.TopKLogitsWarper: (3, "top_k", "top_k"),
-    transformers.TopPLogitsWarper: (4, "top_p", "top_p"),
-    transformers.MinPLogitsWarper: (5, "min_p", "min_p"),
-}
-"""Processors that `SamplingParams` knows: place in its order (1 is for all others), field, and where the value is."""
 # Processors of `transformers` that treat the rows of a batch differently.
 _ROW_DEPENDENT = ("PrefixConstrained", "EncoderRepetitionPenalty", "EncoderNoRepeatNGram")
 
@@ -73,10 +67,15 @@ class SpeculateOptions(TreeOptions):
         if self.ngrams is not None:
             check_drafter(self.ngrams, self.walk)
 
-    @property
-    def topology(self) -> Topology:
-        """The shape of the draft tree; refuses dynamic ones."""
-        return parse_tree(DEFAULT_TREE if self.tree == AUTO else self.tree.rpartition("/")[2].removeprefix(BY_LOAD))
+    def shape_for(self, draft: LanguageModel | FeatureHead) -> Topology | DynamicShape:
+        """Return the draft tree; ``"auto"`` is a dynamic one on a CPU, as for `polydraft.load`."""
+        tree = self.tree
+        if tree == AUTO:
+            own = getattr(draft, "dtype", torch.float32)
+            on_cpu = draft.device.type == "cpu"
+            tree = cpu_tree(own, scheme=self.scheme, walk=self.walk) if on_cpu else DEFAULT_TREE
+        dynamic, topology = replace(self, tree=tree).shape
+        return topology if dynamic is None else dynamic
 
 
 @documented(SpeculateOptions)
@@ -109,14 +108,16 @@ class Speculate:
         self._drafter: Drafter = Plain()
         self._draft: LanguageModel | FeatureHead | None = None
         self._walk = options.walk
-        draft, topology = options.draft, options.topology
-        if draft is not None and topology.depth:
-            self._draft = (
-                draft if isinstance(draft, LanguageModel | FeatureHead) else HFModel(draft, endless=True, invariant=False)
-            )
-            self._drafter = TreeDrafter(self._draft, topology, options.scheme, draft_temperature=options.draft_temperature)
+        pauses = options.tree == AUTO
+        if options.draft is not None:
+            draft = _as_draft(options.draft)
+            shape = options.shape_for(draft)
+            if shape.depth:
+                temperature = options.draft_temperature
+                self._draft = draft
+                self._drafter = TreeDrafter(draft, shape, options.scheme, draft_temperature=temperature, pauses=pauses)
         if options.ngrams is not None:
-            self._drafter = _with_ngrams(self._drafter, options.ngrams, options.grams or GramTreeOptions())
+            self._drafter = _with_ngrams(self._drafter, options.ngrams, options.grams or GramTreeOptions(), pauses)
 
     def __call__(
         self,
@@ -138,7 +139,7 @@ class Speculate:
         check_prompts(prompts, target.max_positions, target.vocab_size)
         max_new_tokens = stopping_criteria.max_length - input_ids.shape[1]
         _check_room(target, max(map(len, prompts)), max_new_tokens)
-        params, others = _sampling_params(logits_processor, bool(generation_config.do_sample), any(paddings))
+        params, others = sampling_params(logits_processor, bool(generation_config.do_sample), any(paddings))
         apart = bool(others) and (len(prompts) > 1 or any(paddings))
         seed = int(torch.randint(2**62, (1,))) if generation_config.do_sample else 0
         eos_criteria = [one for one in stopping_criteria if type(one) is transformers.EosTokenCriteria]
@@ -185,12 +186,33 @@ class Speculate:
             self._places = _places(model)
             if isinstance(self._draft, FeatureHead):
                 target.tap(self._draft.shape.taps)
-        if self._draft is not None and self._draft.device != target.device:
-            raise UsageError(f"the draft is on {self._draft.device} but the target on {target.device}; move one of them")
+        if self._draft is not None:
+            _check_draft(self._draft, target)
         return target
 
 
-def _with_ngrams(tree: Drafter, ngrams: str, options: GramTreeOptions) -> Drafter:
+def _as_draft(draft: Any) -> LanguageModel | FeatureHead:
+    """Return a draft as rounds use it."""
+    if isinstance(draft, LanguageModel | FeatureHead):
+        return draft
+    if not isinstance(draft, torch.nn.Module):
+        load = f"AutoModelForCausalLM.from_pretrained({draft!r})" if isinstance(draft, str) else "a transformers model"
+        raise UsageError(f"draft={draft!r} is no model; pass {load}")
+    return HFModel(draft, endless=True, invariant=False)
+
+
+def _check_draft(draft: LanguageModel | FeatureHead, target: HFModel) -> None:
+    """Refuse a draft on another device, or with other tokens; tables of equal tokens may be padded differently."""
+    if draft.device != target.device:
+        raise UsageError(f"the draft is on {draft.device} but the target on {target.device}; move one of them")
+    apart = abs(draft.num_columns - target.vocab_size)
+    if draft.vocabulary is None and apart > min(_MOST_PADDING, target.vocab_size // 64):
+        raise UsageError(
+            f"the draft has {draft.num_columns} tokens but the target {target.vocab_size}; use one with the target's tokenizer"
+        )
+
+
+def _with_ngrams(tree: Drafter, ngrams: str, options: GramTreeOptions, pauses: bool) -> Drafter:
     names, other = split_drafter(ngrams)
     if other is not None:
         raise UsageError(f"ngrams={ngrams!r} names {other!r}, which proposes no n-grams; allowed: {', '.join(GRAM_DRAFTERS)}")
@@ -198,9 +220,10 @@ def _with_ngrams(tree: Drafter, ngrams: str, options: GramTreeOptions) -> Drafte
         raise UsageError(
             "flat_blocks changes the law of the text, which custom_generate=Speculate(...) never does; leave it out"
         )
+    pauses = pauses and not options.sized
     if not isinstance(tree, TreeDrafter):
-        return gram_tree(names, options)
-    return Combination(tree, gram_tree(names, options.beside_a_tree()))
+        return gram_tree(names, options, pauses=pauses)
+    return Combination(tree, gram_tree(names, options.beside_a_tree(), pauses=pauses))
 
 
 def _decode(
@@ -321,41 +344,6 @@ def _split_padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[lis
         raise UsageError("position_ids other than 0, 1, 2, ... do not work with custom_generate=Speculate(...); leave them out")
     pairs = list(zip(input_ids.tolist(), (mask_BL == 0).sum(dim=1).tolist(), strict=True))
     return [row[:cut] for row, cut in pairs], [row[cut:] for row, cut in pairs]
-
-
-def _sampling_params(processors: Sequence[Any], sample: bool, padded: bool) -> tuple[dict[str, Any], list[Any]]:
-    """Translate the processors that `SamplingParams` knows, if they stand in its order; return the others too.
-
-    A repetition penalty also counts the padding that a processor sees, so it is translated only where there is none.
-    """
-    if processors and type(processors[-1]) is transformers.LogitNormalization:
-        processors = processors[:-1]  # the last step normalises anyway
-    params: dict[str, Any] = {"temperature": 1.0 if sample else 0.0}
-    unchanged = (dict(params), list(processors))
-    others: list[Any] = []
-    last_rank = -1
-    for processor in processors:
-        rank, name, value = _translated(processor)
-        if name == "repetition_penalty" and (padded or others):
-            rank, name = 1, ""
-        if rank < last_rank or (name and rank == last_rank):
-            return unchanged
-        last_rank = rank
-        if not name:
-            others.append(processor)
-        elif name == "repetition_penalty" or sample:  # what is left out cannot change which token is best
-            params[name] = value
-    return params, others
-
-
-def _translated(processor: Any) -> tuple[int, str, Any]:
-    """Return a processor's place in the order of `SamplingParams`, its field there, or "", and the field's value."""
-    rank, name, attribute = _FIELDS.get(type(processor), (1, "", ""))
-    value = getattr(processor, attribute, None)
-    unusual = getattr(processor, "prompt_ignore_length", None) or getattr(processor, "min_tokens_to_keep", 1) != 1
-    if not value or unusual or getattr(processor, "filter_value", -math.inf) != -math.inf:
-        return 1, "", None
-    return rank, name, value
 
 
 class _RowProcessor:

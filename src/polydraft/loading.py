@@ -1,13 +1,14 @@
 """From names to a working decoder."""
 
 import dataclasses
+import logging
 
 import torch
 
 from polydraft.decision import SHIPPED_DECISIONS, DecisionModel, load_decision
 from polydraft.described import described_by
 from polydraft.drafters import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
-from polydraft.drafters.tree_drafter import needs_draft
+from polydraft.drafters.tree_drafter import needs_draft, split_drafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
@@ -18,25 +19,41 @@ from polydraft.models.placement import TENSOR_PARALLEL, check_device_map, resolv
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, IF_SHIPPED, LoadOptions
 from polydraft.profile import tuned
 from polydraft.schemes import SCHEMES
-from polydraft.trees import parse_dynamic
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TREE = "4x2x2x1x1"
-DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", "dynamic:64")}
+"""The tree on a GPU where a scheme, a walk, a drafter or a lossy rule is asked for."""
+WIDE_TREE, NARROW_TREE = "dynamic:64", "dynamic:8"
+"""Trees of all pairs on a CPU; the second in float32 and int8, where a pass costs by its tokens once it has more than a few."""
+DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", WIDE_TREE)}
 """Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
-NARROW_TREE = "dynamic:8"
-"""The tree of such a pair on a CPU in float32 and int8, where a pass costs by its tokens once it has more than a few."""
 GPU_TREE, SMALL_GPU_TREE = f"dynamic:64:7:fixed/{BY_LOAD}4x2x1x1x1", f"dynamic:32:6:fixed/{BY_LOAD}4x2x1x1x1"
 """Trees on a GPU, where a pass of 64 nodes costs little more than one of a single token; the second for the bundled model
 itself, beside which levels of the draft are not cheap."""
 STATIC_TREE, NARROW_STATIC_TREE = "4x2x1", "chain:3"
-"""Trees of such a pair on a CPU where a scheme, a walk, a drafter or a lossy rule is asked for; the second in float32, and for
-schemes of few children."""
+"""Trees on a CPU where something is asked for that dynamic ones do not have; the second in float32, and for schemes of few
+children."""
 _WIDEST_STATIC = 4
+_GROWN = (None, "model", "dynamic", "dynamic-head")
+"""What draws trees beside n-grams that may be dynamic."""
 
 
 def usual_pair(target: str) -> tuple[str, str]:
     """Return draft and tree that ``"auto"`` means for a target."""
-    return DEFAULT_PAIRS.get(source_name(target), ("none", DEFAULT_TREE))
+    return DEFAULT_PAIRS.get(source_name(target), ("none", WIDE_TREE))
+
+
+def cpu_tree(
+    number_format: torch.dtype, *, scheme: str = AUTO, walk: str = AUTO, drafter: str = AUTO, lossy: str | None = None
+) -> str:
+    """Return the tree that ``"auto"`` means on a CPU, for whatever draft: dynamic, if that can have what is asked for."""
+    narrow = number_format in (torch.float32, torch.int8)
+    grows = drafter == AUTO or split_drafter(drafter)[1] in _GROWN
+    if scheme == walk == AUTO and lossy is None and grows:
+        return NARROW_TREE if narrow else WIDE_TREE
+    most = None if scheme == AUTO else SCHEMES.get(scheme).max_children
+    return NARROW_STATIC_TREE if narrow or (most is not None and most < _WIDEST_STATIC) else STATIC_TREE
 
 
 @described_by(LoadOptions)
@@ -65,20 +82,34 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     check_device_map(options.device_map, options.device)
+    left_open = options.tree == AUTO
+    options = resolved(options, batch=batch, temperature=temperature)
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
-    options = _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format)
     if BY_LOAD in options.tree and options.device_map == TENSOR_PARALLEL:
         raise UsageError(
             f"--tree {options.tree} does not work with --device-map tp: each process times its own rounds, and all must "
             f"have the same tree; use --tree {options.tree.replace(BY_LOAD, '')}"
         )
     loaded = load_model(options.target, place, number_format, options.device_map, options.native, options.invariant)
-    return make_decoder(options, loaded, load_draft(options.draft, loaded))
+    _say_defaults(loaded, options.generation_config)
+    return make_decoder(options, loaded, load_draft(options.draft, loaded), pauses=left_open)
 
 
-def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | FeatureHead | None) -> Decoder:
-    """Make a decoder of models that are there already; the options' own names of models and machines are not looked at."""
+def resolved(options: LoadOptions, *, batch: int = 1, temperature: float | None = None) -> LoadOptions:
+    """Return the options with the draft, the tree and the drafter that ``"auto"`` means on this machine."""
+    place = resolve_device(options.device)
+    number_format = resolve_dtype(options.dtype, place)
+    return _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format)
+
+
+def make_decoder(
+    options: LoadOptions, loaded: Loaded, draft: LanguageModel | FeatureHead | None, *, pauses: bool = False
+) -> Decoder:
+    """Make a decoder of models that are there already; the options' own names of models and machines are not looked at.
+
+    `pauses` if nobody asked for this tree: on a CPU, drafting then pauses while it does not pay.
+    """
     grams, lossy = options.grams or GramTreeOptions(), options.lossy
     if lossy == FLAT_BLOCKS:
         grams, lossy = dataclasses.replace(grams, flat_blocks=True), None
@@ -94,17 +125,31 @@ def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | Fe
         decision=_decision(options, draft),
         by_load=BY_LOAD in options.tree,
         greedy=options.greedy,
+        pauses=pauses,
     )
     return Decoder(
         loaded.model,
         make_drafter(parts, options.drafter) if lossy is None else LOSSY_DRAFTERS.get(lossy)(parts),
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
+        defaults=loaded.defaults if options.generation_config else None,
         walk=options.walk,
         lossless=options.lossless and options.lossy is None,
         graphs=options.graphs,
         compiled=options.compiled,
     )
+
+
+def _say_defaults(loaded: Loaded, follow: bool) -> None:
+    """Say in a line which of the checkpoint's own settings hold where a request says nothing."""
+    defaults = loaded.defaults
+    if defaults is None or not follow:
+        return
+    if defaults:
+        logger.info("following generation_config.json of %s: %s (--no-generation-config: not)", loaded.model.name, defaults)
+    if defaults.left_out:
+        names = ", ".join(f"{name}={value}" for name, value in defaults.left_out.items())
+        logger.info("not following generation_config.json of %s in %s: ask for it by the call", loaded.model.name, names)
 
 
 def _tuned(
@@ -126,30 +171,22 @@ def _tuned(
 
 def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dtype) -> LoadOptions:
     """Put what ``"auto"`` means in place of draft and tree; they are checked as if they had been given."""
-    usual_draft, usual_tree = usual_pair(options.target)
+    usual_draft, _ = usual_pair(options.target)
     tree, draft = options.tree, options.draft
     if tree == AUTO:
         plain = options.scheme == options.walk == options.drafter == AUTO and options.lossy is None
-        narrow = place.type == "cpu" and number_format in (torch.float32, torch.int8) and options.target in DEFAULT_PAIRS
         if place.type == "cuda" and plain:
             tree = SMALL_GPU_TREE if options.target in DEFAULT_PAIRS else GPU_TREE
             if options.device_map == TENSOR_PARALLEL:  # no two processes would time rounds alike
                 tree = tree.replace(BY_LOAD, "")
-        elif draft != AUTO or place.type == "cuda":
+        elif place.type == "cuda":
             tree = DEFAULT_TREE
         else:
-            tree = NARROW_TREE if narrow else usual_tree
-            if parse_dynamic(tree) is not None and not plain:
-                tree = _static_tree(options.scheme, narrow)
+            asked = {name: getattr(options, name) for name in ("scheme", "walk", "drafter", "lossy")}
+            tree = cpu_tree(number_format, **asked)
     if draft == AUTO:
         draft = usual_draft if needs_draft(options.drafter) else "none"
     return dataclasses.replace(options, tree=tree, draft=draft)
-
-
-def _static_tree(scheme: str, narrow: bool) -> str:
-    """Return the tree of a pair where something is asked for that dynamic trees do not have."""
-    most = None if scheme == AUTO else SCHEMES.get(scheme).max_children
-    return NARROW_STATIC_TREE if narrow or (most is not None and most < _WIDEST_STATIC) else STATIC_TREE
 
 
 def _decision(options: LoadOptions, draft: LanguageModel | FeatureHead | None) -> DecisionModel | None:

@@ -43,8 +43,8 @@ class TreeOptions:
     (at most 64 nodes, chosen each round), load:4x2x2x1x1 (or smaller, in batches), none, or auto.
 
     See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"best:64x6/4x2x1"`` is the first for one text at
-    temperature 0, the second otherwise. ``"auto"`` is such a pair on a GPU and ``"4x2x2x1x1"`` elsewhere; with the draft that
-    `load` picked by itself, and no GPU, it is a dynamic tree, or a small one if scheme, walk, drafter or lossy are given."""
+    temperature 0, the second otherwise. ``"auto"`` is such a pair on a GPU. On a CPU it is a dynamic tree, or a small static
+    one if scheme, walk or lossy are given, and drafting, n-grams too, pauses while it does not pay."""
     scheme: str = AUTO
     """How candidates are drawn and verified; 'polydraft info' lists the schemes.
 
@@ -145,6 +145,16 @@ class ProfileOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Sampling."""
+
+    generation_config: bool = True
+    """Follow the target's generation_config.json (penalties, bans, sampling) where a request says nothing of it.
+
+    The fields that are followed are ``decoder.defaults.followed``, and stand in one line of the log."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CpuOptions:
     """Machine."""
 
@@ -169,7 +179,9 @@ class GpuOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(PairOptions, TreeOptions, DrafterOptions, PlaceOptions, ProfileOptions, CpuOptions, GpuOptions):
+class LoadOptions(
+    PairOptions, TreeOptions, DrafterOptions, CheckpointOptions, PlaceOptions, ProfileOptions, CpuOptions, GpuOptions
+):
     """Everything that `polydraft.load` can be told: a decoder as a value, to be kept, compared or changed.
 
     Values are checked here as far as that takes no model and no machine; `polydraft.loading.load_with` checks the rest.

@@ -1,11 +1,11 @@
 import json
 
+import pytest
 import torch
 
 from polydraft.drafters import DRAFTERS
-from polydraft.loading import _resolved
+from polydraft.loading import GPU_TREE, SMALL_GPU_TREE
 from polydraft.models import FAMILIES
-from polydraft.options import LoadOptions
 from polydraft.schemes import SCHEMES
 
 
@@ -16,20 +16,29 @@ def test_info_lists_everything_that_can_be_chosen(invoke) -> None:
         assert name in out
 
 
+@pytest.mark.parametrize(
+    ("place", "dtype", "bundled", "own"),
+    [
+        ("cpu", torch.float32, "dynamic:8", "dynamic:8"),
+        ("cpu", torch.bfloat16, "dynamic:64", "dynamic:64"),
+        ("cuda", torch.bfloat16, SMALL_GPU_TREE, GPU_TREE),
+    ],
+)
+def test_info_says_which_trees_are_used_here(
+    invoke, monkeypatch: pytest.MonkeyPatch, place: str, dtype: torch.dtype, bundled: str, own: str
+) -> None:
+    for module in ("polydraft.loading", "polydraft.models.placement"):
+        monkeypatch.setattr(f"{module}.resolve_device", lambda asked: torch.device(place))
+        monkeypatch.setattr(f"{module}.resolve_dtype", lambda asked, place: dtype)
+    code, out, _ = invoke("info", "--json")
+    assert code == 0
+    assert json.loads(out)["default trees"] == {
+        "smollm2": f"draft smollm2-head, tree {bundled}",
+        "your own pair": f"draft your draft, tree {own}",
+    }
+
+
 def test_info_as_json(invoke) -> None:
     code, out, _ = invoke("info", "--json")
     facts = json.loads(out)
     assert code == 0 and set(facts["schemes"]) == set(SCHEMES)
-
-
-def test_info_names_the_trees_that_are_used(invoke) -> None:
-    _, out, _ = invoke("info", "--json")
-    (said,) = json.loads(out)["default drafts"].values()
-    for place, kind, words in (
-        ("cpu", torch.float32, "({} in float32 and int8)"),
-        ("cpu", torch.int8, "({} in float32 and int8)"),
-        ("cpu", torch.bfloat16, "tree {} ("),
-        ("cuda", torch.bfloat16, "on a GPU {}"),
-    ):
-        used = _resolved(LoadOptions("smollm2"), torch.device(place), kind)
-        assert words.format(used.tree) in said and said.startswith(used.draft)

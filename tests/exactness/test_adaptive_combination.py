@@ -39,7 +39,19 @@ CASES = {
 }
 
 
+PAUSING = {
+    "lookup": BALANCED,
+    "suffix": Costs(draft_level=0.0, tree_pass=lambda nodes: 1 + 0.4 * (nodes - 1)),
+    "self-draft": BALANCED,
+}
+"""N-grams alone, as many as pay."""
+
+
 def combined(case: str, draft: Any = None) -> Decoder:
+    if case in PAUSING:
+        grams = gram_tree([case], gram_options(), pauses=True)
+        grams.costs = PAUSING[case]
+        return Decoder(TARGET, grams)
     name, usual, costs = CASES[case]
     tree = TreeDrafter(draft or usual, DynamicShape(nodes=16, depth=4), costs=costs)
     return Decoder(TARGET, Combination(tree, gram_tree([name], gram_options())))
@@ -54,18 +66,24 @@ def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Without rests, `test_end_to_end` tests the law of n-grams beside a dynamic tree.
-@pytest.mark.parametrize("case", some_slow(CASES, CASES.keys() - {"suffix + head, resting"}))
+@pytest.mark.parametrize("case", some_slow({**CASES, **PAUSING}, {*CASES, *PAUSING} - {"suffix + head, resting", "suffix"}))
 def test_texts_follow_the_target_law(case: str, short_rests: None, monkeypatch: pytest.MonkeyPatch) -> None:
     configuration = Configuration(label=f"adaptive {case}", prompt=GRAM_PROMPT, samples=800)
     monkeypatch.setattr(Configuration, "decoder", lambda self: combined(case))
     results = configuration.generate()
     # Thirteen tests of each case: false alarm below 1e-4 together.
-    assert min(configuration.p_values(results)) > 1e-4 / (13 * len(CASES))
-    assert len(results[0].stats.tokens_by_source) >= 2, "both are heard"
+    assert min(configuration.p_values(results)) > 1e-4 / (13 * len({**CASES, **PAUSING}))
+    stats = results[0].stats
+    if case in PAUSING:
+        assert stats.drafted_tokens > 0.02 * stats.new_tokens and stats.offers_by_depth[0] < 0.9 * stats.passes
+    else:
+        assert len(stats.tokens_by_source) >= 2, "both are heard"
 
 
 # By default where sizes hang on what was learnt: that is what rows could take from each other.
-@pytest.mark.parametrize("case", some_slow(CASES, CASES.keys() - {"lookup + model, balanced"}))
+@pytest.mark.parametrize(
+    "case", some_slow({**CASES, **PAUSING}, {*CASES, *PAUSING} - {"lookup + model, balanced", "self-draft"})
+)
 def test_rows_are_their_own(case: str) -> None:
     decoder = combined(case)
     for sampling, prompts in ((SamplingParams(), PROMPTS), (PENALTIES, PROMPTS[:3])):

@@ -15,7 +15,7 @@ from polydraft.engine.workspace import Workspace
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
 from polydraft.trees import parse_tree
-from stand_in import StandIn
+from stand_in import StandIn, round_recorder
 
 from .configurations import Configuration
 from .setups import DRAFT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET
@@ -169,3 +169,90 @@ def test_a_warm_decoder_has_tried_every_tree_that_may_pay() -> None:
     tokens = [4 * tree.num_nodes for tree in (*smaller_trees(TREE), TREE)]
     steady = 2  # the chain of two
     assert tried == [0, *(place for place in range(1, PLACES) if tokens[place] >= 16 or place == steady)] and len(tried) > 2
+
+
+@pytest.fixture
+def largest_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TreeChoice, "_best", lambda choice, *_: choice.largest)
+
+
+def sequence(row: int, steady: bool, sampling: SamplingParams, limit: int = 60) -> TokenSequence:
+    return TokenSequence(
+        row=row, prompt=[1, 2, 3 + row], params=sampling, generator=row_generator(row), max_new_tokens=limit, steady=steady
+    )
+
+
+def finished(decoder: Decoder, texts: list[TokenSequence], record: bool = False) -> StandIn | None:
+    """Write all texts in one engine's rounds."""
+    workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * len(texts)), ahead=record)
+    recorder = None
+    if record:
+        recorder = workspace.launcher.recorder = round_recorder(workspace)
+    engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=workspace, elastic=not record)
+    for one in texts:
+        engine.add(one)
+    while not engine.done:
+        engine.step()
+    return recorder
+
+
+SCHEMES_DRAWN = ["auto", "rrs-wor", "rrs-wr", "gumbel", "naive"]
+
+
+@pytest.mark.parametrize(("model", "scheme", "record", "sampling"), [
+    *covering(["model"], ["auto", "rrs-wr"], [False, True], ["drawn", "penalties"]),
+    *covering(["head"], ["auto"], [True], ["drawn"]),
+    *all_slow(MODELS, SCHEMES_DRAWN, [False, True], ["drawn", "penalties"]),
+])  # fmt: skip
+def test_others_do_not_pay_for_texts_with_a_seed(
+    largest_pays: None, model: str, scheme: str, record: bool, sampling: str
+) -> None:
+    """They have the tree by load; the text with a seed has the candidates that it has among its like, by the same numbers."""
+    decoder = Decoder(TARGET, TreeDrafter(MODELS[model], TREE, scheme, by_load=True))
+    params = SAMPLINGS[sampling]
+    usual = [sequence(row, True, params) for row in range(4)]
+    finished(decoder, usual)
+    mixed = [sequence(row, row in (0, 2), GREEDY if row == 3 else params) for row in range(4)]
+    recorder = finished(decoder, mixed, record)
+    for row in (0, 2):
+        assert mixed[row].new_tokens == usual[row].new_tokens
+        assert mixed[row].speculation.drafted_tokens <= 2 * mixed[row].speculation.rounds
+    for row in (1, 3):
+        drafted = mixed[row].speculation.drafted_tokens / mixed[row].speculation.rounds
+        assert drafted > (TREE.num_nodes - 1) * 0.9
+    assert mixed[3].new_tokens == greedy_text(TARGET, mixed[3].prompt, 60, GREEDY)
+    if recorder is not None:
+        assert recorder.replays > len(recorder.kinds) / 2
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_text_with_a_seed_keeps_its_chain_where_less_would_pay(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    monkeypatch.setattr(TreeChoice, "_best", lambda choice, *_: place)
+    decoder = by_load()
+    usual, mixed = (
+        [sequence(row, own, SamplingParams()) for row, own in enumerate([True, any_, any_])] for any_ in (True, False)
+    )
+    for texts_ in (usual, mixed):
+        finished(decoder, texts_)
+    assert mixed[0].new_tokens == usual[0].new_tokens
+
+
+@pytest.mark.parametrize("model", some_slow(MODELS, ["head"]))
+def test_limited_rows_follow_the_target_law(largest_pays: None, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    configuration = Configuration(label=f"limited rows: {model}", samples=1_500)
+    original = TokenSequence.__init__
+
+    def every_other(self: TokenSequence, **fields: Any) -> None:
+        original(self, **{**fields, "steady": fields["row"] % 2 == 0})
+
+    monkeypatch.setattr(TokenSequence, "__init__", every_other)
+    monkeypatch.setattr(Configuration, "decoder", lambda self: by_load(model))
+    # Fifteen tests on each of two decoders: false alarm below 1e-4 together.
+    assert min(configuration.p_values(configuration.generate())) > 1e-4 / (15 * 2)
+
+
+def test_a_warm_decoder_has_rehearsed_rounds_with_limited_rows(recorders: list[StandIn]) -> None:
+    decoder = by_load()
+    decoder.warm_up(batch_size=4, longest=80)
+    kinds = {kind[-3][4] for recorder in recorders for kind in recorder.kinds if kind[0] != "reading"}
+    assert ((PLACES - 1, "limited"),) in kinds and ((2, "limited"),) not in kinds

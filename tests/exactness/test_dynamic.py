@@ -44,6 +44,10 @@ def dynamic(model, costs=CHEAP, shape=SHAPE, decision=None, **options) -> Decode
     return Decoder(TARGET, TreeDrafter(model, shape, costs=costs, decision=decision), **options)
 
 
+def static(model, scheme: str) -> Decoder:
+    return Decoder(TARGET, TreeDrafter(model, parse_tree("3x2x1"), scheme, costs=LOSING, pauses=True))
+
+
 DECODERS = {
     "drawn, block": lambda: dynamic(DRAFT),
     "drawn, head": lambda: dynamic(HEAD),
@@ -51,12 +55,18 @@ DECODERS = {
     "resting head": lambda: dynamic(HEAD, LOSING),
     "fixed": lambda: dynamic(DRAFT, shape=DynamicShape(nodes=16, depth=3, adaptive=False)),
     "dynamic, decision": lambda: dynamic(DRAFT, decision=Moody()),
+    "static, resting": lambda: static(DRAFT, "auto"),
+    "static head, resting": lambda: static(HEAD, "auto"),
+    "static, resting, rrs": lambda: static(DRAFT, "rrs-wor"),
     "static, decision": lambda: Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("3x2x1"), decision=Moody())),
     "static head, decision": lambda: Decoder(TARGET, TreeDrafter(HEAD, parse_tree("3x2x1"), decision=Moody())),
     "static, decision, rrs": lambda: Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("fork:3x3"), "rrs-wor", decision=Moody())),
 }
 
-SLOW = {"drawn, block", "drawn, head", "resting head", "fixed", "static head, decision", "static, decision, rrs"}
+SLOW = {
+    "drawn, block", "drawn, head", "resting head", "fixed", "static head, decision", "static, decision, rrs",
+    "static head, resting", "static, resting, rrs",
+}  # fmt: skip
 """Whatever of these breaks breaks the parametrised tests of all drafters too, or a quicker decoder here."""
 every_decoder = pytest.mark.parametrize("name", some_slow(DECODERS, SLOW))
 
@@ -69,7 +79,7 @@ def test_texts_follow_the_target_law(name: str, monkeypatch: pytest.MonkeyPatch)
     for name_of_length in ("SHORTEST_REST", "_FIRST_REST", "_TRIAL", "_SHORT_TRIAL"):
         monkeypatch.setattr(f"polydraft.drafters.policy.{name_of_length}", 1)
     results = configuration.generate()
-    # Fifteen tests of three kinds on each of nine decoders: false alarm below 1e-4 together.
+    # Fifteen tests of three kinds on each of twelve decoders: false alarm below 1e-4 together.
     assert min(configuration.p_values(results)) > 1e-4 / (15 * len(DECODERS))
     stats = results[0].stats
     assert stats.drafted_tokens > 0.03 * stats.new_tokens

@@ -185,3 +185,20 @@ def test_too_many_children_are_refused() -> None:
 def test_a_threshold_below_zero_is_refused() -> None:
     with pytest.raises(UsageError, match="threshold=-1"):
         Hybrid(threshold=-1)
+
+
+@every_scheme
+def test_room_for_more_children_changes_no_token(name: str) -> None:
+    """Rows of one batch may have fewer children than others, or none: then whatever law stands there is not looked at."""
+    scheme, generator = SCHEMES.get(name)(), torch.Generator().manual_seed(5)
+    target_RV, draft_RV, other_RV = (torch.softmax(2 * torch.randn(60, 30, generator=generator), -1).double() for _ in range(3))
+    uniforms_RU = torch.rand(60, max(scheme.verify_uniforms, 64), generator=generator, dtype=torch.float64)
+    most = min(4, scheme.max_children or 4)
+    for count in range(1, most):
+        children_RK = scheme.draw(draft_RV, uniforms_RU[:, :count])
+        padded_RK = torch.nn.functional.pad(children_RK, (0, most - count), value=NO_TOKEN)
+        few, many = (scheme.verify(target_RV, draft_RV, own_RK, uniforms_RU) for own_RK in (children_RK, padded_RK))
+        assert few.equal(many)
+    none_RK = torch.full((60, most), NO_TOKEN)
+    own, other = (scheme.verify(target_RV, law_RV, none_RK, uniforms_RU) for law_RV in (draft_RV, other_RV))
+    assert own.equal(other)

@@ -20,7 +20,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from covering import covering, keeping
 from polydraft.errors import UsageError
-from polydraft.hf_generate import Speculate, _sampling_params
+from polydraft.hf_generate import Speculate
+from polydraft.models.generation_defaults import sampling_params
 from polydraft.models.hf import HFModel
 
 from .setups import PROMPTS, assert_same, batch, both, draft, single, speculate, target
@@ -241,13 +242,13 @@ def test_known_processors_become_parameters():
         ),
         input_ids_seq_length=3,
     )
-    params, others = _sampling_params(processors, sample=True, padded=False)
+    params, others = sampling_params(processors, sample=True, padded=False)
     assert params == {"repetition_penalty": 1.2, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1} and not others
-    params, others = _sampling_params(processors, sample=True, padded=True)
+    params, others = sampling_params(processors, sample=True, padded=True)
     assert "repetition_penalty" not in params and others == processors[:1]
     backwards = processors[::-1]
-    assert _sampling_params(backwards, sample=True, padded=False) == ({"temperature": 1.0}, backwards)
-    assert _sampling_params(backwards, sample=False, padded=False) == ({"temperature": 0.0}, backwards)
+    assert sampling_params(backwards, sample=True, padded=False) == ({"temperature": 1.0}, backwards)
+    assert sampling_params(backwards, sample=False, padded=False) == ({"temperature": 0.0}, backwards)
 
 
 @pytest.mark.parametrize("inputs", [single, batch], ids=["single", "batch"])

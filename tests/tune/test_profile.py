@@ -135,5 +135,4 @@ def test_reading_gives_what_was_written(options: LoadOptions) -> None:
 def test_without_a_profile_nothing_changes(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "empty"))
     monkeypatch.delenv(VARIABLE, raising=False)
-    topology = load(tiny, DRAFT, device="cpu").drafter.topology
-    assert topology is not None and topology.num_nodes == 61
+    assert str(load(tiny, DRAFT, device="cpu", dtype="float32").drafter.topology).startswith("dynamic:8")

@@ -24,6 +24,9 @@ class Totals:
     prompt_tokens: int = 0
     new_tokens: int = 0
     passes: int = 0
+    resting_passes: int = 0
+    """Those of them in which drafting rested."""
+    rested_because: str | None = None
     seconds: float = 0.0
     """Of this run."""
     earlier_tokens: int = 0
@@ -33,8 +36,9 @@ class Totals:
         """Add a result."""
         self.rows += 1
         self.bad += "error" in result
-        for name in ("prompt_tokens", "new_tokens", "passes"):
+        for name in ("prompt_tokens", "new_tokens", "passes", "resting_passes"):
             setattr(self, name, getattr(self, name) + result.get(name, 0))
+        self.rested_because = result.get("rested_because", self.rested_because)
 
     @property
     def tokens_per_second(self) -> float:

@@ -107,17 +107,26 @@ def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> 
         raise UsageError(
             f"a prompt of {len(prompt)} tokens leaves no room in {slot_tokens}; shorten it, or raise --slot-tokens"
         )
+    params = decoder.with_defaults(task.sampling, prompt)
     return TokenSequence(
         prompt=prompt,
-        params=task.sampling,
+        params=params,
         generator=row_generator(row_seed(task.seed, row.number)),
         max_new_tokens=task.max_new_tokens,
         eos_token_ids=frozenset(decoder.eos_token_ids),
         assembler=decoder.assembler(task.stop),
         max_positions=slot_tokens,
         # What a seed gives depends on the trees, which must not depend on the company then.
-        steady=task.sampling.temperature > 0,
+        steady=params.temperature > 0,
     )
+
+
+def _rests(sequence: TokenSequence) -> dict[str, Any]:
+    """Say how often drafting rested, and why, if it did."""
+    found = sequence.speculation
+    if found.rested_because is None:
+        return {}
+    return {"resting_passes": found.resting_rounds, "rested_because": found.rested_because}
 
 
 def _result(row: Row, ticket: Ticket) -> dict[str, Any]:
@@ -136,5 +145,6 @@ def _result(row: Row, ticket: Ticket) -> dict[str, Any]:
         "new_tokens": len(sequence.new_tokens),
         "passes": speculation.rounds,
         "tokens_per_pass": round(speculation.mean_acceptance_length, 3),
+        **_rests(sequence),
         "seconds": round(time.perf_counter() - ticket.admitted.get(0, ticket.arrived), 4),
     }

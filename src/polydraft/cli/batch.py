@@ -36,6 +36,7 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     announce_start()
     from polydraft.batch.results import Nowhere, ResultFile, Results
     from polydraft.batch.running import BatchTask, run_batch
+    from polydraft.engine.stats import rest_line
     from polydraft.models.placement import TENSOR_PARALLEL, agreed, is_follower
 
     settings, workers = taken(BatchOptions, options), taken(WorkerOptions, options)
@@ -76,6 +77,8 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
             f"{per_pass:.2f} tokens per target pass; in {out}",
             err=True,
         )
+        if (line := rest_line(totals.resting_passes, totals.passes, totals.rested_because)) is not None:
+            click.echo(line, err=True)
     if totals.bad:
         raise FailureError(f"{totals.bad} of {totals.rows} rows could not be used: {_bad_rows(out)}; their errors are in {out}")
 

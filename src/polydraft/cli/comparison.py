@@ -14,8 +14,9 @@ from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder, Generation, Stats
 from polydraft.errors import FailureError
 from polydraft.loading import NARROW_STATIC_TREE
+from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.hf import HFModel
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import SamplingParams, was_asked
 from polydraft.trees import parse_tree
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def compare(task: "Task", decoder: Decoder, console: Any) -> None:
         console.print(break_even_line(baseline.stats, stats))
     if not decoder.lossless:
         console.print(f"{decoder.drafter.name} is lossy: its text does not follow the target's law")
-    elif task.params.temperature == 0:
+    elif decoder.with_defaults(task.params, decoder.encode(task.text, chat=not task.raw)).temperature == 0:
         _state_identity(baseline, result, console, exact=_exact(decoder.target))
         if theirs is not None:
             _state_likeness(theirs[1], baseline.token_ids, console)
@@ -74,15 +75,19 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
     others = dataclasses.replace(SamplingParams(), **{name: getattr(params, name) for name in _SPOKEN})
     if not isinstance(target, HFModel) or target.int8 or target.spread is not None or others != params:
         return None
+    own = GenerationDefaults(target.hf_model, decoder.eos_token_ids).followed  # which `generate` follows, whatever we do
+    if decoder.defaults is None and not own.keys() <= set(_SPOKEN):
+        return None
     click.echo(f"decoding with {HUGGING_FACE}, for comparison ...", err=True)
     prompt = decoder.encode(task.text, chat=not task.raw)
     ids_1T = torch.tensor([prompt], device=target.device)
     ends = list(decoder.eos_token_ids)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if params.temperature > 0:
-        # top_k=0: by default `generate` keeps 50 tokens and samples from another law than we do.
-        sampling = {"do_sample": True, **{name: getattr(params, name) for name in _SPOKEN}}
-        sampling["min_p"] = sampling["min_p"] or None
+    sampling: dict[str, Any] = {"do_sample": decoder.with_defaults(params, prompt).temperature > 0}
+    for name in _SPOKEN if sampling["do_sample"] else ("repetition_penalty",):
+        value = getattr(params, name)
+        # Numbers that ask for nothing, too: by default `generate` keeps 50 tokens and samples from another law than we do.
+        if decoder.defaults is None or was_asked(value) or name not in own:
+            sampling[name] = (value or None) if name == "min_p" else value
 
     def run(tokens: int) -> tuple[list[int], float]:
         start = time.perf_counter()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
-_REPEATED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "seed")
-"""Settings that stand in the JSON output as they were given."""
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Settings of sampling that stand in the JSON output."""
 _FLAGS = {"draws": "--beam-draws", "verification": "--beam-verification"}
 
 
@@ -161,7 +161,7 @@ def _generate_one(task: Task) -> None:
     decoder = task.choices.decoder()
     if task.as_json:
         result = task.run(decoder)
-        click.echo(json.dumps(_as_object(result, decoder, task.choices), ensure_ascii=False))
+        click.echo(json.dumps(_as_object(result, decoder, task), ensure_ascii=False))
         return
     from polydraft.cli.terminal import TokenPrinter, output_console, summary_line
 
@@ -174,9 +174,11 @@ def _generate_one(task: Task) -> None:
         click.echo(summary_line(task.run(decoder, TokenPrinter(console)).stats), err=True)
 
 
-def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> dict[str, Any]:
+def _as_object(result: "Generation", decoder: "Decoder", task: Task) -> dict[str, Any]:
     from polydraft.cli.comparison import draft_name, tree_name
 
+    choices, defaults = task.choices, decoder.defaults
+    params = decoder.with_defaults(task.params, decoder.encode(task.text, chat=not task.raw))
     return {
         "text": result.text,
         "token_ids": result.token_ids,
@@ -193,7 +195,10 @@ def _as_object(result: "Generation", decoder: "Decoder", choices: Choices) -> di
             "draft_temperature": choices.draft_temperature,
             "decision": choices.decision,
             "lossless": decoder.lossless,
-            **{name: getattr(choices, name) for name in _REPEATED},
+            **{name: getattr(params, name) for name in _SAMPLING},
+            **({"generation_config": defaults.followed} if defaults else {}),
+            "max_new_tokens": choices.max_new_tokens,
+            "seed": choices.seed,
             "stop": list(choices.stop),
             **({"lossy": choices.lossy} if choices.lossy else {}),
             "device": str(decoder.target.device),

@@ -30,10 +30,11 @@ def _facts() -> dict[str, Any]:
     import torch
 
     from polydraft.drafters import DRAFTERS
-    from polydraft.loading import DEFAULT_PAIRS, NARROW_TREE, SMALL_GPU_TREE
+    from polydraft.loading import DEFAULT_PAIRS, resolved
     from polydraft.models import FAMILIES
     from polydraft.models.bundled import BUNDLED, weights_file
     from polydraft.models.placement import cpu_computes_bfloat16, resolve_device, resolve_dtype
+    from polydraft.options import LoadOptions
     from polydraft.output import cache_root
     from polydraft.schemes import SCHEMES
     from polydraft.walks import WALKS
@@ -56,15 +57,22 @@ def _facts() -> dict[str, Any]:
             "cpu bfloat16": "yes" if cpu_computes_bfloat16() else "no",
         },
         "models": {BUNDLED: bundled},
-        "default drafts": {
-            name: f"{draft}, tree {tree} ({NARROW_TREE} in float32 and int8), on a GPU {SMALL_GPU_TREE}"
-            for name, (draft, tree) in DEFAULT_PAIRS.items()
+        "default trees": {
+            # A profile of an own pair, if there is one, is found once its models are named.
+            **{name: _drafting(resolved(LoadOptions(name))) for name in DEFAULT_PAIRS},
+            "your own pair": _drafting(resolved(LoadOptions("your target", "your draft", profile="none"))),
         },
         "schemes": {name: _first_line(SCHEMES.get(name)) for name in SCHEMES},
         "walks": {name: _first_line(WALKS.get(name)) for name in WALKS},
         "drafters": list(DRAFTERS),
         "model families": list(FAMILIES),
     }
+
+
+def _drafting(options: Any) -> str:
+    """Say what "auto" means here, for one text."""
+    with_grams = "" if options.drafter == "auto" else f", drafter {options.drafter}"
+    return f"draft {options.draft}, tree {options.tree}{with_grams}"
 
 
 def _version(package: str) -> str:

@@ -182,7 +182,8 @@ class Choices(Loading, Request, Sampling):
 
         if self.max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens {self.max_new_tokens} is out of range; allowed: whole numbers from 1")
-        return SamplingParams(**self._named("temperature", "top_k", "top_p", "min_p", "repetition_penalty"))
+        found = self._named("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return SamplingParams(**{name: _asked(name, value) for name, value in found.items()})
 
     def request(self, params: "SamplingParams") -> dict[str, Any]:
         """Return what every request asks for."""
@@ -190,6 +191,16 @@ class Choices(Loading, Request, Sampling):
 
     def _named(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
+
+
+def _asked(name: str, value: float) -> float:
+    """Mark a number that stands there because nobody gave one: the model's own settings may say something else."""
+    from polydraft.sampling.params import Usual, UsualCount
+
+    context = click.get_current_context(silent=True)
+    if context is None or context.get_parameter_source(name) != click.core.ParameterSource.DEFAULT:
+        return value
+    return UsualCount(value) if isinstance(value, int) else Usual(value)
 
 
 _RANGES = {"threads": {"callback": in_range}}

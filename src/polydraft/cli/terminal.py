@@ -159,13 +159,14 @@ def play(stream: "Stream | BeamStream", printer: TokenPrinter | None) -> None:
 
 
 def summary_line(stats: "Stats") -> str:
-    """Return the figures of one run in a line."""
+    """Return the figures of one run in a line, and in another one why drafting rested, if it did."""
     return (
         f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_pass:.2f} tokens per target pass"
         + (f", first token after {stats.first_token_seconds:.2f} s" if stats.first_token_seconds is not None else "")
         + (f", acceptance {stats.acceptance_rate:.2f}" if stats.offers_by_depth else "")
         + (f"; from {sources}" if (sources := sources_text(stats.tokens_by_source)) else "")
+        + (f"\n{line}" if (line := stats.rest_line) else "")
     )
 
 

@@ -1,11 +1,12 @@
 """What decides which nodes a draft tree has: the interface of builders, and the distributions that they draw from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from polydraft.drafters.policy import REST_REASON, RowPolicy
 from polydraft.drafters.source import DistributionSource, Source
 from polydraft.sampling import RowParams, Warper
 from polydraft.schemes import Scheme
@@ -36,6 +37,8 @@ class Builder(ABC):
     """Whether the number of rows may change, see `resize`."""
     movable: bool = False
     """Whether rows can be swapped, see `swap_rows`."""
+    policy: RowPolicy | None = None
+    """Says which rows rest, where some may."""
     asked_scheme: str | None = None
     """The scheme that was asked for by name: a walk that was asked for as well must verify it."""
 
@@ -53,6 +56,11 @@ class Builder(ABC):
     def resting(self) -> bool:
         """Whether the next tree is the root alone, and the source is not asked."""
         return False
+
+    @property
+    def rest_reason(self) -> str:
+        """Why a row had no candidates in the last round, if it had none."""
+        return REST_REASON if self.policy is None else self.policy.rest_reason
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
         """Add what the device knows to a tree that the host built; `uniforms_BU` as for `build`."""
@@ -88,11 +96,19 @@ class Builder(ABC):
         # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
         return resolve_walk(wish, self.scheme, insist=self.asked_scheme == self.scheme.name)
 
-    def share(self, loads: Sequence[int], steady: bool) -> None:  # noqa: B027 (most trees do not depend on it)
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:  # noqa: B027 (most trees do not depend on it)
         """Say how many rows share the rounds of each row, which may make smaller trees pay.
 
-        `steady` if some row at work must have the same trees whatever pays.
+        `steady` are rows that must have the same trees whatever pays; None for those that are not at work.
         """
+
+    @property
+    def limited(self) -> Mapping[int, Sequence[int]]:
+        """Rows that are limited to a part of the next tree, and which of `num_uniforms` they use, in the order they are drawn.
+
+        They use no others, so that what a row's generator gives does not depend on its company.
+        """
+        return {}
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `begin`.
@@ -126,6 +142,9 @@ class Builder(ABC):
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:  # noqa: B027 (many look at no text)
         """Add newly emitted tokens to the certain texts."""
+
+    def took(self, counts: Sequence[int]) -> None:  # noqa: B027 (most learn on the device, if at all)
+        """Take note on the host of how many candidates that depend on the past only each row accepted."""
 
     def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str] | None:
         """Say who proposed each of a row's accepted tokens; None if there is only one answer."""

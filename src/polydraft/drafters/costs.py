@@ -19,15 +19,18 @@ import torch
 from polydraft.drafters.assembly import Passes
 from polydraft.drafters.candidates import best_children, drawn_children, gains
 from polydraft.drafters.fused_growth import FusedGrowth
+from polydraft.drafters.trie import Limits, as_draft_tree, grow
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.placement import agreed
 from polydraft.native.build import cpu_features
+from polydraft.ngrams import GramOptions, SuffixCache
 from polydraft.output import cache_root, written_whole
 from polydraft.sampling import draw_one
-from polydraft.schemes import SCHEMES
+from polydraft.schemes import SCHEMES, Naive
 from polydraft.schemes.arrays import arange, as_array, can_sync, largest
 from polydraft.theory import Costs, cost_curve
-from polydraft.trees import Block, DynamicShape, causal_block
+from polydraft.trees import Block, DraftTree, DynamicShape, Topology, causal_block
+from polydraft.walks import NodeWalk
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +51,24 @@ _DISTURBED = 1.6
 _tables: dict[Path, dict[str, Any]] = {}
 """What this process has read or measured."""
 SCHEMES_MEASURED = ("top", "hybrid")
-"""What dynamic trees verify by, at temperature 0 and above."""
+"""What trees of a draft are verified by, at temperature 0 and above."""
+GRAMS = "naive"
+"""What n-grams are verified by."""
+_GRAM_HOST = 3.2
+"""The same in walks over a root alone, where there is no draft: 0.9 ms of a plain round of a tiny model, a walk 0.27."""
+_PERIOD = 24
+"""Of the text in which n-grams are looked up to see how long that takes: all of it has been there before."""
+Draft = LanguageModel | FeatureHead | None
+"""Who drafts; None for n-grams."""
 
 
-def measured_costs(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int, scheme: str) -> Costs:
+def measured_costs(target: LanguageModel, draft: Draft, nodes: int, scheme: str) -> Costs:
     """Return costs of this pair on this machine, measuring them the first time (a second or two).
 
     Parameters
     ----------
     target, draft : the pair
+        No draft where n-grams are proposed.
     nodes : int
         Largest tree.
     scheme : str
@@ -65,13 +77,14 @@ def measured_costs(target: LanguageModel, draft: LanguageModel | FeatureHead, no
     file = cache_root() / "costs" / f"{_key(target, draft, nodes)}.json"
     if file in _tables:
         return costs_of(_tables[file], scheme)
-    table = agreed(_read(file))
+    table = agreed(_read(file, draft))
     if table is None:
         logger.info("measuring what passes of the target and the draft cost here, once ...")
         table = measure(target, draft, nodes)
         if table.pop("spread") < _DISTURBED:
             _write(file, table)
         else:
+            table["disturbed"] = True
             logger.info("this machine was busy: costs will be measured again by the next process")
     _tables[file] = table = agreed(table)
     return costs_of(table, scheme)
@@ -86,11 +99,18 @@ def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
     """
     level, verification = table["level"][scheme], table["verification"][scheme]
     recorded = table.get("recorded", False)
-    always = table["verification"]["plain"] + (0 if recorded else _HOST * table["level"]["top"])
+    host = table["host"] if "host" in table else _HOST * table["level"]["top"]
+    always = table["verification"]["plain"] + (0 if recorded else host)
     passes = rising({int(size): seconds + always for size, seconds in table["target"].items()})
     plain = passes[min(passes)]
-    per_level, overhead = (level, verification) if recorded else (level + verification, _OVERHEAD * level)
-    return Costs(draft_level=per_level / plain, tree_pass=cost_curve(passes), overhead=overhead / plain)
+    small = 0.0 if "host" in table else _OVERHEAD * level  # n-grams are looked up once, which is timed as a level
+    per_level, overhead = (level, verification) if recorded else (level + verification, small)
+    return Costs(
+        draft_level=per_level / plain,
+        tree_pass=cost_curve(passes),
+        overhead=overhead / plain,
+        disturbed=table.get("disturbed", False),
+    )
 
 
 def rising(measured: Mapping[int, float]) -> dict[int, float]:
@@ -111,7 +131,7 @@ def rising(measured: Mapping[int, float]) -> dict[int, float]:
 
 
 @torch.inference_mode()
-def measure(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int) -> dict[str, Any]:
+def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
     """Time target passes of several sizes, output head included, draft levels and verification; in seconds.
 
     All take turns, again and again, so that a disturbance hits each of them once and not one of them always, and each comes
@@ -129,13 +149,16 @@ def measure(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: in
         return lambda: target.head(context.extend(tokens_1T, block))
 
     turns: list[tuple[str, str, Callable[[], Any]]] = []
-    levels = [("level", name, _draft_level(draft, name)) for name in SCHEMES_MEASURED]
+    schemes = _schemes(draft)
+    levels = [("level", name, _draft_level(draft, name) if draft is not None else _lookup(target)) for name in schemes]
     for turn, size in enumerate(reversed(sizes)):
         if size > 1:
             turns.append(levels[turn % len(levels)])
         turns.append(("target", str(size), target_pass(size)))
     turns += [level for level in levels if level not in turns]  # small trees have fewer passes than there are levels
-    turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *SCHEMES_MEASURED)]
+    turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *schemes)]
+    if draft is None:
+        turns.append(("host", "root", _root_walk(target)))
     in_graphs = target.device.type == "cuda" and target.graph_obstacle is None
     if in_graphs:
         turns = [(kind, name, recorded(work)) for kind, name, work in turns]
@@ -150,6 +173,8 @@ def measure(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: in
     table: dict[str, Any] = {"recorded": in_graphs}
     for (kind, name), found in times.items():
         table.setdefault(kind, {})[name] = sorted(found)[len(found) // 4]
+    if draft is None:
+        table["host"] = _GRAM_HOST * table["host"]["root"]
     table["spread"] = statistics.median(
         sorted(found)[3 * len(found) // 4] / sorted(found)[len(found) // 4]
         for (kind, _), found in times.items()
@@ -175,15 +200,46 @@ def recorded(work: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def _verification(name: str, target: LanguageModel, draft: LanguageModel | FeatureHead) -> Callable[[], Any]:
+def _schemes(draft: Draft) -> tuple[str, ...]:
+    return (GRAMS,) if draft is None else SCHEMES_MEASURED
+
+
+def _lookup(target: LanguageModel) -> Callable[[], Any]:
+    """Return the work of a round's n-grams: looking them up, and making a tree of them."""
+    name, memory = SuffixCache.name, SuffixCache(GramOptions()).open()
+    memory.read([index % min(_PERIOD, target.vocab_size) for index in range(_CONTEXT)])
+    limits = Limits(nodes=_BEAM, depth=_BEAM, width=_CHILDREN, least=0.0)
+
+    def work() -> None:
+        trie = grow(0, [name], [memory], limits)
+        as_draft_tree([trie], len(trie), _BEAM, target.device)
+
+    return work
+
+
+def _root_walk(target: LanguageModel) -> Callable[[], Any]:
+    """Return a part of a plain round's work on the host: its tree, what it sees, and the walk over it."""
+    law_1V = torch.full((1, target.vocab_size), 1 / target.vocab_size, device=target.device)
+    tokens_11 = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    uniforms_1U = torch.full((1, 1), 0.5, dtype=torch.float64, device=target.device)
+
+    def work() -> None:
+        tree = DraftTree.from_topology(Topology(), tokens_11, (), tokens_11[0])
+        tree.block()
+        NodeWalk().run(Naive(), tree, lambda node_B, path_BP: law_1V, uniforms_1U)
+
+    return work
+
+
+def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[], Any]:
     """Return the work of one node: the target's law, and what draws from it alone or meets it with the draft's children."""
     generator = torch.Generator().manual_seed(0)
-    columns = draft.num_columns
+    columns = target.vocab_size if draft is None else draft.num_columns
     logits_1V = 4 * torch.randn(1, target.vocab_size, generator=generator).to(target.device)
     uniforms_1U = torch.rand(1, 256, generator=generator, dtype=torch.float64).to(target.device)
     if name == "top":
         return lambda: _seen(logits_1V.argmax(-1))
-    if name == "plain":
+    if name in ("plain", GRAMS):
         return lambda: _seen(draw_one(torch.softmax(logits_1V, dim=-1), uniforms_1U[:, 0]))
     scheme, draft_1D = SCHEMES.get(name)(), torch.softmax(logits_1V[:, :columns].clone(), dim=-1)
     children_1K = scheme.draw(draft_1D, uniforms_1U[:, : min(_BEAM, columns)])
@@ -258,7 +314,7 @@ def timed(work: Callable[[], Any], device: torch.device) -> float:
     return (time.perf_counter() - start) / times
 
 
-def _key(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int) -> str:
+def _key(target: LanguageModel, draft: Draft, nodes: int) -> str:
     """Name what the costs depend on."""
     place = f"cpu{torch.get_num_threads()}"
     if target.device.type == "cuda":
@@ -266,7 +322,7 @@ def _key(target: LanguageModel, draft: LanguageModel | FeatureHead, nodes: int) 
     kind = "int8" if getattr(target, "int8", False) else getattr(target, "dtype", "table")
     native = "native" if getattr(target, "native", None) is not None else "torch"
     version = hashlib.sha256(f"{_version()} {torch.__version__} {cpu_features()}".encode()).hexdigest()[:8]
-    words = (target.name, draft.name, kind, native, place, nodes, version)
+    words = (target.name, "ngrams" if draft is None else draft.name, kind, native, place, nodes, version)
     return "_".join("".join(letter if letter.isalnum() else "-" for letter in str(word))[-40:] for word in words)
 
 
@@ -277,11 +333,11 @@ def _version() -> str:
         return "0"
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def _read(file: Path, draft: Draft) -> dict[str, Any] | None:
     try:
-        table = json.loads(file.read_text())
-        good = set(table["level"]) >= set(SCHEMES_MEASURED) and set(table["verification"]) >= {"plain", *SCHEMES_MEASURED}
-        good = good and all(int(size) > 0 for size in table["target"])
+        table, schemes = json.loads(file.read_text()), _schemes(draft)
+        good = set(table["level"]) >= set(schemes) and set(table["verification"]) >= {"plain", *schemes}
+        good = good and all(int(size) > 0 for size in table["target"]) and (draft is not None or table["host"] > 0)
         good = good and all(seconds > 0 for part in ("target", "level", "verification") for seconds in table[part].values())
         return dict(table) if good and table["target"] else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -59,6 +59,8 @@ class Parts:
     """Whether rows that share rounds may have smaller trees than `topology`."""
     greedy: Topology | DynamicShape | None = None
     """What stands in for `topology` where one text is decoded at temperature 0."""
+    pauses: bool = False
+    """Whether drafting pauses on a CPU while it does not pay, by measured costs; dynamic trees always do so."""
 
 
 DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")

@@ -104,7 +104,7 @@ class DynamicBuilder(Builder):
         self._room = even_levels(shape, min(limits)) if self._sized else room_of_levels(shape, min(limits))
         self._shares = fixed_shares(shape, self._room)
         self._vocab_size, self._device = vocab_size, source.device
-        self.policy = RowPolicy(costs, len(params), shape.nodes, source.device, shape.adaptive)
+        self.policy: RowPolicy = RowPolicy(costs, len(params), shape.nodes, source.device, shape.adaptive)
         self._decision = decision
         self._choice: SizeChoice | None = None
         """Where rounds may be recorded: which size they have."""
@@ -175,7 +175,7 @@ class DynamicBuilder(Builder):
         width = max([self.shape.beam, *(level.nodes for level in self._room)])
         return self.source.lead + 1 + width * (self.shape.depth - 1)
 
-    def share(self, loads: Sequence[int], steady: bool) -> None:
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
         """Let the policy and the choice of sizes reckon with it."""
         self.policy.share(loads)
         if self._choice is not None:
@@ -209,9 +209,9 @@ class DynamicBuilder(Builder):
         """Add newly emitted tokens to the certain texts."""
         self._distributions.advance(emitted)
 
-    def _bare(self, root_B: Tensor) -> DraftTree:
-        """Return a tree of the root alone, for a round in which all rows rest; it verifies as deep trees do."""
-        self._plan = self._grown = None
+    def _bare(self, root_B: Tensor, plan: Plan | None = None) -> DraftTree:
+        """Return a tree of the root alone, where all rows rest or nothing was found to pay; it verifies as deep trees do."""
+        self._plan, self._grown = plan, None
         laws = (self._any_law_1.expand(len(root_B), 1, self._vocab_size),) * self.shape.depth if self._drawn else ()
         tree = DraftTree.from_topology(Topology(), root_B[:, None], laws, torch.zeros_like(root_B[:1]))
         return dataclasses.replace(tree, depth=self.shape.depth, reach=0)
@@ -321,7 +321,9 @@ class DynamicBuilder(Builder):
         if self._choice is not None:
             found = [total(part_BX) for part_BX in chances_BC.split([level.scores_BX.shape[1] for level in levels], 1)]
             found_BD = torch.stack(found + [0.0 * found[0]] * (self.shape.depth - len(found)), 1)
-        self._plan = Plan(total(chances_BC), counts_B, levels_B, found_BD)
+        self._plan = plan = Plan(total(chances_BC), counts_B, levels_B, found_BD)
+        if self._choice is None and isinstance(counts_B, np.ndarray) and not counts_B.any():
+            return self._bare(as_tensor(root_B), plan)
         branch = max([level.children for level in self._widths], default=self.shape.branch)
         passes = Passes(self.source.lead, self.places)
         self._grown = grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth, passes)
@@ -338,9 +340,7 @@ class DynamicBuilder(Builder):
 
     def places_of(self, path_BD: Tensor) -> Tensor:
         """Nodes are where their levels put them; any place for nodes without children."""
-        if self._grown is None:  # the root alone
-            return path_BD + self.source.lead
-        return self._grown.places_BN.gather(1, path_BD)
+        return path_BD + self.source.lead if self._grown is None else self._grown.places_BN.gather(1, path_BD)
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
         """Let the policy compare the round with its plan; report which rows want drafts next."""

@@ -58,6 +58,11 @@ class GramTreeOptions:
             )
 
     @property
+    def sized(self) -> bool:
+        """Whether sizes were asked for, which are then kept to, whatever pays."""
+        return any(one is not None for one in (self.nodes, self.least_chance, self.riders))
+
+    @property
     def most_nodes(self) -> int:
         """Most candidates per round on any device."""
         return self.nodes or _USUAL_TOKENS

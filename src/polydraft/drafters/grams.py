@@ -8,13 +8,16 @@ certain (docs/theory.md).
 import dataclasses
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from polydraft.drafters.builder import Builder
+from polydraft.drafters.costs import GRAMS, measured_costs
 from polydraft.drafters.device_trie import DeviceTrieBuilder, on_device
 from polydraft.drafters.drafter import DRAFTERS, Drafter, Parts
 from polydraft.drafters.gram_options import GramTreeOptions, Sizes
+from polydraft.drafters.policy import Plan, RowPolicy
 from polydraft.drafters.riders import RiderOptions, Riders
 from polydraft.drafters.session import DraftSession
 from polydraft.drafters.source import Source
@@ -24,6 +27,7 @@ from polydraft.models import LanguageModel
 from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory, Match
 from polydraft.sampling import RowParams
 from polydraft.schemes import Naive
+from polydraft.theory import Costs
 from polydraft.trees import DraftTree
 from polydraft.walks import FlatBlocksWalk, NodeWalk, Verdict, Walk
 
@@ -35,6 +39,7 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
     "corpus": ("corpus",),
 }
 """Drafters that need no draft model, with the caches they ask; `self-draft` also has riders."""
+NOTHING_FOUND = "n-grams had nothing to propose that would pay"
 
 
 class GramTree(Drafter):
@@ -48,11 +53,24 @@ class GramTree(Drafter):
         Where chances are equal, the first ones go first.
     options : GramTreeOptions
         Its riders are taken as they are, even if nothing learns from them.
+    pauses : bool
+        On a CPU, propose no more than pays, and nothing while proposals do not pay.
+    costs : Costs, optional
+        What passes cost, for that; measured when first needed, and kept for this machine, if not given.
     """
 
-    def __init__(self, name: str, caches: Sequence[GramCache], options: GramTreeOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        caches: Sequence[GramCache],
+        options: GramTreeOptions,
+        *,
+        pauses: bool = False,
+        costs: Costs | None = None,
+    ) -> None:
         self.name, self.lossless = name, not options.flat_blocks
-        self.caches, self.options = tuple(caches), options
+        self.caches, self.options, self.costs = tuple(caches), options, costs
+        self.pauses = pauses and self.lossless
 
     def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
         """Go to work on a batch."""
@@ -63,8 +81,21 @@ class GramTree(Drafter):
         sizes = self.options.on(target.device)
         if self.lossless and on_device(self.caches, sizes, target.device):
             return DeviceTrieBuilder(self.caches, sizes, batch_size, target.device, name)
+        policy = None
+        if self.pauses and target.device.type == "cpu":
+            policy = self._pacing(sizes, batch_size, target)
+            if sizes.riders.branches and policy.hopeless_B.any():  # branches cannot pay for themselves here
+                sizes = dataclasses.replace(sizes, riders=RiderOptions(branches=0))
+                policy = self._pacing(sizes, batch_size, target)
         source = GramSource(self.caches, Riders(sizes.riders, target, batch_size), self.options.caches.gram, batch_size)
-        return TrieBuilder(source, sizes, self.options, target.device, name)
+        return TrieBuilder(source, sizes, self.options, target.device, name, policy)
+
+    def _pacing(self, sizes: Sizes, batch_size: int, target: LanguageModel) -> RowPolicy:
+        """Return what says how many candidates pay; branches ride along whatever they are, and cost what they cost."""
+        most, riders = 1 + sizes.nodes, sizes.riders.most
+        costs = self.costs or measured_costs(target, None, most, GRAMS)
+        overhead = costs.overhead + costs.tree_pass(1 + riders) - costs.tree_pass(1)
+        return RowPolicy(dataclasses.replace(costs, overhead=overhead), batch_size, most, target.device, adaptive=True)
 
 
 class GramSource(Source):
@@ -79,6 +110,8 @@ class GramSource(Source):
         self.read: list[list[int]] = [[] for _ in range(batch_size)]
         """Text that each row's memories have read."""
         self.idle = [False] * batch_size
+        self.resting = [False] * batch_size
+        """Rows that draft nothing in this round, because it would not pay."""
 
     def resize(self, rows: int, most: int) -> None:
         """Have so many rows."""
@@ -87,6 +120,7 @@ class GramSource(Source):
         ]
         self.read = [*self.read, *([] for _ in range(rows))][:rows]
         self.idle = [*self.idle, *([False] * rows)][:rows]
+        self.resting = [*self.resting, *([False] * rows)][:rows]
         self.riders.resize(rows)
 
     def forget(self, rows: Sequence[int]) -> None:
@@ -120,8 +154,8 @@ class GramSource(Source):
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
         """Let the context caches learn from the branches."""
-        for memories, report, idle in zip(self.memories, reports, self.idle, strict=True):
-            if not idle:
+        for memories, report, idle, resting in zip(self.memories, reports, self.idle, self.resting, strict=True):
+            if not idle and not resting:
                 for gram in self.riders.grams(report, self._gram):
                     for memory in memories:
                         memory.learn(gram)
@@ -145,13 +179,25 @@ class TrieBuilder(Builder):
     scheme = Naive()
     """Tokens follow the target's own draw, whatever was proposed."""
 
-    def __init__(self, source: GramSource, sizes: Sizes, options: GramTreeOptions, device: torch.device, name: str) -> None:
+    def __init__(
+        self,
+        source: GramSource,
+        sizes: Sizes,
+        options: GramTreeOptions,
+        device: torch.device,
+        name: str,
+        policy: RowPolicy | None = None,
+    ) -> None:
         self.source: GramSource = source
-        self._sizes, self._options, self._device, self._name = sizes, options, device, name
+        self._options, self._device, self._name = options, device, name
+        # Who says how many candidates pay knows what each of them costs: there is no filling up.
+        self._steps = sizes.steps if policy is None else tuple(range(sizes.nodes + 1))
         self._limits = Limits(
-            nodes=sizes.nodes, depth=sizes.depth, width=options.candidates, least=sizes.least, steps=sizes.steps
+            nodes=sizes.nodes, depth=sizes.depth, width=options.candidates, least=sizes.least, steps=self._steps
         )
         self._tries: list[TokenTrie] = []
+        self.policy = policy
+        self._plan: Plan | None = None
         self.depth, self.num_nodes = sizes.depth, 1 + sizes.nodes + sizes.riders.most
 
     @property
@@ -165,7 +211,25 @@ class TrieBuilder(Builder):
         return self.source.riders.num_uniforms
 
     def resize(self, params: RowParams) -> None:
-        """Keep nothing of rows: the source does."""
+        """Keep nothing of rows but what was learnt of them: the source does the rest."""
+        if self.policy is not None:
+            self.policy.resize(len(params))
+
+    @property
+    def rest_reason(self) -> str:
+        """What the policy says of rows that rest; others have found nothing."""
+        policy = self.policy if any(self.source.resting) else None
+        return NOTHING_FOUND if policy is None else policy.rest_reason
+
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
+        """Let the policy reckon with it."""
+        if self.policy is not None:
+            self.policy.share(loads)
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Forget what was learnt of earlier texts of these rows."""
+        if self.policy is not None:
+            self.policy.begin(np.isin(np.arange(len(params)), rows))
 
     def resolve_walk(self, wish: str) -> Walk:
         """Walk node by node; or as the paper words it, if that was asked for."""
@@ -175,12 +239,35 @@ class TrieBuilder(Builder):
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Merge what the memories know."""
         source = self.source
+        if self.policy is not None:
+            source.resting = [not drafts for drafts in self.policy.drafting_B.tolist()]
+            source.riders.resting_B = torch.tensor(source.resting, device=self._device)
         self._tries = [
-            self._trie(memories, read[-1]) if not idle else TokenTrie(read[-1])
-            for memories, read, idle in zip(source.memories, source.read, source.idle, strict=True)
+            self._trie(memories, read[-1]) if not idle and not resting else TokenTrie(read[-1])
+            for memories, read, idle, resting in zip(source.memories, source.read, source.idle, source.resting, strict=True)
         ]
-        size = 1 + rounded(max(map(len, self._tries)) - 1, self._sizes.nodes, self._sizes.steps)
+        if self.policy is not None:
+            self._keep_what_pays(self.policy)
+        size = 1 + rounded(max(map(len, self._tries)) - 1, self._limits.nodes, self._steps)
         return as_draft_tree(self._tries, size, self.depth, self._device)
+
+    def _keep_what_pays(self, policy: RowPolicy) -> None:
+        """Cut the tries to as many candidates as pay, and take note of what they promise."""
+        chances_BM = np.zeros((len(self._tries), max(map(len, self._tries)) - 1))
+        for row, trie in enumerate(self._tries):
+            chances_BM[row, : len(trie) - 1] = trie.chances[1:]
+        counts_B = policy.counts(chances_BM)
+        for trie, count in zip(self._tries, counts_B.tolist(), strict=True):
+            trie.cut(count)
+        promised_B = np.array([sum(trie.chances[1:]) for trie in self._tries])
+        # A row without candidates decodes plainly, unless its branches ride along.
+        drafts_B = ~np.array(self.source.resting) & ((counts_B > 0) | (self.source.riders.num_uniforms > 0))
+        self._plan = Plan(promised_B, counts_B, drafts_B * 1)
+
+    def took(self, counts: Sequence[int]) -> None:
+        """Let the policy compare the round with its plan."""
+        if self.policy is not None and self._plan is not None:
+            self.policy.learn(self._plan, np.array(counts), ~np.array(self.source.idle))
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
         """Let the branches ride along."""
@@ -203,7 +290,7 @@ class TrieBuilder(Builder):
         return self._tries[row].followed(tokens)
 
 
-def gram_tree(names: Sequence[str], options: GramTreeOptions) -> GramTree:
+def gram_tree(names: Sequence[str], options: GramTreeOptions, *, pauses: bool = False) -> GramTree:
     """Make the drafter that asks the caches of all the named ones."""
     label = "+".join(names)
     branches = options.riders if "self-draft" in names and options.context else RiderOptions(branches=0)
@@ -219,13 +306,13 @@ def gram_tree(names: Sequence[str], options: GramTreeOptions) -> GramTree:
     caches = [cache for cache in caches if not cache.is_empty]
     if not caches:
         raise UsageError(f"drafter {label!r} has no cache left to draft from; leave out --no-context or --no-corpus")
-    return GramTree(label, caches, options)
+    return GramTree(label, caches, options, pauses=pauses)
 
 
 def _register(name: str) -> None:
     @DRAFTERS.register(name)
     def build(parts: Parts) -> GramTree:
-        return gram_tree([name], parts.grams)
+        return gram_tree([name], parts.grams, pauses=parts.pauses and not parts.grams.sized)
 
 
 for _name in GRAM_DRAFTERS:

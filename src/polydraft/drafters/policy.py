@@ -36,6 +36,9 @@ _TRIAL, _SHORT_TRIAL = 4, 1
 """Rounds that a row drafts at least before it may rest again; the second where a fair draft cannot pay."""
 
 
+REST_REASON = "it would have taken more time than it was likely to save"
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What a round has laid out, as far as judging it needs."""
@@ -156,7 +159,7 @@ class RowPolicy:
             "_trial_B": none_B + self._first_trial_B,
             "_next_rest_B": none_B + SHORTEST_REST,
         }
-        hopeless_B = self._first_rate_B < _LOSING
+        hopeless_B = self.hopeless_B
         if self.adaptive and hopeless_B.any():
             # A machine on which drafting can hardly pay: plain first, then now and then a trial, for a draft better than most.
             plain = {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + LONGEST_REST, "_tokens_B": first["_spent_B"]}
@@ -188,6 +191,17 @@ class RowPolicy:
         loads = list(self._loads)
         loads[first], loads[second] = loads[second], loads[first]
         self._loads = tuple(loads)
+
+    @property
+    def rest_reason(self) -> str:
+        """Say why rows rest."""
+        busy = ", by costs measured while this machine was busy: start again when it is quiet"
+        return REST_REASON + (busy if self._costs.disturbed else "")
+
+    @property
+    def hopeless_B(self) -> Array:
+        """Rows for which a fair draft could not pay, whatever it proposes."""
+        return self._first_rate_B < _LOSING
 
     @property
     def worth_B(self) -> Array:

@@ -78,6 +78,8 @@ class Riders:
         """Prompts from which the first tokens of new rows are drawn."""
         self.sizes_B = torch.ones(batch_size, device=device, dtype=torch.float64)
         """How many tokens there are to draw from."""
+        self.resting_B: Tensor | None = None
+        """Rows whose branches stay as they are in this round, on a CPU; where all do, none ride along."""
 
     @property
     def num_uniforms(self) -> int:
@@ -106,16 +108,16 @@ class Riders:
     def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
         """Add the branches' tokens to a pass, as nodes after all others that no child table names."""
         branches, length = self.tokens_BXP.shape[1:]
-        if not branches:
+        if not self._ride:
             return tree
         device, riders = tree.tokens_BN.device, branches * length
         first_BX = (uniforms_BX * self.sizes_B[:, None]).long()
         if self.options.seeds == "prompt":
             first_BX = self.seeds_BT.gather(1, first_BX)
-        new_B1 = self.lengths_B[:, None] == 0
+        new_B1 = self._at_work(self.lengths_B == 0)[:, None]
         self.tokens_BXP.masked_fill_(new_B1[..., None], NO_TOKEN)
         self.tokens_BXP[:, :, 0] = torch.where(new_B1, first_BX, self.tokens_BXP[:, :, 0])
-        self.lengths_B.clamp_(min=1)
+        self.lengths_B.add_(new_B1[:, 0])
         batch_size, nodes = tree.tokens_BN.shape
         place_X = torch.arange(riders, device=device)
         branch_X, along_X = place_X // length, place_X % length
@@ -135,7 +137,7 @@ class Riders:
     def commit(self, features_BNF: Tensor) -> Tensor | None:
         """Let the branches grow; return their tokens, the draft after each, and how many there are, for `grams`."""
         batch_size, branches, length = self.tokens_BXP.shape
-        if not branches:
+        if not self._ride:
             return None
         logits_BXV = self._target.head(features_BNF[:, -branches * length :])
         drafts_BXP = logits_BXV.argmax(-1).view(batch_size, branches, length)
@@ -145,9 +147,19 @@ class Riders:
         grown_BXP = grown_BXP.scatter(2, ends_BX1, drafts_BXP.gather(2, (ends_BX1 - 1).clamp(min=0)))
         # Full branches drop their first token.
         kept_P = torch.arange(length, device=features_BNF.device)
-        self.tokens_BXP.copy_(grown_BXP.gather(2, kept_P + (ends_BX1 == length)))
-        self.lengths_B.add_(1).clamp_(max=length)
+        grown_BXP = grown_BXP.gather(2, kept_P + (ends_BX1 == length))
+        grows_B = self._at_work(self.lengths_B >= 0)
+        self.tokens_BXP.copy_(grown_BXP.where(grows_B[:, None, None], self.tokens_BXP))
+        self.lengths_B.add_(grows_B).clamp_(max=length)
         return report_BX
+
+    @property
+    def _ride(self) -> bool:
+        """Whether there are branches in this round."""
+        return self.options.branches > 0 and (self.resting_B is None or not bool(self.resting_B.all()))
+
+    def _at_work(self, rows_B: Tensor) -> Tensor:
+        return rows_B if self.resting_B is None else rows_B & ~self.resting_B
 
     def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
         """Read n-grams off a row of what `commit` returned: up to `gram` tokens of a branch, and the draft after them."""

@@ -1,6 +1,6 @@
 """One class for every drafter at work: it joins builders, and their sources, to the rounds of a batch."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -94,6 +94,13 @@ class DraftSession:
         """Random numbers per row that the next `propose` uses."""
         return sum(builder.num_uniforms for builder in self._builders)
 
+    def own_uniforms(self, count: int) -> Mapping[int, Sequence[int]]:
+        """Return rows that use only some of a round's random numbers, `count` in all, and which ones."""
+        if self._drawn is None:
+            return {}
+        others = range(self._drawn.num_uniforms, count)
+        return {row: [*used, *others] for row, used in self._drawn.limited.items()}
+
     @property
     def contexts(self) -> Sequence[Context]:
         """Memories that rounds write to."""
@@ -144,10 +151,15 @@ class DraftSession:
         """Whether rows can be swapped, see `swap_rows`."""
         return self.elastic and all(builder.movable and builder.source.movable for builder in self._builders)
 
-    def share(self, loads: Sequence[int], steady: bool) -> None:
+    @property
+    def rest_reason(self) -> str | None:
+        """Why a row had no candidates in the last round, if it had none; None where nobody drafts."""
+        return " and ".join(dict.fromkeys(builder.rest_reason for builder in self._builders)) or None
+
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
         """Say how many rows share the rounds of each row, as far as that may matter to its drafts.
 
-        `steady` if some row at work must have the same trees whatever pays.
+        `steady` are rows that must have the same trees whatever pays; None for those that are not at work.
         """
         for builder in self._builders:
             builder.share(loads, steady)
@@ -314,7 +326,15 @@ class DraftSession:
             if width and take is not None:
                 take([report[start : start + width] for report in reports])
             start += width
-        return [self._credits(row, tokens) for row, tokens in enumerate(accepted)]
+        names = [self._credits(row, tokens) for row, tokens in enumerate(accepted)]
+        if self._certain is not None:
+            self._certain.took(
+                [
+                    len(found) - self._drawn_of(row, tokens)
+                    for row, (found, tokens) in enumerate(zip(names, accepted, strict=True))
+                ]
+            )
+        return names
 
     def _receive_own(self, reports: Sequence[Sequence[int]]) -> None:
         self._own_kept = [report[0] for report in reports]
@@ -323,12 +343,16 @@ class DraftSession:
         """Name the draft for what it drew, and a cache for what follows."""
         if not tokens:
             return []
-        drawn = 0 if self._drawn is None else len(tokens)
-        if self._own_kept:
-            drawn = max(self._own_kept[row] - 1, 0)
+        drawn = self._drawn_of(row, tokens)
         own = None if self._drawn is None else self._drawn.credits(row, tokens[:drawn])
         names = [*(own or [self._name] * len(tokens[:drawn]))]
         return names if self._certain is None else [*names, *(self._certain.credits(row, tokens) or ())[drawn:]]
+
+    def _drawn_of(self, row: int, tokens: Sequence[int]) -> int:
+        """Return how many of a row's accepted tokens were drawn: they come first."""
+        if self._own_kept:
+            return min(max(self._own_kept[row] - 1, 0), len(tokens))
+        return 0 if self._drawn is None else len(tokens)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Take note on the host of the texts after the round and of what the round added."""

@@ -1,6 +1,6 @@
 """Trees of one static shape, drawn level by level."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,40 +9,26 @@ from torch import Tensor
 from polydraft.decision import Decision
 from polydraft.drafters.builder import Builder, DraftDistributions
 from polydraft.drafters.planting import plant_columns, plant_largest, takes_largest
+from polydraft.drafters.policy import Plan as RowPlan
+from polydraft.drafters.policy import RowPolicy
 from polydraft.drafters.source import DistributionSource
-from polydraft.drafters.static_plan import GroupPlan, LevelPlan, plan_passes
+from polydraft.drafters.static_plan import WIDEST_SCHEME, GroupPlan, LevelPlan, plan_passes
 from polydraft.drafters.tree_choice import TreeChoice
-from polydraft.errors import UsageError
 from polydraft.kernels import kernels_run
 from polydraft.row_storage import RowStorage
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.schemes import SCHEMES, Scheme
+from polydraft.schemes.arrays import as_array, as_tensor
 from polydraft.transfers import assign
 from polydraft.trees import DraftTree, SlicedMask, Topology
+from polydraft.walks import Verdict
 from polydraft.walks.walk import compiled
 
-DEFAULT_SCHEME, WIDEST_SCHEME = "hybrid", "rrs-wor"
-"""What ``"auto"`` means, and what it means for nodes of more children than that takes."""
+DEFAULT_SCHEME = "hybrid"
+"""What ``"auto"`` means."""
 DECISION_OBSTACLE = "the decision model is looked at between levels"
 
 _TOP = SCHEMES.get("top")()
-
-
-def check_tree(topology: Topology, scheme: str | Scheme, vocab_size: int) -> None:
-    """Refuse a tree that a scheme or a vocabulary cannot fill."""
-    if scheme != "auto":
-        known = scheme if isinstance(scheme, Scheme) else SCHEMES.get(scheme)
-        limit = known.max_children
-        if limit is not None and topology.max_children > limit:
-            raise UsageError(
-                f"scheme {known.name!r} takes at most {limit} candidate per node but tree {topology} has up to "
-                f"{topology.max_children}; use a chain such as 1x1x1 or scheme {WIDEST_SCHEME}"
-            )
-    if topology.max_children > vocab_size:
-        raise UsageError(
-            f"tree {topology} wants {topology.max_children} candidates per node but the draft knows only "
-            f"{vocab_size} tokens; use smaller widths"
-        )
 
 
 def _automatic(topology: Topology) -> str:
@@ -71,6 +57,8 @@ class StaticBuilder(Builder):
         Draw in a few kernels, compiled when first used, where it takes dozens otherwise.
     choice : TreeChoice, optional
         Chooses among smaller trees, and `topology`, from round to round.
+    policy : RowPolicy, optional
+        Lets rows rest while drafting does not pay; on a CPU.
     """
 
     elastic = static = movable = True
@@ -87,6 +75,7 @@ class StaticBuilder(Builder):
         decision: Decision | None = None,
         compiled: bool = False,
         choice: TreeChoice | None = None,
+        policy: RowPolicy | None = None,
     ) -> None:
         self.source: DistributionSource = source
         self.topology, self.num_nodes, self.depth = topology, topology.num_nodes, topology.depth
@@ -95,9 +84,14 @@ class StaticBuilder(Builder):
         self._usual = named if isinstance(named, Scheme) else SCHEMES.get(named)()
         self.asked_scheme = scheme if isinstance(scheme, str) else None
         self._compiled = compiled and decision is None
-        self._storage = RowStorage()
+        self._storage, self._limits = RowStorage(), False
+        """`_limits`: whether rehearsed rounds are such as have limited rows."""
         self._greedy_B = torch.zeros(len(params), dtype=torch.bool, device=source.device)
         """Rows whose candidates are the likeliest tokens."""
+        self._limited_B = torch.zeros_like(self._greedy_B)
+        """Rows whose trees are the steady one, where others' are larger."""
+        self._steady: list[bool] = [False] * len(params)
+        """The same, whatever the tree."""
         self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
         assert choice is None or decision is None
         self._choice, self._vocab_size = choice, vocab_size
@@ -109,7 +103,11 @@ class StaticBuilder(Builder):
         self.decision, self._mask = decision, SlicedMask.of(topology, source.device)
         self.obstacle = None if decision is None else DECISION_OBSTACLE
         self._going_B: Tensor | None = None
-        """Rows that have not stopped; None where no decision model looks."""
+        """Rows that draft and have not stopped; None where all do."""
+        self.policy, self._resting = policy, False
+        self._plan: RowPlan | None = None
+        if policy is not None:
+            self.obstacle, self.learns = "the host looks whether drafting pays", True
 
     def _draft_params(self, params: RowParams) -> RowParams:
         """Return the rows' parameters for the draft, at its own temperature if it has one."""
@@ -129,30 +127,63 @@ class StaticBuilder(Builder):
         return 0 if self._choice is None else self._choice.place
 
     @property
+    def _spine(self) -> tuple[int, ...]:
+        """The next tree's nodes that limited rows have, root first; none where no row is limited."""
+        choice = self._choice
+        if choice is None or choice.place == choice.steady_place:
+            return ()
+        mixed = self._limits if choice.rehearsed is not None else choice.steady and choice.mixed
+        return choice.spine(choice.place) if mixed else ()
+
+    @property
+    def limited(self) -> Mapping[int, Sequence[int]]:
+        """Rows that must have the steady tree, in rounds of a larger one."""
+        used = [node - 1 for node in self._spine[1:]]
+        return {row: used for row, steady in enumerate(self._steady) if steady} if used else {}
+
+    @property
     def levels(self) -> tuple[LevelPlan, ...]:
         """The next round's passes."""
         return self._plans[self._place].levels
 
     @property
     def kind(self) -> Hashable:
-        """The tree, where there are several."""
-        return None if self._choice is None else self._place
+        """The tree, where there are several, and whether some rows are limited."""
+        return (self._place, "limited") if self._spine else None if self._choice is None else self._place
 
     @property
     def num_kinds(self) -> int:
-        """One for each tree that rounds of so many rows may have."""
-        return 1 if self._choice is None else len(self._choice.kinds(len(self._greedy_B)))
+        """One for each tree that rounds of so many rows may have, and one more where some may be limited to the steady one."""
+        return 1 if self._choice is None else len(self._kinds(self._choice))
+
+    def _kinds(self, choice: TreeChoice) -> list[tuple[int, bool]]:
+        rows = len(self._greedy_B)
+        return [*((place, False) for place in choice.kinds(rows)), *((place, True) for place in choice.mixed_kinds(rows))]
 
     def rehearse(self, number: int | None) -> None:
         """Let all rounds have one tree, the largest first."""
         if self._choice is not None:
-            places = self._choice.kinds(len(self._greedy_B))
-            self._choice.rehearsed = None if number is None else places[min(number, len(places) - 1)]
+            kinds = self._kinds(self._choice)
+            self._choice.rehearsed, self._limits = (None, False) if number is None else kinds[min(number, len(kinds) - 1)]
 
-    def share(self, loads: Sequence[int], steady: bool) -> None:
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
         """Keep to one tree for texts that depend on nothing but themselves, and to the largest for a row alone."""
         if self._choice is not None:
-            self._choice.steady, self._choice.alone = steady, len(loads) == 1
+            # Whether fewer children than there is room for verify alike is tested of registered schemes.
+            known = self._usual.name in SCHEMES and type(self._usual) is SCHEMES.get(self._usual.name)
+            self._choice.alone, self._choice.steady = len(loads) == 1, True in steady
+            self._choice.mixed = known and False in steady
+            wanted = [bool(one) for one in steady]
+            if self._steady != wanted:
+                self._steady = wanted
+                assign(self._limited_B, wanted)
+        if self.policy is not None:
+            self.policy.share(loads)
+
+    @property
+    def resting(self) -> bool:
+        """Whether every row rests."""
+        return self._resting
 
     @property
     def num_uniforms(self) -> int:
@@ -167,32 +198,46 @@ class StaticBuilder(Builder):
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters."""
         self._greedy_B = self._storage.resized("greedy", self._greedy_B, len(params))
+        self._limited_B, self._steady = self._storage.resized("limited", self._limited_B, len(params)), []
         self._distributions.resize(self._draft_params(params))
         if self._choice is not None:
             self._choice.fit(len(params), self.scheme.name)
+        if self.policy is not None:
+            self.policy.resize(len(params))
 
     def swap_rows(self, first: int, second: int) -> None:
         """Swap two rows."""
         self._distributions.swap_rows(first, second)
+        if self.policy is not None:
+            self.policy.swap_rows(first, second)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""
         self._distributions.begin(texts, rows, self._draft_params(params))
         if self._choice is not None:
             self._choice.pause()
+        if self.policy is not None:
+            self.policy.begin(as_array(torch.tensor([row in rows for row in range(len(params))])))
+            # Where all others rest, and new texts begin with a rest, there is no need for a pass of the draft.
+            self._resting = self._resting and not self.policy.drafting_B[list(rows)].any() and self.source.can_wait
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""
         self._distributions.advance(emitted)
         if self._choice is not None:
-            accepted = [len(tokens) - 1 for tokens in emitted if tokens]
+            limited = self.limited
+            accepted = [len(tokens) - 1 for row, tokens in enumerate(emitted) if tokens and row not in limited]
             self._choice.settle(len(emitted), accepted, self.scheme.name)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Pass each level through the source and draw the next one."""
         tokens_BN = self.plant(tail_B2[:, 1])
+        if self.resting:
+            return self._bare(tokens_BN)
         # Where trees change, the source reads along even for one that is its root alone: its memory keeps its form.
         features_BWF = self.source.root(tail_B2) if self.levels or self._choice is not None else None
+        if self.policy is not None and self._going_B is not None and not self._going_B.any():
+            return self._bare(tokens_BN)
         for level in self.levels:
             if level.first > 0:
                 tokens_BW, block = tokens_BN[:, level.first : level.stop], level.block.expand(len(tokens_BN))
@@ -227,6 +272,10 @@ class StaticBuilder(Builder):
         """Return the tokens of a new tree, all but the root still missing; `draw` fills them in."""
         self._laws, self._drawn = [], 0
         self._going_B = None if self.decision is None else torch.ones_like(root_B, dtype=torch.bool)
+        if self.policy is not None:
+            self._going_B = as_tensor(self.policy.drafting_B)
+            whole_B = as_array(self._going_B) * 1
+            self._plan = RowPlan(1.0 * whole_B, (self.num_nodes - 1) * whole_B, self.depth * whole_B)
         tokens_BN = torch.full((len(root_B), self._trees[self._place].num_nodes), NO_TOKEN, device=root_B.device)
         tokens_BN[:, 0] = root_B
         return tokens_BN
@@ -236,7 +285,8 @@ class StaticBuilder(Builder):
         distributions, scheme = self._distributions, self.scheme
         self._drawn += 1
         if self._going_B is None and distributions.keeps_order and takes_largest(scheme, logits_BGV, level.widest):
-            return plant_largest(logits_BGV, level.nodes_GK, tokens_BN, distributions.vocabulary, self._vocab_size)
+            plant_largest(logits_BGV, level.nodes_GK, tokens_BN, distributions.vocabulary, self._vocab_size)
+            return self._limit(level, None, tokens_BN, uniforms_BU)
         # At temperature 0 the law is one token; the children are the next ones in order as well.
         weigh = distributions.ranking if scheme.needs_order_only else distributions.probs
         paths_GP = level.paths_GP if distributions.params.needs_history else level.paths_GP[:, :0]
@@ -252,6 +302,22 @@ class StaticBuilder(Builder):
                 self._plant(tokens_BN, group, self._draw(law_RV, uniforms_RK))
         if not scheme.follows_target:
             self._laws.append(probs_BGV)
+        self._limit(level, None if scheme.needs_order_only else probs_BGV, tokens_BN, uniforms_BU)
+
+    def _limit(self, level: LevelPlan, probs_BGV: Tensor | None, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
+        """Leave limited rows one child of one node, as the steady tree has: drawn anew, unless it is the likeliest anyway."""
+        if not (spine := self._spine):
+            return
+        limited_B1, first = self._limited_B[:, None], None
+        if self._drawn < len(spine):
+            child = spine[self._drawn]
+            first = tokens_BN[:, child : child + 1].clone()
+            if probs_BGV is not None:
+                first = self._distributions.tokens(self._draw(probs_BGV[:, 0], uniforms_BU[:, child - 1 : child]))
+        nodes = level.children
+        tokens_BN[:, nodes] = tokens_BN[:, nodes].masked_fill(limited_B1, NO_TOKEN)
+        if first is not None:
+            tokens_BN[:, child : child + 1] = torch.where(limited_B1, first, tokens_BN[:, child : child + 1])
 
     def _draw(self, law_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         scheme = self.scheme
@@ -284,6 +350,18 @@ class StaticBuilder(Builder):
             return False
         self._going_B = self._going_B & self.decision.goes_on(features_BGF, logits_BGV)
         return not bool(self._going_B.any())  # the one look between levels; rows that stopped alone draw nothing
+
+    def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Let the policy judge the round, where there is one."""
+        if self.policy is not None and self._plan is not None:
+            active_B = as_array(keep_B) > 0
+            self.policy.learn(self._plan, as_array(verdict.accepted_B), active_B)
+            self._resting = not (self.policy.drafting_B & active_B).any() and self.source.can_wait
+
+    def _bare(self, tokens_BN: Tensor) -> DraftTree:
+        """Return a tree of the root alone, which verifies as the whole one does."""
+        vocabulary, first_1 = self._distributions.vocabulary, torch.zeros_like(tokens_BN[0, :1])
+        return self._as_deep(DraftTree.from_topology(Topology(), tokens_BN[:, :1], (), first_1, vocabulary))
 
     def tree(self, tokens_BN: Tensor) -> DraftTree:
         """Return the grown tree."""

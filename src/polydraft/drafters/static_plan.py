@@ -8,7 +8,29 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from polydraft.errors import UsageError
+from polydraft.schemes import SCHEMES, Scheme
 from polydraft.trees import SlicedMask, StaticBlock, Topology
+
+WIDEST_SCHEME = "rrs-wor"
+"""What ``"auto"`` means for nodes of more children than the usual scheme takes."""
+
+
+def check_tree(topology: Topology, scheme: str | Scheme, vocab_size: int) -> None:
+    """Refuse a tree that a scheme or a vocabulary cannot fill."""
+    if scheme != "auto":
+        known = scheme if isinstance(scheme, Scheme) else SCHEMES.get(scheme)
+        limit = known.max_children
+        if limit is not None and topology.max_children > limit:
+            raise UsageError(
+                f"scheme {known.name!r} takes at most {limit} candidate per node but tree {topology} has up to "
+                f"{topology.max_children}; use a chain such as 1x1x1 or scheme {WIDEST_SCHEME}"
+            )
+    if topology.max_children > vocab_size:
+        raise UsageError(
+            f"tree {topology} wants {topology.max_children} candidates per node but the draft knows only "
+            f"{vocab_size} tokens; use smaller widths"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,8 +126,8 @@ class TreeChoice:
         self._settled = 0
         self._before: float | None = None
         self._company = rows > 1
-        self.alone, self.steady = True, False
-        """Whether rounds have one row, and whether their tree must be the same whatever pays."""
+        self.alone, self.steady, self.mixed = True, False, False
+        """Whether rounds have one row, whether some row's tree must be the same whatever pays, and whether others' need not."""
         self.rehearsed: int | None = None
         """Place of the tree that all rounds have whatever pays: in rehearsals."""
 
@@ -136,15 +136,27 @@ class TreeChoice:
         """Which tree the next round has."""
         if self.rehearsed is not None:
             return self.rehearsed
-        if self.steady:
+        if self.steady and not self.mixed:
             return self.steady_place
-        return self.largest if self.alone else self._place
+        place = self.largest if self.alone else self._place
+        # A larger tree has room for the steady one, to which its rows are then limited.
+        return place if not self.steady or (place > self.steady_place and self.spine(place)) else self.steady_place
 
     @property
     def steady_place(self) -> int:
         """Tree of texts whose trees must not depend on load or machine: in company a short chain, which is cheap for all."""
         small = [place for place, tree in enumerate(self.trees) if tree.num_nodes <= _STEADY]
         return small[-1] if self._company else self.largest
+
+    def spine(self, place: int) -> tuple[int, ...]:
+        """Return the nodes of a tree that stand for those of the steady one, root first; none where they are not all there.
+
+        They are the first children of first children, and so the first nodes of their levels.
+        """
+        steady, tree, nodes = self.trees[self.steady_place], self.trees[place], [0]
+        while steady.max_children == 1 and len(nodes) < steady.num_nodes and tree.children[nodes[-1]]:
+            nodes.append(tree.children[nodes[-1]][0])
+        return tuple(nodes) if len(nodes) == steady.num_nodes else ()
 
     def fit(self, rows: int, scheme: str = "") -> None:
         """Choose the tree of the next round anew: it is shared by another number of rows."""
@@ -204,6 +216,10 @@ class TreeChoice:
         """Return the places of all trees that rounds of so many rows may have."""
         found = self.worth_a_trial(rows)
         return found if self.steady_place in found else [*found, self.steady_place]
+
+    def mixed_kinds(self, rows: int) -> list[int]:
+        """Return those of them in which some rows may be limited to the steady tree."""
+        return [place for place in self.kinds(rows) if rows > 1 and place > self.steady_place and self.spine(place)]
 
     def _guess(self, rows: int) -> int:
         """Return the place of the largest tree whose pass is cheap."""

@@ -8,9 +8,11 @@ from polydraft.drafters.dynamic_builder import DynamicBuilder
 from polydraft.drafters.grams import GRAM_DRAFTERS, GramTree, gram_tree
 from polydraft.drafters.head_source import HeadSource
 from polydraft.drafters.model_source import ModelSource
+from polydraft.drafters.policy import RowPolicy
 from polydraft.drafters.session import DraftSession
 from polydraft.drafters.source import DistributionSource
-from polydraft.drafters.static_builder import DEFAULT_SCHEME, StaticBuilder, check_tree
+from polydraft.drafters.static_builder import DEFAULT_SCHEME, StaticBuilder
+from polydraft.drafters.static_plan import check_tree
 from polydraft.drafters.tree_choice import Timings, TreeChoice, smaller_trees
 from polydraft.drafters.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
@@ -49,6 +51,8 @@ class TreeDrafter(Drafter):
         Instead of `shape`, a static one, for one text at temperature 0: candidates are then the likeliest ones, so that trees
         pay that would be slow to draw from. A dynamic one is replaced by the best static one of as many nodes and levels
         where it would be slow to grow.
+    pauses : bool
+        On a CPU, let rows of static trees rest while drafting does not pay, as those of dynamic ones do.
     """
 
     def __init__(
@@ -62,13 +66,14 @@ class TreeDrafter(Drafter):
         costs: Costs | None = None,
         by_load: bool = False,
         greedy: Topology | DynamicShape | None = None,
+        pauses: bool = False,
     ) -> None:
         self.model: LanguageModel | FeatureHead = model
         self.topology: Topology | DynamicShape = shape
         self.scheme, self.draft_temperature, self.decision, self.costs = scheme, draft_temperature, decision, costs
         self.name = "dynamic" if self.dynamic else "head" if isinstance(model, FeatureHead) else "model"
         self.by_load = by_load and decision is None and not self.dynamic
-        self._timings, self.greedy = Timings(), greedy
+        self._timings, self.greedy, self.pauses = Timings(), greedy, pauses
         if isinstance(shape, Topology):
             check_tree(shape, scheme, model.num_columns)
         elif scheme != "auto":
@@ -97,6 +102,11 @@ class TreeDrafter(Drafter):
             shape = self.greedy
             if isinstance(shape, DynamicShape) and not grows_fast(params, target):
                 shape = Topology.likeliest(shape.nodes, shape.depth)
+        costs, adaptive = self.costs, shape.adaptive if isinstance(shape, DynamicShape) else self._pauses(target)
+        if costs is None and adaptive:
+            drawn = not params.all_greedy and self.draft_temperature != 0
+            nodes = shape.num_nodes if isinstance(shape, Topology) else shape.nodes
+            costs = measured_costs(target, self.model, nodes, DEFAULT_SCHEME if drawn else "top")
         if isinstance(shape, Topology):
             return StaticBuilder(
                 source,
@@ -108,11 +118,10 @@ class TreeDrafter(Drafter):
                 decision=self.decision,
                 compiled=compiled,
                 choice=self._choice(shape, len(params)) if self.by_load and not alone else None,
+                policy=RowPolicy(costs, len(params), shape.num_nodes, target.device, adaptive=True)
+                if costs is not None and adaptive
+                else None,
             )
-        costs = self.costs
-        if costs is None and shape.adaptive:
-            drawn = not params.all_greedy and self.draft_temperature != 0
-            costs = measured_costs(target, self.model, shape.nodes, DEFAULT_SCHEME if drawn else "top")
         return DynamicBuilder(
             source,
             shape,
@@ -122,6 +131,10 @@ class TreeDrafter(Drafter):
             draft_temperature=self.draft_temperature,
             decision=self.decision,
         )
+
+    def _pauses(self, target: LanguageModel) -> bool:
+        """Whether static trees rest: on a GPU rounds are recorded, and trees by load are what pays there."""
+        return self.pauses and not self.by_load and target.device.type == "cpu"
 
     def _choice(self, largest: Topology, rows: int) -> TreeChoice:
         return TreeChoice((*smaller_trees(largest), largest), self._timings, rows)
@@ -175,6 +188,7 @@ def _static(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
         decision=parts.decision,
         by_load=parts.by_load,
         greedy=parts.greedy,
+        pauses=parts.pauses,
     )
 
 
@@ -262,13 +276,14 @@ def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
         missing = parts.draft is None or (parts.topology.depth == 0 and parts.dynamic is None)
         return DRAFTERS.get(NONE)(parts) if missing else _tree("model", parts)
     grams, tree = split_drafter(name)
+    pauses = parts.pauses and not parts.grams.sized
     if tree is None:
-        return gram_tree(grams, parts.grams)
+        return gram_tree(grams, parts.grams, pauses=pauses)
     if not grams:
         return _tree(tree, parts)
     drawn = _tree(tree, parts)
     assert isinstance(drawn, TreeDrafter), drawn
-    return Combination(drawn, gram_tree(grams, parts.grams.beside_a_tree()))
+    return Combination(drawn, gram_tree(grams, parts.grams.beside_a_tree(), pauses=pauses))
 
 
 def _tree(name: str, parts: Parts) -> Drafter:

@@ -56,6 +56,8 @@ class TokenTrie:
         self.tokens, self.parents, self.depths, self.ranks = [root], [0], [0], [0]
         self.sources = [""]
         """Who proposed each node first."""
+        self.chances = [1.0]
+        """That each node is reached and right, where its memories say so."""
         self._children: list[dict[int, int]] = [{}]
         self._count = [0]
         self._shared = shared
@@ -74,7 +76,7 @@ class TokenTrie:
                 child = self.child(node, token, source)
             node = child
 
-    def child(self, node: int, token: int, source: str) -> int:
+    def child(self, node: int, token: int, source: str, chance: float = 0.0) -> int:
         """Add a new child to a node; return its number."""
         child, rank = len(self.tokens), self._count[node]
         self._count[node] = rank + 1
@@ -86,7 +88,19 @@ class TokenTrie:
         self.depths.append(self.depths[node] + 1)
         self.ranks.append(rank)
         self.sources.append(source)
+        self.chances.append(chance)
         return child
+
+    def cut(self, candidates: int) -> None:
+        """Keep the first so many candidates: parents come before their children."""
+        first = 1 + candidates
+        for parent, token in zip(self.parents[first:], self.tokens[first:], strict=True):
+            if parent < first:
+                del self._children[parent][token]
+                self._count[parent] -= 1
+        for values in (self.tokens, self.parents, self.depths, self.ranks, self.sources, self.chances):
+            del values[first:]  # type: ignore[attr-defined]
+        del self._children[first:], self._count[first:]
 
     def followed(self, tokens: Sequence[int]) -> list[str]:
         """Say who proposed each token of a path, as far as the trie holds it."""
@@ -161,7 +175,7 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
             if -negative < limits.least:  # children of a node that waits at less than its chance may still be likely enough
                 continue
             room = rounded(len(trie), limits.nodes, limits.steps)
-        child = trie.child(node, token, name)
+        child = trie.child(node, token, name, -negative)
         places.append(None)
         if trie.depths[child] < limits.depth:
             found += 1

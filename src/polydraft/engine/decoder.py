@@ -19,6 +19,7 @@ from polydraft.engine.text import TextAssembler
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
+from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.sampling import RowParams, SamplingParams, check_params
 from polydraft.sampling.grammar import Grammars
@@ -41,6 +42,8 @@ class Decoder:
         Needed for text prompts, text output and stop strings.
     eos_token_ids : sequence of int
         Tokens that end a text.
+    defaults : GenerationDefaults, optional
+        What the model's generation config asks for, followed where `sampling` says nothing.
     walk : str
         How trees are verified: a registered walk, or ``"auto"`` for the best one that fits the scheme.
     graphs : bool
@@ -71,6 +74,7 @@ class Decoder:
         *,
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] = (),
+        defaults: GenerationDefaults | None = None,
         walk: str = AUTO,
         graphs: bool = True,
         compiled: bool = False,
@@ -83,7 +87,7 @@ class Decoder:
             raise UsageError(
                 f"drafter {self.drafter.name!r} changes the law of the text; pass lossless=False if that is what you want"
             )
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
         self.graphs, self.compiled, self.ahead = graphs, compiled, ahead
         self._grammars: Grammars | None = None
@@ -130,7 +134,8 @@ class Decoder:
         prompts : str, token ids, or a list of either
             A list gives a list of results, generated as one batch.
         sampling : SamplingParams or one for each prompt, optional
-            Temperature 1 without truncation if not given. A batch may mix all of them, temperature 0 too.
+            What is left out follows the model's generation config, see `defaults`, if it says something of it; it is
+            temperature 1 without truncation otherwise. A batch may mix all of them, temperature 0 too.
         max_new_tokens : int or one for each prompt, default 128
             Exact upper limit for each text.
         seed : int or one for each prompt, optional
@@ -171,7 +176,8 @@ class Decoder:
         request = Request.from_options(options)
         texts = [self.encode(prompt, request.chat) for prompt in rows_of(prompts)[0]]
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
-        params = request.row_params(len(texts))
+        asked = request.row_params(len(texts))
+        params = RowParams(tuple(self.with_defaults(own, text) for own, text in zip(asked, texts, strict=True)))
         for row in params:
             check_params(row, self.target.vocab_size)
         drafter, params = self._constrained(params, texts)
@@ -271,6 +277,19 @@ class Decoder:
             for prompt in prompts_to_read(longest, PREFILL_CHUNK, self.target.vocab_size, self.target.device):
                 self.generate(prompt, sampling=sampling, max_new_tokens=1, seed=0)
         return time.perf_counter() - start
+
+    def with_defaults(self, params: SamplingParams, prompt: Sequence[int], *, draws: bool = True) -> SamplingParams:
+        """Return sampling parameters with what the model's own settings say where they say nothing.
+
+        Parameters
+        ----------
+        params : SamplingParams
+        prompt : sequence of int
+            Token ids of the text that is continued.
+        draws : bool
+            Whether tokens are drawn at temperatures above 0, as beam search never does.
+        """
+        return params if self.defaults is None else self.defaults.fill(params, len(prompt), draws=draws)
 
     def assembler(self, stop: Sequence[str]) -> TextAssembler:
         """Return what turns new tokens into text, which ends before the first of these strings."""

@@ -219,14 +219,15 @@ class Engine:
         assert self._walk is not None, "somebody was admitted"
         self._share()
         with self.stats.clock("draft"):
-            uniforms_BU = self.slots.noise.uniforms(self._workspace.num_uniforms(self._walk))
+            count = self._workspace.num_uniforms(self._walk)
+            uniforms_BU = self.slots.noise.uniforms(count, self._session.own_uniforms(count))
         return self._workspace.launch(self._walk, uniforms_BU, self.stats)
 
     def _share(self) -> None:
         """Tell the drafter how many texts are at work."""
         active = self.slots.active()
         loads = [1 if one is None or one.steady or one.done else sum(active) for one in self.slots]
-        steady = any(one is not None and one.steady and works for one, works in zip(self.slots, active, strict=True))
+        steady = [one.steady if one is not None and works else None for one, works in zip(self.slots, active, strict=True)]
         self._session.share(loads, steady)
 
     def _runs_ahead(self, now: Launched) -> bool:
@@ -243,6 +244,7 @@ class Engine:
         sources = self._session.receive(reports, accepted)
         by_slot: list[list[int]] = [[] for _ in self.slots]
         emitted: list[Emitted] = []
+        why_none = self._session.rest_reason
         for slot, (sequence, row) in enumerate(zip(self.slots, outcome, strict=True)):
             if sequence is None or not active[slot]:
                 continue
@@ -254,9 +256,9 @@ class Engine:
                 one.logprobs.extend(self._logprobs(slot, one.token_ids, sequence.top_logprobs))
             if sequence.traced:
                 one.tree.extend(self._workspace.last_tree(slot))
-            sequence.speculation.count(row.accepted, row.drafted)
+            sequence.speculation.count(row.accepted, row.drafted, why_none)
             self.stats.count(row.accepted, row.offered, row.longest, row.branch)
-            self.stats.candidates += row.drafted
+            self.stats.saw_candidates(row.drafted, why_none)
             self.stats.keep(one.sources)
             by_slot[slot] = one.token_ids
             emitted.append(one)

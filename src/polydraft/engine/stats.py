@@ -14,6 +14,11 @@ PHASES = ("prefill", "draft", "target", "verify", "commit", "graph")
 """What time is spent on; `graph` is a whole round that is replayed from a recording."""
 
 
+def rest_line(resting: int, passes: int, why: str | None) -> str | None:
+    """Say that drafting rested in some passes, and why; None where it did not."""
+    return f"drafting rested in {resting} of {passes} passes: {why}" if resting else None
+
+
 @dataclass
 class Speculation:
     """What drafting did for one text."""
@@ -21,15 +26,19 @@ class Speculation:
     rounds: int = 0
     resting_rounds: int = 0
     """Those of them in which nothing was drafted for it."""
+    rested_because: str | None = None
+    """Why, in the last of these; None where nobody drafts."""
     drafted_tokens: int = 0
     """Candidates of all its trees."""
     accepted: Counter[int] = field(default_factory=Counter)
     """How many rounds accepted so many of them."""
 
-    def count(self, accepted: int, drafted: int) -> None:
-        """Add a round."""
+    def count(self, accepted: int, drafted: int, why_none: str | None = None) -> None:
+        """Add a round, and why nothing was drafted, if nothing was."""
         self.rounds += 1
-        self.resting_rounds += drafted == 0
+        if drafted == 0:
+            self.resting_rounds += 1
+            self.rested_because = why_none
         self.drafted_tokens += drafted
         self.accepted[accepted] += 1
 
@@ -66,6 +75,10 @@ class Stats:
     accepts_by_depth: list[int] = field(default_factory=list)
     candidates: int = 0
     """Candidates of all trees."""
+    resting_passes: int = 0
+    """Passes without candidates, where somebody could have drafted some."""
+    rested_because: str | None = None
+    """Why, in the last of these."""
     path_tokens: int = 0
     """Length of the longest drafted path, over all passes."""
     wins_by_branch: list[int] = field(default_factory=list)
@@ -109,6 +122,18 @@ class Stats:
     def tokens_per_second(self) -> float:
         """New tokens per second, reading the prompt not counted."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    def saw_candidates(self, count: int, why_none: str | None) -> None:
+        """Add the candidates of one row's round, or why there were none; None where nobody drafts."""
+        self.candidates += count
+        if count == 0 and why_none is not None:
+            self.resting_passes += 1
+            self.rested_because = why_none
+
+    @property
+    def rest_line(self) -> str | None:
+        """Say whether drafting rested, and why."""
+        return rest_line(self.resting_passes, self.passes, self.rested_because)
 
     def keep(self, sources: Sequence[str]) -> None:
         """Add new tokens of a text, given where each came from."""
@@ -178,6 +203,8 @@ class Stats:
             "accepted_share": round(self.accepted_share, 4),
             "acceptance_by_depth": [round(rate, 4) for rate in self.acceptance_by_depth],
             "drafted_tokens": self.drafted_tokens,
+            "resting_passes": self.resting_passes,
+            "rested_because": self.rested_because,
             "tokens_by_source": {source: count for source, count in self.tokens_by_source.most_common() if count},
             "tokens_per_second": round(self.tokens_per_second, 3),
             "seconds": {

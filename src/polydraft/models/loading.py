@@ -21,6 +21,7 @@ from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
 from polydraft.models.eagle3 import is_eagle3, load_eagle3
 from polydraft.models.families import scheme_of
 from polydraft.models.feature_head import FeatureHead
+from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.gguf_files import converted_folder, gguf_source, vocabulary_of
 from polydraft.models.head_folder import is_head, load_head, load_vocabulary, shapes_in
 from polydraft.models.hf import HFModel, early_exit
@@ -66,6 +67,8 @@ class Loaded:
     model: HFModel
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
+    defaults: GenerationDefaults | None = None
+    """What its generation config asks for."""
 
 
 def load_model(
@@ -139,7 +142,7 @@ def load_model(
     eos = tokenizer.eos_token_id if eos is None else eos
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     model = HFModel(quantise(hf_model) if dtype == torch.int8 else hf_model, name, native=native, invariant=invariant)
-    return Loaded(model, tokenizer, eos_ids)
+    return Loaded(model, tokenizer, eos_ids, GenerationDefaults(hf_model, eos_ids))
 
 
 def _pretrained(name: str, folder: str, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -220,7 +223,7 @@ def _load_inflated(name: str, device: torch.device, dtype: torch.dtype, native: 
         model = InflatedModel(small.model, shape, native=native, invariant=invariant)
     except torch.OutOfMemoryError:
         raise FailureError(f"target {name!r} does not fit into the memory of {device}; use a smaller shape") from None
-    return Loaded(model, small.tokenizer, small.eos_token_ids)
+    return Loaded(model, small.tokenizer, small.eos_token_ids, small.defaults)
 
 
 def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:

@@ -2,7 +2,7 @@
 
 from polydraft.sampling.categorical import NO_TOKEN, Noise, draw_distinct, draw_independent, draw_one
 from polydraft.sampling.grammar import Grammar
-from polydraft.sampling.params import IDLE, RowParams, SamplingParams, check_draft_temperature, check_params
+from polydraft.sampling.params import IDLE, RowParams, SamplingParams, check_draft_temperature, check_params, was_asked
 from polydraft.sampling.vocabulary import PartialVocabulary
 from polydraft.sampling.warper import Warper
 
@@ -20,4 +20,5 @@ __all__ = [
     "draw_distinct",
     "draw_independent",
     "draw_one",
+    "was_asked",
 ]

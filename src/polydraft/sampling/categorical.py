@@ -4,7 +4,7 @@ Inverse-CDF sampling keeps the random stream small (one number per draw), so tha
 row's own: a row's text then depends neither on its neighbours in the batch nor on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -166,12 +166,16 @@ class Noise:
         """Swap two rows."""
         self._rows[first], self._rows[second] = self._rows[second], self._rows[first]
 
-    def uniforms(self, count: int) -> Tensor:
-        """Return fresh numbers in [0, 1) as float64, `count` a row."""
+    def uniforms(self, count: int, only: Mapping[int, Sequence[int]] | None = None) -> Tensor:
+        """Return fresh numbers in [0, 1) as float64, `count` a row; of some rows `only` those in these places."""
         pinned = self.device.type == "cuda"
         # Torch lends page-locked memory anew only when the copies out of it are over, so any number may be under way.
         uniforms_BU = torch.empty(len(self._rows), count, dtype=torch.float64, pin_memory=pinned)
         array_BU = uniforms_BU.numpy()
         for row, own in enumerate(self._rows):
-            array_BU[row] = own.take(count)
+            if only is not None and (places := only.get(row)) is not None:
+                array_BU[row] = 0.0
+                array_BU[row, places] = own.take(len(places))
+            else:
+                array_BU[row] = own.take(count)
         return uniforms_BU.to(self.device, non_blocking=pinned)

@@ -22,6 +22,19 @@ _COLDEST = _USUAL_LOGIT / LARGEST
 _WARM = f"0 (greedy), or at least {_COLDEST:.0e}"
 
 
+class Usual(float):
+    """A number that nobody asked for: what a model's own settings say takes its place."""
+
+
+class UsualCount(int):
+    """The same, whole."""
+
+
+def was_asked(value: float) -> bool:
+    """Whether a parameter was asked for; if not, a model's own settings may say what it is."""
+    return not isinstance(value, Usual | UsualCount)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the target's logits become its sampling law.
@@ -29,18 +42,20 @@ class SamplingParams:
     The order of operations is that of Hugging Face `generate`: logit bias, repetition penalty, presence and
     frequency penalty, `processors`, temperature, top-k, top-p, min-p. It is the same with and without speculation.
 
+    Of what you leave out the model's generation_config.json may say something, see `polydraft.load`; what you give counts.
+
     Equal parameters have equal hashes. Hashes leave out `logit_bias` and `processors`, whose own may not exist.
     """
 
-    temperature: float = 1.0
+    temperature: float = Usual(1.0)
     """0 means greedy."""
-    top_k: int = 0
+    top_k: int = UsualCount(0)
     """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: float = Usual(1.0)
     """Keep the smallest set of tokens whose mass reaches this; 1 keeps all."""
-    min_p: float = 0.0
+    min_p: float = Usual(0.0)
     """Keep tokens at least this likely relative to the most likely one; 0 keeps all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = Usual(1.0)
     """Divide positive (multiply negative) logits of tokens seen in prompt or output; 1 is off."""
     presence_penalty: float = 0.0
     """Subtract from logits of tokens that occur in the output."""
@@ -65,7 +80,7 @@ class SamplingParams:
         top_k: Any = self.top_k
         if isinstance(top_k, bool) or not isinstance(top_k, Integral):
             raise UsageError(f"top_k={shown(top_k)} is not a whole number; use 0 to keep all tokens")
-        object.__setattr__(self, "top_k", int(top_k))
+        object.__setattr__(self, "top_k", top_k if isinstance(top_k, int) else int(top_k))
         _check("top_k", self.top_k, self.top_k >= 0, "0 (keep all) or more")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1")

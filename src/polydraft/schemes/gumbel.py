@@ -47,7 +47,9 @@ class Gumbel(DistinctChildren):
         """Draw the arrivals, then the first p-time of the children and of all others."""
         exists_RK = children_RK != NO_TOKEN
         token_RK = torch.where(exists_RK, children_RK, children_RK[:, :1]).clamp_(min=0)
-        target_RV, draft_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
+        target_RV = normalised(target_probs_RV)
+        # Without a child the draft's law must not matter, not even for which number gives which token: any may stand there.
+        draft_RV = torch.where(exists_RK.any(-1, keepdim=True), normalised(draft_probs_RV), target_RV)
         target_RK = target_RV.gather(1, token_RK) * exists_RK
         draft_RK = draft_RV.gather(1, token_RK) * exists_RK
         # From here on both laws are those of the tokens that were not drawn; sums, since a missing child repeats a token.

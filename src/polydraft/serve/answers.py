@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from polydraft.drafters.policy import REST_REASON
 from polydraft.engine import StopReason, TokenSequence
 from polydraft.engine.sequence import TokenLogprob
 from polydraft.engine.stats import TARGET
@@ -117,7 +118,7 @@ class Answer:
             return "the request turned speculation off"
         if not self._drafts:
             return "this server has no draft"
-        return "a draft would have cost more time than it was likely to save"
+        return sequence.speculation.rested_because or REST_REASON
 
     def _logprob_object(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Return log-probabilities as chats, or as completions, have them."""

@@ -262,8 +262,8 @@ def _sampling(left: dict[str, Any]) -> SamplingParams:
     for name in _NUMBERS:
         if name in left:
             given[name] = _number(name, left.pop(name), "numbers")
-    given["top_k"] = _whole(left, "top_k", -1, 2**31, 0)
-    given["top_k"] = max(given["top_k"], 0)  # -1 is how others write "all"
+    if (top_k := _whole(left, "top_k", -1, 2**31, None)) is not None:
+        given["top_k"] = max(top_k, 0)  # -1 is how others write "all"
     given["logit_bias"] = _bias(left.pop("logit_bias", {}))
     try:
         return SamplingParams(**given)

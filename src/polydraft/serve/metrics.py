@@ -26,6 +26,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.drafts = self._counter("spec_decode_num_drafts", "Rounds with drafted tokens.")
+        self.rests = self._counter("spec_decode_num_rests", "Rounds without drafted tokens.")
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Accepted tokens.")
         self.accepted_by_position = self._counter(
@@ -69,7 +70,9 @@ class Metrics:
                 self.between_tokens.observe(each)
         ticket.heard[index] = now
         self.new_tokens.inc(len(emitted.token_ids))
-        if emitted.drafted:
+        if not emitted.drafted:
+            self.rests.inc()
+        else:
             self.drafts.inc()
             self.draft_tokens.inc(emitted.drafted)
             self.accepted_tokens.inc(emitted.accepted)

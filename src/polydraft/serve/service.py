@@ -187,12 +187,12 @@ class Service:
             raise RequestError(str(error), param=name, reason=f"{name} cannot be used") from None
 
     def _sequence(self, prompt: list[int], limit: int, seed: int, asked: Asked, grammar: str | None) -> TokenSequence:
-        params = asked.params
+        params = self.decoder.with_defaults(asked.params, prompt)
         if grammar is not None:
             assert self._grammars is not None
             params = params.following(self._grammars.processor(grammar, len(prompt)))
         # The likeliest token is the likeliest whatever was drafted; what a seed gives depends on the trees.
-        steady = asked.seed is not None and asked.params.temperature > 0
+        steady = asked.seed is not None and params.temperature > 0
         options: dict[str, Any] = {
             "steady": steady,
             "traced": asked.trace,

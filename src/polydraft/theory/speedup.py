@@ -101,6 +101,8 @@ class Costs:
     """The target's pass, by the number of its tokens, the root among them; see `cost_curve`."""
     overhead: float = 0.0
     """Everything else, once per round."""
+    disturbed: bool = False
+    """Whether they were measured on a busy machine."""
 
     def __post_init__(self) -> None:
         _check("draft_level", self.draft_level, 0)

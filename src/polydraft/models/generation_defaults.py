@@ -1,0 +1,152 @@
+"""What a checkpoint's generation_config.json asks for where a caller says nothing, and processors as sampling parameters."""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+
+from polydraft.sampling import SamplingParams, was_asked
+
+_NUMBERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What `SamplingParams` has too, with values that ask for nothing."""
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+"""What counts only where tokens are drawn."""
+_FOLLOWED: dict[str, tuple[Any, ...]] = {
+    **{name: (value,) for name, value in _NUMBERS.items()},
+    **dict.fromkeys(("typical_p", "top_h"), (1.0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "min_length", "min_new_tokens"), (0, 0.0)),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), ([],)),
+    **dict.fromkeys(("sequence_bias",), ([], {})),
+    **dict.fromkeys(("exponential_decay_length_penalty", "forced_bos_token_id"), ()),
+}
+"""Fields that we follow, each with the values that ask for nothing, beside none."""
+_LEFT_OUT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (1, 1.0)),
+    **dict.fromkeys(("penalty_alpha", "diversity_penalty"), (0, 0.0)),
+    **dict.fromkeys(("constraints", "force_words_ids", "dola_layers", "stop_strings"), ([],)),
+    **dict.fromkeys(("watermarking_config", "forced_eos_token_id", "max_time"), ()),
+    "token_healing": (False,),
+}
+"""Fields that change the text and are not followed. Other ways to decode (beams, contrastive search, guidance) are asked for by
+the call here; the others depend on limits that a request sets."""
+_FIELDS = {
+    transformers.RepetitionPenaltyLogitsProcessor: (0, "repetition_penalty", "penalty"),
+    transformers.TemperatureLogitsWarper: (2, "temperature", "temperature"),
+    transformers.TopKLogitsWarper: (3, "top_k", "top_k"),
+    transformers.TopPLogitsWarper: (4, "top_p", "top_p"),
+    transformers.MinPLogitsWarper: (5, "min_p", "min_p"),
+}
+"""Processors that `SamplingParams` knows: place in its order (1 is for all others), field, and where the value is."""
+
+
+class GenerationDefaults:
+    """What a model's own generation config says, to be followed where a caller says nothing.
+
+    Parameters
+    ----------
+    model : transformers model
+    eos_token_ids : sequence of int
+        Tokens that end a text.
+    """
+
+    def __init__(self, model: Any, eos_token_ids: Sequence[int]) -> None:
+        self._model, self._eos = model, tuple(eos_token_ids)
+        said = model.generation_config.to_dict()
+        self.sampled = bool(said.get("do_sample"))
+        """Whether texts are drawn where nobody says otherwise."""
+        self.followed = {name: said[name] for name, off in _FOLLOWED.items() if said.get(name) not in (None, *off)}
+        """What is followed, by field."""
+        self.left_out = {name: said[name] for name, off in _LEFT_OUT.items() if said.get(name) not in (None, *off)}
+        """What is not, though it would change the text."""
+
+    def __bool__(self) -> bool:
+        return bool(self.followed) or self.sampled
+
+    def __str__(self) -> str:
+        """Say in one line what is followed."""
+        parts = ["sampling"] if self.sampled else []
+        for name, value in self.followed.items():
+            if name in _SAMPLED and not self.sampled:
+                continue
+            short = f"{name} of {len(value)}" if isinstance(value, list | dict) else f"{name}={value}"
+            parts.append(short)
+        return ", ".join(parts)
+
+    def fill(self, params: SamplingParams, prompt_length: int, *, draws: bool = True) -> SamplingParams:
+        """Return the parameters with the model's own in place of those that nobody asked for.
+
+        Parameters
+        ----------
+        params : SamplingParams
+        prompt_length : int
+            In tokens: some bans hold only for the first new ones.
+        draws : bool
+            False where the likeliest tokens are followed whatever the temperature, as in beam search.
+        """
+        if not self:
+            return params
+        asked = {name: getattr(params, name) for name in _NUMBERS if was_asked(getattr(params, name))}
+        config = transformers.GenerationConfig()
+        for name, value in {**copy.deepcopy(self.followed), **asked}.items():  # its constructor would comment on them
+            setattr(config, name, value)
+        usual = (config.temperature or 1.0) if self.sampled else params.temperature
+        config.temperature = asked.get("temperature", usual)
+        config.do_sample = draws and config.temperature > 0
+        config.top_k = min(config.top_k or 0, self._model.get_input_embeddings().weight.shape[0])
+        bias = {**params.logit_bias, **self._bans(config)}
+        device = self._model.device
+        config._eos_token_tensor = torch.tensor(self._eos, device=device) if self._eos else None
+        processors = self._model._get_logits_processor(
+            config, input_ids_seq_length=prompt_length, logits_processor=list(params.processors), device=device
+        )
+        found, others = sampling_params(processors, config.do_sample, padded=False)
+        numbers = {**_NUMBERS, **found, "temperature": found["temperature"] if draws else params.temperature}
+        return replace(params, **numbers, logit_bias=bias, processors=tuple(others))
+
+    def _bans(self, config: Any) -> dict[int, float]:
+        """Take bans of single tokens out of a config: a bias needs no look at the text."""
+        words = config.bad_words_ids or []
+        single = {token for token, *rest in words if not rest and token not in self._eos}
+        config.bad_words_ids = [word for word in words if len(word) > 1] or None
+        banned = single | set(config.suppress_tokens or [])
+        config.suppress_tokens = None
+        return dict.fromkeys(sorted(banned), -math.inf)
+
+
+def sampling_params(processors: Sequence[Any], sample: bool, padded: bool) -> tuple[dict[str, Any], list[Any]]:
+    """Translate the processors that `SamplingParams` knows, if they stand in its order; return the others too.
+
+    A repetition penalty also counts the padding that a processor sees, so it is translated only where there is none.
+    """
+    if processors and type(processors[-1]) is transformers.LogitNormalization:
+        processors = processors[:-1]  # the last step normalises anyway
+    params: dict[str, Any] = {"temperature": 1.0 if sample else 0.0}
+    unchanged = (dict(params), list(processors))
+    others: list[Any] = []
+    last_rank = -1
+    for processor in processors:
+        rank, name, value = _translated(processor)
+        if name == "repetition_penalty" and (padded or others):
+            rank, name = 1, ""
+        if rank < last_rank or (name and rank == last_rank):
+            return unchanged
+        last_rank = rank
+        if not name:
+            others.append(processor)
+        elif name == "repetition_penalty" or sample:  # what is left out cannot change which token is best
+            params[name] = value
+    return params, others
+
+
+def _translated(processor: Any) -> tuple[int, str, Any]:
+    """Return a processor's place in the order of `SamplingParams`, its field there, or "", and the field's value."""
+    rank, name, attribute = _FIELDS.get(type(processor), (1, "", ""))
+    value = getattr(processor, attribute, None)
+    unusual = getattr(processor, "prompt_ignore_length", None) or getattr(processor, "min_tokens_to_keep", 1) != 1
+    if not value or unusual or getattr(processor, "filter_value", -math.inf) != -math.inf:
+        return 1, "", None
+    return rank, name, value
