@@ -1,5 +1,6 @@
 """Check what is in the wheel and the sdist of a folder: `python .ci/check_dist.py dist`."""
 
+import re
 import sys
 import tarfile
 import zipfile
@@ -23,6 +24,7 @@ def main(folder: Path) -> int:
         names = set(archive.namelist())
         (metadata_file,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(metadata_file).decode())
+    description = str(metadata.get_payload())
     missing = names_missing(
         names,
         [
@@ -42,6 +44,8 @@ def main(folder: Path) -> int:
     expected = {"Name": "polydraft", "License-Expression": "Apache-2.0", "Requires-Python": ">=3.11"}
     missing += [f"metadata {key}: {metadata[key]!r}" for key, value in expected.items() if metadata[key] != value]
     missing += [f"extra {name}" for name in ("gguf", "bench", "dev") if name not in metadata.get_all("Provides-Extra", [])]
+    missing += [f"relative link in the description: {link}" for link in re.findall(r"\]\((?!https?://|#)[^)]*\)", description)]
+    missing += ["description"] if len(description) < 2000 else []
     for line in missing:
         sys.stderr.write(f"missing or wrong: {line}\n")
     return bool(missing)

@@ -1,10 +1,14 @@
 """Snippets and commands of README and its pages work as printed (with fewer tokens where that is all that differs)."""
 
 import re
+import runpy
 import shlex
+import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -175,6 +179,27 @@ def test_figures_of_the_readme_are_those_of_the_newest_log_and_of_the_page_of_re
         assert re.search(
             rf"\b{number}\b|\b{number}\.\d|\b{int(number.replace(',', '')) - 1}\.[5-9]", PAGES["docs/results.md"]
         ), number
+
+
+def test_a_package_index_shows_no_broken_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    interface = SimpleNamespace(MetadataHookInterface=object)  # what builds the package is not installed here
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
+    hook = runpy.run_path(str(ROOT / "hatch_build.py"))["CustomMetadataHook"]()
+    hook.root, metadata = str(ROOT), {}
+    hook.update(metadata)
+    shown = metadata["readme"]["text"]
+    assert re.findall(r"\]\((?!http)", README) and not re.findall(r"\]\((?!http)", shown) and "![" not in shown
+    assert "docs/results.md has the full tables" in shown and len(shown) > 0.8 * len(README)
+
+
+def test_it_is_installed_as_the_readme_says() -> None:
+    """Not by the name of a package that is not published; with extras that there are."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for block in blocks("bash", "README.md") for line in block.splitlines() if line.startswith("pip install")]
+    assert lines and not any(re.search(r"install '?polydraft", line) for line in lines)
+    assert any("whl/cpu" in line for line in lines)
+    extras = [name for line in lines for found in re.findall(r"\.\[(.*?)\]", line) for name in found.split(",")]
+    assert extras and {*extras} <= project["optional-dependencies"].keys()
 
 
 def test_pauses_are_as_long_as_their_page_says() -> None:
