@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from polydraft.engine import Decoder, StopReason, TokenSequence
 from polydraft.errors import FailureError, UsageError
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.categorical import row_generator
-from polydraft.serve.lane import LaneOptions
+from polydraft.serve.lane import Lane, LaneOptions, Waiting
 from polydraft.serve.scheduler import Scheduler, drafting
 from polydraft.serve.ticket import BusyError, Ticket, UnavailableError
 from polydraft.trees import parse_tree
@@ -218,27 +219,73 @@ def test_trees_of_requests_are_checked() -> None:
         drafting(decoder(), "oak")
 
 
-def test_many_trees_take_turns() -> None:
+def test_ways_of_drafting_take_turns_first_come_first_served() -> None:
     async def main() -> None:
         async with working() as scheduler:
-            long = [ticket(sequence([1, 2], n, limit=100), speculative=tree) for n, tree in enumerate(("2x1", "3x1"))]
-            for one in long:
+            ways = ["2x1", "3x1", "2x1", "off"]
+            tickets = [ticket(sequence([1, 2], n, limit=60), speculative=way) for n, way in enumerate(ways)]
+            for one in tickets:
                 scheduler.submit(one)
-                await one.next()
-            third = ticket(sequence([1, 2], 4), speculative="1x1")
-            scheduler.submit(third)
-            (error,) = await finished(third)
-            assert isinstance(error, UnavailableError) and "other trees" in str(error)
-            scheduler.cancel(long[0])
-            while scheduler.running > 1:
-                await asyncio.sleep(0.001)
-            fourth = ticket(sequence([1, 2], 4), speculative="1x1")
-            scheduler.submit(fourth)
-            assert await finished(fourth) == [None]
-            assert list(scheduler._lanes) == ["auto", "3x1", "1x1"]
-            scheduler.cancel(long[1])
+            gone = ticket(sequence([1, 2], 9), speculative="4x1")
+            scheduler.submit(gone)
+            last = ticket(sequence([1, 2], 4, limit=60), speculative="1x1")
+            scheduler.submit(last)
+            beside = ticket(sequence([1, 2], 5, limit=5))
+            scheduler.submit(beside)
+            scheduler.cancel(gone)
+            assert await finished(beside) == [None]  # waits for nobody's tree
+            for one in (*tickets, last):
+                assert await finished(one) == [None]
+            # A second request for a tree does not overtake another way that waits.
+            begun = [one.admitted[0] for one in (*tickets, last)]
+            assert begun == sorted(begun) and not gone.admitted
+            assert beside.admitted[0] < begun[1]
+            assert gone.sequences[0].stop_reason is StopReason.CANCELLED
+            assert list(scheduler._lanes) == ["auto", "1x1"]
+            plain = decoder().replace(drafter=None).generate([1, 2], max_new_tokens=60, seed=[3])
+            assert tickets[3].sequences[0].new_tokens == plain.token_ids
 
     run(main())
+
+
+def test_requests_take_turns_for_slots() -> None:
+    """A request of many texts leaves the next free slot to one that has none, and gets on itself."""
+    lane = Lane(decoder(), OPTIONS)
+    many = [Ticket([sequence([1, 2 + n], 10 * m + n, limit=30 + 5 * n) for n in range(8)]) for m in range(2)]
+    late = [Ticket([sequence([5], n, limit=1)]) for n in range(2)]
+    for one in many:
+        lane.waiting.add(one)
+    lane.step()
+    for one in late:
+        lane.waiting.add(one)
+    while lane.busy:
+        lane.step()
+    begun = sorted((when, number) for number, one in enumerate((*many, *late)) for when in one.admitted.values())
+    order = [number for _, number in begun]
+    assert order[:3] == [0, 1, 0], order
+    # Whoever came before and holds no slot any more may be in between, with one text.
+    assert max(order.index(2), order.index(3)) <= 6, order
+    both = [number for number in order if number < 2]
+    assert all(abs(both[:n].count(0) - both[:n].count(1)) <= 2 for n in range(16)), order
+    for number, one in enumerate((*many, *late)):
+        for index, text in enumerate(one.sequences):
+            assert text.new_tokens == alone(text, 10 * number + index if number < 2 else number - 2)
+
+
+def test_whoever_holds_the_fewest_slots_is_next() -> None:
+    waiting = Waiting()
+    texts = [sequence([1], n) for n in range(4)]
+    first, second, third = Ticket(texts), Ticket(texts[:2]), Ticket(texts[:1])
+    for one in (first, second, third):
+        waiting.add(one)
+    assert len(waiting) == 7
+    held = Counter({first: 2, second: 1})
+    order = []
+    while waiting:
+        who, index = waiting.next(held)
+        held[who] += 1
+        order.append(("first", "second", "third")[[first, second, third].index(who)] + str(index))
+    assert order == ["third0", "second0", "first0", "second1", "first1", "first2", "first3"]
 
 
 def test_a_warm_scheduler_gives_the_same_texts_and_says_when_it_is_ready() -> None:

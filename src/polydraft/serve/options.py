@@ -24,6 +24,10 @@ class ServeOptions:
     """Model name that clients ask for  [default: the target's name]."""
     slots: int = 8
     """Texts to generate at the same time."""
+    other_slots: int | None = None
+    """Further slots, for texts with a grammar, without speculation or with a tree of their own  [default: half of --slots]."""
+    own_trees: bool = True
+    """Let requests choose trees of their own, and reserve room for them."""
     slot_tokens: int = 2048
     """Most tokens per text, including its prompt; all slots reserve memory for this many."""
     max_queue: int = 64
@@ -106,6 +110,7 @@ _SHORTEST_KEY = 8
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("port", 0, 65535),
     ("slots", 1, 1024),
+    ("other_slots", 1, 1024),
     ("slot_tokens", 16, 2**20),
     ("max_queue", 0, 10**6),
     ("max_choices", 1, 1024),

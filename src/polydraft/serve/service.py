@@ -49,11 +49,14 @@ class Service:
         self.scheduler = Scheduler(
             decoder,
             lanes,
+            other_slots=options.other_slots,
+            own_trees=options.own_trees,
             max_queue=options.max_queue,
             observer=self.metrics.saw,
             warm_up=_USUAL_PARAMS if warm_up else (),
             company=Company(decoder) if is_shared() else None,
         )
+        self.scheduler.reserve()
         self.metrics.watch(self.scheduler)
         # A tokenizer may not encode in one thread while it decodes in another: the engine's thread and the event loop have
         # theirs.
@@ -78,6 +81,9 @@ class Service:
         """Take a request on."""
         self.check_model(asked.model)
         if asked.speculative not in (AUTO, OFF):
+            if not self.options.own_trees:
+                message = f"speculative tree {asked.speculative!r}: this server runs with --no-own-trees; allowed: auto, off"
+                raise RequestError(message, param="speculative")
             try:
                 drafting(self.decoder, asked.speculative)
             except UsageError as error:
