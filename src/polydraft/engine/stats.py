@@ -13,6 +13,9 @@ TARGET = "target"
 PHASES = ("prefill", "draft", "target", "verify", "commit", "graph")
 """What time is spent on; `graph` is a whole round that is replayed from a recording."""
 
+_ENDLESS, _LEAST_READ = 2**62, 16
+"""Tokens of prompts to read: where nothing limits them, and however long they take."""
+
 
 @dataclass
 class Speculation:
@@ -186,3 +189,40 @@ class Stats:
                 "first_token": None if self.first_token_seconds is None else round(self.first_token_seconds, 5),
             },
         }
+
+
+class Pace:
+    """How many tokens of prompts to read before the next round, by how long it took to read others.
+
+    Parameters
+    ----------
+    most : int, optional
+        Never more than these.
+    stall : float, optional
+        Seconds that reading may take where somebody waits; any if not given.
+    """
+
+    def __init__(self, most: int | None, stall: float | None) -> None:
+        self._most, self._stall = most or _ENDLESS, stall
+        self._tokens, self._before = 0, 0.0
+        self._each: float | None = None
+        """Seconds per token."""
+
+    def room(self, awaited: bool) -> int:
+        """Return how many tokens to read; `awaited` if others' texts go on only then."""
+        if not awaited or self._stall is None or self._each is None:
+            return self._most
+        return min(max(int(self._stall / self._each), _LEAST_READ), self._most)
+
+    def read(self, tokens: int) -> None:
+        """Take note of tokens that are read."""
+        self._tokens += tokens
+
+    def timed(self, total: float) -> None:
+        """Take note of the seconds that all tokens took so far."""
+        seconds, self._before = total - self._before, total
+        if self._tokens and seconds > 0:
+            each = seconds / self._tokens
+            # What was slow once (it was compiled, the machine was busy) need not stay so; what was fast can be had again.
+            self._each = each if self._each is None or each < self._each else (each + self._each) / 2
+        self._tokens = 0

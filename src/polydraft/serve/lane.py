@@ -31,6 +31,8 @@ class LaneOptions:
     """Most tokens of a text."""
     chunk_tokens: int
     """Tokens of prompts that are read between two rounds."""
+    stall_seconds: float | None = None
+    """Seconds that reading them may keep texts at work waiting."""
     places: tuple[int, ...] = ()
     """Room for candidates behind a text, at least, in each of the lane's contexts: lanes that hand memory on need the same."""
 
@@ -99,8 +101,8 @@ class Lane:
         """Whether there is anything to do."""
         return bool(self.waiting or self.running)
 
-    def step(self) -> list[tuple[Ticket, Progress]]:
-        """Let waiting texts in and run one round; return what it brought."""
+    def step(self, awaited: bool = False) -> list[tuple[Ticket, Progress]]:
+        """Let waiting texts in and run one round; return what it brought. `awaited` if texts of another lane wait for it."""
         engine = self._opened()
         held = Counter(ticket for ticket, _ in self.running.values())
         while self.waiting and engine.free_slots:
@@ -111,7 +113,7 @@ class Lane:
             self.running[sequence.row] = ticket, index
             ticket.admitted[index] = time.perf_counter()
             engine.add(sequence)
-        return [self._progress(emitted) for emitted in engine.step()] if self.running else []
+        return [self._progress(emitted) for emitted in engine.step(awaited)] if self.running else []
 
     def _progress(self, emitted: Emitted) -> tuple[Ticket, Progress]:
         ticket, index = self.running[emitted.row]
@@ -256,6 +258,7 @@ class Lane:
                 reuse=True,
                 elastic=True,
                 chunk=options.chunk_tokens,
+                stall=options.stall_seconds,
                 isolate=True,
             )
         return self._engine

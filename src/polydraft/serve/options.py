@@ -37,7 +37,9 @@ class ServeOptions:
     max_body_bytes: int = 2**20
     """Largest request, in bytes."""
     chunk_tokens: int = 256
-    """Prompt tokens to read between two rounds of the texts that are already being written."""
+    """Most prompt tokens to read between two rounds."""
+    stall_seconds: float = 0.1
+    """Longest time to keep texts that are being written waiting while prompts are read, in smaller parts if necessary."""
     request_seconds: float = 600.0
     """Longest time from the arrival of a request to the end of its answer."""
     client_seconds: float = 30.0
@@ -116,6 +118,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_choices", 1, 1024),
     ("max_body_bytes", 1024, 2**30),
     ("chunk_tokens", 8, 2**20),
+    ("stall_seconds", 0.001, 10**6),
     ("request_seconds", 0.01, 10**6),
     ("client_seconds", 0.01, 10**6),
     ("drain_seconds", 0, 10**6),

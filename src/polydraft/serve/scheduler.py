@@ -190,7 +190,7 @@ class Scheduler:
                 if lane.busy:
                     start = time.perf_counter()
                     try:
-                        happened = lane.step()
+                        happened = lane.step(any(one.running for one in self._lanes.values() if one is not lane))
                     # Whatever it was, only those whose texts were at work are to suffer.
                     except Exception as error:
                         happened = self._lost(lane, error)

@@ -44,7 +44,12 @@ class Service:
         self.model = options.model_name or decoder.target.name
         self.slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
         self.metrics = Metrics()
-        lanes = LaneOptions(slots=options.slots, slot_tokens=self.slot_tokens, chunk_tokens=options.chunk_tokens)
+        lanes = LaneOptions(
+            slots=options.slots,
+            slot_tokens=self.slot_tokens,
+            chunk_tokens=options.chunk_tokens,
+            stall_seconds=None if is_shared() else options.stall_seconds,  # each process would measure its own
+        )
         warm_up = decoder.target.device.type == "cuda" if options.warm_up is None else options.warm_up
         self.scheduler = Scheduler(
             decoder,
