@@ -122,5 +122,5 @@ def test_too_little_memory_is_found_before_anybody_asks(tiny_decoder, monkeypatc
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
 
     monkeypatch.setattr(SlotCache, "_allocate", failing)
-    with pytest.raises(FailureError, match=r"3 \+ 2 slots of 512 tokens; use smaller --slots, --other-slots or --slot-tokens"):
+    with pytest.raises(FailureError, match=r"3 \+ 3 slots of 512 tokens; use smaller --slots, --other-slots or --slot-tokens"):
         Service(tiny_decoder, ServeOptions(slots=3, slot_tokens=512))

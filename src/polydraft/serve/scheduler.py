@@ -46,7 +46,7 @@ class Scheduler:
     decoder : Decoder
     options : LaneOptions
     other_slots : int, optional
-        Slots of the second lane; half as many as the first one's if not given.
+        Slots of the second lane; as many as the first one has if not given.
     own_trees : bool
         Whether to reserve room for the candidates of requests' own trees.
     max_queue : int
@@ -74,7 +74,7 @@ class Scheduler:
         self.decoder, self.options, self._observer, self.company = decoder, options, observer, company
         self._rehearsed, self._cold = warm_up, bool(warm_up)
         self._limit = options.slots + max_queue
-        self._others = replace(options, slots=other_slots or -(-options.slots // 2))
+        self._others = replace(options, slots=other_slots or options.slots)
         self._own_trees = own_trees
         self._lanes = {AUTO: Lane(decoder, options)}
         """The first lane, and the one of the others whose turn it is."""
