@@ -5,12 +5,17 @@ import threading
 
 import pytest
 
+from polydraft.drafters import TreeDrafter
 from polydraft.errors import FailureError
 from polydraft.loading import load
+from polydraft.models import HeadShape
 from polydraft.models.cache import SlotCache
+from polydraft.models.head_folder import new_head
 from polydraft.models.language_model import Context
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.service import Service
+from polydraft.theory import Costs
+from polydraft.trees import parse_dynamic, parse_tree
 
 COMPLETIONS = "/v1/completions"
 WAYS = [
@@ -86,6 +91,26 @@ def test_slots_reserve_what_their_texts_need_and_no_more(roomy, serving, stored,
     assert refused.json()["error"]["param"] == "speculative"
     assert small.post(COMPLETIONS, {**body, "speculative": "off"}).status_code == 200
     assert stored() == one
+
+
+@pytest.mark.parametrize("tree", ["3x2x1", "dynamic:16"])
+def test_a_heads_memory_is_handed_on_too(roomy, serving, stored, tree):
+    decoder = load(roomy, draft="none", dtype="float32")
+    shape = HeadShape(hidden_size=32, taps=(1, 2), num_heads=2, num_key_heads=1, head_size=8, mlp_size=16, window=8)
+    head = new_head(shape, decoder.target, None, "test").requires_grad_(False)
+    decoder.target.tap(shape.taps)
+    drafter = TreeDrafter(
+        head, parse_dynamic(tree) or parse_tree(tree), costs=Costs(draft_level=0.1, tree_pass=lambda nodes: 1.0)
+    )
+    live = serving(decoder.replace(drafter=drafter))
+    before = stored()
+    body = {"prompt": [3, 1, 4, 1, 5], "max_tokens": 10, "temperature": 0}
+    expected = live.post(COMPLETIONS, body).json()["choices"][0]["text"]
+    for way in ("off", "dynamic:128:16:fixed", "off", "2x1", "auto"):
+        own = {"speculative": {"tree": way} if way[0].isdigit() or ":" in way else way}
+        assert live.post(COMPLETIONS, {**body, **own}).json()["choices"][0]["text"] == expected, way
+        assert live.post(COMPLETIONS, {**body, **own, "regex": "[a-z]{4}"}).status_code == 200
+    assert stored() == before == reserved(live)
 
 
 def test_a_short_text_beside_a_long_one_is_not_padded_past_the_reserve(serving, stored):

@@ -128,7 +128,7 @@ class RecurrentContext(HFContext):
 
     def adopt(self, other: Context) -> bool:
         """Take over the storage of another context of the same model."""
-        if not isinstance(other, RecurrentContext) or not super().adopt(other):
+        if not isinstance(other, RecurrentContext) or len(other._read_B) != self.batch_size or not super().adopt(other):
             return False
         self._states = self._hybrid.states = other._states
         self._depths_BU = other._depths_BU

@@ -25,7 +25,7 @@ class ServeOptions:
     slots: int = 8
     """Texts to generate at the same time."""
     other_slots: int | None = None
-    """Further slots, for texts with a grammar, without speculation or with a tree of their own  [default: as many as --slots]."""
+    """Further slots, for texts with a grammar, without speculation or with their own tree  [default: as many as --slots]."""
     own_trees: bool = True
     """Let requests choose trees of their own, and reserve room for them."""
     slot_tokens: int = 2048
