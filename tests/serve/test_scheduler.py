@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 
 from covering import keeping
 from exactness.setups import DRAFT, TARGET, make_decoder
-from polydraft.drafters import TreeDrafter
+from polydraft.drafters import Plain, TreeDrafter
 from polydraft.engine import Decoder, StopReason, TokenSequence
 from polydraft.engine.stats import Pace
 from polydraft.errors import FailureError, UsageError
-from polydraft.models.language_model import Context
+from polydraft.models import FAMILIES, Context
+from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.categorical import row_generator
 from polydraft.serve.lane import Lane, LaneOptions, Waiting
@@ -347,6 +349,25 @@ def test_long_prompts_stall_others_no_longer_than_they_should(monkeypatch: pytes
         assert clock.steps(lane, 1, awaited=True)[0] <= 52
 
 
+def test_short_prompts_pass_long_ones_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ReadingClock(monkeypatch, each=0.01)
+    lane = Lane(Decoder(TARGET), LaneOptions(slots=3, slot_tokens=512, chunk_tokens=64))
+    long, short, middling = sequence([7] * 400, 0, limit=3), sequence([5] * 20, 1, limit=3), sequence([6] * 40, 2, limit=3)
+    for one in (long, short, middling):
+        one.max_positions = 512
+    lane.waiting.add(Ticket([long]))
+    assert clock.steps(lane, 1) == [63]
+    for one in (middling, short):
+        lane.waiting.add(Ticket([one]))
+    assert clock.steps(lane, 1) == [63] and len(short.new_tokens) == 1 and not middling.new_tokens
+    while not long.new_tokens:
+        assert clock.steps(lane, 1)[0] <= 64 and not middling.new_tokens  # which is not short enough
+    while lane.busy:
+        lane.step()
+    for number, one in enumerate((long, short, middling)):
+        assert one.new_tokens == Decoder(TARGET).generate(list(one.prompt), max_new_tokens=3, seed=[number]).token_ids
+
+
 def test_the_pace_of_reading_follows_what_was_measured() -> None:
     pace = Pace(256, 0.1)
     assert pace.room(True) == pace.room(False) == 256
@@ -413,6 +434,27 @@ def test_a_warm_scheduler_meets_nothing_new(temperatures: list[float], recorders
         assert set(recorder.kinds) == known
 
     run(main())
+
+
+def test_rounds_are_recorded_anew_in_storage_that_is_handed_on(recorders: list[StandIn]) -> None:
+    target = HFModel(FAMILIES.get("llama").build())
+    size, memory, taken = replace(OPTIONS, slot_tokens=64, places=(32, 32)), list[Context](), list[int]()
+    prompts = [list(range(1, 2 + 5 * n)) for n in range(4)]
+    params = SamplingParams(temperature=0)
+    expected = [Decoder(target, graphs=False).generate(one, sampling=params, max_new_tokens=16) for one in prompts]
+    for drafter in (TreeDrafter(target, parse_tree("3x1")), Plain(), TreeDrafter(target, parse_tree("2x2"))):
+        lane = Lane(Decoder(target, drafter, graphs=True), size, memory)
+        if not memory:
+            lane.reserve()
+        texts = [sequence(prompt, 0, 16, params) for prompt in prompts]
+        lane.waiting.add(Ticket(texts))
+        while lane.busy:
+            lane.step()
+        assert [text.new_tokens for text in texts] == [one.token_ids for one in expected], drafter.name
+        assert recorders[-1].replays > 3
+        taken.append(lane.cache_bytes)
+        memory = lane.release()
+    assert taken == taken[:1] * 3 and taken[0] > 0
 
 
 def test_who_leaves_does_not_wait_for_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

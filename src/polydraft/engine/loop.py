@@ -164,20 +164,27 @@ class Engine:
             raise
 
     def _admit(self, awaited: bool = False, *, keep: bool = False) -> None:
-        """Let waiting sequences into free slots, and read on in prompts, first come, first served."""
+        """Let waiting sequences into free slots, and read on in prompts, first come, first served.
+
+        Short prompts need not wait for a long one: half of what is read may be theirs.
+        """
         fresh, changed = self.slots.fit(self.waiting)
         if changed and self._walk is not None:
             self._walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
             self._workspace.activate(self.slots.active())
         free, room = self.slots.free(), self._pace.room(awaited or any(self.slots.active()))
         reading = [slot for slot in self.slots.known if slot not in free]
-        rows, new = list[int](), list[int]()
+        rows, new, passing = list[int](), list[int](), room // 2 if reading else 0
         while room > 0 and (reading or (self.waiting and free)):
-            if reading:
+            short = next((one for one in self.waiting if len(one.prompt) <= passing), None) if free else None
+            if reading and short is None:
                 slot = reading.pop(0)
                 start = self.slots.known.pop(slot)
             else:
-                slot, start = self.slots.take(self.waiting.popleft(), free)
+                one = short or self.waiting[0]
+                self.waiting.remove(one)
+                passing -= len(one.prompt)
+                slot, start = self.slots.take(one, free)
                 new.append(slot)
             sequence = self.slots[slot]
             assert sequence is not None
