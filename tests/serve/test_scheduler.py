@@ -306,7 +306,8 @@ class ReadingClock:
             prefill(context, texts, *arguments)
 
         monkeypatch.setattr(Context, "prefill", timed)
-        monkeypatch.setattr("polydraft.engine.stats.time", SimpleNamespace(perf_counter=lambda: self.now))
+        for module in ("stats", "loop"):
+            monkeypatch.setattr(f"polydraft.engine.{module}.time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def steps(self, lane: Lane, count: int, awaited: bool = False) -> list[int]:
         """Return how many tokens each step reads."""
@@ -372,18 +373,23 @@ def test_the_pace_of_reading_follows_what_was_measured() -> None:
     pace = Pace(256, 0.1)
     assert pace.room(True) == pace.room(False) == 256
     pace.read(20)
-    pace.timed(0.04)
+    pace.timed(0.04, 0.04)
     assert pace.room(True) == 50 and pace.room(False) == 256
     pace.read(50)
-    pace.timed(0.04 + 0.05)  # long reads take less per token: counts at once
+    pace.timed(0.04 + 0.05, 0.05)  # long reads take less per token: counts at once
     assert pace.room(True) == 100
     pace.read(100)
-    pace.timed(0.09 + 0.3)  # slower: by half
+    pace.timed(0.09 + 0.3, 0.3)  # slower: by half
     assert pace.room(True) == 50
-    pace.timed(0.5)  # nothing was read
+    pace.timed(0.5, 0.01)  # nothing was read
     assert pace.room(True) == 50
+    for _ in range(20):
+        pace.timed(0.5, 0.4)  # rounds are slow: reading may take as long
+    assert 195 <= pace.room(True) <= 200
+    for _ in range(20):
+        pace.timed(0.5, 0.0)
     pace.read(1)
-    pace.timed(9)  # something was compiled
+    pace.timed(9, 8.5)  # something was compiled
     assert pace.room(True) == 16
     assert Pace(None, None).room(True) > 10**9
 

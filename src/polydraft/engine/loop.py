@@ -54,8 +54,8 @@ class Engine:
     chunk : int, optional
         Tokens of prompts that a step reads at most, so that long ones keep nobody waiting; all if not given.
     stall : float, optional
-        Seconds that a step may spend on them where texts at work wait for it: it reads fewer tokens then, by what they took
-        so far. Steps of processes that share a model must be alike, so it is not for them.
+        Seconds that a step may spend on them where texts at work wait for it, or as long as a round takes: it reads fewer
+        tokens then, by what they took so far. Steps of processes that share a model must be alike, so it is not for them.
     elastic : bool
         Have about as many slots as there are texts, up to the workspace's rows. What other slots hold is forgotten then, unless
         rounds are recorded: then they sleep.
@@ -132,7 +132,7 @@ class Engine:
         with self._workspace.ownership.held_by(self), _device_errors():
             if self._torn:
                 raise FailureError("a round of this text was interrupted, so its state is unknown; start the request again")
-            was_ahead = bool(self._launched)
+            was_ahead, started = bool(self._launched), time.perf_counter()
             with self.undivided():
                 if not self._launched:
                     self._admit(awaited)
@@ -147,7 +147,7 @@ class Engine:
                 outcome, reports = now.wait()  # an interruption here loses no round
             waited += time.perf_counter()
             self.stats.move_time(min(self._reading.take(), waited), "verify", "prefill")
-            self._pace.timed(self.stats.seconds["prefill"])
+            self._pace.timed(self.stats.seconds["prefill"], time.perf_counter() - started)
             with self.undivided():
                 del self._launched[0]
                 self.stats.replayed_rounds += now.replayed

@@ -39,7 +39,7 @@ class ServeOptions:
     chunk_tokens: int = 256
     """Most prompt tokens to read between two rounds."""
     stall_seconds: float = 0.1
-    """Longest time to keep texts that are being written waiting while prompts are read, in smaller parts if necessary."""
+    """Time to spend on prompts between two rounds of texts that are being written; at least as long as a round takes."""
     request_seconds: float = 600.0
     """Longest time from the arrival of a request to the end of its answer."""
     client_seconds: float = 30.0

@@ -281,8 +281,9 @@ class Scheduler:
         decoder = drafting(self.decoder, ticket.speculative)
         if ticket.constrained:
             decoder = decoder.replace(drafter=with_forced(decoder.drafter))
+        size = replace(self._others, places=self._places)
         memory = [one for name in [*self._lanes][1:] for one in self._lanes.pop(name).release()]
-        self._lanes[self._key(ticket)] = Lane(decoder, replace(self._others, places=self._places), memory)
+        self._lanes[self._key(ticket)] = Lane(decoder, size, memory)
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
