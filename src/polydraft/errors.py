@@ -54,5 +54,5 @@ def check_ranges(options: object, ranges: Iterable[tuple[str, float, float]]) ->
     """Refuse options that are out of range, by the names that they have on the command line."""
     for name, low, high in ranges:
         value = getattr(options, name)
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
             raise UsageError(f"--{name.replace('_', '-')} {shown(value)} is out of range; allowed: {low} to {high}")

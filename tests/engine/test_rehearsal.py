@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polydraft.engine.rehearsal import groups_to_read
-from polydraft.models.language_model import READING_SIZES, reading_count, reading_size
+from polydraft.models.hf_context import READING_SIZES, reading_count, reading_size
 from polydraft.models.memory import common_prefix
 
 GPU = torch.device("cuda")

@@ -13,10 +13,12 @@ from polydraft.drafters.tree_choice import TreeChoice
 from polydraft.engine import Decoder, Engine, TokenSequence
 from polydraft.engine.graphs import Recorder
 from polydraft.engine.workspace import Workspace
-from polydraft.models import FAMILIES, TabularModel
+from polydraft.models import FAMILIES, Context, TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
+from polydraft.serve.lane import Lane, LaneOptions
+from polydraft.serve.ticket import Ticket
 from polydraft.trees import DynamicShape, parse_tree
 
 from .test_round import COSTS, PROMPTS, head_tree, perturbed
@@ -305,3 +307,28 @@ def test_texts_with_a_seed_keep_theirs_in_recorded_rounds_of_larger_trees(kind: 
         assert mixed[row].new_tokens == among_themselves[row].new_tokens
     drafted = [one.speculation.drafted_tokens / one.speculation.rounds for one in mixed]
     assert max(drafted[0], drafted[2]) <= 2 and min(drafted[1], drafted[3]) > 10
+
+
+def test_lanes_hand_their_storage_on() -> None:
+    """Whoever drafts next records anew, in the same memory: greedy texts are those of plain decoding."""
+    target = HFModel(FAMILIES.get("llama").build(max_position_embeddings=512).to("cuda"), invariant=True)
+    greedy, places, memory, taken = SAMPLINGS["greedy"], (64, 64), list[Context](), list[int]()
+    size = LaneOptions(slots=4, slot_tokens=256, chunk_tokens=64, stall_seconds=0.1, places=places)
+    prompts = [[(7 * length + 3 * place) % 60 + 2 for place in range(length)] for length in (3, 40, 150, 9, 64, 33)]
+    expected = [Decoder(target, graphs=False).generate(prompt, sampling=greedy, max_new_tokens=30) for prompt in prompts]
+    draft = perturbed("llama", "cuda")
+    for drafter in (TreeDrafter(draft, parse_tree("3x2x1")), Plain(), TreeDrafter(draft, parse_tree("4x1")), Plain()):
+        lane = Lane(Decoder(target, drafter), size, memory)
+        if not memory:
+            lane.reserve()
+        texts = [
+            TokenSequence(prompt=prompt, params=greedy, generator=row_generator(0), max_new_tokens=30, max_positions=256)
+            for prompt in prompts
+        ]
+        lane.waiting.add(Ticket(texts))
+        while lane.busy:
+            lane.step()
+        assert [text.new_tokens for text in texts] == [one.token_ids for one in expected], drafter.name
+        taken.append(lane.cache_bytes)
+        memory = lane.release()
+    assert taken == taken[:1] * 4

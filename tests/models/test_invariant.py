@@ -165,7 +165,7 @@ def test_recorded_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
         shape = BigShape(hidden_size=80, num_layers=4, num_heads=6, num_key_heads=6, head_size=16, mlp_size=100)
         monkeypatch.setitem(SHAPES._items, "wider", shape)
         model = InflatedModel(model, "wider", native=False)
-    monkeypatch.setattr("polydraft.models.language_model.READING_SIZES", (4, 8))
+    monkeypatch.setattr("polydraft.models.hf_context.READING_SIZES", (4, 8))
     fused = FusedBody(lean_body(model.hf_model), invariant=True)
     parts = [
         [list(range(3, 9)), [], []],

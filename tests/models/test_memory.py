@@ -1,7 +1,10 @@
 """Shared beginnings of texts are read once."""
 
+import copy
+
 import pytest
 import torch
+from recurrent_cases import CASES, build
 
 from polydraft.drafters import TreeDrafter
 from polydraft.engine import Decoder
@@ -142,3 +145,34 @@ def test_a_new_text_is_read_in_its_own_row_alone(native):
         last_B1 = torch.tensor([[9], [36], [24]])
         torch.testing.assert_close(memory.context.extend(last_B1, block), fresh.context.extend(last_B1, block))
     assert memory.context.lengths == fresh.context.lengths == [4, 5, 3]
+
+
+def filled(context, model, seed):
+    """Let a context read two texts, pass a tree and commit a path; return what it says of the texts then."""
+    chance = torch.Generator().manual_seed(seed)
+    texts = torch.randint(5, 60, (2, 12), generator=chance).tolist()
+    context.reserve(40)
+    context.rewind([0, 0])
+    context.prefill([texts[0], texts[1][:7]])
+    context.extend(torch.tensor([text[:3] for text in texts]), causal_block(2, 3, context.device))
+    context.commit(torch.tensor([[0, 1], [0, 1]]), torch.tensor([2, 1]))
+    context.settle([14, 8])
+    return model.head(context.extend(torch.tensor([[9], [8]]), causal_block(2, 1, context.device)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_neo", "lfm2", "mamba2"])
+@torch.inference_mode()
+def test_storage_changes_hands(tiny, kind):
+    """A context that takes over another one's storage has no more of it, and knows nothing of what was there."""
+    model = HFModel(build(kind)) if kind in CASES else tiny(kind)
+    first, second = model.start(2, 4), model.start(2, 4)
+    filled(first, model, 1)
+    size = first.nbytes
+    assert size > 0 and second.adopt(first) and second.nbytes == size
+    expected = filled(model.start(2, 4), model, 2)
+    assert torch.equal(filled(second, model, 2), expected)
+    assert second.nbytes == size and second.address != 0
+    second.wipe()
+    assert torch.equal(filled(second, model, 2), expected)
+    assert not model.start(3, 4).adopt(second), "another number of rows"
+    assert not (HFModel(build(kind)) if kind in CASES else copy.copy(model)).start(2, 4).adopt(second), "another model"

@@ -84,7 +84,7 @@ def texts_of(decoder: Decoder, wanted: Iterable[Row], task: BatchTask, options: 
                 ready[place] = {"row": row.number, "error": str(error)}
                 continue
             running[ticket] = place, row
-            lane.waiting.append((ticket, 0))
+            lane.waiting.add(ticket)
         for ticket, progress in lane.step() if lane.busy else ():
             if progress.emitted.stop_reason is not None:
                 place, row = running.pop(ticket)

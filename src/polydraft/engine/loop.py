@@ -13,7 +13,7 @@ from polydraft.engine.graphs import DeviceClock, Launched
 from polydraft.engine.outcome import RowOutcome
 from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSequence
 from polydraft.engine.slots import Slots
-from polydraft.engine.stats import TARGET, Stats
+from polydraft.engine.stats import TARGET, Pace, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError, PolydraftError
 from polydraft.models import LanguageModel
@@ -21,7 +21,6 @@ from polydraft.sampling import IDLE, SamplingParams
 from polydraft.walks import AUTO, Fault, Walk
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
-_ENDLESS = 2**62
 _LEAST_TEXT = 2
 """Tokens of a prompt to begin with: a text of one token is a case of its own."""
 
@@ -54,6 +53,9 @@ class Engine:
         Drafters that learn from texts do so from its own alone, whatever stood there before.
     chunk : int, optional
         Tokens of prompts that a step reads at most, so that long ones keep nobody waiting; all if not given.
+    stall : float, optional
+        Seconds that a step may spend on them where texts at work wait for it, or as long as a round takes: it reads fewer
+        tokens then, by what they took so far. Steps of processes that share a model must be alike, so it is not for them.
     elastic : bool
         Have about as many slots as there are texts, up to the workspace's rows. What other slots hold is forgotten then, unless
         rounds are recorded: then they sleep.
@@ -72,6 +74,7 @@ class Engine:
         keep: bool = False,
         reuse: bool = False,
         chunk: int | None = None,
+        stall: float | None = None,
         elastic: bool = False,
         isolate: bool = False,
     ) -> None:
@@ -79,7 +82,7 @@ class Engine:
         self.slots = Slots(workspace, elastic=elastic, reuse=reuse)
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
-        self._reuse, self._chunk, self._isolate = reuse, chunk, isolate
+        self._reuse, self._pace, self._isolate = reuse, Pace(chunk, stall), isolate
         self._spoilt: list[int] = []
         """Slots whose sequences have failed: what the memories hold there may be no numbers."""
         self._started = time.perf_counter()
@@ -94,7 +97,7 @@ class Engine:
         self._torn = False
         """Whether a round broke off half-way, so that nobody knows how far the memories got."""
         with workspace.ownership.taken_by(self), torch.inference_mode(), _device_errors():
-            self._admit(keep)
+            self._admit(keep=keep)
 
     @property
     def done(self) -> bool:
@@ -121,15 +124,18 @@ class Engine:
         self.waiting.append(sequence)
 
     @torch.inference_mode()
-    def step(self) -> list[Emitted]:
-        """Run one round and return the new tokens of every sequence that took part: of none while prompts are read."""
+    def step(self, awaited: bool = False) -> list[Emitted]:
+        """Run one round and return the new tokens of every sequence that took part: of none while prompts are read.
+
+        `awaited` if texts of another engine wait for its end.
+        """
         with self._workspace.ownership.held_by(self), _device_errors():
             if self._torn:
                 raise FailureError("a round of this text was interrupted, so its state is unknown; start the request again")
-            was_ahead = bool(self._launched)
+            was_ahead, started = bool(self._launched), time.perf_counter()
             with self.undivided():
                 if not self._launched:
-                    self._admit()
+                    self._admit(awaited)
                     if not any(self.slots.active()):
                         return []
                     self._launched.append(self._launch())
@@ -141,6 +147,7 @@ class Engine:
                 outcome, reports = now.wait()  # an interruption here loses no round
             waited += time.perf_counter()
             self.stats.move_time(min(self._reading.take(), waited), "verify", "prefill")
+            self._pace.timed(self.stats.seconds["prefill"], time.perf_counter() - started)
             with self.undivided():
                 del self._launched[0]
                 self.stats.replayed_rounds += now.replayed
@@ -156,26 +163,34 @@ class Engine:
             self._torn = True
             raise
 
-    def _admit(self, keep: bool = False) -> None:
-        """Let waiting sequences into free slots, and read on in prompts, first come, first served."""
+    def _admit(self, awaited: bool = False, *, keep: bool = False) -> None:
+        """Let waiting sequences into free slots, and read on in prompts, first come, first served.
+
+        Short prompts need not wait for a long one: half of what is read may be theirs.
+        """
         fresh, changed = self.slots.fit(self.waiting)
         if changed and self._walk is not None:
             self._walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
             self._workspace.activate(self.slots.active())
-        free, room = self.slots.free(), self._chunk or _ENDLESS
+        free, room = self.slots.free(), self._pace.room(awaited or any(self.slots.active()))
         reading = [slot for slot in self.slots.known if slot not in free]
-        rows, new = list[int](), list[int]()
+        rows, new, passing = list[int](), list[int](), room // 2 if reading else 0
         while room > 0 and (reading or (self.waiting and free)):
-            if reading:
+            short = next((one for one in self.waiting if len(one.prompt) <= passing), None) if free else None
+            if reading and short is None:
                 slot = reading.pop(0)
                 start = self.slots.known.pop(slot)
             else:
-                slot, start = self.slots.take(self.waiting.popleft(), free)
+                one = short or self.waiting[0]
+                self.waiting.remove(one)
+                passing -= len(one.prompt)
+                slot, start = self.slots.take(one, free)
                 new.append(slot)
             sequence = self.slots[slot]
             assert sequence is not None
             length = min(len(sequence.prompt), start + room)
             room -= length - start
+            self._pace.read(length - start)
             if length < len(sequence.prompt):
                 self.slots.known[slot] = max(length, _LEAST_TEXT)
             rows.append(slot)

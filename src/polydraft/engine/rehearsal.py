@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from polydraft.drafters import DraftSession
-from polydraft.models.language_model import READING_COUNTS, READING_SIZES, reading_count
+from polydraft.models.hf_context import READING_COUNTS, READING_SIZES, reading_count
 
 ROUNDS, NEW_TOKENS = 10, 64
 """A round is recorded when it comes for the second time, and timed once it is recorded; and room for the tokens of so many."""

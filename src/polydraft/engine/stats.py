@@ -13,6 +13,9 @@ TARGET = "target"
 PHASES = ("prefill", "draft", "target", "verify", "commit", "graph")
 """What time is spent on; `graph` is a whole round that is replayed from a recording."""
 
+_ENDLESS, _LEAST_READ = 2**62, 16
+"""Tokens of prompts to read: where nothing limits them, and however long they take."""
+
 
 def rest_line(resting: int, passes: int, why: str | None) -> str | None:
     """Say that drafting rested in some passes, and why; None where it did not."""
@@ -213,3 +216,44 @@ class Stats:
                 "first_token": None if self.first_token_seconds is None else round(self.first_token_seconds, 5),
             },
         }
+
+
+class Pace:
+    """How many tokens of prompts to read before the next round, by how long it took to read others.
+
+    Parameters
+    ----------
+    most : int, optional
+        Never more than these.
+    stall : float, optional
+        Seconds that reading may take where somebody waits, or as long as a round if that is more; any if not given. A pass
+        over few tokens may take as long as a round: by less than that, prompts would hardly get on.
+    """
+
+    def __init__(self, most: int | None, stall: float | None) -> None:
+        self._most, self._stall = most or _ENDLESS, stall
+        self._tokens, self._before = 0, 0.0
+        self._each: float | None = None
+        """Seconds per token."""
+        self._round = 0.0
+        """Seconds of a round."""
+
+    def room(self, awaited: bool) -> int:
+        """Return how many tokens to read; `awaited` if others' texts go on only then."""
+        if not awaited or self._stall is None or self._each is None:
+            return self._most
+        return min(max(int(max(self._stall, self._round) / self._each), _LEAST_READ), self._most)
+
+    def read(self, tokens: int) -> None:
+        """Take note of tokens that are read."""
+        self._tokens += tokens
+
+    def timed(self, total: float, step: float) -> None:
+        """Take note of the seconds that all tokens took so far, and of those of the last step, reading included."""
+        seconds, self._before = total - self._before, total
+        self._round = (self._round + max(step - seconds, 0.0)) / 2
+        if self._tokens and seconds > 0:
+            each = seconds / self._tokens
+            # What was slow once (it was compiled, the machine was busy) need not stay so; what was fast can be had again.
+            self._each = each if self._each is None or each < self._each else (each + self._each) / 2
+        self._tokens = 0

@@ -16,6 +16,7 @@ from polydraft.engine.round import State
 from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import Context, LanguageModel, Memory
+from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.sampling import IDLE, RowParams, Warper
 from polydraft.transfers import assign
 from polydraft.walks import Walk
@@ -264,10 +265,19 @@ class Workspace:
         self.memory.settle(texts)
         self.session.settle(texts, emitted)
 
-    def reserve(self, longest: int) -> None:
-        """Make room for texts of that length once and for all."""
-        for context in self.contexts:
-            context.reserve(longest + context.places)
+    @torch.inference_mode()
+    def adopt(self, memory: list[Context]) -> None:
+        """Take over what fits of contexts that nobody needs any more, before the first text; take it off the list."""
+        for own in self.contexts:
+            if (found := next((one for one in memory if own.adopt(one)), None)) is not None:
+                memory.remove(found)
+
+    def reserve(self, longest: int, places: Sequence[int] = ()) -> None:
+        """Make room for texts of that length once and for all, with so many places for candidates in each context at least."""
+        for number, context in enumerate(self.contexts):
+            # Where rows do not divide, all of them are padded along while one reads.
+            padding = 0 if context.elastic else PREFILL_CHUNK
+            context.reserve(longest + max([context.places, *places[number : number + 1]]) + padding)
 
     def clear(self, row: int) -> None:
         """Wipe what the memories hold in a row."""

@@ -122,6 +122,18 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             if stored is not None:
                 stored[:, row].zero_()
 
+    def wipe(self) -> None:
+        """Forget what all rows hold, in use or not."""
+        for stored in self._all or ():
+            stored.zero_()
+
+    def adopt(self, other: "SlotCache", rows: int) -> bool:
+        """Take over the storage of another cache of the same model, with so many rows; return whether it fits."""
+        if other._all is None or other._all[0].shape[1] != rows or other.capacity != self.capacity:
+            return False
+        self._use(other._all, rows)
+        return True
+
     @property
     def _stored(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values in use, once there are some."""
@@ -287,6 +299,16 @@ class SpreadCache(SlotCache):
         """Forget what a row holds."""
         for one in self._parts.values():
             one.clear(row)
+
+    def wipe(self) -> None:
+        """Forget what all rows hold."""
+        for one in self._parts.values():
+            one.wipe()
+
+    def adopt(self, other: SlotCache, rows: int) -> bool:
+        """Take over the storage of another cache of the same model."""
+        assert isinstance(other, SpreadCache)
+        return all(self._part(*name).adopt(part, rows) for name, part in other._parts.items())
 
     def fill(self, other: SlotCache, copies: int, used: int) -> None:
         """Take over the first slots of another such cache, each of its rows `copies` times."""

@@ -205,6 +205,22 @@ class HeadContext(Context):
         """Forget what a row holds."""
         self.cache.clear(row)
 
+    def wipe(self) -> None:
+        """Forget what all rows hold."""
+        self.cache.wipe()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.cache.nbytes
+
+    def adopt(self, other: Context) -> bool:
+        """Take over the keys' and values' storage of another context of the same head."""
+        if not isinstance(other, HeadContext) or other._head is not self._head or other.capacity < self.capacity:
+            return False
+        self.reserve(other.capacity)
+        return self.cache.adopt(other.cache, self.batch_size)
+
     def _grow(self, capacity: int) -> None:
         self.cache.grow(capacity)
         self._angles_P3C = self._head.angles(torch.arange(capacity, device=self.device))

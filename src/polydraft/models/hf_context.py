@@ -9,13 +9,29 @@ from torch import Tensor
 from polydraft.models._fused import MOST_TOKENS, TreeView
 from polydraft.models._slots import Placed
 from polydraft.models.cache import SlotCache, SpreadCache
-from polydraft.models.language_model import Context, Observer, reading_count, reading_size
+from polydraft.models.language_model import Context, Observer
 from polydraft.native import Rows
 from polydraft.transfers import brought
 from polydraft.trees import Block, causal_block
 
 if TYPE_CHECKING:
     from polydraft.models.hf import HFModel
+
+READING_SIZES = (32, 64, 96, 128, 192, 256)
+"""Tokens of recorded passes that read a prompt: shorter parts are padded. Longer ones keep a GPU busy without a recording."""
+READING_COUNTS = (1, 2, 4)
+"""Prompts that such a pass may read, as long as they have no more tokens together than the longest one alone."""
+
+
+def reading_size(tokens: int) -> int | None:
+    """Return the size of a recorded pass that reads so many tokens of a prompt; None where there is none."""
+    return next((size for size in READING_SIZES if size >= tokens), None)
+
+
+def reading_count(size: int, waiting: int) -> int:
+    """Return how many prompts of so many tokens a recorded pass reads, of those that wait."""
+    most = max(READING_SIZES[-1] // size, 1)
+    return max(count for count in READING_COUNTS if count <= min(waiting, most))
 
 
 class HFContext(Context):
@@ -176,6 +192,22 @@ class HFContext(Context):
     def clear(self, row: int) -> None:
         """Forget what a row holds."""
         self.cache.clear(row)
+
+    def wipe(self) -> None:
+        """Forget what all rows hold."""
+        self.cache.wipe()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.cache.nbytes
+
+    def adopt(self, other: Context) -> bool:
+        """Take over the keys' and values' storage of another context of the same model."""
+        if not isinstance(other, HFContext) or other._model is not self._model or other.capacity < self.capacity:
+            return False
+        self.reserve(other.capacity)
+        return self.cache.adopt(other.cache, self.batch_size)
 
     def copy_rows(self, other: "HFContext", copies: int) -> None:
         """Become `copies` copies of each of another context's rows."""

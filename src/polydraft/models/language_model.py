@@ -20,22 +20,7 @@ from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
 
 PREFILL_CHUNK = 512
-READING_SIZES = (32, 64, 96, 128, 192, 256)
-"""Tokens of recorded passes that read a prompt: shorter parts are padded. Longer ones keep a GPU busy without a recording."""
-READING_COUNTS = (1, 2, 4)
-"""Prompts that such a pass may read, as long as they have no more tokens together than the longest one alone."""
 _SMALLEST_SPAN = 512
-
-
-def reading_size(tokens: int) -> int | None:
-    """Return the size of a recorded pass that reads so many tokens of a prompt; None where there is none."""
-    return next((size for size in READING_SIZES if size >= tokens), None)
-
-
-def reading_count(size: int, waiting: int) -> int:
-    """Return how many prompts of so many tokens a recorded pass reads, of those that wait."""
-    most = max(READING_SIZES[-1] // size, 1)
-    return max(count for count in READING_COUNTS if count <= min(waiting, most))
 
 
 class _WithoutPlans(AbstractContextManager[None]):
@@ -232,7 +217,10 @@ class Context(ABC):
         """
         self.span = None  # one that serves for rounds may be too narrow, and the next round fixes its own
         for rows in _runs(texts) if self.divisible and any(self.lengths) else [slice(0, self.batch_size)]:
-            self._prefill(texts[rows], rows, observer)
+            # A row that would be padded past the storage's end reads alone, as do those beside it.
+            fits = max(self.lengths[rows]) + max(map(len, texts[rows])) <= self.capacity or not self.divisible
+            for some in [rows] if fits else [slice(row, row + 1) for row in range(rows.start, rows.stop)]:
+                self._prefill(texts[some], some, observer)
 
     def _prefill(self, texts: Sequence[Sequence[int]], rows: slice, observer: "Observer | None") -> None:
         """Read the texts of some adjacent rows."""
@@ -315,6 +303,21 @@ class Context(ABC):
             self._positions_BS = self._storage.keep("positions", torch.cat([whole_BS, fresh_BS], dim=1), self.batch_size)
             self._grow(capacity)
             self.capacity = capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage, of rows at work or not."""
+        return 0
+
+    def adopt(self, other: "Context") -> bool:
+        """Take over the storage of a context that nobody needs any more, before there is any; return whether it fits.
+
+        What it holds is forgotten, but stays there: numbers that may be none are to be `wipe`d.
+        """
+        return False
+
+    def wipe(self) -> None:  # noqa: B027
+        """Forget what all rows hold, at work or not, down to their numbers."""
 
     @abstractmethod
     def _grow(self, capacity: int) -> None:

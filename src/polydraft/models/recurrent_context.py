@@ -8,7 +8,7 @@ from torch import Tensor
 from polydraft.models._levels import HybridCache, Mixers, NodeStates, Step, level_steps, text_steps
 from polydraft.models.hf import HFModel
 from polydraft.models.hf_context import HFContext
-from polydraft.models.language_model import PREFILL_CHUNK, Observer
+from polydraft.models.language_model import PREFILL_CHUNK, Context, Observer
 from polydraft.trees import Block, causal_block
 
 
@@ -117,6 +117,27 @@ class RecurrentContext(HFContext):
         """Forget what a row holds, down to its numbers: they may be none."""
         super().clear(row)
         self._states.forget(row, everywhere=True)
+
+    def wipe(self) -> None:
+        """Forget what all rows hold."""
+        super().wipe()
+        for row in range(self.batch_size):
+            self._states.forget(row, everywhere=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, and of states."""
+        return super().nbytes + self._states.nbytes
+
+    def adopt(self, other: Context) -> bool:
+        """Take over the storage of another context of the same model."""
+        if not isinstance(other, RecurrentContext) or len(other._read_B) != self.batch_size or not super().adopt(other):
+            return False
+        self._states = self._hybrid.states = other._states
+        self._depths_BU = other._depths_BU
+        for row in range(self.batch_size):
+            self._states.forget(row)
+        return True
 
     @property
     def divisible(self) -> bool:

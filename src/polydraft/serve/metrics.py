@@ -43,9 +43,11 @@ class Metrics:
         self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to a slot.", _FIRST)
 
     def watch(self, scheduler: "Scheduler") -> None:
-        """Show how many texts are at work."""
+        """Show how many texts are at work, and the memory that is reserved for them."""
         running = Gauge(f"{_PREFIX}num_requests_running", "Texts that have slots.", registry=self.registry)
         waiting = Gauge(f"{_PREFIX}num_requests_waiting", "Texts that wait for slots.", registry=self.registry)
+        reserved = Gauge(f"{_PREFIX}cache_reserved_bytes", "Keys and values of all slots.", registry=self.registry)
+        reserved.set_function(lambda: scheduler.cache_bytes)
         running.set_function(lambda: scheduler.running)
         waiting.set_function(lambda: scheduler.waiting)
 

@@ -41,6 +41,10 @@ class ServeOptions:
     """Model name that clients ask for  [default: the target's name]."""
     slots: int = 8
     """Texts to generate at the same time."""
+    other_slots: int | None = None
+    """Further slots, for texts with a grammar, without speculation or with their own tree  [default: as many as --slots]."""
+    own_trees: bool = True
+    """Let requests choose trees of their own, and reserve room for them."""
     slot_tokens: int = 2048
     """Most tokens per text, including its prompt; all slots reserve memory for this many."""
     max_queue: int = 64
@@ -50,7 +54,9 @@ class ServeOptions:
     max_body_bytes: int = 2**20
     """Largest request, in bytes."""
     chunk_tokens: int = 256
-    """Prompt tokens to read between two rounds of the texts that are already being written."""
+    """Most prompt tokens to read between two rounds."""
+    stall_seconds: float = 0.1
+    """Time to spend on prompts between two rounds of texts that are being written; at least as long as a round takes."""
     request_seconds: float = 600.0
     """Longest time from the arrival of a request to the end of its answer."""
     client_seconds: float = 30.0
@@ -136,11 +142,13 @@ _SHORTEST_KEY = 8
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("port", 0, 65535),
     ("slots", 1, 1024),
+    ("other_slots", 1, 1024),
     ("slot_tokens", 16, 2**20),
     ("max_queue", 0, 10**6),
     ("max_choices", 1, 1024),
     ("max_body_bytes", 1024, 2**30),
     ("chunk_tokens", 8, 2**20),
+    ("stall_seconds", 0.001, 10**6),
     ("request_seconds", 0.01, 10**6),
     ("client_seconds", 0.01, 10**6),
     ("drain_seconds", 0, 10**6),

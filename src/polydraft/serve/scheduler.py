@@ -3,8 +3,10 @@
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -13,17 +15,19 @@ from polydraft.drafters.forced import with_forced
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.sequence import Emitted
 from polydraft.errors import FailureError, UsageError
-from polydraft.sampling import SamplingParams
+from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.serve.company import Company
 from polydraft.serve.lane import Lane, LaneOptions
-from polydraft.serve.ticket import AUTO, CONSTRAINED, OFF, BusyError, Progress, Ticket, UnavailableError
-from polydraft.trees import DynamicShape, parse_dynamic, parse_tree
+from polydraft.serve.ticket import AUTO, OFF, BusyError, Progress, Ticket, UnavailableError
+from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 
 _LOGGER = logging.getLogger("polydraft.serve")
-_LASTING, _MOST_OTHERS = (AUTO, AUTO + CONSTRAINED), 2
-"""Lanes that stay once they are there, and how many others there may be."""
-_MOST_NODES = 128
-"""Of a tree that a request asks for."""
+_MOST_NODES, _MOST_LEVELS = 128, 16
+"""Of a tree that a request asks for: room for its candidates is reserved beforehand."""
+_LARGEST = (
+    Topology(Topology.fork(-(-_MOST_NODES // _MOST_LEVELS), _MOST_LEVELS).parents[:_MOST_NODES]),
+    DynamicShape(nodes=_MOST_NODES, depth=_MOST_LEVELS, adaptive=False),
+)
 _MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 _HEARTBEAT = 60.0
 """Seconds after which other processes hear that nothing has happened: they do not wait for ever."""
@@ -34,10 +38,17 @@ Observer = Callable[[Ticket, Progress], None]
 class Scheduler:
     """Drive the engine for requests that come and go; one thread computes, any thread may ask.
 
+    Requests that leave drafting to the server have a lane of their own. All others (with grammars, without drafts, with trees
+    of their own) share the slots of a second lane: each way of drafting has it in turn, first come, first served.
+
     Parameters
     ----------
     decoder : Decoder
     options : LaneOptions
+    other_slots : int, optional
+        Slots of the second lane; as many as the first one has if not given.
+    own_trees : bool
+        Whether to reserve room for the candidates of requests' own trees.
     max_queue : int
         Texts that may wait beyond those that have slots.
     observer : callable, optional
@@ -53,6 +64,8 @@ class Scheduler:
         decoder: Decoder,
         options: LaneOptions,
         *,
+        other_slots: int | None = None,
+        own_trees: bool = True,
         max_queue: int,
         observer: Observer | None = None,
         warm_up: Sequence[SamplingParams] = (),
@@ -61,7 +74,12 @@ class Scheduler:
         self.decoder, self.options, self._observer, self.company = decoder, options, observer, company
         self._rehearsed, self._cold = warm_up, bool(warm_up)
         self._limit = options.slots + max_queue
-        self._lanes: OrderedDict[str, Lane] = OrderedDict({AUTO: Lane(decoder, options)})
+        self._others = replace(options, slots=other_slots or options.slots)
+        self._own_trees = own_trees
+        self._lanes = {AUTO: Lane(decoder, options)}
+        """The first lane, and the one of the others whose turn it is."""
+        self._queue: deque[Ticket] = deque()
+        """Requests that wait for the turn of another lane, and those behind them."""
         self._changed = threading.Condition()
         self._inbox: deque[Ticket] = deque()
         self._leaving: deque[Ticket] = deque()
@@ -84,6 +102,31 @@ class Scheduler:
     def ready(self) -> bool:
         """Whether requests are taken."""
         return self._thread.is_alive() and not self._draining and not self._cold
+
+    def reserve(self) -> None:
+        """Take all memory that the texts of all lanes will ever have, before there are any.
+
+        Raises
+        ------
+        FailureError
+            If there is too little.
+        """
+        try:
+            self._turn(Ticket((), constrained=True))  # the largest memory of those that all may have
+            for lane in self._lanes.values():
+                lane.reserve()
+        except Exception as error:
+            if not _is_about_memory(error):
+                raise
+            raise FailureError(
+                f"too little memory for {self.options.slots} + {self._others.slots} slots of {self.options.slot_tokens} "
+                "tokens; use smaller --slots, --other-slots or --slot-tokens"
+            ) from error
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that are reserved, for all slots."""
+        return sum(lane.cache_bytes for lane in tuple(self._lanes.values()))
 
     @property
     def running(self) -> int:
@@ -142,11 +185,12 @@ class Scheduler:
         if self._cold:
             self._warm_up()
         while self._has_work():
+            self._give_turns()
             for lane in tuple(self._lanes.values()):
                 if lane.busy:
                     start = time.perf_counter()
                     try:
-                        happened = lane.step()
+                        happened = lane.step(any(one.running for one in self._lanes.values() if one is not lane))
                     # Whatever it was, only those whose texts were at work are to suffer.
                     except Exception as error:
                         happened = self._lost(lane, error)
@@ -155,6 +199,8 @@ class Scheduler:
         gone = UnavailableError("the server was stopped before the answer was complete")
         for lane in tuple(self._lanes.values()):
             self._tell(_ended(lane.reset(waiting_too=True), gone))
+        for ticket in self._queue:
+            self._tell(_ended(_texts_of(ticket), gone))
 
     def _warm_up(self) -> None:
         start, lane = time.perf_counter(), self._lanes[AUTO]
@@ -173,7 +219,7 @@ class Scheduler:
         with self._changed:
             if company is None or company.leads:
                 self._changed.wait_for(
-                    lambda: self._stopping or self._inbox or self._leaving or any(lane.busy for lane in self._lanes.values()),
+                    lambda: self._stopping or self._inbox or self._leaving or self._queue or self._busy,
                     None if company is None else _HEARTBEAT,
                 )
             came, left = list(self._inbox), list(self._leaving)
@@ -185,16 +231,23 @@ class Scheduler:
             if not company.leads:
                 self._open |= {ticket: len(ticket.sequences) for ticket in came}
         for ticket in came:
-            try:
-                lane = self._lane(ticket)
-                lane.waiting.extend((ticket, index) for index in range(len(ticket.sequences)))
-            except Exception as error:
-                self._tell(_ended([(ticket, index) for index in range(len(ticket.sequences))], error))
+            if self._key(ticket) == AUTO:
+                self._lanes[AUTO].waiting.add(ticket)
+            else:
+                self._queue.append(ticket)
         for ticket in left:
             self._let_go(ticket)
         return not stopping
 
+    @property
+    def _busy(self) -> bool:
+        return any(lane.busy for lane in self._lanes.values())
+
     def _let_go(self, ticket: Ticket) -> None:
+        if ticket in self._queue:
+            self._queue.remove(ticket)
+            for sequence in ticket.sequences:
+                sequence.cut(StopReason.CANCELLED, 0)
         for lane in tuple(self._lanes.values()):
             try:
                 lane.cancel(ticket)
@@ -204,32 +257,49 @@ class Scheduler:
             self._open.pop(ticket, None)
             self._changed.notify_all()
 
-    def _lane(self, ticket: Ticket) -> Lane:
-        """Return the lane for a way of drafting; make one, in place of an idle one, if there are many."""
-        key = ticket.lane
-        if ticket.speculative == OFF and isinstance(self.decoder.drafter, Plain):
-            key = key.replace(OFF, AUTO)
-        if key not in self._lanes:
-            others = [name for name in self._lanes if name not in _LASTING]
-            if key not in _LASTING and len(others) >= _MOST_OTHERS:
-                idle = next((name for name in others if not self._lanes[name].busy), None)
-                if idle is None:
-                    raise UnavailableError(
-                        f"requests with {_MOST_OTHERS} other trees are running; come back later, or use auto"
-                    )
-                del self._lanes[idle]
-            decoder = drafting(self.decoder, ticket.speculative)
-            if ticket.constrained:
-                decoder = decoder.replace(drafter=with_forced(decoder.drafter))
-            self._lanes[key] = Lane(decoder, self.options)
-        self._lanes.move_to_end(key)
-        return self._lanes[key]
+    def _key(self, ticket: Ticket) -> str:
+        """Return which lane a request is for."""
+        plain = ticket.speculative == OFF and isinstance(self.decoder.drafter, Plain)
+        return ticket.lane.replace(OFF, AUTO) if plain else ticket.lane
+
+    def _give_turns(self) -> None:
+        """Let requests into the second lane, first come, first served: who drafts in another way waits until it is idle."""
+        while self._queue:
+            ticket, key = self._queue[0], self._key(self._queue[0])
+            try:
+                if key not in self._lanes:
+                    if any(lane.busy for name, lane in self._lanes.items() if name != AUTO):
+                        return
+                    self._turn(ticket)
+                self._lanes[key].waiting.add(ticket)
+            except Exception as error:
+                self._tell(_ended(_texts_of(ticket), error))
+            self._queue.popleft()
+
+    def _turn(self, ticket: Ticket) -> None:
+        """Let the second lane draft as a request asks, in the memory that it had for others."""
+        decoder = drafting(self.decoder, ticket.speculative)
+        if ticket.constrained:
+            decoder = decoder.replace(drafter=with_forced(decoder.drafter))
+        size = replace(self._others, places=self._places)
+        memory = [one for name in [*self._lanes][1:] for one in self._lanes.pop(name).release()]
+        self._lanes[self._key(ticket)] = Lane(decoder, size, memory)
+
+    @cached_property
+    def _places(self) -> tuple[int, ...]:
+        """Most places for candidates that rounds of the second lane need: in the target's memory, then in the draft's."""
+        drafter, target = self.decoder.drafter, self.decoder.target
+        trees = [] if drafter.model is None or not self._own_trees else [TreeDrafter(drafter.model, one) for one in _LARGEST]
+        params = RowParams((IDLE,) * self._others.slots)
+        sessions = [with_forced(one).start(params, target) for one in (drafter, *trees)]
+        found = [(session.num_nodes, *(context.places for context in session.contexts)) for session in sessions]
+        return tuple(map(max, zip(*found, strict=True)))
 
     def _lost(self, lane: Lane, error: Exception) -> list[tuple[Ticket, Progress]]:
         """Tell those whose texts were at work that they are lost; others go on with new memory."""
         _LOGGER.error("a round failed: %s: %s", type(error).__name__, error, exc_info=error)
         lost = lane.reset()
-        if isinstance(error, _MEMORY_ERRORS) or "memory" in str(error):
+        if _is_about_memory(error):
             return _ended(
                 lost, UnavailableError("out of memory; come back later, with a shorter prompt, or restart with fewer slots")
             )
@@ -257,6 +327,14 @@ class Scheduler:
                 _LOGGER.debug("an event loop was closed before its answers were complete")
 
 
+def _is_about_memory(error: Exception) -> bool:
+    return isinstance(error, _MEMORY_ERRORS) or "memory" in str(error)
+
+
+def _texts_of(ticket: Ticket) -> list[tuple[Ticket, int]]:
+    return [(ticket, index) for index in range(len(ticket.sequences))]
+
+
 def _deliver(own: Iterable[tuple[Ticket, Progress]]) -> None:
     for ticket, progress in own:
         ticket.deliver(progress)
@@ -281,6 +359,7 @@ def drafting(decoder: Decoder, speculative: str) -> Decoder:
         raise UsageError(f"speculative tree {speculative!r}: this server has no draft; allowed: auto, off")
     shape = parse_dynamic(speculative) or parse_tree(speculative)
     nodes = shape.nodes if isinstance(shape, DynamicShape) else shape.num_nodes
-    if nodes > _MOST_NODES:
-        raise UsageError(f"speculative tree {speculative!r} has {nodes} nodes; allowed: at most {_MOST_NODES}")
+    for count, most, name in ((nodes, _MOST_NODES, "nodes"), (shape.depth, _MOST_LEVELS, "levels")):
+        if count > most:
+            raise UsageError(f"speculative tree {speculative!r} has {count} {name}; allowed: at most {most}")
     return decoder.replace(drafter=TreeDrafter(model, shape), walk="auto")

@@ -47,16 +47,24 @@ class Service:
         self.model = options.model_name or decoder.target.name
         self.slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
         self.metrics = Metrics()
-        lanes = LaneOptions(slots=options.slots, slot_tokens=self.slot_tokens, chunk_tokens=options.chunk_tokens)
+        lanes = LaneOptions(
+            slots=options.slots,
+            slot_tokens=self.slot_tokens,
+            chunk_tokens=options.chunk_tokens,
+            stall_seconds=None if is_shared() else options.stall_seconds,  # each process would measure its own
+        )
         warm_up = decoder.target.device.type == "cuda" if options.warm_up is None else options.warm_up
         self.scheduler = Scheduler(
             decoder,
             lanes,
+            other_slots=options.other_slots,
+            own_trees=options.own_trees,
             max_queue=options.max_queue,
             observer=self.metrics.saw,
             warm_up=_USUAL_PARAMS if warm_up else (),
             company=Company(decoder) if is_shared() else None,
         )
+        self.scheduler.reserve()
         self.metrics.watch(self.scheduler)
         # A tokenizer may not encode in one thread while it decodes in another: the engine's thread and the event loop have
         # theirs.
@@ -84,6 +92,9 @@ class Service:
         """Take a request on."""
         self.check_model(asked.model)
         if asked.speculative not in (AUTO, OFF):
+            if not self.options.own_trees:
+                message = f"speculative tree {asked.speculative!r}: this server runs with --no-own-trees; allowed: auto, off"
+                raise RequestError(message, param="speculative")
             try:
                 drafting(self.decoder, asked.speculative)
             except UsageError as error:

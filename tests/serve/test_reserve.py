@@ -1,0 +1,151 @@
+"""The memory for all texts is taken before the first request, and lanes hand it to each other: it never grows."""
+
+import gc
+import threading
+
+import pytest
+
+from polydraft.drafters import TreeDrafter
+from polydraft.errors import FailureError
+from polydraft.loading import load
+from polydraft.models import HeadShape
+from polydraft.models.cache import SlotCache
+from polydraft.models.head_folder import new_head
+from polydraft.models.language_model import Context
+from polydraft.serve.options import ServeOptions
+from polydraft.serve.service import Service
+from polydraft.theory import Costs
+from polydraft.trees import parse_dynamic, parse_tree
+
+COMPLETIONS = "/v1/completions"
+WAYS = [
+    {"regex": "[a-c]{3}-[0-9]{2}"},
+    {"speculative": "off"},
+    {"speculative": {"tree": "2x1"}},
+    {"speculative": {"tree": "dynamic:128:16:fixed"}},
+    {},
+    {"speculative": {"tree": "fork:8x15"}},
+    {"speculative": "off", "regex": "(ab){2,9}"},
+    {"speculative": {"tree": "4x2x1"}, "regex": "[x-z]{1,30}"},
+]
+
+
+def storages():
+    """Keys and values that there are, by their storages: views of one count once."""
+    gc.collect()
+    caches = [one for one in gc.get_objects() if isinstance(one, SlotCache)]
+    return {stored.untyped_storage().data_ptr(): stored for cache in caches for stored in cache._all or ()}
+
+
+@pytest.fixture
+def stored():
+    """Return how many bytes of keys and values there are more than before."""
+    before = storages()
+    return lambda: sum(one.untyped_storage().nbytes() for place, one in storages().items() if place not in before)
+
+
+def asked(number):
+    prompt = [3 + (7 * number + place) % 60 for place in range(1 + 37 * number)]
+    return {"prompt": prompt, "max_tokens": 40, "seed": number, **WAYS[number % len(WAYS)]}
+
+
+def reserved(live):
+    lines = live.service.metrics.text().decode().splitlines()
+    return float(next(line for line in lines if line.startswith("polydraft:cache_reserved_bytes")).split()[1])
+
+
+def test_memory_is_what_was_reserved_whoever_comes(serving, stored):
+    live = serving()
+    before = stored()
+    assert before > 0
+    answers = {}
+
+    def ask(number):
+        answers[number] = live.post(COMPLETIONS, asked(number))
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(len(WAYS) + 2)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join(60)
+    assert {number: answer.status_code for number, answer in answers.items()} == dict.fromkeys(range(len(clients)), 200)
+    assert stored() == before == reserved(live)
+    for number in range(len(clients)):
+        if number % 3 == 0:
+            fresh = serving().post(COMPLETIONS, asked(number)).json()
+            assert answers[number].json()["choices"][0]["text"] == fresh["choices"][0]["text"], asked(number)
+
+
+@pytest.mark.parametrize("draft", ["early-exit:1", "none"])
+def test_slots_reserve_what_their_texts_need_and_no_more(roomy, serving, stored, draft):
+    decoder = load(roomy, draft=draft, tree="3x2x1", dtype="float32")
+    small = serving(decoder, slots=2, other_slots=1, own_trees=False)
+    one = stored()
+    layers, config = decoder.target.num_layers, decoder.target.config
+    token = 2 * 4 * config.num_key_value_heads * config.head_dim
+    layers += draft != "none"
+    assert 3 * 512 * layers * token <= one <= 3 * (512 + 64) * layers * token
+    body = {"prompt": "x", "max_tokens": 5}
+    refused = small.post(COMPLETIONS, {**body, "speculative": {"tree": "2x1"}})
+    assert refused.status_code == 400 and "--no-own-trees" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "speculative"
+    assert small.post(COMPLETIONS, {**body, "speculative": "off"}).status_code == 200
+    assert stored() == one
+
+
+@pytest.mark.parametrize("tree", ["3x2x1", "dynamic:16"])
+def test_a_heads_memory_is_handed_on_too(roomy, serving, stored, tree):
+    decoder = load(roomy, draft="none", dtype="float32")
+    shape = HeadShape(hidden_size=32, taps=(1, 2), num_heads=2, num_key_heads=1, head_size=8, mlp_size=16, window=8)
+    head = new_head(shape, decoder.target, None, "test").requires_grad_(False)
+    decoder.target.tap(shape.taps)
+    drafter = TreeDrafter(
+        head, parse_dynamic(tree) or parse_tree(tree), costs=Costs(draft_level=0.1, tree_pass=lambda nodes: 1.0)
+    )
+    live = serving(decoder.replace(drafter=drafter))
+    before = stored()
+    body = {"prompt": [3, 1, 4, 1, 5], "max_tokens": 10, "temperature": 0}
+    expected = live.post(COMPLETIONS, body).json()["choices"][0]["text"]
+    for way in ("off", "dynamic:128:16:fixed", "off", "2x1", "auto"):
+        own = {"speculative": {"tree": way} if way[0].isdigit() or ":" in way else way}
+        assert live.post(COMPLETIONS, {**body, **own}).json()["choices"][0]["text"] == expected, way
+        assert live.post(COMPLETIONS, {**body, **own, "regex": "[a-z]{4}"}).status_code == 200
+    assert stored() == before == reserved(live)
+
+
+def test_a_short_text_beside_a_long_one_is_not_padded_past_the_reserve(serving, stored):
+    live = serving(slots=3, slot_tokens=512, chunk_tokens=512)
+    before = stored()
+    long, added = [5] * 300, [7] * 190
+    assert live.post(COMPLETIONS, {"prompt": [long, long], "max_tokens": 1}).status_code == 200
+    # Two rows side by side read: one behind 300 tokens, one from its beginning.
+    assert live.post(COMPLETIONS, {"prompt": [[*long, *added], [9] * 300], "max_tokens": 5}).status_code == 200
+    assert stored() == before
+
+
+def test_a_round_that_breaks_leaves_the_memory_to_those_who_come_next(serving, stored, monkeypatch):
+    live = serving()
+    before, body = stored(), {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
+    expected = live.post(COMPLETIONS, body).json()["choices"][0]["text"]
+    extend = Context.prefill
+    broken = []
+
+    def once(self, *arguments):
+        if not broken:
+            broken.append(self)
+            raise MemoryError
+        return extend(self, *arguments)
+
+    monkeypatch.setattr(Context, "prefill", once)
+    assert live.post(COMPLETIONS, {**body, "prompt": [9, 9, 9]}).status_code == 503
+    assert live.post(COMPLETIONS, body).json()["choices"][0]["text"] == expected
+    assert broken and stored() == before
+
+
+def test_too_little_memory_is_found_before_anybody_asks(tiny_decoder, monkeypatch):
+    def failing(self, *arguments):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+
+    monkeypatch.setattr(SlotCache, "_allocate", failing)
+    with pytest.raises(FailureError, match=r"3 \+ 3 slots of 512 tokens; use smaller --slots, --other-slots or --slot-tokens"):
+        Service(tiny_decoder, ServeOptions(slots=3, slot_tokens=512))
