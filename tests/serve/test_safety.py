@@ -2,10 +2,12 @@
 
 import json
 import logging
+import select
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import httpx
 import openai
@@ -150,6 +152,21 @@ def test_large_requests_are_refused_whatever_their_header_says(serving):
 
     answer = httpx.post(server.url + CHAT, content=parts(), headers={"content-type": "application/json"})
     assert answer.status_code == 413
+
+
+def test_bodies_of_many_requests_together_are_limited(serving):
+    """4,096 connections with a megabyte each would be 4 GB."""
+    server = serving(max_body_bytes=2000, slots=1, max_queue=1)
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 1900\r\n\r\n".encode()
+    with ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(3)]
+        for line in lines:
+            line.sendall(head + b" " * 1800)
+        told = []
+        eventually(lambda: told.extend(select.select(lines, [], [], 0)[0]) or told)
+        assert b" 429 " in told[0].recv(1000)
+    eventually(lambda: server.post(CHAT, {"messages": MESSAGES, "user": "x" * 1500, "max_tokens": 2}).status_code == 200)
 
 
 def test_requests_that_dawdle_are_ended(serving):

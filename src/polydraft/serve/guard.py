@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,6 +42,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app, self._options, self._metrics = app, options, metrics
+        self._bodies = _Bodies(options.max_body_bytes * (options.slots + options.max_queue))
         self._keys = [_digest(key) for key in options.read_keys()]
         if risk := options.risk_of_keys():
             _LOGGER.warning("%s", risk)
@@ -65,9 +67,10 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", name.encode())]
             await send(message)
 
+        body = _Limited(receive, self._options.max_body_bytes, self._bodies)
         try:
             self._check(scope["path"], scope["method"], headers)
-            await self._app(scope, _Limited(receive, self._options.max_body_bytes), named_send)
+            await self._app(scope, body, named_send)
         except RequestError as error:
             reason = reason_of(error)
             if status:  # too late to say so
@@ -81,6 +84,7 @@ class Guard:
             status, reason = status or 500, reason_of(error)
             raise
         finally:
+            self._bodies.held -= body.read
             if status >= 400:
                 self._metrics.failures.labels(status=status).inc()
             self._log(scope, status=status or _LEFT, seconds=round(time.perf_counter() - start, 6), reason=reason)
@@ -132,17 +136,29 @@ class Guard:
             raise RequestError("no valid API key; send one as 'Authorization: Bearer KEY'", status=401, code="invalid_api_key")
 
 
-class _Limited:
-    """Hand on a request's body as long as it is not too large, whatever its header said."""
+@dataclass
+class _Bodies:
+    """Bytes of all requests' bodies: at most those of as many requests as there may be texts."""
 
-    def __init__(self, receive: Receive, most: int) -> None:
-        self._receive, self._most, self._read = receive, most, 0
+    most: int
+    held: int = 0
+
+
+class _Limited:
+    """Hand on a request's body as long as it is not too large, whatever its header said, and there is room for it."""
+
+    def __init__(self, receive: Receive, most: int, bodies: _Bodies) -> None:
+        self._receive, self._most, self._bodies, self.read = receive, most, bodies, 0
 
     async def __call__(self) -> Message:
         message = await self._receive()
-        self._read += len(message.get("body", b""))
-        if self._read > self._most:
+        size = len(message.get("body", b""))
+        self.read += size
+        self._bodies.held += size
+        if self.read > self._most:
             raise _too_large(self._most)
+        if self._bodies.held > self._bodies.most:
+            raise RequestError("too many large requests at the same time; come back later", status=429, code="too_many_bytes")
         return message
 
 
