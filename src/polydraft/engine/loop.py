@@ -320,7 +320,7 @@ class Engine:
         state = self._workspace.state
         assert state is not None, "a round was run"
         processing = state.warper.processing
-        raised = (processing.errors or {}).get(slot)
+        raised = (processing.errors or {}).get(slot) if fault == Fault.TARGET else None
         if raised is not None and not self._isolate:
             raise raised
         error = self._failure(fault, len(sequence.tokens), raised, processing.emptied_by)
