@@ -221,6 +221,14 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+class _Echo(logging.Handler):
+    """Writes to what is standard error at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        click.echo(self.format(record), err=True)
+
+
 def prepare(threads: int | None) -> None:
     """Set the threads; let this library say on standard error what takes long, and keep others' chatter off the screen."""
     from huggingface_hub.utils import logging as hub_logging
@@ -232,7 +240,7 @@ def prepare(threads: int | None) -> None:
     transformers_logging.disable_progress_bar()
     logger = logging.getLogger("polydraft")
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = _Echo()
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
