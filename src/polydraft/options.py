@@ -3,6 +3,7 @@
 Nothing here imports torch before something is checked, so that help comes at once.
 """
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,17 @@ class PairOptions:
     """Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto.
 
     A draft must share the target's tokenizer. ``"auto"`` is the draft that ships for the target, or none."""
+
+    def __post_init__(self) -> None:
+        for name in ("target", "draft"):
+            value: Any = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+            elif not isinstance(value, str):
+                raise UsageError(
+                    f"{name} is an object of type {type(value).__name__}, not a name; allowed: a folder, a hub name and the "
+                    "like; a model that is loaded already drafts in model.generate(..., custom_generate=Speculate(...))"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +203,8 @@ class LoadOptions(
         from polydraft.decision import check_threshold
         from polydraft.drafters.tree_drafter import check_drafter, check_flat_blocks, needs_draft
 
-        super().__post_init__()
+        PairOptions.__post_init__(self)
+        TreeOptions.__post_init__(self)
         check_threshold(self.stop_below)
         check_drafter(self.drafter, self.walk)
         if self.lossy == FLAT_BLOCKS or (self.grams is not None and self.grams.flat_blocks):

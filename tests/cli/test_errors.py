@@ -131,3 +131,12 @@ def test_broken_weights_fail_with_exit_code_1(invoke, tiny: str, tmp_path: Path)
     (folder / "model.safetensors").write_bytes(b"not weights" * 9)
     code, out, err = invoke("generate", "hello", "--target", str(folder))
     assert (code, out) == (1, "") and "cannot read the weights" in err and err.count("\n") == 1
+
+
+def test_a_target_without_a_draft_says_what_would_help(invoke, tiny: str) -> None:
+    code, _, err = invoke("generate", "abc", "--raw", "--target", tiny, "--max-new-tokens", "3")
+    lines = [line for line in err.splitlines() if "no draft" in line]
+    assert code == 0 and len(lines) == 1
+    assert all(word in lines[0] for word in ("--drafter suffix", "--draft", "polydraft train head"))
+    for asked in (["--draft", "none"], ["--drafter", "suffix"], ["--draft", "early-exit:1"], ["--tree", "none"]):
+        assert "no draft" not in invoke("generate", "abc", "--raw", "--target", tiny, "--max-new-tokens", "3", *asked)[2]

@@ -1,9 +1,12 @@
 """The API as the client that everybody has speaks it: texts are the library's, figures are true, errors have names."""
 
+import asyncio
 import json
 import math
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -13,7 +16,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from covering import covering
+from polydraft.loading import load
 from polydraft.sampling import SamplingParams
+from polydraft.serve.asked import read_request
 from polydraft.serve.token_texts import TokenTexts
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -381,3 +386,29 @@ def test_the_dashboard_asks_for_figures_that_exist(shared):
     }
     assert len(asked) > 10
     assert not [name for name in asked if f"# TYPE {name.removesuffix('_bucket')} " not in known]
+
+
+def test_what_a_request_leaves_out_follows_the_model(serving, roomy: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(roomy, folder)
+    file = folder / "generation_config.json"
+    own = {"do_sample": True, "temperature": 0.3, "top_k": 5, "repetition_penalty": 1.3, "suppress_tokens": [40]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+    decoder = load(str(folder), "early-exit:1", tree="2x1", device="cpu", dtype="float32")
+    names = ("temperature", "top_k", "repetition_penalty")
+
+    def effective(body: dict[str, Any]) -> tuple[float, ...]:
+        asked = read_request({"prompt": "abc", **body}, chat=False)
+        loop = asyncio.new_event_loop()
+        (sequence,) = service._ticket(asked, loop).sequences
+        loop.close()
+        assert sequence.params.logit_bias == {40: -math.inf}
+        return tuple(getattr(sequence.params, name) for name in names)
+
+    server = serving(decoder)
+    service = server.service
+    assert effective({}) == (0.3, 5, 1.3)
+    assert effective({"temperature": 1, "top_k": -1, "repetition_penalty": 1.0}) == (1, 0, 1.0)
+    answer = server.post("/v1/completions", {"prompt": "abc", "temperature": 0, "max_tokens": 12}).json()
+    expected = decoder.generate("abc", sampling=SamplingParams(temperature=0), max_new_tokens=12)
+    assert answer["choices"][0]["text"] == expected.text

@@ -172,6 +172,13 @@ def _generate_one(task: Task) -> None:
         compare(task, decoder, console)
     else:
         click.echo(summary_line(task.run(decoder, TokenPrinter(console)).stats), err=True)
+    choices = task.choices
+    if decoder.drafter.name == "none" and choices.draft == choices.drafter == choices.tree == "auto":
+        click.echo(
+            "no draft: to draft, use --drafter suffix (needs no model), --draft with a small model of the same family, or a "
+            f"head: polydraft train head --target {choices.target} --out FOLDER",
+            err=True,
+        )
 
 
 def _as_object(result: "Generation", decoder: "Decoder", task: Task) -> dict[str, Any]:

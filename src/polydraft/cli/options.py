@@ -193,7 +193,7 @@ class Choices(Loading, Request, Sampling):
         return {name: getattr(self, name) for name in names}
 
 
-def _asked(name: str, value: float) -> float:
+def _asked(name: str, value: Any) -> Any:
     """Mark a number that stands there because nobody gave one: the model's own settings may say something else."""
     from polydraft.sampling.params import Usual, UsualCount
 

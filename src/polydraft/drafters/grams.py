@@ -282,7 +282,7 @@ class TrieBuilder(Builder):
             found += [(match, name) for match in memory.matches(self._options.candidates, self.depth)]
         found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
         for match, name in found:
-            trie.add(match.tokens, name, 1 + self._sizes.nodes)
+            trie.add(match.tokens, name, 1 + self._limits.nodes)
         return trie
 
     def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str]:

@@ -99,7 +99,7 @@ class TokenTrie:
                 del self._children[parent][token]
                 self._count[parent] -= 1
         for values in (self.tokens, self.parents, self.depths, self.ranks, self.sources, self.chances):
-            del values[first:]  # type: ignore[attr-defined]
+            del values[first:]
         del self._children[first:], self._count[first:]
 
     def followed(self, tokens: Sequence[int]) -> list[str]:

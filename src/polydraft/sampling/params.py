@@ -80,7 +80,8 @@ class SamplingParams:
         top_k: Any = self.top_k
         if isinstance(top_k, bool) or not isinstance(top_k, Integral):
             raise UsageError(f"top_k={shown(top_k)} is not a whole number; use 0 to keep all tokens")
-        object.__setattr__(self, "top_k", top_k if isinstance(top_k, int) else int(top_k))
+        if was_asked(self.top_k):  # numpy's numbers become ours
+            object.__setattr__(self, "top_k", int(top_k))
         _check("top_k", self.top_k, self.top_k >= 0, "0 (keep all) or more")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1")
