@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -167,8 +167,7 @@ def try_type(model_type: str) -> Verdict:
         plain = [texts(model, single)[0] for single in singles]
         penalised = texts(model, singles[1], repetition_penalty=1.3)
         turn = second_turn(singles, plain)
-        # By one token more than is compared: Bart forces an end, of which a decoder of ours knows nothing.
-        continued = texts(model, turn, max_new_tokens=NEW_TOKENS // 2 + 1)[0][:-1]
+        continued = bare_text(model, turn)
     except Exception as error:
         return Verdict(model_type=model_type, result=NOT_BUILT, note=first_line(error))
     assisted = try_assistance(model, draft, singles[0], plain[0])
@@ -205,6 +204,15 @@ def second_turn(singles: list[dict[str, torch.Tensor]], plain: list[list[int]]) 
     said_BT = torch.tensor([plain[0][: NEW_TOKENS // 3]])
     ids_BT = torch.cat([singles[0]["input_ids"], said_BT, singles[1]["input_ids"][:, :7]], dim=1)
     return {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
+
+
+def bare_text(model: Any, inputs: dict[str, torch.Tensor]) -> list[int]:
+    """Return a text without what a default configuration asks for, such as Bart's end, of which our decoder knows nothing."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        return texts(model, inputs, max_new_tokens=NEW_TOKENS // 2)[0]
+    finally:
+        model.generation_config = own
 
 
 def _weakness(plain: list[list[int]], tokens_per_pass: float) -> str:

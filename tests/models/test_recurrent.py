@@ -112,10 +112,30 @@ def test_a_prompt_longer_than_a_pass(model_type):
     assert Decoder(HFModel(model)).generate(prompt, sampling=GREEDY, max_new_tokens=8).token_ids == plain(model, prompt, 8)
 
 
-@pytest.mark.parametrize("model_type", keeping(CASES, *FEW))
+@pytest.mark.parametrize("model_type", keeping(CASES, "jamba", "lfm2"))
 def test_only_layers_that_need_it_read_token_by_token(model_type):
-    """A scan without an initial state, where nothing else is known of the model: Mamba, and what is built of it."""
+    """The scan of Mamba takes no state to begin with, and so do the models that are built of it."""
     assert HFModel(build(model_type)).resumes == (model_type not in {"mamba", "falcon_mamba", "jamba", "zamba"})
+
+
+def test_a_class_that_nobody_has_heard_of_and_that_forgets_is_found_out(monkeypatch):
+    """It loses its state whenever it reads several tokens at once; nothing but a text in parts shows that."""
+    model = build("lfm2")
+    layer = type(model.model.layers[0].conv)
+    forward = layer.forward
+
+    def forgetful(self, hidden_states, **options):
+        cache = options.get("past_key_values")
+        if cache is not None and hidden_states.shape[1] > 1 and cache.has_previous_state(self.layer_idx):
+            cache.layers[self.layer_idx].conv_states[0].zero_()
+        return forward(self, hidden_states, **options)
+
+    monkeypatch.setattr(layer, "forward", forgetful)
+    target = HFModel(model)
+    assert not target.resumes
+    decoder = Decoder(target)
+    turn = [*PROMPTS[1], *decoder.generate(PROMPTS[1], sampling=GREEDY, max_new_tokens=4, keep=True).token_ids, *PROMPTS[0]]
+    assert decoder.generate(turn, sampling=GREEDY, max_new_tokens=12, keep=True).token_ids == plain(model, turn, 12)
 
 
 @torch.inference_mode()
