@@ -45,12 +45,21 @@ def usual_pair(target: str) -> tuple[str, str]:
 
 
 def cpu_tree(
-    number_format: torch.dtype, *, scheme: str = AUTO, walk: str = AUTO, drafter: str = AUTO, lossy: str | None = None
+    number_format: torch.dtype,
+    *,
+    scheme: str = AUTO,
+    walk: str = AUTO,
+    drafter: str = AUTO,
+    lossy: str | None = None,
+    timed: bool = True,
 ) -> str:
-    """Return the tree that ``"auto"`` means on a CPU, for whatever draft: dynamic, if that can have what is asked for."""
+    """Return the tree that ``"auto"`` means on a CPU, for whatever draft: dynamic, if that can have what is asked for.
+
+    `timed` unless several processes share the model: no two would time its passes alike, and all must take as many.
+    """
     narrow = number_format in (torch.float32, torch.int8)
     grows = drafter == AUTO or split_drafter(drafter)[1] in _GROWN
-    if scheme == walk == AUTO and lossy is None and grows:
+    if timed and scheme == walk == AUTO and lossy is None and grows:
         return NARROW_TREE if narrow else WIDE_TREE
     most = None if scheme == AUTO else SCHEMES.get(scheme).max_children
     return NARROW_STATIC_TREE if narrow or (most is not None and most < _WIDEST_STATIC) else STATIC_TREE
@@ -93,7 +102,8 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
         )
     loaded = load_model(options.target, place, number_format, options.device_map, options.native, options.invariant)
     _say_defaults(loaded, options.generation_config)
-    return make_decoder(options, loaded, load_draft(options.draft, loaded), pauses=left_open)
+    pauses = left_open and options.device_map != TENSOR_PARALLEL
+    return make_decoder(options, loaded, load_draft(options.draft, loaded), pauses=pauses)
 
 
 def resolved(options: LoadOptions, *, batch: int = 1, temperature: float | None = None) -> LoadOptions:
@@ -183,7 +193,7 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
             tree = DEFAULT_TREE
         else:
             asked = {name: getattr(options, name) for name in ("scheme", "walk", "drafter", "lossy")}
-            tree = cpu_tree(number_format, **asked)
+            tree = cpu_tree(number_format, **asked, timed=options.device_map != TENSOR_PARALLEL)
     if draft == AUTO:
         draft = usual_draft if needs_draft(options.drafter) else "none"
     return dataclasses.replace(options, tree=tree, draft=draft)

@@ -1,5 +1,6 @@
 """Drafting that does not pay on a CPU is left, whoever drafts, unless its tree was asked for by name; what pays goes on."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from polydraft.drafters import GramTreeOptions, costs
 from polydraft.drafters.model_source import ModelSource
 from polydraft.engine import Decoder
 from polydraft.hf_generate import Speculate
-from polydraft.loading import load
+from polydraft.loading import load, resolved
+from polydraft.options import LoadOptions
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DraftTree
 
@@ -200,3 +202,9 @@ def test_n_grams_that_find_nothing_say_so(roomy: str) -> None:
     decoder = decoder_of(roomy, drafter="suffix", grams=GramTreeOptions(nodes=6))
     line = decoder.generate([1, 2, 3], sampling=GREEDY, max_new_tokens=4).stats.rest_line
     assert line is not None and line.endswith("n-grams had nothing to propose that would pay")
+
+
+def test_processes_that_share_a_model_time_nothing() -> None:
+    shared = LoadOptions("org/model", "early-exit:1", device="cpu", dtype="float32", device_map="tp", profile="none")
+    assert resolved(shared).tree == "chain:3"
+    assert resolved(dataclasses.replace(shared, device_map=None)).tree == "dynamic:8"
