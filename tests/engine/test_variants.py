@@ -19,6 +19,7 @@ FIELDS = {
     "drafter": (TreeDrafter(OTHER, FORK), Plain()),
     "tokenizer": (object(), None),
     "eos_token_ids": ((3,), ()),
+    "defaults": (object(), None),
     "walk": ("traversal", "node"),
     "graphs": (False, True),
     "compiled": (True, False),

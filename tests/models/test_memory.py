@@ -176,3 +176,29 @@ def test_storage_changes_hands(tiny, kind):
     assert torch.equal(filled(second, model, 2), expected)
     assert not model.start(3, 4).adopt(second), "another number of rows"
     assert not (HFModel(build(kind)) if kind in CASES else copy.copy(model)).start(2, 4).adopt(second), "another model"
+
+
+def test_recorded_passes_read_each_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that begin and rows that go on are read apart; one that has begun a moment ago is not one that goes on."""
+    model = HFModel(FAMILIES.get("llama").build())
+    context, expected = model.start(3, 64), model.start(3, 64)
+    texts, more = [[5, 6, 7], [8], []], [[], [9, 10], [11, 12, 13]]
+    asked: list[list[int]] = []
+
+    def replayed(self: HFContext, parts: list[list[int]], rows: list[int]) -> torch.Tensor:
+        """Stand in for a recorded pass, which a CPU does not have: read these rows and leave lengths to the caller."""
+        asked.append(list(rows))
+        (row,), (part,) = rows, parts
+        tokens_1T = torch.tensor([part])
+        return self.part(slice(row, row + 1)).extend(tokens_1T, causal_block(1, len(part), self.device))
+
+    with torch.inference_mode():
+        for one in (context, expected):
+            one.prefill(texts)
+        expected.prefill(more)
+        monkeypatch.setattr(HFContext, "_replayed", replayed)
+        context.prefill(more)
+        assert asked == [[2], [1]]
+        assert context.lengths == expected.lengths == context.lengths_B.tolist() == [3, 3, 3]
+        block, tokens_31 = causal_block(3, 1, context.device), torch.tensor([[4], [4], [4]])
+        torch.testing.assert_close(context.extend(tokens_31, block), expected.extend(tokens_31, block))

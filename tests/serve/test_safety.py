@@ -335,9 +335,9 @@ def test_out_of_memory_is_a_503_and_the_server_goes_on(serving):
     lane = server.service.scheduler._lanes["auto"]
     step = lane.step
 
-    def broken():
+    def broken(awaited: bool):
         lane.step = step
-        lane.step()
+        lane.step(awaited)
         raise MemoryError
 
     lane.step = broken

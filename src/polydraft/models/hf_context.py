@@ -103,7 +103,8 @@ class HFContext(Context):
         Short ones are read by recorded passes where there are some, a few at a time: each pass reads all weights.
         """
         rest = list(texts)
-        for rows in self._groups(texts) if self.divisible and any(self.lengths) else ():
+        # All groups before the first is read: one that was has text, and would be among those that go on.
+        for rows in list(self._groups(texts)) if self.divisible and any(self.lengths) else ():
             features_BTF = self._replayed([list(texts[row]) for row in rows], rows)
             if features_BTF is None:
                 break
