@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from covering import covering
 from polydraft.drafters import GramTreeOptions, costs
 from polydraft.drafters.model_source import ModelSource
 from polydraft.engine import Decoder
@@ -102,8 +103,7 @@ def decoder_of(folder: str, **options: Any) -> Decoder:
     return decoder.replace(eos_token_ids=())
 
 
-@every_drafter
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("name", "temperature"), covering(DRAFTERS, [0.0, 1.0]))
 def test_drafting_that_does_not_pay_is_left(meter: Meter, cycle: str, name: str, temperature: float) -> None:
     meter.machine(per_token=1.0)  # a wide pass costs as much as its tokens do one by one
     decoder = decoder_of(cycle, **DRAFTERS[name])

@@ -88,7 +88,7 @@ def test_a_second_turn_is_that_of_generate(model_type):
     assert [result.token_ids for result in second] == [plain(model, turn, 12) for turn in turns]
 
 
-@pytest.mark.parametrize("model_type", keeping(CASES, "falcon_h1", "mamba"))
+@pytest.mark.parametrize("model_type", keeping(CASES, "mamba"))
 def test_a_prompt_read_in_chunks_is_continued_as_by_generate(model_type):
     """As the server reads: a chunk before each round, one text beside another that is at work, then a text that goes on."""
     model = build(model_type)

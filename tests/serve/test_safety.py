@@ -236,20 +236,30 @@ def test_counting_the_tokens_of_long_texts_keeps_nobody_waiting(shared, monkeypa
 
 def test_a_full_queue_is_a_429_that_says_when(serving):
     server = serving(slots=1, max_queue=1)
-    with httpx.stream("POST", server.url + CHAT, json={**LONG, "stream": True}) as first:
-        next(first.iter_lines())
-        with httpx.stream("POST", server.url + CHAT, json={**LONG, "stream": True, "n": 1}, timeout=120):
-            pass
-        waiting = threading.Thread(target=server.post, args=(CHAT, {**LONG, "max_tokens": 2}))
-        # The second one left, so its place is free again; the third takes it.
-        eventually(lambda: sum(server.service.scheduler._open.values()) == 1)
-        waiting.start()
-        eventually(lambda: sum(server.service.scheduler._open.values()) == 2 or not waiting.is_alive())
-        if waiting.is_alive():
-            answer = server.post(CHAT, {"messages": MESSAGES, "n": 2})
-            assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
-            assert answer.json()["error"]["type"] == "rate_limit_error"
-    waiting.join(20)
+    scheduler, short, go = server.service.scheduler, {"messages": MESSAGES, "max_tokens": 2}, threading.Event()
+    lane = scheduler._lanes["auto"]
+    step = lane.step
+
+    def held(*awaited: bool):
+        return step(*awaited) if go.wait(0.01) else []  # nobody gets on, but requests may come and leave
+
+    lane.step = held
+    answers: list[httpx.Response] = []
+    posting = [threading.Thread(target=lambda: answers.append(server.post(CHAT, short))) for _ in range(2)]
+    posting[0].start()
+    eventually(lambda: sum(scheduler._open.values()) == 1)
+    with pytest.raises(httpx.ReadTimeout):
+        server.post(CHAT, short, timeout=0.2)
+    eventually(lambda: sum(scheduler._open.values()) == 1)  # it waited, and left: its place is free again
+    posting[1].start()
+    eventually(lambda: sum(scheduler._open.values()) == 2)
+    answer = server.post(CHAT, short)
+    assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    go.set()
+    for thread in posting:
+        thread.join(20)
+    assert [one.status_code for one in answers] == [200, 200]
     eventually(server.idle)
 
 
