@@ -33,6 +33,7 @@ lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	@$(PYTHON) .ci/advise.py
 
 test: lint
 	$(PYTHON) -m pytest -n 2

@@ -23,10 +23,10 @@ from types import SimpleNamespace
 
 import torch
 
-from polydraft.drafters import Parts, make_drafter
+from polydraft.draft import Parts, make_drafter
 from polydraft.engine import Decoder
 from polydraft.engine.stats import TARGET
-from polydraft.models.feature_head import TapNorm
+from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.output import written_whole

@@ -4,7 +4,7 @@ python benchmarks/beams.py --prompts PROMPTS
 python benchmarks/beams.py --target inflated:13b --draft smollm2-head --device cuda --prompts PROMPTS --limit 16
 
 An arm takes all prompts one after the other, so that energy counters, which tick slowly, mean something. Arms take turns; a
-first turn, in which passes are recorded, does not count. Times leave the reading of prompts out, energy does not. The gain of
+first turn, in which passes are captured, does not count. Times leave the reading of prompts out, energy does not. The gain of
 an arm is its speed over that of the last plain one above it. Names of arms: `search`, `search:16x4` (width x depth of drafts),
 `search:16x4,twins`, `sample`, `sample:16x3`, `sample:6x3,threshold=0.7,min_width=2,beams=3`, `sample:16x4,draws=iid`.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import polydraft
-from polydraft.bench.meters import EnergyMeter, synchronised_clock
+from polydraft.lab.bench.meters import EnergyMeter, synchronised_clock
 
 ARMS = [
     *("search", "search:16x2", "search:16x4", "search:24x3", "search:16x4,twins"),
@@ -99,13 +99,13 @@ def main() -> None:
     decoder = polydraft.load(chosen.target, chosen.draft, device=chosen.device, dtype=chosen.dtype)
     drafted, plain = polydraft.BeamDecoder(decoder), polydraft.BeamDecoder(decoder.replace(drafter=None))
     meter = EnergyMeter(decoder.target.device)
-    law = polydraft.SamplingParams(top_k=10, top_p=0.8)
+    distribution = polydraft.SamplingParams(top_k=10, top_p=0.8)
     turns: dict[str, list[Turn]] = {arm: [] for arm in chosen.arms}
     for number in range(1 + chosen.turns):
         for arm in chosen.arms:
             options = {**parsed(arm, chosen.beams), "max_new_tokens": chosen.tokens}
             if options["mode"] == "sample":
-                options["sampling"] = law
+                options["sampling"] = distribution
             turn = take_turn(drafted if drafts(options) else plain, prompts, options, meter)
             if number:
                 turns[arm].append(turn)

@@ -65,7 +65,9 @@ def measure(dtype: str, temperature: float, arms: dict[str, Decoder], prompts: l
 def hugging_face(decoder: Decoder, prompt: list[int], temperature: float, tokens: int) -> tuple[int, float]:
     """Return tokens after the first one, and the seconds that they took."""
     ids_1T, ends = torch.tensor([prompt]), list(decoder.eos_token_ids)
-    law = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    distribution = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    )
     spent, output_1L = [], ids_1T
     for limit in (1, tokens):
         start = time.perf_counter()
@@ -77,7 +79,7 @@ def hugging_face(decoder: Decoder, prompt: list[int], temperature: float, tokens
                 max_new_tokens=limit,
                 eos_token_id=ends,
                 pad_token_id=ends[0],
-                **law,
+                **distribution,
             )
         spent.append(time.perf_counter() - start)
     return output_1L.shape[1] - len(prompt) - 1, spent[1] - spent[0]

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from polydraft.drafters import Parts, make_drafter
+from polydraft.draft import Parts, make_drafter
 from polydraft.engine import Decoder
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype

@@ -16,10 +16,10 @@ import torch
 from transformers.utils import logging
 
 from polydraft.engine import Decoder
+from polydraft.lab.papers.flat import FlatModel
 from polydraft.loading import load
 from polydraft.models.hf import HFModel
 from polydraft.models.hf_context import HFContext
-from polydraft.papers.flat import FlatModel
 from polydraft.sampling import RowParams, SamplingParams
 
 PROMPT = "Explain to a curious child how a bicycle stays upright while it rolls."

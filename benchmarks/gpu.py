@@ -20,21 +20,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import polydraft
 from gpu_texts import TEXTS, sample_prompts
-from polydraft.drafters import Plain, TreeDrafter
+from polydraft.draft import Plain, TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.engine.round import distributions
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import PolydraftError
 from polydraft.models import HeadShape
 from polydraft.models._fused import FusedBody
-from polydraft.models.head_folder import new_head
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.trees import Block, parse_tree
-from polydraft.walks import AUTO
-from polydraft.walks.walk import compiled
+from polydraft.verify import AUTO
+from polydraft.verify.walk import compiled
 
 SHAPE_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 32, "vocab_size": 49152, "max_position_embeddings": 65536}  # fmt: skip
@@ -215,8 +215,8 @@ def pieces(target: HFModel, drafter: TreeDrafter, params: SamplingParams) -> dic
 
         def verify():
             restore()
-            laws = distributions(workspace.state, features_BNF)
-            return compiled(type(walk).run)(walk, session.scheme, draft, laws, uniforms_BU[:, session.num_uniforms :])
+            target_probs = distributions(workspace.state, features_BNF)
+            return compiled(type(walk).run)(walk, session.scheme, draft, target_probs, uniforms_BU[:, session.num_uniforms :])
 
         verifying = graph_seconds(verify)
         head_pass = graph_seconds(lambda: target.head(features_BNF))
@@ -262,7 +262,7 @@ def random_model(shape: dict[str, int]) -> HFModel:
 
 
 def random_head(target: HFModel) -> object:
-    """A head of the shipped one's sizes; its laws are not real, its cost is."""
+    """A head of the shipped one's sizes; its distributions are not real, its cost is."""
     sizes = {"num_heads": 9, "num_key_heads": 3, "head_size": 64, "mlp_size": 1536, "window": 384}
     shape = HeadShape(hidden_size=target.hidden_size, taps=(10, 20), **sizes)
     target.tap(shape.taps)
@@ -274,7 +274,7 @@ def round_seconds(decoder: Decoder, params: SamplingParams, length: int) -> tupl
     """Return the mean time of free-running rounds as the user sees it, that of one on the device alone, and the workspace."""
     prompt = torch.randint(10, 30000, (length + 8,), generator=torch.Generator().manual_seed(1)).tolist()
     warm_up = decoder.stream(prompt, sampling=params, max_new_tokens=400, seed=0)
-    for _ in range(80):  # so that the rounds that count, and some more, find recordings of their kind
+    for _ in range(80):  # so that the rounds that count, and some more, find captures of their kind
         warm_up._engine.step()
     warm_up.close()
     stream = decoder.stream(prompt, sampling=params, max_new_tokens=400, seed=0)
@@ -285,9 +285,9 @@ def round_seconds(decoder: Decoder, params: SamplingParams, length: int) -> tupl
     for _ in range(50):
         run.step()
     seconds = (time.perf_counter() - start) / 50
-    assert run.stats.replayed_rounds == 60 and not run.done, (run.stats.replayed_rounds, workspace.launcher.recorder.obstacle)
-    recording = next(reversed(workspace.launcher.recorder._recordings.values()))
-    return seconds, event_seconds(recording.graph.replay), workspace
+    assert run.stats.replayed_rounds == 60 and not run.done, (run.stats.replayed_rounds, workspace.launcher.graphs.obstacle)
+    capture = next(reversed(workspace.launcher.graphs._captures.values()))
+    return seconds, event_seconds(capture.graph.replay), workspace
 
 
 def pass_seconds(target: HFModel, nodes: int, context: int, span: int | None = None) -> float:
@@ -306,7 +306,7 @@ def pass_seconds(target: HFModel, nodes: int, context: int, span: int | None = N
 
 
 def graph_seconds(function: Callable[[], object]) -> float:
-    """Record a function and return the median time of its replays."""
+    """Capture a function and return the median time of its replays."""
     for _ in range(3):
         function()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Kernels of recorded rounds on a GPU: how many there are, how long each takes, and in which order they come.
+"""Kernels of captured rounds on a GPU: how many there are, how long each takes, and in which order they come.
 
     python benchmarks/gpu_kernels.py --prompts spec_bench.jsonl                            # plain and the default, T=0 and 1
     python benchmarks/gpu_kernels.py --target smollm2 --rounds 0:default 0:best:32x5 1:4x2x2x1x1 --order

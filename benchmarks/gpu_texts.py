@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 import polydraft
-from polydraft.bench._results import speedup_interval
 from polydraft.certify.greedy_identity import IdentityCheck
-from polydraft.drafters import Combination, Drafter, GramTreeOptions, TreeDrafter
-from polydraft.drafters.grams import GRAM_DRAFTERS, gram_tree
+from polydraft.draft import Combination, Drafter, GramTreeOptions, TreeDrafter
+from polydraft.draft.grams import GRAM_DRAFTERS, gram_tree
 from polydraft.engine import Decoder, Stats
+from polydraft.lab.bench._results import speedup_interval
 from polydraft.models import FeatureHead
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.prompts import load_prompts
@@ -25,7 +25,7 @@ TREES = ("default", "4x2x2x1x1", "dynamic:64")
 ALIKE = ("default", "chain:5", "3x2x1x1x1", "4x2x2x1x1", "best:64x6", "dynamic:64")
 """Trees whose greedy texts are compared with plain decoding's."""
 _WARM = 3
-"""Prompts that every arm decodes before it counts, the longest ones: then no memory grows, and every round is recorded."""
+"""Prompts that every arm decodes before it counts, the longest ones: then no memory grows, and every round is captured."""
 
 
 def end_to_end(options: argparse.Namespace) -> dict[str, float]:
@@ -124,7 +124,7 @@ def batches(options: argparse.Namespace) -> dict[str, float]:
 
 
 def identity(options: argparse.Namespace) -> dict[str, int]:
-    """Greedy texts of the bundled model on the GPU, drafted and recorded, against Hugging Face's."""
+    """Greedy texts of the bundled model on the GPU, drafted and captured, against Hugging Face's."""
     decoder = polydraft.load("smollm2", device="cuda", tree="4x2x2x1x1")
     check = IdentityCheck(decoder.target)
     found: dict[str, int] = {}

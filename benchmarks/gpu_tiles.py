@@ -4,7 +4,7 @@
     python benchmarks/gpu_tiles.py --attention [--contexts 300 2000] [--nodes 24 28 64] [--batches 1 16] [--shapes 7B 135M]
 
 Tiles change no bits (tests/gpu/test_invariant.py looks), so the fastest may be chosen by number of rows: see `plan_product`.
-Kernels are compiled first, in several processes; then each is recorded and timed alone, with weights that no cache holds.
+Kernels are compiled first, in several processes; then each is captured and timed alone, with weights that no cache holds.
 With `--attention`, so are plans of attention over trees (`plan_attend`), with keys that no cache holds.
 """
 
@@ -132,7 +132,7 @@ def measured(name: str, layer: str, shape: tuple[int, int], rows: int, bad: set[
 
 
 def microseconds(function: Callable[[int], Any], copies: int) -> float:
-    """Return the median time of one call, recorded with all copies of the weight, or of the keys, in turn."""
+    """Return the median time of one call, captured with all copies of the weight, or of the keys, in turn."""
     function(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -246,7 +246,7 @@ def attention(options: argparse.Namespace) -> list[dict]:
 
 def attention_times(case: AttentionCase, bad: set[tuple[str, AttendPlan]]) -> dict:
     """Time both kernels by themselves: `attend` under every plan, `join` behind parts of splits and behind one part."""
-    from polydraft.models import _invariant_kernels as kernels
+    from polydraft.backends.triton import invariant_kernels as kernels
 
     attend, copies = case.build("cuda")
     now = case.plan()

@@ -9,8 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.engine import Decoder
+from polydraft.lab.bench.session import BenchOptions, BenchSession
 
 REPEAT = 8
 

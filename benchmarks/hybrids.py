@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gpu import copy_bandwidth, event_seconds, graph_seconds
 from hybrid_shapes import COMMON, FAMILIES, TINY
 from polydraft.certify.greedy_identity import IdentityCheck
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Stats
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.sampling import SamplingParams

@@ -1,10 +1,10 @@
-"""How far improved-MCSD's target-initialised rule is from the target's law.
+"""How far improved-MCSD's target-initialised rule is from the target's distribution.
 
     python benchmarks/lossy.py                                     # total variation on tables, a minute
     python benchmarks/lossy.py --model smollm2 --prompts FILE --limit 40 --max-new-tokens 64   # log-likelihood shift
 
-On tables the law of a whole text is known; its distance from what was sampled is compared with that of a lossless fork, which
-is sampling noise. On a model the text's mean log-likelihood under the target shows which way the text moves.
+On tables the distribution of a whole text is known; its distance from what was sampled is compared with that of a lossless
+fork, which is sampling noise. On a model the text's mean log-likelihood under the target shows which way the text moves.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import statistics
 import torch
 
 import polydraft
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.papers.target_init import TargetInit
@@ -27,27 +27,27 @@ TABLE_WIDTHS = (1, 2, 3)
 TOKENS, SAMPLES, PAIRS = 3, 6_000, 3
 
 
-def exact_law(model: TabularModel, prompt: list[int]) -> torch.Tensor:
+def exact_distribution(model: TabularModel, prompt: list[int]) -> torch.Tensor:
     """Probability of every text of `TOKENS` tokens."""
-    law = torch.zeros([model.vocab_size] * TOKENS, dtype=torch.float64)
+    distribution = torch.zeros([model.vocab_size] * TOKENS, dtype=torch.float64)
     for text in itertools.product(range(model.vocab_size), repeat=TOKENS):
         chance = 1.0
         for place, token in enumerate(text):
             chance *= float(torch.softmax(model.logits_after([*prompt, *text[:place]]).double(), -1)[token])
-        law[text] = chance
-    return law
+        distribution[text] = chance
+    return distribution
 
 
-def distance(decoder: Decoder, law: torch.Tensor, prompt: list[int], seed: int) -> float:
-    """Total variation between the law and so many sampled texts."""
-    counts = torch.zeros_like(law)
+def distance(decoder: Decoder, distribution: torch.Tensor, prompt: list[int], seed: int) -> float:
+    """Total variation between the distribution and so many sampled texts."""
+    counts = torch.zeros_like(distribution)
     for result in decoder.generate([prompt] * SAMPLES, max_new_tokens=TOKENS, seed=seed):
         counts[tuple(result.token_ids)] += 1
-    return float((counts / SAMPLES - law).abs().sum() / 2)
+    return float((counts / SAMPLES - distribution).abs().sum() / 2)
 
 
 def tables() -> None:
-    print(f"texts of {TOKENS} tokens, {SAMPLES} samples, mean of {PAIRS} random pairs; total variation from the target's law")
+    print(f"texts of {TOKENS} tokens, {SAMPLES} samples, mean of {PAIRS} random pairs; total variation from the target")
     print(f"{'V':>3} {'D':>3} {'fork:3xD':>9} " + " ".join(f"{'lossy W=' + str(width):>12}" for width in TABLE_WIDTHS))
     prompt = [0, 1]
     for vocabulary, depth in ((3, 1), (3, 3), (4, 2)):
@@ -55,12 +55,12 @@ def tables() -> None:
         for pair in range(PAIRS):
             target = TabularModel.random(vocabulary, order=2, seed=pair, sharpness=1.5)
             draft = target.mixed_with(TabularModel.random(vocabulary, order=2, seed=100 + pair, sharpness=1.5), 0.5)
-            law = exact_law(target, prompt)
+            distribution = exact_distribution(target, prompt)
             fork = Decoder(target, TreeDrafter(draft, Topology.fork(3, depth)))
-            found.setdefault("fork", []).append(distance(fork, law, prompt, pair))
+            found.setdefault("fork", []).append(distance(fork, distribution, prompt, pair))
             for width in TABLE_WIDTHS:
                 lossy = Decoder(target, TargetInit(draft, Topology.fork(width, depth)), lossless=False)
-                found.setdefault(str(width), []).append(distance(lossy, law, prompt, pair))
+                found.setdefault(str(width), []).append(distance(lossy, distribution, prompt, pair))
         cells = [f"{statistics.mean(found[str(width)]):>12.3f}" for width in TABLE_WIDTHS]
         print(f"{vocabulary:>3} {depth:>3} {statistics.mean(found['fork']):>9.3f} " + " ".join(cells), flush=True)
 

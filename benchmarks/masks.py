@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from polydraft.drafters.candidates import _ancestors
+from polydraft.draft.candidates import _ancestors
 from polydraft.trees import SlicedMask, Topology, parse_tree
 from polydraft.trees.topology import _tables
 

@@ -22,13 +22,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from polydraft.bench.libllama import VARIABLE, LlamaCpp, find_build, find_wheel
+from polydraft.backends.native import kernels
+from polydraft.lab.bench.libllama import VARIABLE, LlamaCpp, find_build, find_wheel
 from polydraft.models.bundled import weights_file
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import load_model
 from polydraft.models.placement import resolve_device
 from polydraft.models.quantised import quantise
-from polydraft.native import kernels
 from polydraft.trees import causal_block
 
 ARMS = {

@@ -12,7 +12,7 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polydraft.schemes import arrays
+from polydraft.verify import arrays
 from verification import PAIRS, prepare
 
 

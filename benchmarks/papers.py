@@ -8,8 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from polydraft.papers import PAPERS
-from polydraft.papers.pages import contest, drawings, filled, orderings, page_sections, read_kept
+from polydraft.lab.papers import PAPERS
+from polydraft.lab.papers.pages import contest, drawings, filled, orderings, page_sections, read_kept
 
 PAGES = Path(__file__).parents[1] / "docs" / "papers"
 

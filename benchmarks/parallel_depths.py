@@ -8,8 +8,8 @@ takes the place of features and token, joined (as in P-EAGLE), alone or added to
 attend as in the ordinary head: to the text up to that entry, and to the depths between.
 
 Heads are compared along answers of the target at T=0 and at T=1 to other prompts. At T=1 a candidate of a chain is accepted
-with probability min(1, q/p) of the token that follows, which gives rounds their law exactly, as at T=0; n candidates of a
-tree's node with `hybrid`'s acceptance, an estimate. α are conditional: given that all candidates before were accepted.
+with probability min(1, q/p) of the token that follows, which gives rounds their distribution exactly, as at T=0; n candidates
+of a tree's node with `hybrid`'s acceptance, an estimate. α are conditional: given that all candidates before were accepted.
 Speed-ups are tokens per pass over what a round costs by measured times: a level of the head for each depth, or one level.
 """
 
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ablations import MIXED, SMOKE, add_training_options, keep, read_corpus, residuals, settings_for
-from polydraft.drafters.costs import costs_of, measure
+from polydraft.draft import speedup
+from polydraft.draft.costs import costs_of, measure
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
-from polydraft.theory import speedup
 from polydraft.train import TrainSettings, training, writer
 from polydraft.train.corpus import Corpus, make_corpus
 from polydraft.train.objective import loss_of
@@ -195,22 +195,24 @@ def tables(pupil: HeadPupil, lesson, texts, counts: list[int], temperature: floa
     """Return by depth and position: acceptance on average over tokens, of the token that follows, and of several candidates."""
     device, vocabulary = pupil.head.device, pupil.teacher.vocabulary
     asked_BL = functional.pad(texts.answer_NL[:, 2:], (0, 2))
-    token_R = functional.pad(texts.tokens_NL[:, 2:], (0, 2))[asked_BL].to(device).long()  # that which the law was of
+    token_R = functional.pad(texts.tokens_NL[:, 2:], (0, 2))[asked_BL].to(device).long()  # that which the distribution was of
     column_R, known_R = token_R, torch.ones_like(token_R).bool()
     if vocabulary is not None:
         column_R = torch.searchsorted(vocabulary.tokens_D, token_R).clamp(max=len(vocabulary.tokens_D) - 1)
         known_R = vocabulary.tokens_D[column_R] == token_R
     mean_DR, one_DR, many_DR = torch.zeros(3, len(counts), len(token_R), dtype=torch.float64).unbind()
     for depth, (count, (rows_R, outputs_RH)) in enumerate(zip(counts, lesson.outputs, strict=True)):
-        probs_RD, logits_RD = lesson.laws.probs_RD[rows_R], pupil.logits(outputs_RH).float()
+        probs_RD, logits_RD = lesson.distributions.probs_RD[rows_R], pupil.logits(outputs_RH).float()
         if temperature == 0:
-            hits_RK = logits_RD.topk(count).indices == lesson.laws.best_R[rows_R][:, None]
+            hits_RK = logits_RD.topk(count).indices == lesson.distributions.best_R[rows_R][:, None]
             mean_R = one_R = hits_RK[:, 0]
             many_R = hits_RK.any(-1)
         else:
             draft_RD = logits_RD.softmax(-1)
             mean_R = torch.minimum(probs_RD, draft_RD).sum(-1)
-            ours_R, theirs_R = (law_RD.gather(1, column_R[rows_R, None])[:, 0] for law_RD in (draft_RD, probs_RD))
+            ours_R, theirs_R = (
+                distribution_RD.gather(1, column_R[rows_R, None])[:, 0] for distribution_RD in (draft_RD, probs_RD)
+            )
             one_R = (ours_R / theirs_R.clamp(min=1e-30)).clamp(max=1) * known_R[rows_R]
             many_R = loss_of("tv", probs_RD, logits_RD, torch.zeros_like(mean_R), count)[1]
         for table_DR, part_R in ((mean_DR, mean_R), (one_DR, one_R), (many_DR, many_R)):

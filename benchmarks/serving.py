@@ -159,7 +159,7 @@ def overhead(options: argparse.Namespace, decoder: Decoder, prompts: list[list[i
     """Time clients of a server against those of its scheduler."""
     from polydraft.serve.connections import listen
     from polydraft.serve.options import ServeOptions
-    from polydraft.serve.running import server_of
+    from polydraft.serve.server import server_of
     from polydraft.serve.service import Service
 
     found: dict[str, Any] = {}

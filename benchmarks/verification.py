@@ -1,10 +1,11 @@
-"""Time of verifying one round, by scheme and walk: laws over 49,152 tokens, tree 4x2x2x1x1.
+"""Time of verifying one round, by scheme and walk: distributions over 49,152 tokens, tree 4x2x2x1x1.
 
 python benchmarks/verification.py
 python benchmarks/verification.py --device cuda
 
-Laws are Zipf-like, the draft's a noisy version of the target's, restricted to a quarter of the tokens as shipped drafts are.
-Time includes everything from the target's logits on: their softmax, spreading the draft's laws, all that scheme and walk do.
+Distributions are Zipf-like, the draft's a noisy version of the target's, restricted to a quarter of the tokens as shipped
+drafts are. Time includes everything from the target's logits on: their softmax, spreading the draft's distributions, all that
+scheme and walk do.
 """
 
 import argparse
@@ -16,12 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.drafters import DistributionSource
-from polydraft.drafters.static_builder import StaticBuilder
+from polydraft.draft import DistributionSource
+from polydraft.draft.static_builder import StaticBuilder
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams, Warper
-from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree, Topology, parse_tree
-from polydraft.walks import WALKS, TargetLaws, Verdict, Walk
+from polydraft.verify import WALKS, Scheme, TargetDistributions, Verdict, Walk
 
 PAIRS = (
     ("top", "node", 0.0),
@@ -72,7 +72,7 @@ class Verification:
     device: torch.device
 
     def fresh(self) -> Callable[[], Verdict]:
-        """Make laws and a tree; return what verifies them."""
+        """Make distributions and a tree; return what verifies them."""
         topology, size, known = self.topology, self.known.size, self.known
         rank_V = torch.randperm(size, generator=self.generator).double() + 1
         noise_NV = torch.randn(topology.num_nodes, size, generator=self.generator, dtype=torch.float64)
@@ -91,7 +91,7 @@ class Verification:
 
     def _turn(self, scheme: Scheme, draft: DraftTree, logits_1NV: Tensor, uniforms_1U: Tensor) -> Callable[[], Verdict]:
         return lambda: self.walk.run(
-            scheme, draft, TargetLaws(logits_1NV, lambda logits: logits, self.warper, whole=True), uniforms_1U
+            scheme, draft, TargetDistributions(logits_1NV, lambda logits: logits, self.warper, whole=True), uniforms_1U
         )
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from polydraft.cli.main import run
 from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES
-from stand_in import StandIn, round_recorder
+from stand_in import StandIn, round_graphs
 
 # Test tensors are small: threads cost more than they give, and pytest-xdist already fills the cores.
 torch.set_num_threads(1)
@@ -111,16 +111,16 @@ def invoke(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.fixture
-def recorders(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
-    """Let the workspaces of decoders with `graphs` record; return their recorders."""
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    """Let the workspaces of decoders with `graphs` capture; return their caches."""
     made: list[StandIn] = []
     original = Workspace.__init__
 
-    def with_recorder(workspace: Workspace, target: Any, drafter: Any, params: Any, graphs: bool, *others: Any) -> None:
+    def with_graphs(workspace: Workspace, target: Any, drafter: Any, params: Any, graphs: bool, *others: Any) -> None:
         original(workspace, target, drafter, params, graphs, *others)
         if graphs:
-            workspace.launcher.recorder = round_recorder(workspace)
-            made.append(workspace.launcher.recorder)
+            workspace.launcher.graphs = round_graphs(workspace)
+            made.append(workspace.launcher.graphs)
 
-    monkeypatch.setattr(Workspace, "__init__", with_recorder)
+    monkeypatch.setattr(Workspace, "__init__", with_graphs)
     return made

@@ -1,11 +1,11 @@
-"""A recorder without a GPU, for tests of what recordings rely on; and shapes of small heads."""
+"""A graphs without a GPU, for tests of what captures rely on; and shapes of small heads."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from polydraft.engine.graphs import Recorder
+from polydraft.engine.graphs import GraphCache
 from polydraft.engine.workspace import Workspace
 from polydraft.models import Context, HeadShape
 from polydraft.models.hf import HFModel
@@ -13,10 +13,10 @@ from polydraft.models.hf import HFModel
 _WITHIN_A_ROUND = ("_fused_BTH", "_outputs_BWH")
 
 
-class StandIn(Recorder):
-    """Holds on to what a CUDA graph holds on to, in the order and number of the real recorder.
+class StandIn(GraphCache):
+    """Holds on to what a CUDA graph holds on to, in the order and number of the real graphs.
 
-    A recording is the first function of its kind and copies of its inputs: a replay calls that function, on those copies, puts
+    A capture is the first function of its kind and copies of its inputs: a replay calls that function, on those copies, puts
     the outcome where the next replay overwrites it, and leaves the host as it was. Whatever else the function looks at must not
     change from one replay to the next, or the texts will tell. Tensors of the owners must stay where they are.
 
@@ -25,7 +25,7 @@ class StandIn(Recorder):
     owners : callable
         Whatever holds tensors that live from round to round.
     before : int
-        Runs before a recording.
+        Runs before a capture.
     """
 
     def __init__(self, owners: Callable[[], Sequence[object]], before: int = 1) -> None:
@@ -47,9 +47,9 @@ class StandIn(Recorder):
         self.replays += replayed
         return outcome, replayed
 
-    def _record(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Any:
+    def _capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Any:
         contexts = [owner for owner in self.owners() if isinstance(owner, Context)]
-        return _Recording(function, tuple(tensor.clone() for tensor in inputs), contexts)
+        return _Capture(function, tuple(tensor.clone() for tensor in inputs), contexts)
 
     def addresses(self) -> dict[str, int]:
         """Addresses of the tensors that live from round to round."""
@@ -63,7 +63,7 @@ class StandIn(Recorder):
         return found
 
 
-def round_recorder(workspace: Workspace, before: int = 1) -> StandIn:
+def round_graphs(workspace: Workspace, before: int = 1) -> StandIn:
     """Return one for the rounds of a workspace."""
 
     def owners() -> list[object]:
@@ -91,8 +91,8 @@ def head_shape(target: HFModel, taps: tuple[int, ...] = (), **sizes: int) -> Hea
     )
 
 
-class _Recording:
-    """One recorded function of some tensors."""
+class _Capture:
+    """One captured function of some tensors."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], contexts: Sequence[Context]) -> None:
         self._function, self._inputs, self._contexts = function, inputs, contexts

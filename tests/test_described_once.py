@@ -10,16 +10,16 @@ import pytest
 from click.testing import CliRunner
 
 import polydraft
-from polydraft.bench.method import MethodSpec
-from polydraft.bench.options import BenchOptions, method_options
 from polydraft.cli.bench import command as bench
 from polydraft.cli.certify import _decoder as certify
 from polydraft.cli.generate import command as generate
 from polydraft.cli.options import GroupedCommand, options_of
-from polydraft.decision import DEFAULT_THRESHOLD
 from polydraft.described import described_by, options_in
+from polydraft.draft.decision import DEFAULT_THRESHOLD
 from polydraft.errors import UsageError
 from polydraft.hf_generate import SpeculateOptions
+from polydraft.lab.bench.method import MethodSpec
+from polydraft.lab.bench.options import BenchOptions, method_options
 from polydraft.options import LoadOptions, NgramOptions, TreeOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"

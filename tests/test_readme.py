@@ -203,7 +203,7 @@ def test_it_is_installed_as_the_readme_says() -> None:
 
 
 def test_pauses_are_as_long_as_their_page_says() -> None:
-    from polydraft.drafters import policy
+    from polydraft.draft import policy
 
     said = (ROOT / "docs" / "dynamic.md").read_text().replace("\n", " ")
     assert f"pauses for {policy.SHORTEST_REST} rounds, then {2 * policy.SHORTEST_REST}, up to {policy.LONGEST_REST}," in said
@@ -220,7 +220,7 @@ def test_decisions_are_numbered_without_a_gap() -> None:
 
 
 def test_every_scheme_is_described() -> None:
-    from polydraft.schemes import SCHEMES
+    from polydraft.verify import SCHEMES
 
     for name in SCHEMES:
         assert f"| `{name}` |" in PAGES["docs/choosing.md"]

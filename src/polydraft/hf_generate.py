@@ -1,4 +1,4 @@
-"""polydraft inside Hugging Face `generate`: the same call, the same law, several tokens per pass."""
+"""polydraft inside Hugging Face `generate`: the same call, the same distribution, several tokens per pass."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ import transformers
 from torch import Tensor
 
 from polydraft.described import documented, made_from
-from polydraft.drafters import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
-from polydraft.drafters.grams import gram_tree
-from polydraft.drafters.tree_drafter import check_drafter, split_drafter
+from polydraft.draft import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
+from polydraft.draft.grams import gram_tree
+from polydraft.draft.tree_drafter import check_drafter, split_drafter
 from polydraft.engine import Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
@@ -82,7 +82,7 @@ class SpeculateOptions(TreeOptions):
 class Speculate:
     """A decoding method for `model.generate(..., custom_generate=Speculate(...))`.
 
-    The text has the law it would have without: identical for ``do_sample=False``, equal in distribution otherwise.
+    The text has the distribution it would have without: identical for ``do_sample=False``, equal in distribution otherwise.
 
     Notes
     -----
@@ -218,7 +218,7 @@ def _with_ngrams(tree: Drafter, ngrams: str, options: GramTreeOptions, pauses: b
         raise UsageError(f"ngrams={ngrams!r} names {other!r}, which proposes no n-grams; allowed: {', '.join(GRAM_DRAFTERS)}")
     if options.flat_blocks:
         raise UsageError(
-            "flat_blocks changes the law of the text, which custom_generate=Speculate(...) never does; leave it out"
+            "flat_blocks changes the distribution of the text, which custom_generate=Speculate(...) never does; leave it out"
         )
     pauses = pauses and not options.sized
     if not isinstance(tree, TreeDrafter):

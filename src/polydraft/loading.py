@@ -5,10 +5,10 @@ import logging
 
 import torch
 
-from polydraft.decision import SHIPPED_DECISIONS, DecisionModel, load_decision
 from polydraft.described import described_by
-from polydraft.drafters import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
-from polydraft.drafters.tree_drafter import needs_draft, split_drafter
+from polydraft.draft import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
+from polydraft.draft.decision import SHIPPED_DECISIONS, DecisionModel, load_decision
+from polydraft.draft.tree_drafter import needs_draft, split_drafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
@@ -18,7 +18,7 @@ from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, IF_SHIPPED, LoadOptions
 from polydraft.profile import tuned
-from polydraft.schemes import SCHEMES
+from polydraft.verify import SCHEMES
 
 logger = logging.getLogger(__name__)
 

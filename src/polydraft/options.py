@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from polydraft.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from polydraft.drafters import GramTreeOptions
+    from polydraft.draft import GramTreeOptions
     from polydraft.trees import DynamicShape, Topology
 
 AUTO = "auto"
@@ -74,9 +74,8 @@ class TreeOptions:
 
     def __post_init__(self) -> None:
         from polydraft.sampling import check_draft_temperature
-        from polydraft.schemes import SCHEMES
         from polydraft.trees import DynamicShape
-        from polydraft.walks import check_walk
+        from polydraft.verify import SCHEMES, check_walk
 
         if self.scheme != AUTO:
             SCHEMES.get(self.scheme)
@@ -200,8 +199,8 @@ class LoadOptions(
     """
 
     def __post_init__(self) -> None:
-        from polydraft.decision import check_threshold
-        from polydraft.drafters.tree_drafter import check_drafter, check_flat_blocks, needs_draft
+        from polydraft.draft.decision import check_threshold
+        from polydraft.draft.tree_drafter import check_drafter, check_flat_blocks, needs_draft
 
         PairOptions.__post_init__(self)
         TreeOptions.__post_init__(self)
@@ -212,7 +211,9 @@ class LoadOptions(
         if self.lossy is not None and self.lossy != FLAT_BLOCKS:
             self._check_lossy_rule(self.lossy)
         if self.grams is not None and self.grams.flat_blocks and self.lossless and self.lossy != FLAT_BLOCKS:
-            raise UsageError("flat_blocks changes the law of the text above temperature 0; pass lossless=False to allow that")
+            raise UsageError(
+                "flat_blocks changes the distribution of the text above temperature 0; pass lossless=False to allow that"
+            )
         if self.draft not in (AUTO, "none") and not needs_draft(self.drafter):
             raise UsageError(
                 f"drafter {self.drafter!r} uses no draft, but draft={self.draft!r} is given; use {self.drafter}+model, or "
@@ -221,7 +222,7 @@ class LoadOptions(
 
     def _check_lossy_rule(self, rule: str) -> None:
         """Refuse unknown rules, what a rule does without, and trees that it cannot grow."""
-        from polydraft.drafters import LOSSY_DRAFTERS
+        from polydraft.draft import LOSSY_DRAFTERS
         from polydraft.papers.target_init import check_lossy
 
         if rule not in LOSSY_DRAFTERS:
@@ -266,7 +267,7 @@ class NgramOptions:
 
     def grams_asked_for(self) -> "GramTreeOptions":
         """Return them as options of the drafters, which check them."""
-        from polydraft.drafters import GramTreeOptions, RiderOptions
+        from polydraft.draft import GramTreeOptions, RiderOptions
         from polydraft.ngrams import GramOptions
 
         if self.corpus is not None and self.no_corpus:

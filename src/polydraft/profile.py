@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from polydraft.backends.native.build import cpu_features
 from polydraft.errors import UsageError
 from polydraft.models.fingerprint import digest_of, model_fingerprint
 from polydraft.models.inflated import source_name
-from polydraft.native.build import cpu_features
 from polydraft.options import AUTO, LoadOptions
 from polydraft.output import cache_root, written_whole
 

@@ -28,7 +28,7 @@ class RowStorage:
     """What its owner keeps by row, by name: all rows, while the owner itself sees the first ones.
 
     Rows that are not at work sleep: they come back as they were. Tensors stay where they are, however many of their rows
-    are seen, so that recorded rounds of all sizes find them.
+    are seen, so that captured rounds of all sizes find them.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polydraft.models import HeadShape
-from polydraft.models.head_folder import new_head, save_head, save_vocabulary, tokenizer_fingerprint
+from polydraft.models.heads.head_folder import new_head, save_head, save_vocabulary, tokenizer_fingerprint
 from polydraft.models.loading import Loaded, load_model
 from polydraft.sampling import PartialVocabulary
 

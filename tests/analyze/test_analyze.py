@@ -13,10 +13,10 @@ from polydraft.models.hf import early_exit
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.categorical import row_seed
-from polydraft.schemes import SCHEMES, RejectionWithReplacement
-from polydraft.schemes.arrays import normalised
 from polydraft.train.corpus import Texts
 from polydraft.train.pupils import HeadPupil, Teacher
+from polydraft.verify import SCHEMES, RejectionWithReplacement
+from polydraft.verify.arrays import normalised
 
 from .conftest import DRAFTS, NEW_TOKENS, TEXTS
 
@@ -61,7 +61,7 @@ def test_optimal_schemes_attain_their_optimum_and_more_drafts_accept_more(analyz
 
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "temperature", "draft_temperature"), covering(DRAFTS, [(0.6, None), (1.0, 0.5), (0.0, 1.0)]))
-def test_speculative_acceptance_is_the_overlap_of_laws_computed_otherwise(
+def test_speculative_acceptance_is_the_overlap_of_distributions_computed_otherwise(
     analyze,
     drafts: dict[str, str],
     loaded: Loaded,
@@ -85,25 +85,27 @@ def test_speculative_acceptance_is_the_overlap_of_laws_computed_otherwise(
         answer = decoder.generate(prompt, sampling=sampling, max_new_tokens=NEW_TOKENS, seed=[seed]).token_ids
         tokens_1L = torch.tensor([[*prompt, *answer]])
         places = slice(len(prompt) - 1, -1)
-        target_RV = law(loaded.model.hf_model(tokens_1L).logits[0, places], temperature)
+        target_RV = distribution(loaded.model.hf_model(tokens_1L).logits[0, places], temperature)
         own = temperature if draft_temperature is None else draft_temperature
-        draft_RV = reference_draft_law(kind, drafts[kind], loaded, tokens_1L, places, own)
+        draft_RV = reference_draft_distribution(kind, drafts[kind], loaded, tokens_1L, places, own)
         overlaps.append(torch.minimum(target_RV, draft_RV).sum(-1))
     assert json.loads(out)["samples"][0]["positions"] == sum(map(len, overlaps)), "few enough to take all of them"
     assert row["acceptance"] == pytest.approx(float(torch.cat(overlaps).mean()), abs=2e-5)
     assert row["gap"] == pytest.approx(0, abs=1e-12)
 
 
-def law(logits_RV: Tensor, temperature: float) -> Tensor:
+def distribution(logits_RV: Tensor, temperature: float) -> Tensor:
     if temperature == 0:
         return torch.nn.functional.one_hot(logits_RV.argmax(-1), logits_RV.shape[-1]).double()
     return (logits_RV.double() / temperature).softmax(-1)
 
 
-def reference_draft_law(kind: str, name: str, loaded: Loaded, tokens_1L: Tensor, places: slice, temperature: float) -> Tensor:
-    """The draft's law by transformers' own forward pass, or by the code that trains heads."""
+def reference_draft_distribution(
+    kind: str, name: str, loaded: Loaded, tokens_1L: Tensor, places: slice, temperature: float
+) -> Tensor:
+    """The draft's distribution by transformers' own forward pass, or by the code that trains heads."""
     if kind == "early-exit":
-        return law(early_exit(loaded.model, 2).hf_model(tokens_1L).logits[0, places], temperature)
+        return distribution(early_exit(loaded.model, 2).hf_model(tokens_1L).logits[0, places], temperature)
     draft = load_draft(name, loaded)
     assert draft is not None and draft.vocabulary is not None
     if kind == "partial":
@@ -114,7 +116,7 @@ def reference_draft_law(kind: str, name: str, loaded: Loaded, tokens_1L: Tensor,
         answer_1L = torch.zeros(tokens_1L.shape, dtype=torch.bool)
         answer_1L[:, places.start + 1 :] = True
         (_, logits_RD), *_ = pupil.lesson(Texts(tokens_1L, answer_1L), 1)[1]
-    return draft.vocabulary.spread(law(logits_RD, temperature))
+    return draft.vocabulary.spread(distribution(logits_RD, temperature))
 
 
 def test_a_scheme_of_ones_own_needs_no_optimum(analyze) -> None:
@@ -124,7 +126,7 @@ def test_a_scheme_of_ones_own_needs_no_optimum(analyze) -> None:
         name = "mine"
         replacement = None
 
-        def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+        def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
             return normalised(draft_probs_RV)
 
     SCHEMES.register("mine")(Mine)

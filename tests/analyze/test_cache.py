@@ -1,4 +1,4 @@
-"""Laws are kept, and never trusted blindly."""
+"""Distributions are kept, and never trusted blindly."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from covering import keeping
-from polydraft.analyze import LawStore
+from polydraft.lab.analyze import DistributionStore
 from polydraft.models.hf import HFModel
 
 OPTIONS = ("--json", "--temperature", "1", "--drafts", "2", "--positions", "10")
@@ -31,7 +31,7 @@ def exploding(monkeypatch: pytest.MonkeyPatch):
 def test_another_scheme_runs_no_model(analyze, exploding, tmp_path: Path, own_cache: Path, out: bool) -> None:
     place = ("--out", str(tmp_path / "out")) if out else ()
     first = json.loads(analyze(*OPTIONS, *place, "--schemes", "race,rrs-wr")[1])["rows"]
-    kept = list((tmp_path / "out" / "cache" if out else own_cache / "laws").iterdir())
+    kept = list((tmp_path / "out" / "cache" if out else own_cache / "distributions").iterdir())
     assert [file.suffix for file in kept] == [".safetensors"]
     exploding()
     code, text, err = analyze(*OPTIONS, *place, "--schemes", "race,greedy", "--drafts", "2,3")
@@ -52,7 +52,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("option", keeping(CHANGES, "--seed", "--temperature", "--positions", "--draft", "--raw"))
-def test_other_settings_need_other_laws(analyze, exploding, tmp_path: Path, option: str) -> None:
+def test_other_settings_need_other_distributions(analyze, exploding, tmp_path: Path, option: str) -> None:
     value = CHANGES[option]
     change = (option,) if value is None else (option, value)
     options = (*OPTIONS, "--schemes", "race", "--out", str(tmp_path))
@@ -62,7 +62,7 @@ def test_other_settings_need_other_laws(analyze, exploding, tmp_path: Path, opti
         analyze(*options, *change)
 
 
-def test_a_changed_draft_makes_kept_laws_stale(analyze, exploding, drafts: dict[str, str], tmp_path: Path) -> None:
+def test_a_changed_draft_makes_kept_distributions_stale(analyze, exploding, drafts: dict[str, str], tmp_path: Path) -> None:
     options = (*OPTIONS, "--schemes", "race", "--out", str(tmp_path), "--draft", drafts["head"])
     assert analyze(*options)[0] == 0
     weights = Path(drafts["head"]) / "model.safetensors"
@@ -77,7 +77,7 @@ def test_a_changed_draft_makes_kept_laws_stale(analyze, exploding, drafts: dict[
 
 
 def damaged(content: bytes, how: str) -> bytes:
-    """Spoil a file of laws."""
+    """Spoil a file of distributions."""
     if how == "torn":
         return content[: len(content) // 2]
     if how == "empty":
@@ -89,7 +89,7 @@ def damaged(content: bytes, how: str) -> bytes:
 
 
 @pytest.mark.parametrize("how", keeping(["torn", "empty", "foreign", "flipped"], "torn", "flipped"))
-def test_damaged_laws_are_collected_again(analyze, exploding, tmp_path: Path, how: str) -> None:
+def test_damaged_distributions_are_collected_again(analyze, exploding, tmp_path: Path, how: str) -> None:
     options = (*OPTIONS, "--schemes", "race,kseq", "--out", str(tmp_path))
     first = json.loads(analyze(*options)[1])["rows"]
     (file,) = (tmp_path / "cache").iterdir()
@@ -101,7 +101,7 @@ def test_damaged_laws_are_collected_again(analyze, exploding, tmp_path: Path, ho
     assert json.loads(analyze(*options)[1])["rows"] == first, "and they are kept again"
 
 
-def test_laws_of_another_origin_are_not_taken(analyze, tmp_path: Path) -> None:
+def test_distributions_of_another_origin_are_not_taken(analyze, tmp_path: Path) -> None:
     options = ("--json", "--drafts", "2", "--positions", "10", "--schemes", "race", "--out", str(tmp_path))
     warm = json.loads(analyze(*options, "--temperature", "1")[1])["rows"]
     (file,) = (tmp_path / "cache").iterdir()
@@ -122,5 +122,5 @@ def test_the_users_cache_stays_small(analyze, own_cache: Path, monkeypatch: pyte
     monkeypatch.setattr("polydraft.cli.analyze._KEPT_BYTES", 1)
     for temperature in ("0.5", "1"):
         assert analyze("--json", "--schemes", "race", "--drafts", "2", "--temperature", temperature)[0] == 0
-    (kept,) = (own_cache / "laws").iterdir()
-    assert LawStore(own_cache / "laws").load({}) is None and kept.stat().st_size > 1
+    (kept,) = (own_cache / "distributions").iterdir()
+    assert DistributionStore(own_cache / "distributions").load({}) is None and kept.stat().st_size > 1

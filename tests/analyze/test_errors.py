@@ -46,7 +46,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_once(analyze, tmp_path
     assert (code, out) == (2, "") and "cannot write to" in err and "choose another --out" in err and err.count("\n") == 1
 
 
-def test_laws_that_are_not_numbers_fail_with_exit_code_1(analyze, broken: str) -> None:
+def test_distributions_that_are_not_numbers_fail_with_exit_code_1(analyze, broken: str) -> None:
     code, out, err = analyze("--draft", broken)
     assert (code, out) == (1, "") and "are not numbers" in err
 

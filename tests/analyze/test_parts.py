@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from polydraft.analyze._laws import read
-from polydraft.analyze.comparison import GREEDY, TOP, WITH_REPLACEMENT, WITHOUT_REPLACEMENT, clustered_mean, drawing_of
-from polydraft.analyze.files import Curve, Point, chart
+from polydraft.lab.analyze._distributions import read
+from polydraft.lab.analyze.comparison import GREEDY, TOP, WITH_REPLACEMENT, WITHOUT_REPLACEMENT, clustered_mean, drawing_of
+from polydraft.lab.analyze.files import Curve, Point, chart
+from polydraft.lab.theory import acceptance, hybrid_optimum, with_replacement_optimum
 from polydraft.models.loading import Loaded, load_draft
-from polydraft.schemes import SCHEMES, Hybrid, Naive
-from polydraft.theory import acceptance, hybrid_optimum, with_replacement_optimum
+from polydraft.verify import SCHEMES, Hybrid, Naive
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -62,7 +62,7 @@ def test_a_subclass_keeps_an_optimum_only_with_the_drawing() -> None:
     class Draws(Naive):
         """Draws otherwise, and does not say how."""
 
-        def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+        def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
             return draft_probs_RV
 
     assert drawing_of(Verifies()) is WITHOUT_REPLACEMENT and drawing_of(Draws()) is None

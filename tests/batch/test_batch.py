@@ -15,7 +15,7 @@ import pytest
 from covering import keeping
 from polydraft.batch.results import ResultFile
 from polydraft.batch.rows import BatchOptions, Prompts
-from polydraft.batch.running import BatchTask, run_batch
+from polydraft.batch.runner import BatchTask, run_batch
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.loading import load
@@ -139,7 +139,7 @@ def test_batch_bench_tune_and_all_others_read_the_same_prompts(tmp_path: Path, t
         check(prompts, *rest)
 
     tokenizer = load(tiny, device="cpu").tokenizer
-    for module in ("batch.running", "tune.tuning", "bench.session", "analyze.analysis", "certify.greedy_identity"):
+    for module in ("batch.runner", "tune.tuning", "lab.bench.session", "lab.analyze.analysis", "certify.greedy_identity"):
         monkeypatch.setattr(f"polydraft.{module}.check_prompts", watched)
     small = ["--target", tiny, "--device", "cpu", "--max-new-tokens", "8"]
     pair = [*small, "--draft", "early-exit:1", "--prompts", str(file)]

@@ -1,1 +1,1 @@
-"""Beams: exact in law, identical where they are deterministic."""
+"""Beams: exact in distribution, identical where they are deterministic."""

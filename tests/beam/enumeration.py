@@ -42,19 +42,19 @@ class _Scripted(Chance):
 
 
 def enumerate_outcomes(program: Callable[[Chance], Hashable]) -> dict[Any, float]:
-    """Run a program through all of its random decisions and return the law of what it returns."""
-    law: dict[Any, float] = {}
+    """Run a program through all of its random decisions and return the distribution of what it returns."""
+    distribution: dict[Any, float] = {}
     scripts: list[list[int]] = [[]]
     while scripts:
         script = scripts.pop()
         chance = _Scripted(script)
         outcome = program(chance)
-        law[outcome] = law.get(outcome, 0.0) + chance.chance
+        distribution[outcome] = distribution.get(outcome, 0.0) + chance.chance
         taken = list(script)
         for branches in chance.open:
             scripts += [[*taken, other] for other in range(1, branches)]
             taken.append(0)
-    return law
+    return distribution
 
 
 def total_variation(one: dict[Any, float], other: dict[Any, float]) -> float:

@@ -8,7 +8,7 @@ Rows = Callable[[tuple[int, ...]], np.ndarray]
 """Scores of the next token after some new tokens; minus infinity where it cannot come."""
 
 
-def beam_sampling_law(
+def beam_sampling_distribution(
     rows: Rows,
     *,
     width: int,
@@ -18,7 +18,7 @@ def beam_sampling_law(
     stops: Callable[[tuple[int, ...]], bool] = lambda text: False,
     penalty: float = 1.0,
 ) -> dict[tuple[tuple[int, ...], ...], float]:
-    """Return the law of the finished texts, best first, of beam sampling that never stops early."""
+    """Return the distribution of the finished texts, best first, of beam sampling that never stops early."""
     count = max(2, 1 + len(ends)) * width if draws == "hf" else width
     states = {((((), 0.0),), ()): 1.0}
     """Running beams and finished texts, each with its score, to their chance."""
@@ -37,11 +37,11 @@ def beam_sampling_law(
                 state = (tuple(running), tuple(kept))
                 following[state] = following.get(state, 0.0) + chance * share
         states = following
-    law: dict[tuple[tuple[int, ...], ...], float] = {}
+    distribution: dict[tuple[tuple[int, ...], ...], float] = {}
     for (_, finished), chance in states.items():
         texts = tuple(text for text, _ in finished)
-        law[texts] = law.get(texts, 0.0) + chance
-    return law
+        distribution[texts] = distribution.get(texts, 0.0) + chance
+    return distribution
 
 
 def _drawings(options, count, independent):

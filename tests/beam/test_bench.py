@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from polydraft.bench.meters import EnergyMeter
+from polydraft.lab.bench.meters import EnergyMeter
 
 CPU = torch.device("cpu")
 METHODS = "ar beam:2 beam:2,draws=hf beam-search:2 beam-search:2,width=4,depth=2 dsbd:2,width=4,depth=2 " + (

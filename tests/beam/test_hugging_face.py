@@ -1,4 +1,4 @@
-"""Beam search is Hugging Face's, text by text and score by score, in every family; beam sampling has its law."""
+"""Beam search is Hugging Face's, text by text and score by score, in every family; beam sampling has its distribution."""
 
 import copy
 import random
@@ -11,14 +11,14 @@ import torch
 from covering import keeping
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import chi_square_p_value
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 
-from .reference import beam_sampling_law
+from .reference import beam_sampling_distribution
 
 FALSE_ALARM = 1e-4
 PADDING = 1
@@ -139,12 +139,14 @@ def truncated_rows(model, prompt, top_k, temperature):
     return rows
 
 
-def test_sampling_has_hugging_faces_law():
-    """Both are held against the law by exhaustion: theirs shows that it is the right one, ours that we follow it."""
+def test_sampling_has_hugging_faces_distribution():
+    """Both are held against the distribution by exhaustion: theirs shows that it is the right one, ours that we follow it."""
     prompt, beams, steps, samples = [5, 9, 40], 2, 2, 800
     target, _ = models("qwen3")
-    law = beam_sampling_law(truncated_rows(target.hf_model, prompt, 4, 1.3), width=beams, steps=steps, draws="hf", ends=())
-    texts = {text: place for place, text in enumerate(law)}
+    distribution = beam_sampling_distribution(
+        truncated_rows(target.hf_model, prompt, 4, 1.3), width=beams, steps=steps, draws="hf", ends=()
+    )
+    texts = {text: place for place, text in enumerate(distribution)}
     ids = torch.tensor([prompt] * samples)
     torch.manual_seed(0)
     output = target.hf_model.generate(
@@ -171,7 +173,7 @@ def test_sampling_has_hugging_faces_law():
         for seed in range(100)
     ]
     for found in (theirs, ours):
-        counts = np.zeros(len(law))
+        counts = np.zeros(len(distribution))
         for text in found:
             counts[texts[text]] += 1
-        assert chi_square_p_value(counts, np.array(list(law.values()))) > FALSE_ALARM
+        assert chi_square_p_value(counts, np.array(list(distribution.values()))) > FALSE_ALARM

@@ -1,4 +1,4 @@
-"""One layer of draft beams becomes beams of the target's law, exactly; every tempting mistake is caught."""
+"""One layer of draft beams becomes beams of the target's distribution, exactly; every tempting mistake is caught."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import pytest
 
 from polydraft.beam import BeamOptions
 from polydraft.beam import _layer as layer_module
-from polydraft.beam._layer import acceptance_chances, close_draws, count_law, dynamic_width, verify_layer
+from polydraft.beam._layer import acceptance_chances, close_draws, count_distribution, dynamic_width, verify_layer
 from polydraft.beam._node import Beam, Node
 
 from .enumeration import enumerate_outcomes, total_variation
@@ -17,8 +17,8 @@ TOLERANCE = 1e-9
 SCORES = (-3.0, -1.0, -4.0, -2.0)
 
 
-def laws(seed):
-    """Ordinary pairs of laws, and the awkward ones: equal, with zeros, without common support."""
+def distributions(seed):
+    """Ordinary pairs of distributions, and the awkward ones: equal, with zeros, without common support."""
     rng = np.random.default_rng(seed)
     target, draft = rng.dirichlet(np.ones(PAIRS)), rng.dirichlet(np.ones(PAIRS))
     if seed == 1:
@@ -34,13 +34,13 @@ def laws(seed):
 
 
 def wanted(target, width, distinct):
-    """The law of `width` draws in order, independent or without replacement."""
-    law = {}
+    """The distribution of `width` draws in order, independent or without replacement."""
+    distribution = {}
 
     def go(drawn, left, chance):
         total = left.sum()
         if len(drawn) == width or not total > 0:
-            law[drawn] = law.get(drawn, 0.0) + chance
+            distribution[drawn] = distribution.get(drawn, 0.0) + chance
             return
         for entry in np.flatnonzero(left):
             rest = left.copy()
@@ -49,7 +49,7 @@ def wanted(target, width, distinct):
             go((*drawn, int(entry)), rest, chance * left[entry] / total)
 
     go((), np.asarray(target, dtype=float), 1.0)
-    return law
+    return distribution
 
 
 def one_layer(target, draft, draft_width, width, distinct, verify=verify_layer, drawn_distinct=None):
@@ -63,8 +63,8 @@ def one_layer(target, draft, draft_width, width, distinct, verify=verify_layer, 
 @pytest.mark.parametrize("distinct", [False, True], ids=["iid", "distinct"])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("draft_width", "width"), [(3, 2), (2, 1), (3, 1), (3, 3), (1, 2)])
-def test_outputs_follow_the_targets_law(seed, draft_width, width, distinct):
-    target, draft = laws(seed)
+def test_outputs_follow_the_targets_distribution(seed, draft_width, width, distinct):
+    target, draft = distributions(seed)
     got = one_layer(target, draft, draft_width, width, distinct)
     assert total_variation(got, wanted(target, width, distinct)) < TOLERANCE
 
@@ -72,7 +72,7 @@ def test_outputs_follow_the_targets_law(seed, draft_width, width, distinct):
 # -- a second layer, whose draws below rejected parents are orphans --
 
 
-def second_layer(seed, distinct, orphans="dropped, law normed"):
+def second_layer(seed, distinct, orphans="dropped, distribution normed"):
     """Drafts over the children of two parents; the second parent was rejected."""
     rng = np.random.default_rng(seed)
     tokens, joint = 3, rng.dirichlet(np.ones(6))
@@ -88,7 +88,7 @@ def second_layer(seed, distinct, orphans="dropped, law normed"):
 
 @pytest.mark.parametrize("distinct", [False, True], ids=["iid", "distinct"])
 @pytest.mark.parametrize("seed", range(4))
-def test_orphans_are_left_out_and_the_law_is_normed(seed, distinct):
+def test_orphans_are_left_out_and_the_distribution_is_normed(seed, distinct):
     assert second_layer(seed, distinct) < TOLERANCE
 
 
@@ -126,13 +126,13 @@ def residual_subtracted_twice(monkeypatch):
 
 
 def draft_keeps_what_was_drawn(monkeypatch):
-    """Draws without replacement verified with the first law: the authors' code."""
+    """Draws without replacement verified with the first distribution: the authors' code."""
     without = layer_module._without
 
     def kept(probs, entry):
         return probs if probs[entry] == kept.draft[entry] else without(probs, entry)
 
-    kept.draft = laws(0)[1]
+    kept.draft = distributions(0)[1]
     monkeypatch.setattr(layer_module, "_without", kept)
 
 
@@ -149,7 +149,7 @@ MUTANTS = {
     "no norm of the residual": (residual_not_normed, (False, True)),
     "no residual": (residual_of_the_draft, (False, True)),
     "residual subtracted twice": (residual_subtracted_twice, (False, True)),
-    "draft law keeps what was drawn": (draft_keeps_what_was_drawn, (True,)),
+    "draft distribution keeps what was drawn": (draft_keeps_what_was_drawn, (True,)),
     "removed without norming": (removed_but_not_normed, (True,)),
 }
 
@@ -158,27 +158,27 @@ MUTANTS = {
     ("mutant", "distinct"), [(name, distinct) for name, (_, ways) in MUTANTS.items() for distinct in ways], ids=str
 )
 def test_mutants_are_caught(monkeypatch, mutant, distinct):
-    target, draft = laws(0)
+    target, draft = distributions(0)
     MUTANTS[mutant][0](monkeypatch)
     assert total_variation(one_layer(target, draft, 3, 2, distinct), wanted(target, 2, distinct)) > 1e-3
 
 
 @pytest.mark.parametrize("distinct", [False, True], ids=["iid", "distinct"])
 def test_the_printed_ratio_is_caught(distinct):
-    target, draft = laws(0)
+    target, draft = distributions(0)
     got = one_layer(target, draft, 3, 2, distinct, verify=upside_down)
     assert total_variation(got, wanted(target, 2, distinct)) > 1e-2
 
 
 @pytest.mark.parametrize("distinct", [False, True], ids=["iid", "distinct"])
 def test_drafts_drawn_the_other_way_are_caught(distinct):
-    target, draft = laws(0)
+    target, draft = distributions(0)
     got = one_layer(target, draft, 3, 2, distinct, drawn_distinct=not distinct)
     assert total_variation(got, wanted(target, 2, distinct)) > 1e-2
 
 
 def test_a_width_that_looks_at_its_own_drafts_is_caught():
-    target, draft = laws(0)
+    target, draft = distributions(0)
 
     def program(chance):
         drafts = chance.draw(draft, 3, distinct=False)
@@ -195,10 +195,10 @@ def test_a_width_that_looks_at_its_own_drafts_is_caught():
         outputs = verify_layer(target, draft, drafts, width, chance, distinct=False).outputs
         return tuple(outputs) if len(outputs) == 2 else None
 
-    law = enumerate_outcomes(pairs)
-    law.pop(None)
-    total = sum(law.values())
-    assert total_variation({key: value / total for key, value in law.items()}, wanted(target, 2, False)) > 1e-2
+    distribution = enumerate_outcomes(pairs)
+    distribution.pop(None)
+    total = sum(distribution.values())
+    assert total_variation({key: value / total for key, value in distribution.items()}, wanted(target, 2, False)) > 1e-2
 
 
 # -- the width --
@@ -206,28 +206,28 @@ def test_a_width_that_looks_at_its_own_drafts_is_caught():
 
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_the_recursion_counts_acceptances(seed):
-    target, draft = laws(seed)
+    target, draft = distributions(seed)
 
     def program(chance):
         drafts = chance.draw(draft, 3, distinct=False)
         return len(verify_layer(target, draft, drafts, 5, chance, distinct=False).drafts)
 
-    got, law = enumerate_outcomes(program), count_law(acceptance_chances(target, draft, 3))
-    assert law.sum() == pytest.approx(1, abs=1e-12)
-    assert total_variation(got, dict(enumerate(law))) < TOLERANCE
+    got, distribution = enumerate_outcomes(program), count_distribution(acceptance_chances(target, draft, 3))
+    assert distribution.sum() == pytest.approx(1, abs=1e-12)
+    assert total_variation(got, dict(enumerate(distribution))) < TOLERANCE
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.7, 0.9, 1.0])
 def test_the_width_is_the_largest_that_is_likely_enough(threshold):
-    target, draft = laws(0)
-    law = count_law(acceptance_chances(target, draft, 4))
+    target, draft = distributions(0)
+    distribution = count_distribution(acceptance_chances(target, draft, 4))
     width = dynamic_width(target, draft, 4, threshold=threshold, least=1)
-    likely = [sum(law[at_least:]) >= threshold - 1e-12 for at_least in range(5)]
+    likely = [sum(distribution[at_least:]) >= threshold - 1e-12 for at_least in range(5)]
     assert width == max(1, max(index for index, fits in enumerate(likely) if fits))
 
 
 def test_the_width_has_its_bounds():
-    target, draft = laws(3)
+    target, draft = distributions(3)
     assert dynamic_width(target, draft, 4, threshold=0.5, least=2) == 2
     assert dynamic_width(draft, draft, 4, threshold=1.0, least=2) == 4
     assert dynamic_width(target, draft, 0, threshold=0.5, least=3) == 3

@@ -9,10 +9,10 @@ from polydraft.beam import BeamDecoder, text_log_probs
 from polydraft.beam._node import Node
 from polydraft.beam._reader import HeadReader, ModelReader
 from polydraft.beam._slots import SlotTree
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.models import FAMILIES, HeadShape, TabularModel
-from polydraft.models.head_folder import new_head
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.trees import parse_tree

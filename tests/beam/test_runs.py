@@ -1,11 +1,11 @@
-"""Whole runs of beam sampling follow the law of beam sampling, with and without drafts."""
+"""Whole runs of beam sampling follow the distribution of beam sampling, with and without drafts."""
 
 import numpy as np
 import pytest
 import torch
 
 from covering import covering
-from polydraft.beam._law import Continuations
+from polydraft.beam._distribution import Continuations
 from polydraft.beam._layer import RandomChance
 from polydraft.beam._node import Beam, Node
 from polydraft.beam._sample import SampleRun, _Universe
@@ -16,7 +16,7 @@ from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 
 from .enumeration import enumerate_outcomes, total_variation
-from .reference import beam_sampling_law, table_rows
+from .reference import beam_sampling_distribution, table_rows
 from .test_layer import wanted
 
 PROMPT = [1, 0]
@@ -62,7 +62,7 @@ def enumerated(case, draws):
     kept = parts(target, draft, steps, ends, draws=draws, verification="layers", **options)
     got = enumerate_outcomes(lambda chance: finish(SampleRun(chance=chance, **kept)))
     rows = table_rows(target, PROMPT)
-    return got, beam_sampling_law(rows, width=options["beams"], steps=steps, draws=draws, ends=ends)
+    return got, beam_sampling_distribution(rows, width=options["beams"], steps=steps, draws=draws, ends=ends)
 
 
 # Two layers of distinct drafts are enumerated by default in test_stops.
@@ -75,7 +75,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("case", "draws"), RUNS)
-def test_the_law_of_whole_runs_by_enumeration(case, draws):
+def test_the_distribution_of_whole_runs_by_enumeration(case, draws):
     got, expected = enumerated(case, draws)
     assert sum(got.values()) == pytest.approx(1, abs=1e-9)
     assert total_variation(got, expected) < 1e-6  # the engine's log-softmax is in single precision
@@ -94,7 +94,7 @@ def deep_case(draws):
     """Three steps and two layers, so that second layers have orphans."""
     target, draft = pair(3, seed=5)
     kept = parts(target, draft, 3, draws=draws, verification="layers", beams=2, draft_width=4, draft_depth=2)
-    return kept, beam_sampling_law(table_rows(target, PROMPT), width=2, steps=3, draws=draws)
+    return kept, beam_sampling_distribution(table_rows(target, PROMPT), width=2, steps=3, draws=draws)
 
 
 @pytest.mark.slow
@@ -110,13 +110,13 @@ def test_many_runs_with_two_layers_of_drafts(draws):
 def test_many_coupled_runs(draws):
     target, draft = pair(5, seed=5)
     kept = parts(target, draft, 2, (4,), draws=draws, beams=2, draft_width=4, draft_depth=2)
-    expected = beam_sampling_law(table_rows(target, PROMPT), width=2, steps=2, draws=draws, ends=(4,))
+    expected = beam_sampling_distribution(table_rows(target, PROMPT), width=2, steps=2, draws=draws, ends=(4,))
     assert sampled_p_value(lambda generator: CoupledRun(generator=generator, **kept), expected, 4000) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("draws", [pytest.param("iid", marks=pytest.mark.slow), "distinct"])
-def test_orphans_whose_mass_stays_in_the_law_show_in_runs(monkeypatch, draws):
-    """The enumeration can fail: the draft's law is that of all its beams, not of the surviving ones."""
+def test_orphans_whose_mass_stays_in_the_distribution_show_in_runs(monkeypatch, draws):
+    """The enumeration can fail: the draft's distribution is that of all its beams, not of the surviving ones."""
     right = _Universe.spread_draft
     monkeypatch.setattr(_Universe, "spread_draft", lambda universe, probs_X: 0.6 * right(universe, probs_X))
     got, expected = enumerated("one beam, two layers", draws)
@@ -127,15 +127,15 @@ def test_shared_noise_draws_without_replacement():
     probs = np.array([0.5, 0.2, 0.2, 0.07, 0.03])
     rows, tokens = np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 0, 1])
     continuations = Continuations(rows, tokens, np.log(probs), np.log(probs), 2, 3)
-    law = wanted(probs, 2, True)
-    places = {pair: place for place, pair in enumerate(law)}
-    counts = np.zeros(len(law))
+    distribution = wanted(probs, 2, True)
+    places = {pair: place for place, pair in enumerate(distribution)}
+    counts = np.zeros(len(distribution))
     for seed in range(6000):
         root = Node(7)
         beams = [Beam(root.child(3), 0.0), Beam(root.child(4), 0.0)]
         noisy = SharedNoise(torch.Generator().manual_seed(seed)).perturbed(continuations, beams)
         counts[places[tuple(int(entry) for entry in np.argsort(-noisy)[:2])]] += 1
-    assert chi_square_p_value(counts, np.array(list(law.values()))) > FALSE_ALARM
+    assert chi_square_p_value(counts, np.array(list(distribution.values()))) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("draws", ["distinct", "hf"])
@@ -152,7 +152,7 @@ def test_cold_coupled_runs_find_what_search_finds(draws):
 
 
 # Where texts can gain by going on, a beam outside the forest always matters.
-LAWS = {
+DISTRIBUTIONS = {
     "plain": SamplingParams(),
     "cold": SamplingParams(temperature=0.7),
     "hot": SamplingParams(temperature=1.6),
@@ -177,9 +177,9 @@ def differing_seeds(draws, params):
     return differing, passes[False] / passes[True]
 
 
-@pytest.mark.parametrize(("draws", "name"), covering(["distinct", "hf"], LAWS))
+@pytest.mark.parametrize(("draws", "name"), covering(["distinct", "hf"], DISTRIBUTIONS))
 def test_coupled_runs_give_the_texts_of_runs_without_a_draft(draws, name):
-    differing, gain = differing_seeds(draws, LAWS[name])
+    differing, gain = differing_seeds(draws, DISTRIBUTIONS[name])
     assert not differing and gain > 1.05
 
 
@@ -196,12 +196,12 @@ def test_of_equal_totals_the_earlier_are_larger():
 
 
 def short_runs(seed):
-    """Return the texts of a run under top-k, and how many laws of the target each round brought to the host."""
+    """Return the texts of a run under top-k, and how many distributions of the target each round brought to the host."""
     target, draft = pair(64, seed=3)
     kept = parts(target, draft, 9, (11, 12), draws="distinct", beams=3, draft_width=6, draft_depth=3)
     run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept | {"params": SamplingParams(top_k=8)})
-    unpacked, calls, rounds = run.law.unpacked, [], []
-    run.law.unpacked = lambda *given: calls.append(1) or unpacked(*given)
+    unpacked, calls, rounds = run.distribution.unpacked, [], []
+    run.distribution.unpacked = lambda *given: calls.append(1) or unpacked(*given)
     while not run.done:
         calls.clear()
         run.step()
@@ -210,9 +210,9 @@ def short_runs(seed):
     return [one.node.tokens() for one in run.results()], rounds
 
 
-def test_laws_that_travel_together_are_the_same(monkeypatch):
+def test_distributions_that_travel_together_are_the_same(monkeypatch):
     apart = [short_runs(seed) for seed in range(4)]
-    monkeypatch.setattr(CoupledRun, "_laws_together", True)
+    monkeypatch.setattr(CoupledRun, "_distributions_together", True)
     together = [short_runs(seed) for seed in range(4)]
     assert [texts for texts, _ in together] == [texts for texts, _ in apart]
     assert max(max(rounds) for _, rounds in together) == 1 < max(max(rounds) for _, rounds in apart)
@@ -259,7 +259,7 @@ def test_widths_and_one_cache_keep_to_their_bounds(options, draws):
         assert len(going) > 1 and min(going) >= options.get("min_width", 1) and max(going) <= 5
 
 
-def test_a_law_with_less_support_than_beams():
+def test_a_distribution_with_less_support_than_beams():
     logits = torch.full((3, 3), -torch.inf, dtype=torch.float64)
     logits[:, 1] = 0.0
     model = TabularModel(logits)

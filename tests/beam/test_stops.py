@@ -1,4 +1,4 @@
-"""Stop strings end beams: Hugging Face's texts and scores, the same law and the same texts with and without drafts."""
+"""Stop strings end beams: Hugging Face's texts and scores, the same distribution and the same texts with and without drafts."""
 
 import random
 
@@ -14,7 +14,7 @@ from polydraft.beam._node import Node, Stops
 from polydraft.beam._run import BeamRun
 from polydraft.beam._sample import SampleRun
 from polydraft.beam._search import CoupledRun, SearchRun
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.text import TextAssembler
 from polydraft.models import FAMILIES
@@ -22,7 +22,7 @@ from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 
 from .enumeration import enumerate_outcomes, total_variation
-from .reference import beam_sampling_law, table_rows
+from .reference import beam_sampling_distribution, table_rows
 from .spelling import BREAK, spelled, spelling, token_of
 from .test_hugging_face import SETTINGS, assert_same, hugging_face, models
 from .test_runs import FALSE_ALARM, PROMPT, finish, pair, parts, sampled_p_value
@@ -171,7 +171,7 @@ def enumerated(case, draws):
     def stops(text):
         return any(string in "".join(words[token] for token in text) for string in strings)
 
-    return got, beam_sampling_law(table_rows(target, PROMPT), width=width, steps=steps, draws=draws, stops=stops)
+    return got, beam_sampling_distribution(table_rows(target, PROMPT), width=width, steps=steps, draws=draws, stops=stops)
 
 
 DRAFTED = [case for case in EXACT if case != "no draft"]
@@ -184,7 +184,7 @@ EVERY_RUN = [*RUNS, ("a string of two tokens", "hf"), ("no draft", "distinct")]
 
 
 @pytest.mark.parametrize(("case", "draws"), keeping(EVERY_RUN, *(run for run in EVERY_RUN if run not in LONG)))
-def test_the_law_of_whole_runs_by_enumeration(case, draws):
+def test_the_distribution_of_whole_runs_by_enumeration(case, draws):
     got, expected = enumerated(case, draws)
     assert sum(got.values()) == pytest.approx(1, abs=1e-9)
     assert total_variation(got, expected) < 1e-6
@@ -251,7 +251,7 @@ ALIKE = {
 # One of each kind of run.
 @pytest.mark.parametrize("case", keeping(ALIKE, "search", "coupled", "independent, dynamic width"))
 def test_a_string_that_is_one_token_ends_texts_as_that_token_does(case):
-    """Whatever holds of texts that end by a token, laws included, holds of stop strings: nothing else depends on the end."""
+    """Whatever holds of texts that end by a token holds of stop strings: nothing else depends on the end."""
     kind, options = ALIKE[case]
     target, draft = pair(12, seed=3, share=0.8)
     reasons = set()
@@ -272,7 +272,7 @@ def test_many_coupled_runs():
     target, draft = pair(5, seed=5)
     words, strings = ("a", "b", "ba", "c", "d"), ("ab", "d")
     kept = parts(target, draft, 2, draws="distinct", beams=2, draft_width=4, draft_depth=2)
-    expected = beam_sampling_law(
+    expected = beam_sampling_distribution(
         table_rows(target, PROMPT),
         width=2,
         steps=2,
@@ -316,7 +316,7 @@ def test_a_stop_string_that_tokens_tear():
 @pytest.mark.parametrize("mode", ["search", "sample"])
 @pytest.mark.parametrize("twins", [False, True], ids=["draft", "twins"])
 def test_a_processor_need_not_know_what_only_drafts_become(mode, twins):
-    # Beams that end alike lend each other laws, so forests hold texts that the list has not.
+    # Beams that end alike lend each other distributions, so forests hold texts that the list has not.
     generator = torch.Generator().manual_seed(4)
     for _ in range(4):
         texts = torch.randint(2, (12, 4), generator=generator).repeat(1, 4).tolist()

@@ -1,4 +1,4 @@
-"""Texts that end alike lend each other the target's law: fewer passes, and nothing else changes."""
+"""Texts that end alike lend each other the target's distribution: fewer passes, and nothing else changes."""
 
 from typing import ClassVar
 
@@ -9,19 +9,19 @@ import torch
 from covering import covering, keeping
 from polydraft.beam import BeamDecoder
 from polydraft.beam import _run as run_module
-from polydraft.beam._law import Continuations, LawMaker, averaged, nothing_foreseen
+from polydraft.beam._distribution import Continuations, DistributionMaker, averaged, nothing_foreseen
 from polydraft.beam._layer import RandomChance
 from polydraft.beam._node import Node, Twins
 from polydraft.beam._sample import SampleRun
 from polydraft.beam._search import CoupledRun, SearchRun
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 
 from .enumeration import enumerate_outcomes, total_variation
-from .reference import beam_sampling_law, table_rows
+from .reference import beam_sampling_distribution, table_rows
 from .test_runs import PROMPT, finish, parts
 from .test_stops import Words
 
@@ -52,7 +52,7 @@ def test_later_twins_take_the_place_of_earlier_ones_and_the_oldest_go(monkeypatc
     assert len(twins._latest) == 4 and first not in twins._latest.values()
 
 
-def test_an_average_is_one_of_the_rows_that_have_another_law():
+def test_an_average_is_one_of_the_rows_that_have_another_distribution():
     one = Continuations(np.array([0, 0, 1]), np.array([2, 5, 2]), np.log([0.5, 0.5, 1.0]), np.log([0.4, 0.6, 1.0]), 2, 8)
     other = Continuations(np.array([0, 0]), np.array([0, 5]), np.log([0.25, 0.75]), np.log([0.1, 0.9]), 1, 8)
     mean = averaged(one, other, [0])
@@ -60,7 +60,7 @@ def test_an_average_is_one_of_the_rows_that_have_another_law():
     assert np.exp(mean.scores_X) == pytest.approx([0.125, 0.25, 0.625, 1.0])
 
 
-def test_an_average_of_laws_that_foresee_nothing_foresees_nothing():
+def test_an_average_of_distributions_that_foresee_nothing_foresees_nothing():
     assert not len(averaged(nothing_foreseen(2, 8), nothing_foreseen(1, 8), [1]).tokens_X)
 
 
@@ -83,21 +83,21 @@ def counted(monkeypatch):
     return Counted
 
 
-WRONG_LAWS = {"stand in": dict(trusted=1, short=False), "hint": dict(trusted=9, short=True)}
+WRONG_DISTRIBUTIONS = {"stand in": dict(trusted=1, short=False), "hint": dict(trusted=9, short=True)}
 
 
-@pytest.mark.parametrize(("draws", "use", "twins"), covering(["iid", "distinct"], WRONG_LAWS, [False, True]))
-def test_whole_runs_keep_their_law_whatever_a_twin_says(monkeypatch, counted, use, draws, twins):
-    """By enumeration, with twins that share one token where the law looks at three."""
-    monkeypatch.setattr(run_module, "TRUSTED", WRONG_LAWS[use]["trusted"])
-    monkeypatch.setattr(LawMaker, "is_short", WRONG_LAWS[use]["short"])
+@pytest.mark.parametrize(("draws", "use", "twins"), covering(["iid", "distinct"], WRONG_DISTRIBUTIONS, [False, True]))
+def test_whole_runs_keep_their_distribution_whatever_a_twin_says(monkeypatch, counted, use, draws, twins):
+    """By enumeration, with twins that share one token where the distribution looks at three."""
+    monkeypatch.setattr(run_module, "TRUSTED", WRONG_DISTRIBUTIONS[use]["trusted"])
+    monkeypatch.setattr(DistributionMaker, "is_short", WRONG_DISTRIBUTIONS[use]["short"])
     vocabulary = 2 if draws == "iid" else 3  # distinct drafts must not be all there is
     target = TabularModel.random(vocabulary, 3, seed=0)
     draft = target.mixed_with(TabularModel.random(vocabulary, 3, seed=100), 0.5)
     kept = parts(target, draft, 3, draws=draws, verification="layers", beams=1, draft_width=2, draft_depth=1, twins=twins)
     got = enumerate_outcomes(lambda chance: finish(SampleRun(chance=chance, **kept)))
-    law = beam_sampling_law(table_rows(target, PROMPT), width=1, steps=3, draws=draws)
-    assert total_variation(got, law) < 1e-6
+    distribution = beam_sampling_distribution(table_rows(target, PROMPT), width=1, steps=3, draws=draws)
+    assert total_variation(got, distribution) < 1e-6
     assert counted.found
 
 
@@ -128,12 +128,12 @@ def test_twins_spare_passes_and_change_no_text(monkeypatch, counted, mode):
     assert sum(passes for _, passes in alone) < 0.9 * sum(passes for _, passes in plain)
 
 
-@pytest.mark.parametrize("seed", keeping(range(6), 1, 2, 3))  # both laws, none to two ends
+@pytest.mark.parametrize("seed", keeping(range(6), 1, 2, 3))  # both distributions, none to two ends
 def test_twins_alone_change_no_text_whatever_ends_and_bends_it(seed):
     """Penalties, biases, stop strings, several ends, short prompts: all with and without twins."""
     rng = np.random.default_rng(seed)
     target = TabularModel.random(12, 2, seed=seed, sharpness=3.0)
-    law = {"repetition_penalty": 1.2, "logit_bias": {3: 1.0}} if seed % 2 else {"top_k": 5, "temperature": 0.8}
+    distribution = {"repetition_penalty": 1.2, "logit_bias": {3: 1.0}} if seed % 2 else {"top_k": 5, "temperature": 0.8}
     prompt = [int(token) for token in rng.integers(0, 12, 1 + seed % 4)]
     results = []
     for twins in (False, True):
@@ -141,15 +141,15 @@ def test_twins_alone_change_no_text_whatever_ends_and_bends_it(seed):
             target, None, 16, (11, 10)[: seed % 3], beams=3, draft_width=6, draft_depth=2, draws="distinct", twins=twins
         )
         stops = Words(*"abcdefghijkl").stops("cd", "f")
-        kept |= {"params": SamplingParams(**law), "prompt": prompt, "stops": stops}
+        kept |= {"params": SamplingParams(**distribution), "prompt": prompt, "stops": stops}
         run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept)
         results.append(finish(run))
     assert results[0] == results[1]
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    """Laws, endings and assembled texts stay few however long the text is."""
-    monkeypatch.setattr(run_module, "_MOST_LAWS", 20)
+    """Distributions, endings and assembled texts stay few however long the text is."""
+    monkeypatch.setattr(run_module, "_MOST_DISTRIBUTIONS", 20)
     monkeypatch.setattr("polydraft.beam._node._MOST_ENDINGS", 50)
     target = TabularModel.random(12, 2, seed=5, sharpness=3.0)
     kept = parts(target, None, 60, (11,), beams=3, draft_width=6, draft_depth=2, draws="distinct", twins=True)
@@ -158,7 +158,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     while not run.done:
         run.step()
         assert len(run._twins._latest) <= 50
-        assert len(run._laws) <= 20 + 3 + 64  # those of the last pass come on top
+        assert len(run._distributions) <= 20 + 3 + 64  # those of the last pass come on top
         assert run.done or len(run.stops._assemblers) <= 3 + len(run.pool.best)
     assert run.length > 30
 

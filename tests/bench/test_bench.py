@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.bench._results import summarise
-from polydraft.bench._runner import Journal, Measurement, Runner
-from polydraft.bench.method import METHODS, Bench, Method, MethodSpec, Token
-from polydraft.bench.report.values import speedup, speedup_verdict
-from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.errors import UsageError
+from polydraft.lab.bench._results import summarise
+from polydraft.lab.bench._runner import Journal, Measurement, Runner
+from polydraft.lab.bench.method import METHODS, Bench, Method, MethodSpec, Token
+from polydraft.lab.bench.report.values import speedup, speedup_verdict
+from polydraft.lab.bench.session import BenchOptions, BenchSession
+from polydraft.lab.papers import PAPERS, Paper, Run
 from polydraft.models.inflated import SHAPES, BigShape
-from polydraft.papers import PAPERS, Paper, Run
 
 TEXTS = ["hello", "a tree", "why", "so"]
 PROMPTS = [{"id": f"p{number}", "category": "ab"[number % 2], "prompt": text} for number, text in enumerate(TEXTS)]

@@ -3,8 +3,8 @@ import json
 import pytest
 from sample_results import sample_results
 
-from polydraft.bench.diff import Verdict, compare, format_diff, load_results
 from polydraft.errors import UsageError
+from polydraft.lab.bench.diff import Verdict, compare, format_diff, load_results
 
 METHOD = "mcsd:4x2x2x1x1"
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from polydraft.bench import _peers, libllama
-from polydraft.bench.libllama import LlamaCpp, find_build, find_wheel
-from polydraft.bench.method import Bench, MethodSpec
 from polydraft.errors import FailureError, UsageError
+from polydraft.lab.bench import _peers, libllama
+from polydraft.lab.bench.libllama import LlamaCpp, find_build, find_wheel
+from polydraft.lab.bench.method import Bench, MethodSpec
 from polydraft.models.bundled import weights_file
 from polydraft.sampling import SamplingParams
 

@@ -11,13 +11,13 @@ from rich.console import Console
 from sample_results import sample_results
 from transformers import AutoTokenizer
 
-from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.cli.terminal import results_table
 from polydraft.errors import UsageError
+from polydraft.lab.bench.session import BenchOptions, BenchSession
+from polydraft.lab.papers import PAPERS
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import save_trie
-from polydraft.papers import PAPERS
 
 METHODS = [
     "ar",

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from polydraft.bench import _peers
-from polydraft.bench.method import Bench, MethodSpec
-from polydraft.bench.session import BenchOptions, BenchSession
 from polydraft.errors import UsageError
+from polydraft.lab.bench import _peers
+from polydraft.lab.bench.method import Bench, MethodSpec
+from polydraft.lab.bench.session import BenchOptions, BenchSession
 from polydraft.sampling import SamplingParams
 
 
@@ -93,8 +93,8 @@ class FakeLlama:
     def set_seed(self, seed: int) -> None:
         self.calls.append(("seed", seed))
 
-    def generate(self, tokens: list[int], **law: object) -> Iterator[int]:
-        self.calls.append(law)
+    def generate(self, tokens: list[int], **distribution: object) -> Iterator[int]:
+        self.calls.append(distribution)
         yield from tokens
         yield 99
         yield from [1] * 100
@@ -106,7 +106,7 @@ def llama_bench(temperature: float) -> Bench:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_llama_cpp_is_asked_for_the_plain_law(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+def test_llama_cpp_is_asked_for_the_plain_distribution(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     made: list[FakeLlama] = []
 
     def build(path: str, **options: object) -> FakeLlama:
@@ -120,11 +120,13 @@ def test_llama_cpp_is_asked_for_the_plain_law(monkeypatch: pytest.MonkeyPatch, t
     assert [token.target_pass for token in method.generate([5, 6, 7, 8, 9], 2**32 - 1)] == [0, 1, 2, 3], "ends at the limit"
     threads = torch.get_num_threads()
     assert made[0].options == {"n_ctx": 34, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
-    law = {
+    distribution = {
         "temp": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0,
         "frequency_penalty": 0.0, "presence_penalty": 0.0,
     }  # fmt: skip
-    assert made[0].calls == ["reset", ("seed", 3), law, "reset", ("seed", 0), law], "the highest seed would draw one"
+    assert made[0].calls == ["reset", ("seed", 3), distribution, "reset", ("seed", 0), distribution], (
+        "the highest seed would draw one"
+    )
     assert not method.comparable
 
 

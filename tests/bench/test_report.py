@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 import pytest
 from sample_results import TEXT, sample_results
 
-from polydraft.bench.report import render, write_report
-from polydraft.bench.report._charts import levels_of, rows_of
-from polydraft.svg import Scale
+from polydraft.lab.bench.report import render, write_report
+from polydraft.lab.bench.report._charts import levels_of, rows_of
+from polydraft.lab.svg import Scale
 
 EVIL = "</script><script>alert('x')</script><b>&\"'\x00"
 VOID = {"meta", "link", "input", "br", "img"}

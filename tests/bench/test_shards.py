@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.bench._runner import Journal, Measurement
-from polydraft.bench.shards import Shard, merge_shards
 from polydraft.errors import UsageError
-from polydraft.papers import PAPERS, Comparison, Paper, Results, Run
-from polydraft.papers._charts import Drawing
+from polydraft.lab.bench._runner import Journal, Measurement
+from polydraft.lab.bench.shards import Shard, merge_shards
+from polydraft.lab.papers import PAPERS, Comparison, Paper, Results, Run
+from polydraft.lab.papers._charts import Drawing
 
 METHODS = ("ar", "sd:2", "mcsd:2x1")
 

@@ -3,8 +3,7 @@
 import numpy as np
 import torch
 
-from polydraft.schemes import RejectionWithReplacement, Scheme
-from polydraft.walks import NodeWalk
+from polydraft.verify import NodeWalk, RejectionWithReplacement, Scheme
 
 
 class Own(RejectionWithReplacement):
@@ -27,27 +26,27 @@ class Neither:
 
 
 class NegativeDrawing(RejectionWithReplacement):
-    """A drawing that is no law."""
+    """A drawing that is no distribution."""
 
-    def child_law(self, draft_probs_RV, earlier_RJ, count):
-        return super().child_law(draft_probs_RV, earlier_RJ, count) - 0.5
+    def child_distribution(self, draft_probs_RV, earlier_RJ, count):
+        return super().child_distribution(draft_probs_RV, earlier_RJ, count) - 0.5
 
 
 class WrongDtype(RejectionWithReplacement):
-    """A law in too few digits."""
+    """A distribution in too few digits."""
 
-    def law(self, target_probs_RV, draft_probs_RV, children_RK):
-        return super().law(target_probs_RV, draft_probs_RV, children_RK).float()
+    def distribution(self, target_probs_RV, draft_probs_RV, children_RK):
+        return super().distribution(target_probs_RV, draft_probs_RV, children_RK).float()
 
 
 class VerifiesOtherwise(RejectionWithReplacement):
-    """A right law, and a verification that does not follow it."""
+    """A right distribution, and a verification that does not follow it."""
 
     def verify(self, target_probs_RV, draft_probs_RV, children_RK, uniforms_RU):
         return target_probs_RV.argmax(-1)
 
 
-class ChangesLaws(RejectionWithReplacement):
+class ChangesDistributions(RejectionWithReplacement):
     """Right, but it works in the caller's tensors."""
 
     def verify(self, target_probs_RV, draft_probs_RV, children_RK, uniforms_RU):
@@ -60,23 +59,23 @@ assert issubclass(Own, Scheme)
 
 
 def right(target_probs, draft_probs, children):
-    law, undecided = torch.zeros_like(target_probs), 1.0
+    distribution, undecided = torch.zeros_like(target_probs), 1.0
     for child in children:
         accept = min(1.0, float(target_probs[child] / draft_probs[child]))
-        law[child] += undecided * accept
+        distribution[child] += undecided * accept
         undecided *= 1 - accept
         residual = (target_probs - draft_probs).clamp(min=0)
         target_probs = residual / residual.sum() if residual.sum() > 0 else target_probs
-    return law + undecided * target_probs
+    return distribution + undecided * target_probs
 
 
 def without_residual(target_probs, draft_probs, children):
-    law, undecided = torch.zeros_like(target_probs), 1.0
+    distribution, undecided = torch.zeros_like(target_probs), 1.0
     for child in children:
         accept = min(1.0, float(target_probs[child] / draft_probs[child]))
-        law[child] += undecided * accept
+        distribution[child] += undecided * accept
         undecided *= 1 - accept
-    return law + undecided * target_probs
+    return distribution + undecided * target_probs
 
 
 def verify(target_probs, draft_probs, children, rng):
@@ -105,9 +104,9 @@ def top(target_probs, draft_probs, children):
 
 
 def negative(target_probs, draft_probs, children):
-    law = torch.full_like(target_probs, -1.0)
-    law[0] = len(law)
-    return law
+    distribution = torch.full_like(target_probs, -1.0)
+    distribution[0] = len(distribution)
+    return distribution
 
 
 def not_a_number(target_probs, draft_probs, children):

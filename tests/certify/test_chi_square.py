@@ -23,12 +23,12 @@ def test_what_is_detected_agrees_with_the_table(freedom: int, samples: int, dist
 
 
 def test_what_is_said_to_be_detected_is_detected() -> None:
-    law = np.array([0.15, 0.05, 0.24, 0.56])
+    distribution = np.array([0.15, 0.05, 0.24, 0.56])
     distance = detectable_distance(2_000, 3, 1e-4)
     random, refused = np.random.default_rng(0), 0
-    for _ in range(400):  # an error in proportion to the law, which is the hardest to see
+    for _ in range(400):  # an error in proportion to the distribution, which is the hardest to see
         shift = distance * np.array([0.15 / 0.2, 0.05 / 0.2, -0.24 / 0.8, -0.56 / 0.8])
-        refused += chi_square_p_value(random.multinomial(2_000, law + shift), law) < 1e-4
+        refused += chi_square_p_value(random.multinomial(2_000, distribution + shift), distribution) < 1e-4
     assert refused >= 385
 
 

@@ -23,7 +23,7 @@ def test_the_certificate_says_what_was_tried_and_what_could_escape(invoke, monke
     for check in ("enumeration", "draws", "fixture", "joint", "support", "texts", "greedy", "power"):
         assert f"passed  {check:<11}  " in out
     for words in (
-        "pairs of laws",
+        "pairs of distributions",
         "(limit 1e-09)",
         "False alarms: ",
         "Bonferroni",

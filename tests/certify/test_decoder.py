@@ -14,9 +14,9 @@ from polydraft.errors import UsageError
 from polydraft.models import TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.trees import DraftTree
-from polydraft.walks import Verdict
-from polydraft.walks.node import follow_tokens
-from polydraft.walks.walk import TreeLaws
+from polydraft.verify import Verdict
+from polydraft.verify.node import follow_tokens
+from polydraft.verify.walk import TreeDistributions
 
 PROMPT = [5, 6, 7]
 TWIN = 255
@@ -62,10 +62,10 @@ def test_a_decoder_is_certified(invoke, tiny: str, prompt_file: str, options: li
 
 
 def test_a_lossy_decoder_is_refused(invoke, tiny: str, prompt_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_child(draft: DraftTree, laws: TreeLaws) -> Verdict:
+    def first_child(draft: DraftTree, distributions: TreeDistributions) -> Verdict:
         return follow_tokens(draft, draft.all_children()[..., 0].clamp(min=0))
 
-    monkeypatch.setattr("polydraft.walks.node.greedy_verdict", first_child)
+    monkeypatch.setattr("polydraft.verify.node.greedy_verdict", first_child)
     arguments = ("certify", "decoder", "--target", tiny, "--draft", "early-exit:1", "--tree", "2", "--prompts", prompt_file)
     code, out, err = invoke(*arguments, *SMALL)
     assert code == 1 and "NOT CERTIFIED" in out and "counter-example" in out and "gap of their logits" in out

@@ -12,9 +12,8 @@ from polydraft.certify._kit import check_subject, power_check
 from polydraft.certify.chi_square import FALSE_ALARM
 from polydraft.certify.enumeration import TOLERANCE, enumeration_error, round_cases
 from polydraft.certify.mutants import STRUCTURAL, SUBTLE, WRONG_WALKS, DistinctTestedAsIndependent, Rejection
-from polydraft.schemes import SCHEMES, RejectionWithoutReplacement, Scheme
-from polydraft.schemes.arrays import normalised
-from polydraft.walks import WALKS, NodeWalk
+from polydraft.verify import SCHEMES, WALKS, NodeWalk, RejectionWithoutReplacement, Scheme
+from polydraft.verify.arrays import normalised
 
 from .conftest import LEAST, TINY
 
@@ -46,7 +45,7 @@ def test_a_walk_is_found_with_a_scheme_of_several_children(walk: str) -> None:
     assert subject.walk.name == walk and subject.walk.fits(subject.scheme) and subject.scheme.max_children != 1
 
 
-def emitted_law(scheme: Scheme, target: list[float], draft: list[float], drafts: int) -> list[float]:
+def emitted_distribution(scheme: Scheme, target: list[float], draft: list[float], drafts: int) -> list[float]:
     """Sum over drawings, one after the other, in plain Python."""
     target_1V, draft_1V = torch.tensor([target], dtype=torch.float64), torch.tensor([draft], dtype=torch.float64)
     total = [0.0] * len(target)
@@ -54,14 +53,14 @@ def emitted_law(scheme: Scheme, target: list[float], draft: list[float], drafts:
     def descend(children: list[int], chance: float) -> None:
         children_1K = torch.tensor([children], dtype=torch.long).reshape(1, -1)
         if len(children) == drafts:
-            for token, share in enumerate(scheme.law(target_1V, draft_1V, children_1K)[0].tolist()):
+            for token, share in enumerate(scheme.distribution(target_1V, draft_1V, children_1K)[0].tolist()):
                 total[token] += chance * share
             return
-        law = scheme.child_law(draft_1V, children_1K, drafts)[0].tolist()
-        for child, share in enumerate(law):
+        distribution = scheme.child_distribution(draft_1V, children_1K, drafts)[0].tolist()
+        for child, share in enumerate(distribution):
             if share:
                 descend([*children, child], chance * share)
-        if not any(law):
+        if not any(distribution):
             descend([*children, -1], chance)
 
     descend([], 1.0)
@@ -85,9 +84,9 @@ def test_wrong_rules_are_refused_with_a_counter_example_that_is_one(
     example = failed["counter_example"]
     assert failed["name"] == "enumeration" and failed["worst"] > failed["threshold"]
     target, draft, drafts = example["target_probs"], example["draft_probs"], example["drafts"]
-    law = emitted_law(mutant(), target, draft, drafts)
-    assert law == pytest.approx(example["law"]) and example["expected"] == pytest.approx(target)
-    assert max(abs(one - other) for one, other in zip(law, target, strict=True)) > 1e-6
+    distribution = emitted_distribution(mutant(), target, draft, drafts)
+    assert distribution == pytest.approx(example["distribution"]) and example["expected"] == pytest.approx(target)
+    assert max(abs(one - other) for one, other in zip(distribution, target, strict=True)) > 1e-6
     assert len(target) <= 4 and drafts <= 3
     assert sum(drawing["chance"] for drawing in example["drawings"]) == pytest.approx(1)
     assert all(len(str(round(value, 12))) <= 6 for value in (*target, *draft)), "round numbers"
@@ -104,9 +103,11 @@ def test_the_smallest_counter_example_comes_first() -> None:
 
 def test_a_counter_example_without_round_neighbours_is_rounded() -> None:
     class WrongWhereTheDraftHasALittle(Rejection):  # no multiple of 1/20 is so little
-        def law(self, target_probs_RV, draft_probs_RV, children_RK):
+        def distribution(self, target_probs_RV, draft_probs_RV, children_RK):
             little_R1 = ((draft_probs_RV > 1e-3) & (draft_probs_RV < 0.049)).any(-1, keepdim=True)
-            return torch.where(little_R1, normalised(draft_probs_RV), super().law(target_probs_RV, draft_probs_RV, children_RK))
+            return torch.where(
+                little_R1, normalised(draft_probs_RV), super().distribution(target_probs_RV, draft_probs_RV, children_RK)
+            )
 
     checks = check_subject(Subject("wrong", WrongWhereTheDraftHasALittle(), NodeWalk()), TINY)
     example = next(check.counter_example for check in checks if not check.passed)

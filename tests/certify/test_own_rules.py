@@ -24,7 +24,7 @@ FORMS = [
 ]
 
 
-# By default functions of one kind of arrays, laws and tokens; wrong ones, below, have the other kind.
+# By default functions of one kind of arrays, distributions and tokens; wrong ones, below, have the other kind.
 @pytest.mark.parametrize(
     ("name", "draws", "arrays"), some_slow(FORMS, [form for form in FORMS if form[1] and form[2] == "torch"])
 )
@@ -34,8 +34,8 @@ def test_right_rules_of_every_form_are_certified(rules: str, name: str, draws: s
     assert certificate.certified, certificate.text()
     assert subject.kind in certificate.text()
     names = [check.name for check in certificate.checks]
-    assert ("enumeration" in names) == subject.has_law == (not name.startswith("verify"))
-    assert ("epsilon" in certificate.text()) == (not subject.has_law)
+    assert ("enumeration" in names) == subject.has_distribution == (not name.startswith("verify"))
+    assert ("epsilon" in certificate.text()) == (not subject.has_distribution)
 
 
 def test_the_same_rule_is_wrong_for_other_drawings(rules: str) -> None:
@@ -44,7 +44,7 @@ def test_the_same_rule_is_wrong_for_other_drawings(rules: str) -> None:
 
 
 WRONG = {
-    "without_residual": ("enumeration", "does not follow the target's law"),
+    "without_residual": ("enumeration", "does not follow the target's distribution"),
     "verify_without_residual": ("cases", "sampled tokens"),
     "negative": ("enumeration", "is negative"),
     "not_a_number": ("enumeration", "is not a number"),
@@ -54,10 +54,10 @@ WRONG = {
     "raises": ("enumeration", "raised RuntimeError: out of order"),
     "no_token": ("cases", "returned 0.5, allowed: a token"),
     "far_token": ("cases", "returned token 2, allowed: 0 to 1"),
-    "NegativeDrawing": ("enumeration", "child_law is negative"),
-    "WrongDtype": ("enumeration", "law is torch.float32"),
+    "NegativeDrawing": ("enumeration", "child_distribution is negative"),
+    "WrongDtype": ("enumeration", "distribution is torch.float32"),
     "VerifiesOtherwise": ("fixture", "sampled tokens"),
-    "ChangesLaws": ("support", "changed in place"),
+    "ChangesDistributions": ("support", "changed in place"),
 }
 
 
@@ -81,7 +81,7 @@ def test_a_sampled_counter_example_is_one(rules: str) -> None:
     (first, second), draft = example.target_probs, example.draft_probs
     accepted = [min(target, share) for target, share in zip(example.target_probs, draft, strict=True)]
     expected = [share + (1 - sum(accepted)) * target for share, target in zip(accepted, (first, second), strict=True)]
-    assert example.law == pytest.approx(expected, abs=0.05) and example.distance is not None and example.distance > 0.1
+    assert example.distribution == pytest.approx(expected, abs=0.05) and example.distance is not None and example.distance > 0.1
 
 
 USAGE = {
@@ -95,7 +95,7 @@ USAGE = {
     "unknown arrays": (["naive", "--arrays", "jax"], "unknown arrays 'jax'; allowed: numpy, torch"),
     "draws of all": (["--all", "--draws", "top"], "leave it out with --all"),
     "arrays of all": (["--all", "--arrays", "lists"], "--arrays lists works only with your own function"),
-    "missing module": (["no_such_module:law"], "cannot import module 'no_such_module'"),
+    "missing module": (["no_such_module:distribution"], "cannot import module 'no_such_module'"),
     "half a name": (["module:"], "does not name a rule"),
     "threads": (["naive", "--threads", "0"], "--threads 0"),
 }
@@ -134,5 +134,5 @@ def test_other_arrays_are_refused(rules: str) -> None:
 
 def test_a_module_that_does_not_import_is_named(invoke, rules: str, tmp_path) -> None:
     (tmp_path / "broken_rules_module.py").write_text("1 / 0\n")
-    code, _, err = invoke("certify", "broken_rules_module:law")
+    code, _, err = invoke("certify", "broken_rules_module:distribution")
     assert code == 2 and "ZeroDivisionError: division by zero" in err and err.count("\n") == 1

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from polydraft.backends.native import kernels
 from polydraft.cli.comparison import break_even_line
 from polydraft.engine import Decoder, Stats
-from polydraft.native import kernels
 
 SAME = ("target", "tokenizer", "eos_token_ids", "walk", "graphs", "compiled", "ahead")
 SETTINGS = ("--compiled", "--no-graphs", "--max-new-tokens", "6", "--compare")
@@ -50,7 +50,7 @@ def test_arms_differ_in_their_drafts_alone(invoke, tiny: str, arms: list[Decoder
 def test_a_drafting_arm_keeps_its_decision_model(arms: list[Decoder], tiny: str) -> None:
     from polydraft import load
     from polydraft.cli.comparison import drafting_always
-    from polydraft.decision import Decision
+    from polydraft.draft.decision import Decision
 
     class Endless(Decision):
         def goes_on(self, features_BGF, logits_BGV):

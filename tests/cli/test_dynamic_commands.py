@@ -58,7 +58,7 @@ def test_a_comparison_shows_what_drafting_would_cost_where_a_tree_rests(
 
 
 def test_dynamic_trees_generate_the_same_text(invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.drafters.costs._DISTURBED", math.inf)
+    monkeypatch.setattr("polydraft.draft.costs._DISTURBED", math.inf)
     options = ("generate", "hello", "--target", tiny, "--draft", "early-exit:1", "--json", "--max-new-tokens", "20")
     code, plain, _ = invoke(*options, "--tree", "2x1")
     assert code == 0

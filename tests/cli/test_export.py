@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from polydraft.models import HeadShape
-from polydraft.models.head_folder import new_head, save_head, tokenizer_fingerprint
+from polydraft.models.heads.head_folder import new_head, save_head, tokenizer_fingerprint
 from polydraft.models.loading import load_model
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polydraft.decision import DecisionKind, DecisionModel, DecisionShape, load_decision, save_decision
+from polydraft.draft.decision import DecisionKind, DecisionModel, DecisionShape, load_decision, save_decision
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import HeadShape
-from polydraft.models.head_folder import load_head, new_head, save_head, tokenizer_fingerprint
+from polydraft.models.heads.head_folder import load_head, new_head, save_head, tokenizer_fingerprint
 from polydraft.models.loading import Loaded, load_model
 
 Change = Callable[[Path], object]

@@ -3,10 +3,10 @@ import json
 import pytest
 import torch
 
-from polydraft.drafters import DRAFTERS
+from polydraft.draft import DRAFTERS
 from polydraft.loading import GPU_TREE, SMALL_GPU_TREE
 from polydraft.models import FAMILIES
-from polydraft.schemes import SCHEMES
+from polydraft.verify import SCHEMES
 
 
 def test_info_lists_everything_that_can_be_chosen(invoke) -> None:

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import click
 import pytest
 
-from polydraft.bench._runner import Journal
 from polydraft.cli.main import run
 from polydraft.errors import FailureError
+from polydraft.lab.bench._runner import Journal
 
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no full device")
 SMALL = ("--draft", "none", "--max-new-tokens", "4")

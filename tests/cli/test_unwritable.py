@@ -108,7 +108,7 @@ def test_a_decision_model_that_cannot_be_written_is_no_traceback(
     def full(*given, **named) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("polydraft.decision.save_file", full)
+    monkeypatch.setattr("polydraft.draft.decision.save_file", full)
     code, printed, err = invoke(*commands["decision"], "--out", str(tmp_path / "out"))
     last = err.strip().splitlines()[-1]
     assert (code, printed) == (1, "") and "cannot write the decision model" in last and "No space left" in last
@@ -119,9 +119,9 @@ def test_measured_costs_that_cannot_be_kept_stop_nothing(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr("polydraft.drafters.costs._tables", {})
-    monkeypatch.setattr("polydraft.drafters.costs._SECONDS", 0.0)
-    monkeypatch.setattr("polydraft.drafters.costs._DISTURBED", float("inf"))  # a busy machine's costs are not kept anyway
+    monkeypatch.setattr("polydraft.draft.costs._tables", {})
+    monkeypatch.setattr("polydraft.draft.costs._SECONDS", 0.0)
+    monkeypatch.setattr("polydraft.draft.costs._DISTURBED", float("inf"))  # a busy machine's costs are not kept anyway
     options = ("--target", tiny, "--max-new-tokens", "8", "--json")
     code, out, _ = invoke("generate", "hello", *options, "--draft", "early-exit:1", "--tree", "dynamic:8")
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

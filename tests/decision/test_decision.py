@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from polydraft.certify.reference import echo_pair
-from polydraft.decision import (
+from polydraft.draft.decision import (
     DecisionKind,
     DecisionModel,
     DecisionShape,
     check_threshold,
+    distribution_inputs,
     draft_fingerprint,
-    law_inputs,
     load_decision,
     save_decision,
 )
@@ -24,7 +24,7 @@ from polydraft.train.decision_training import TOP, Traces, collect, fit, quality
 TARGET, DRAFT = echo_pair().target, echo_pair().draft
 
 
-def model(kind: DecisionKind = DecisionKind.LAW, inputs: int = TOP + 1) -> DecisionModel:
+def model(kind: DecisionKind = DecisionKind.DISTRIBUTION, inputs: int = TOP + 1) -> DecisionModel:
     torch.manual_seed(0)
     return DecisionModel(DecisionShape(kind=kind, inputs=inputs, width=8)).requires_grad_(False)
 
@@ -34,17 +34,17 @@ def traces(count: int) -> Traces:
     return collect(settings, TARGET, DRAFT, [[3, 4], list(echo_pair().prompt)])
 
 
-def test_a_law_is_seen_by_its_largest_probabilities_and_its_entropy() -> None:
+def test_a_distribution_is_seen_by_its_largest_probabilities_and_its_entropy() -> None:
     logits_RV = torch.tensor([[0.0, 0.0, 0.0, 0.0], [5.0, -torch.inf, -torch.inf, -torch.inf]])
-    inputs_RF = law_inputs(logits_RV, 3)
+    inputs_RF = distribution_inputs(logits_RV, 3)
     torch.testing.assert_close(
         inputs_RF[0], torch.tensor([0.25, 0.25, 0.25, 4.0]).where(torch.arange(4) < 3, torch.tensor(4.0).log())
     )
     assert inputs_RF[1].tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert law_inputs(logits_RV, 6).shape == (2, 7), "a small vocabulary is filled up"
+    assert distribution_inputs(logits_RV, 6).shape == (2, 7), "a small vocabulary is filled up"
 
 
-@pytest.mark.parametrize(("kind", "layers"), [(DecisionKind.HIDDEN, 3), (DecisionKind.LAW, 2)])
+@pytest.mark.parametrize(("kind", "layers"), [(DecisionKind.HIDDEN, 3), (DecisionKind.DISTRIBUTION, 2)])
 def test_layers_are_the_papers(kind: DecisionKind, layers: int) -> None:
     assert sum(isinstance(layer, torch.nn.Linear) for layer in model(kind).mlp) == layers
 
@@ -105,7 +105,7 @@ def test_traces_say_what_verification_did() -> None:
     assert between_R.sum() > 200 and abs(float(gap)) < 4 * 0.5 / float(between_R.sum()) ** 0.5
 
 
-@pytest.mark.parametrize("kind", [DecisionKind.LAW, pytest.param(DecisionKind.HIDDEN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [DecisionKind.DISTRIBUTION, pytest.param(DecisionKind.HIDDEN, marks=pytest.mark.slow)])
 def test_models_learn_which_tokens_are_accepted(kind: DecisionKind) -> None:
     settings = DecisionSettings(kind=kind, steps=300, learning_rate=3e-3, width=32)
     _, quality = fit(settings, traces(8_000), torch.device("cpu"))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import interpreted
-from polydraft import kernels
-from polydraft.drafters import TreeDrafter
+from polydraft.backends import triton as kernels
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, compiling
 from polydraft.models import FAMILIES
 from polydraft.models._bodies import lean_body
@@ -33,8 +33,8 @@ LAYERS = {"add_norm", "rotate_store", "gate", "attend"}
 def new_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Let this machine pass for a GPU that has not met our kernels."""
     monkeypatch.setattr(kernels, "are_new", lambda device: True)
-    monkeypatch.setattr("polydraft.drafters.dynamic_builder._RECORDED", ("cpu",))
-    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
+    monkeypatch.setattr("polydraft.draft.dynamic_builder._CAPTURED", ("cpu",))
+    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
     caplog.set_level(logging.DEBUG, "polydraft")
     return caplog
 
@@ -55,7 +55,7 @@ def texts(model: Any, shape: str, temperature: float) -> list[list[int]]:
 def test_no_text_depends_on_them(
     shape: str,
     temperature: float,
-    recorders: list[StandIn],
+    caches: list[StandIn],
     new_gpu: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -71,12 +71,12 @@ def test_no_text_depends_on_them(
     found = texts(model, shape, temperature)
     assert done == {"_pass_through_target": 1, "_draw_and_verify": 1}, [record.getMessage() for record in new_gpu.records]
     monkeypatch.setattr(kernels, "are_new", lambda device: False)
-    assert texts(model, shape, temperature) == found and recorders
+    assert texts(model, shape, temperature) == found and caches
     assert sum(done.values()) == 2
 
 
 def test_what_fails_ahead_of_time_is_left_to_the_round(
-    recorders: list[StandIn], new_gpu: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caches: list[StandIn], new_gpu: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*given: object) -> None:
         raise torch.OutOfMemoryError("no room")
@@ -98,14 +98,14 @@ def test_they_launch_what_rounds_do(
     shape: str,
     temperature: float,
     expected: set[str],
-    recorders: list[StandIn],
+    caches: list[StandIn],
     new_gpu: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from polydraft.drafters import _growth_kernels
-    from polydraft.models import _kernels as layers
-    from polydraft.schemes import _kernels as drawing
-    from polydraft.walks import _follow_kernels, _kernels
+    from polydraft.backends.triton import draw_kernels as drawing
+    from polydraft.backends.triton import growth_kernels as _growth_kernels
+    from polydraft.backends.triton import layer_kernels as layers
+    from polydraft.verify import _follow_kernels, _kernels
 
     seen: dict[str, set[str]] = {"ahead": set(), "round": set()}
     turns = ["round"]

@@ -12,12 +12,12 @@ import torch
 
 import interpreted
 from exactness.setups import GRAM_PROMPT, RAGGED_PROMPTS, make_decoder
-from polydraft.drafters import DRAFTERS
+from polydraft.draft import DRAFTERS
 from polydraft.engine import Decoder
 from polydraft.engine.outcome import NO_TOKEN, Outcome, RowOutcome, conclude
 from polydraft.sampling import SamplingParams
-from polydraft.walks.node import follow_tokens
-from walks.follow_cases import emitted, random_tree, torch_alone, trees
+from polydraft.verify.node import follow_tokens
+from verify.follow_cases import emitted, random_tree, torch_alone, trees
 
 INTERPRETED = interpreted.turn_on()
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU")
@@ -46,7 +46,7 @@ def different_outcomes(device: str = "cpu") -> int:
 
 @needs_interpreter
 def test_the_kernel_tells_what_torchs_operations_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.kernels._INTERPRETED", True)
+    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
     assert different_outcomes() == 0
 
 
@@ -84,8 +84,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from triton.runtime import interpreter
 
     names, launch = list[str](), interpreter.InterpretedFunction.__getitem__
-    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
-    monkeypatch.setattr("polydraft.kernels._INTERPRETED", True)
+    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
+    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
 
     def listed(kernel: Any, grid: Any) -> Callable[..., Any]:
         if kernel.fn.__module__.endswith(("_follow_kernels", "_outcome_kernels")):

@@ -1,4 +1,4 @@
-"""What a warm-up reads: every kind of recorded pass over prompts comes twice, behind other text and at the beginning."""
+"""What a warm-up reads: every kind of captured pass over prompts comes twice, behind other text and at the beginning."""
 
 from collections import Counter
 
@@ -35,5 +35,5 @@ def test_passes_that_cannot_come_are_not_rehearsed(longest: int, chunk: int, slo
         assert count <= slots and size is not None and count * size <= chunk and size + 8 * behind < longest
 
 
-def test_nothing_is_rehearsed_where_nothing_is_recorded() -> None:
+def test_nothing_is_rehearsed_where_nothing_is_captured() -> None:
     assert groups_to_read(2048, 512, 16, 50_000, torch.device("cpu")) == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polydraft import BeamDecoder, SamplingParams
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.tabular import TabularModel
@@ -108,15 +108,15 @@ def test_each_prompt_may_have_a_seed_of_its_own(call: str) -> None:
     assert "3 seeds for 2 prompts" in refusal(call, [[1, 2], [1, 2]], seed=[1, 2, 3])
 
 
-def laws_of(call: str) -> list[float]:
+def distributions_of(call: str) -> list[float]:
     return [1.0] if call == "beam sampling" else [0.0] if call == "beam search" else [0.0, 1.0]
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_banning_every_token_is_not_the_targets_fault(call: str) -> None:
-    for temperature in laws_of(call):
-        law = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(SIZE), -math.inf))
-        assert "logit_bias bans all 5 tokens" in refusal(call, [1, 2], sampling=law)
+    for temperature in distributions_of(call):
+        distribution = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(SIZE), -math.inf))
+        assert "logit_bias bans all 5 tokens" in refusal(call, [1, 2], sampling=distribution)
 
 
 def ban_all_after_two(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -126,18 +126,18 @@ def ban_all_after_two(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Te
 @pytest.mark.parametrize("spoil", [ban_all_after_two, lambda input_ids, scores: scores * math.nan], ids=["ban", "nan"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_processor_that_leaves_nothing_is_named(call: str, spoil) -> None:
-    for temperature in laws_of(call):
-        law = SamplingParams(temperature=temperature, processors=(spoil,))
+    for temperature in distributions_of(call):
+        distribution = SamplingParams(temperature=temperature, processors=(spoil,))
         with pytest.raises(FailureError, match=f"logits processor '{spoil.__name__}' left no") as caught:
-            CALLS[call]([1, 2], max_new_tokens=6, sampling=law, seed=1)
+            CALLS[call]([1, 2], max_new_tokens=6, sampling=distribution, seed=1)
         assert "float32" not in str(caught.value)
 
 
 def test_logits_of_the_target_are_still_blamed_on_the_target() -> None:
     broken = TabularModel(torch.full((SIZE, SIZE), math.nan))
-    for law in (SamplingParams(), SamplingParams(temperature=0, processors=(ban_all_after_two,))):
+    for distribution in (SamplingParams(), SamplingParams(temperature=0, processors=(ban_all_after_two,))):
         with pytest.raises(FailureError, match="returned logits that are not numbers"):
-            Decoder(broken).generate([1, 2], max_new_tokens=3, sampling=law)
+            Decoder(broken).generate([1, 2], max_new_tokens=3, sampling=distribution)
 
 
 def test_penalties_on_length_are_bounded() -> None:

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from polydraft.drafters import Plain, TreeDrafter
+from polydraft.draft import Plain, TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models.tabular import TabularModel

@@ -1,4 +1,4 @@
-"""The settings in which the law of whole texts is tested: everything registered, and all kinds of sampling."""
+"""The settings in which the distribution of whole texts is tested: everything registered, and all kinds of sampling."""
 
 import zlib
 from dataclasses import dataclass, field
@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from polydraft.certify.reference import next_laws
-from polydraft.drafters import DRAFTERS, GRAM_DRAFTERS
+from polydraft.certify.reference import next_distributions
+from polydraft.draft import DRAFTERS, GRAM_DRAFTERS
 from polydraft.engine import Decoder, Generation
 from polydraft.sampling import SamplingParams
-from polydraft.schemes import SCHEMES
-from polydraft.walks import WALKS
+from polydraft.verify import SCHEMES, WALKS
 
 from .checks import FALSE_ALARM, text_p_values
 from .setups import (
@@ -31,7 +30,7 @@ from .setups import (
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One setting whose text law is tested."""
+    """One setting whose text distribution is tested."""
 
     label: str
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -41,7 +40,7 @@ class Configuration:
     drafter: str = "model"
     draft_temperature: float | None = None
     prompt: tuple[int, ...] = tuple(PROMPT)
-    samples: int = 3_000  # 12,000 tokens, every one of them tested; 2,000 texts miss a wrong draft law now and then
+    samples: int = 3_000  # 12,000 tokens, every one of them tested; 2,000 texts miss a wrong draft distribution now and then
     fixture: bool = False
     """Use the models that emit fixture F at every node."""
 
@@ -66,13 +65,13 @@ class Configuration:
         return self.decoder().generate(prompts, sampling=self.sampling, max_new_tokens=self.new_tokens, seed=seed)
 
     def p_values(self, results: list[Generation]) -> list[float]:
-        """Test the texts against the exact laws."""
+        """Test the texts against the exact distributions."""
         target, draft = (FIXTURE_TARGET, FIXTURE_DRAFT) if self.fixture else (TARGET, DRAFT)
         tokens_NL = np.array([result.token_ids for result in results])
         return text_p_values(
             tokens_NL,
-            lambda new_NL: next_laws(target, list(self.prompt), new_NL, self.sampling),
-            lambda new_NL: next_laws(draft, list(self.prompt), new_NL, SamplingParams()),
+            lambda new_NL: next_distributions(target, list(self.prompt), new_NL, self.sampling),
+            lambda new_NL: next_distributions(draft, list(self.prompt), new_NL, SamplingParams()),
         )
 
 
@@ -87,7 +86,7 @@ CONFIGURATIONS = [
     ),
     Configuration(label="sparse", tree=TREES[-1]),
     Configuration(label="top-k", sampling=SamplingParams(top_k=5)),
-    # The draft's law has fewer tokens than the tree has children.
+    # The draft's distribution has fewer tokens than the tree has children.
     Configuration(label="top-k below width", sampling=SamplingParams(top_k=2)),
     Configuration(label="top-p", sampling=SamplingParams(top_p=0.8)),
     Configuration(label="min-p, temperature", sampling=SamplingParams(min_p=0.1, temperature=0.7)),

@@ -10,15 +10,15 @@ import torch
 
 from polydraft.certify.enumeration import tree_for as narrowed
 from polydraft.certify.reference import ECHO_VOCABULARY, echo_pair, fixture_pair
-from polydraft.drafters import DRAFTERS, GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
+from polydraft.draft import DRAFTERS, GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
 from polydraft.engine import Decoder
 from polydraft.models import FeatureHead, HeadShape, TabularModel
 from polydraft.ngrams import GramOptions
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import save_trie
 from polydraft.sampling import PartialVocabulary, SamplingParams
-from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
+from polydraft.verify import SCHEMES
 
 VOCABULARY = ECHO_VOCABULARY
 TARGET, DRAFT = echo_pair().target, echo_pair().draft

@@ -1,4 +1,4 @@
-"""Texts so short, of so few tokens, that the law of all of them is enumerated and each is counted."""
+"""Texts so short, of so few tokens, that the distribution of all of them is enumerated and each is counted."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from polydraft.certify.chi_square import chi_square_p_value
-from polydraft.certify.reference import next_laws, small_pair
-from polydraft.drafters import GramTreeOptions, Parts, RiderOptions, TreeDrafter, make_drafter
+from polydraft.certify.reference import next_distributions, small_pair
+from polydraft.draft import GramTreeOptions, Parts, RiderOptions, TreeDrafter, make_drafter
 from polydraft.engine import Decoder, Generation
+from polydraft.lab.theory import Costs
 from polydraft.ngrams import GramOptions
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import save_trie
 from polydraft.sampling import SamplingParams
-from polydraft.theory import Costs
 from polydraft.trees import DynamicShape, parse_tree
 
 TARGET, DRAFT = small_pair().target, small_pair().draft
@@ -79,17 +79,17 @@ class Outcome:
     chance: float
 
 
-def text_law(params: SamplingParams, ends: Callable[[tuple[int, ...]], bool] = lambda tokens: False) -> list[Outcome]:
-    """Enumerate all texts of the target, each to where it ends, by next-token laws that no code under test has made."""
+def text_distribution(params: SamplingParams, ends: Callable[[tuple[int, ...]], bool] = lambda tokens: False) -> list[Outcome]:
+    """Enumerate all texts of the target, each to its end, by next-token distributions that no code under test has made."""
     running, done = [Outcome((), 1.0)], list[Outcome]()
     for length in range(1, NEW_TOKENS + 1):
-        laws = next_laws(
+        distributions = next_distributions(
             TARGET, PROMPT, np.array([one.token_ids for one in running], dtype=int).reshape(len(running), -1), params
         )
         grown = [
-            Outcome((*one.token_ids, token), one.chance * float(law_V[token]))
-            for one, law_V in zip(running, laws, strict=True)
-            for token in np.flatnonzero(law_V).tolist()
+            Outcome((*one.token_ids, token), one.chance * float(distribution_V[token]))
+            for one, distribution_V in zip(running, distributions, strict=True)
+            for token in np.flatnonzero(distribution_V).tolist()
         ]
         over = [ends(one.token_ids) or length == NEW_TOKENS for one in grown]
         done += [one for one, ended in zip(grown, over, strict=True) if ended]
@@ -99,13 +99,13 @@ def text_law(params: SamplingParams, ends: Callable[[tuple[int, ...]], bool] = l
     return done
 
 
-def law_p_value(results: Sequence[Generation], law: Sequence[Outcome]) -> float:
-    """Test the texts against their law; one that cannot be gives 0."""
-    places = {one.token_ids: place for place, one in enumerate(law)}
-    counts_X = np.zeros(len(law) + 1)
+def distribution_p_value(results: Sequence[Generation], distribution: Sequence[Outcome]) -> float:
+    """Test the texts against their distribution; one that cannot be gives 0."""
+    places = {one.token_ids: place for place, one in enumerate(distribution)}
+    counts_X = np.zeros(len(distribution) + 1)
     for result in results:
-        counts_X[places.get(tuple(result.token_ids), len(law))] += 1
-    return chi_square_p_value(counts_X, np.array([*(one.chance for one in law), 0.0]))
+        counts_X[places.get(tuple(result.token_ids), len(distribution))] += 1
+    return chi_square_p_value(counts_X, np.array([*(one.chance for one in distribution), 0.0]))
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,14 @@ class Listed:
         masked[:, allowed] = scores[:, allowed]
         return masked
 
-    def law(self) -> list[Outcome]:
-        """Enumerate the texts, by next-token laws that no code under test has made."""
-        law = []
+    def distribution(self) -> list[Outcome]:
+        """Enumerate the texts, by next-token distributions that no code under test has made."""
+        distribution = []
         for text in self.texts:
             chance = 1.0
             for length, token in enumerate(text):
                 before_NL = np.array(text[:length], dtype=int)[None]
-                weights_V = next_laws(TARGET, PROMPT, before_NL, SamplingParams())[0]
+                weights_V = next_distributions(TARGET, PROMPT, before_NL, SamplingParams())[0]
                 chance *= weights_V[token] / weights_V[self.allowed(text[:length])].sum()
-            law.append(Outcome(text, float(chance)))
-        return law
+            distribution.append(Outcome(text, float(chance)))
+        return distribution

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from covering import some_slow
 from polydraft.certify.reference import greedy_text
-from polydraft.drafters import Combination, TreeDrafter
-from polydraft.drafters.grams import gram_tree
-from polydraft.drafters.head_source import HeadSource
-from polydraft.drafters.policy import Plan, RowPolicy
+from polydraft.draft import Combination, TreeDrafter
+from polydraft.draft.grams import gram_tree
+from polydraft.draft.head_source import HeadSource
+from polydraft.draft.policy import Plan, RowPolicy
 from polydraft.engine import Decoder
+from polydraft.lab.theory import Costs
 from polydraft.models import FeatureHead
 from polydraft.sampling import SamplingParams
-from polydraft.schemes.arrays import total
-from polydraft.theory import Costs
 from polydraft.trees import DynamicShape
+from polydraft.verify.arrays import total
 
 from .configurations import Configuration
 from .setups import DRAFT, GRAM_PROMPT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET, gram_options
@@ -61,13 +61,13 @@ def combined(case: str, draft: Any = None) -> Decoder:
 def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let short texts see rests, trials and what lies between."""
     for name_of_length in ("SHORTEST_REST", "_FIRST_REST", "_TRIAL", "_SHORT_TRIAL"):
-        monkeypatch.setattr(f"polydraft.drafters.policy.{name_of_length}", 1)
-    monkeypatch.setattr("polydraft.drafters.policy.LONGEST_REST", 3)
+        monkeypatch.setattr(f"polydraft.draft.policy.{name_of_length}", 1)
+    monkeypatch.setattr("polydraft.draft.policy.LONGEST_REST", 3)
 
 
-# Without rests, `test_end_to_end` tests the law of n-grams beside a dynamic tree.
+# Without rests, `test_end_to_end` tests the distribution of n-grams beside a dynamic tree.
 @pytest.mark.parametrize("case", some_slow({**CASES, **PAUSING}, {*CASES, *PAUSING} - {"suffix + head, resting", "suffix"}))
-def test_texts_follow_the_target_law(case: str, short_rests: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_follow_the_target_distribution(case: str, short_rests: None, monkeypatch: pytest.MonkeyPatch) -> None:
     configuration = Configuration(label=f"adaptive {case}", prompt=GRAM_PROMPT, samples=800)
     monkeypatch.setattr(Configuration, "decoder", lambda self: combined(case))
     results = configuration.generate()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from covering import all_slow, covering
-from polydraft.certify.reference import next_laws
+from polydraft.certify.reference import next_distributions
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES
@@ -99,10 +99,10 @@ def test_a_sequence_gets_its_own_text_whoever_comes_and_goes(name: str, admissio
     assert engine.stats.new_tokens == sum(len(found.new_tokens) for found in sequences)
 
 
-# Slow: texts are those of a row alone, above, whose law is tested for every drafter.
+# Slow: texts are those of a row alone, above, whose distribution is tested for every drafter.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["model", "self-draft", "head", "lookup+model", "adaptive model"])
-def test_texts_of_a_full_house_follow_the_target_law(name: str) -> None:
+def test_texts_of_a_full_house_follow_the_target_distribution(name: str) -> None:
     decoder = DECODERS[name]().replace(eos_token_ids=())
     drawn = [params for params in PARAMS if params.temperature > 0 and not params.processors][:3]
     engine, count = open_engine(decoder, slots=60), 900
@@ -120,8 +120,8 @@ def test_texts_of_a_full_house_follow_the_target_law(name: str) -> None:
         tokens_NL = np.array([one.new_tokens[:4] for one in sequences[number :: len(drawn)]])
         p_values = text_p_values(
             tokens_NL,
-            lambda new_NL, params=params: next_laws(TARGET, prompt, new_NL, params),
-            lambda new_NL: next_laws(DRAFT, prompt, new_NL, SamplingParams()),
+            lambda new_NL, params=params: next_distributions(TARGET, prompt, new_NL, params),
+            lambda new_NL: next_distributions(DRAFT, prompt, new_NL, SamplingParams()),
         )
         lowest = min(lowest, *p_values)
     # Three kinds of sequences, thirteen tests each, five drafters: false alarm below 1e-4 together.

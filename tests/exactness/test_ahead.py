@@ -14,7 +14,7 @@ from polydraft.engine.graphs import Launched
 from polydraft.engine.workspace import Workspace
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
-from stand_in import StandIn, round_recorder
+from stand_in import StandIn, round_graphs
 
 from .setups import COMBINATIONS, EVERY_DRAFTER, PENALTIES, PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
 
@@ -36,16 +36,16 @@ class Letters:
 
 @pytest.fixture
 def replaying(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
-    """Let all workspaces have such a recorder; return those made."""
+    """Let all workspaces have such a graphs; return those made."""
     made: list[StandIn] = []
     original = Workspace.__init__
 
-    def with_recorder(workspace: Workspace, *arguments: Any) -> None:
+    def with_graphs(workspace: Workspace, *arguments: Any) -> None:
         original(workspace, *arguments)
-        workspace.launcher.recorder = round_recorder(workspace)
-        made.append(workspace.launcher.recorder)
+        workspace.launcher.graphs = round_graphs(workspace)
+        made.append(workspace.launcher.graphs)
 
-    monkeypatch.setattr(Workspace, "__init__", with_recorder)
+    monkeypatch.setattr(Workspace, "__init__", with_graphs)
     return made
 
 
@@ -244,7 +244,7 @@ def test_an_interruption_while_waiting_loses_no_round(drafter: str, monkeypatch:
 
 
 @pytest.mark.parametrize("drafter", some_slow(RUNS_AHEAD, ["head"]))
-def test_rounds_ahead_are_the_recordings_that_they_would_be(
+def test_rounds_ahead_are_the_captures_that_they_would_be(
     monkeypatch: pytest.MonkeyPatch, replaying: list[StandIn], drafter: str
 ) -> None:
     monkeypatch.setattr(language_model, "_SMALLEST_SPAN", 4)
@@ -274,6 +274,6 @@ def test_penalties_wait_for_the_outcome(drafter: str) -> None:
 
 
 def test_rounds_that_are_not_replayed_do_not_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TARGET, "graph_obstacle", "none of them can be recorded")
+    monkeypatch.setattr(TARGET, "graph_obstacle", "none of them can be captured")
     result = decoders("model")[0].generate(PROMPT, max_new_tokens=20, seed=0)
     assert result.stats.rounds_ahead == 0

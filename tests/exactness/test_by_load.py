@@ -1,4 +1,4 @@
-"""Static trees that follow the load: any choice is exact, recorded or not, and texts with a seed do not notice."""
+"""Static trees that follow the load: any choice is exact, captured or not, and texts with a seed do not notice."""
 
 import itertools
 from collections.abc import Callable
@@ -8,14 +8,14 @@ import pytest
 
 from covering import all_slow, covering, some_slow
 from polydraft.certify.reference import greedy_text
-from polydraft.drafters import TreeDrafter
-from polydraft.drafters.tree_choice import TreeChoice, smaller_trees
+from polydraft.draft import TreeDrafter
+from polydraft.draft.tree_choice import TreeChoice, smaller_trees
 from polydraft.engine import Decoder, Engine, Generation, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
 from polydraft.trees import parse_tree
-from stand_in import StandIn, round_recorder
+from stand_in import StandIn, round_graphs
 
 from .configurations import Configuration
 from .setups import DRAFT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET
@@ -67,13 +67,13 @@ def texts(results: list[Generation]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("model", "sampling"),
     [
-        # The law of a head's trees is tested with all drafters; what changes here is the tree.
+        # The distribution of a head's trees is tested with all drafters; what changes here is the tree.
         *covering(["model"], [SamplingParams()]),
         *all_slow(["head"], [SamplingParams(), TRUNCATED]),
         *all_slow(["model"], [TRUNCATED]),
     ],
 )
-def test_texts_follow_the_target_law(
+def test_texts_follow_the_target_distribution(
     every_tree: object, monkeypatch: pytest.MonkeyPatch, model: str, sampling: SamplingParams
 ) -> None:
     configuration = Configuration(label=f"by load: {model} {sampling.top_p}", sampling=sampling, samples=2_000)
@@ -104,20 +104,20 @@ def test_greedy_rows_have_the_greedy_text(every_tree: object, model: str, sampli
     *all_slow(["head"], ["drawn"], [True, False]),
     *all_slow(MODELS, ["penalties", "mixed"], [True, False]),
 ])  # fmt: skip
-def test_recorded_rounds_give_the_same_texts(
-    every_tree: Callable[[int], None], recorders: list[StandIn], model: str, sampling: str, ahead: bool
+def test_captured_rounds_give_the_same_texts(
+    every_tree: Callable[[int], None], caches: list[StandIn], model: str, sampling: str, ahead: bool
 ) -> None:
     every_tree(5)
-    recorded, eager = by_load(model, ahead=ahead), by_load(model, graphs=False)
+    captured, eager = by_load(model, ahead=ahead), by_load(model, graphs=False)
     options = {"sampling": SAMPLINGS[sampling], "max_new_tokens": 60, "seed": SEEDS}
-    results, expected = (decoder.generate(RAGGED_PROMPTS, **options) for decoder in (recorded, eager))
-    (recorder,) = recorders
+    results, expected = (decoder.generate(RAGGED_PROMPTS, **options) for decoder in (captured, eager))
+    (graphs,) = caches
     if not ahead:  # a round that runs ahead has the last one's tree, so that turns are longer
         assert texts(results) == texts(expected)
     for result, other, prompt in zip(results, expected, RAGGED_PROMPTS, strict=True):
         if sampling == "greedy":
             assert result.token_ids == other.token_ids == greedy_text(TARGET, prompt, 60, GREEDY)
-    assert {kind[-3][4] for kind in recorder.kinds} == {(place,) for place in range(PLACES)}
+    assert {kind[-3][4] for kind in graphs.kinds} == {(place,) for place in range(PLACES)}
     assert results[0].stats.replayed_rounds > results[0].stats.rounds / 2
 
 
@@ -182,30 +182,30 @@ def sequence(row: int, steady: bool, sampling: SamplingParams, limit: int = 60) 
     )
 
 
-def finished(decoder: Decoder, texts: list[TokenSequence], record: bool = False) -> StandIn | None:
+def finished(decoder: Decoder, texts: list[TokenSequence], capture: bool = False) -> StandIn | None:
     """Write all texts in one engine's rounds."""
-    workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * len(texts)), ahead=record)
-    recorder = None
-    if record:
-        recorder = workspace.launcher.recorder = round_recorder(workspace)
-    engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=workspace, elastic=not record)
+    workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * len(texts)), ahead=capture)
+    graphs = None
+    if capture:
+        graphs = workspace.launcher.graphs = round_graphs(workspace)
+    engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=workspace, elastic=not capture)
     for one in texts:
         engine.add(one)
     while not engine.done:
         engine.step()
-    return recorder
+    return graphs
 
 
 SCHEMES_DRAWN = ["auto", "rrs-wor", "rrs-wr", "gumbel", "naive"]
 
 
-@pytest.mark.parametrize(("model", "scheme", "record", "sampling"), [
+@pytest.mark.parametrize(("model", "scheme", "capture", "sampling"), [
     *covering(["model"], ["auto", "rrs-wr"], [False, True], ["drawn", "penalties"]),
     *covering(["head"], ["auto"], [True], ["drawn"]),
     *all_slow(MODELS, SCHEMES_DRAWN, [False, True], ["drawn", "penalties"]),
 ])  # fmt: skip
 def test_others_do_not_pay_for_texts_with_a_seed(
-    largest_pays: None, model: str, scheme: str, record: bool, sampling: str
+    largest_pays: None, model: str, scheme: str, capture: bool, sampling: str
 ) -> None:
     """They have the tree by load; the text with a seed has the candidates that it has among its like, by the same numbers."""
     decoder = Decoder(TARGET, TreeDrafter(MODELS[model], TREE, scheme, by_load=True))
@@ -213,7 +213,7 @@ def test_others_do_not_pay_for_texts_with_a_seed(
     usual = [sequence(row, True, params) for row in range(4)]
     finished(decoder, usual)
     mixed = [sequence(row, row in (0, 2), GREEDY if row == 3 else params) for row in range(4)]
-    recorder = finished(decoder, mixed, record)
+    graphs = finished(decoder, mixed, capture)
     for row in (0, 2):
         assert mixed[row].new_tokens == usual[row].new_tokens
         assert mixed[row].speculation.drafted_tokens <= 2 * mixed[row].speculation.rounds
@@ -221,8 +221,8 @@ def test_others_do_not_pay_for_texts_with_a_seed(
         drafted = mixed[row].speculation.drafted_tokens / mixed[row].speculation.rounds
         assert drafted > (TREE.num_nodes - 1) * 0.9
     assert mixed[3].new_tokens == greedy_text(TARGET, mixed[3].prompt, 60, GREEDY)
-    if recorder is not None:
-        assert recorder.replays > len(recorder.kinds) / 2
+    if graphs is not None:
+        assert graphs.replays > len(graphs.kinds) / 2
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -238,7 +238,7 @@ def test_a_text_with_a_seed_keeps_its_chain_where_less_would_pay(monkeypatch: py
 
 
 @pytest.mark.parametrize("model", some_slow(MODELS, ["head"]))
-def test_limited_rows_follow_the_target_law(largest_pays: None, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_limited_rows_follow_the_target_distribution(largest_pays: None, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     configuration = Configuration(label=f"limited rows: {model}", samples=1_500)
     original = TokenSequence.__init__
 
@@ -251,8 +251,8 @@ def test_limited_rows_follow_the_target_law(largest_pays: None, monkeypatch: pyt
     assert min(configuration.p_values(configuration.generate())) > 1e-4 / (15 * 2)
 
 
-def test_a_warm_decoder_has_rehearsed_rounds_with_limited_rows(recorders: list[StandIn]) -> None:
+def test_a_warm_decoder_has_rehearsed_rounds_with_limited_rows(caches: list[StandIn]) -> None:
     decoder = by_load()
     decoder.warm_up(batch_size=4, longest=80)
-    kinds = {kind[-3][4] for recorder in recorders for kind in recorder.kinds if kind[0] != "reading"}
+    kinds = {kind[-3][4] for graphs in caches for kind in graphs.kinds if kind[0] != "reading"}
     assert ((PLACES - 1, "limited"),) in kinds and ((2, "limited"),) not in kinds

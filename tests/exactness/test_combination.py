@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from covering import some_slow
-from polydraft.drafters import Parts, make_drafter
-from polydraft.drafters.static_builder import StaticBuilder
-from polydraft.drafters.trie import TokenTrie, as_draft_tree
+from polydraft.draft import Parts, make_drafter
+from polydraft.draft.static_builder import StaticBuilder
+from polydraft.draft.trie import TokenTrie, as_draft_tree
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.sampling import SamplingParams
-from polydraft.schemes import SCHEMES
 from polydraft.trees import DraftTree, parse_tree, union
+from polydraft.verify import SCHEMES
 
 from .checks import FALSE_ALARM, chi_square_p_value
 from .configurations import THRESHOLD, Configuration
@@ -43,7 +43,7 @@ def test_schemes_follow_the_target_where_they_drew_nothing(scheme: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES.names())
-def test_texts_follow_the_target_law_with_every_scheme(scheme: str) -> None:
+def test_texts_follow_the_target_distribution_with_every_scheme(scheme: str) -> None:
     configuration = Configuration(
         label=f"lookup+model {scheme}",
         scheme=scheme,
@@ -149,7 +149,7 @@ def test_wrong_combinations_are_refused(name: str, message: str) -> None:
 
 
 def test_further_children_are_not_the_schemes_business(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verified as if the draft had drawn them, n-grams change the law of the text, and the tests notice."""
+    """Verified as if the draft had drawn them, n-grams change the distribution of the text, and the tests notice."""
     original = DraftTree.children
 
     def all_drawn(draft: DraftTree, node_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""N-grams looked up on the device: the law of texts, recorded rounds, rows of their own, and nothing taken from the host."""
+"""N-grams looked up on the device: the distribution of texts, captured rounds, rows of their own, nothing from the host."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 
 from covering import all_slow, covering, some_slow
 from polydraft.certify.reference import greedy_text
-from polydraft.drafters import GRAM_DRAFTERS
-from polydraft.drafters.device_trie import DeviceGramSource, DeviceTrieBuilder
+from polydraft.draft import GRAM_DRAFTERS
+from polydraft.draft.device_trie import DeviceGramSource, DeviceTrieBuilder
 from polydraft.engine import Decoder, Stats, StopReason
 from polydraft.engine.round import run_round
 from polydraft.models import TabularModel
@@ -18,7 +18,7 @@ from stand_in import StandIn
 
 from .configurations import THRESHOLD, Configuration
 from .setups import GRAM_PROMPT, PENALTIES, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
-from .test_recorded_dynamic import Sealed
+from .test_captured_dynamic import Sealed
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLINGS: dict[str, Any] = {
@@ -32,7 +32,7 @@ SEEDS = [7, 8, 9]
 ALONE = [name for name in GRAM_DRAFTERS if name in ("lookup", "suffix", "corpus")]
 UNIONS = ["suffix+corpus", "lookup+model", "suffix+corpus+head", "corpus+dynamic-head"]
 
-# By default a text's own n-grams, and a corpus beside a draft, have their law tested; unions take longest in the rest.
+# By default a text's own n-grams, and a corpus beside a draft, have their distribution tested; unions take longest in the rest.
 every_drafter = pytest.mark.parametrize("drafter", some_slow([*ALONE, *UNIONS], ["lookup", "corpus", *UNIONS[:-1]]))
 QUICK = [*ALONE, "lookup+model"]
 each_with_some_sampling = pytest.mark.parametrize(
@@ -43,10 +43,10 @@ each_with_some_sampling = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, short_blocks: None) -> None:
-    """N-grams are tensors, nobody looks at values, and rounds may be recorded."""
-    monkeypatch.setattr("polydraft.drafters.device_trie._DEVICES", ("cpu",))
-    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
-    monkeypatch.setattr("polydraft.drafters.dynamic_builder._RECORDED", ("cpu",))
+    """N-grams are tensors, nobody looks at values, and rounds may be captured."""
+    monkeypatch.setattr("polydraft.draft.device_trie._DEVICES", ("cpu",))
+    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
+    monkeypatch.setattr("polydraft.draft.dynamic_builder._CAPTURED", ("cpu",))
 
 
 def decoder_of(drafter: str, **options: Any) -> Decoder:
@@ -59,7 +59,7 @@ def texts(results: Any) -> list[list[int]]:
 
 
 @every_drafter
-def test_texts_follow_the_target_law(drafter: str) -> None:
+def test_texts_follow_the_target_distribution(drafter: str) -> None:
     configuration = Configuration(label=f"device {drafter}", drafter=drafter, scheme="auto", prompt=GRAM_PROMPT, samples=800)
     results = configuration.generate()
     assert min(configuration.p_values(results)) > THRESHOLD
@@ -67,14 +67,14 @@ def test_texts_follow_the_target_law(drafter: str) -> None:
 
 
 @each_with_some_sampling
-def test_recorded_rounds_that_run_ahead_give_the_same_texts(recorders: list[StandIn], drafter: str, sampling: str) -> None:
+def test_captured_rounds_that_run_ahead_give_the_same_texts(caches: list[StandIn], drafter: str, sampling: str) -> None:
     makers = [decoder_of(drafter), decoder_of(drafter, ahead=False), decoder_of(drafter, graphs=False)]
     for prompts, limit in ((PROMPTS, 40), (PROMPTS[::-1], 9)):
         options = {"sampling": SAMPLINGS[sampling], "max_new_tokens": limit, "seed": SEEDS}
-        ahead, recorded, eager = (decoder.generate(prompts, **options) for decoder in makers)
-        assert texts(ahead) == texts(recorded) == texts(eager)
-        assert [one.sources for one in ahead] == [one.sources for one in recorded] == [one.sources for one in eager]
-        figures = [results[0].stats for results in (ahead, recorded, eager)]
+        ahead, captured, eager = (decoder.generate(prompts, **options) for decoder in makers)
+        assert texts(ahead) == texts(captured) == texts(eager)
+        assert [one.sources for one in ahead] == [one.sources for one in captured] == [one.sources for one in eager]
+        figures = [results[0].stats for results in (ahead, captured, eager)]
         assert len({one.rounds for one in figures}) == 1
         assert figures[0].accepts_by_depth == figures[1].accepts_by_depth == figures[2].accepts_by_depth
         if limit == 40:
@@ -96,7 +96,7 @@ def test_rows_are_their_own(drafter: str, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", some_slow(["lookup", "suffix+corpus", "suffix+corpus+head"], ["lookup", "suffix+corpus"]))
-def test_kept_texts_are_those_of_fresh_ones(recorders: list[StandIn], drafter: str) -> None:
+def test_kept_texts_are_those_of_fresh_ones(caches: list[StandIn], drafter: str) -> None:
     decoder, prompts = decoder_of(drafter, eos_token_ids=[13]), PROMPTS
     for turn in range(4):
         fresh = decoder_of(drafter, eos_token_ids=[13], graphs=False).generate(prompts, max_new_tokens=9, seed=[turn] * 3)
@@ -106,7 +106,7 @@ def test_kept_texts_are_those_of_fresh_ones(recorders: list[StandIn], drafter: s
 
 
 @pytest.mark.parametrize("drafter", some_slow(["suffix", "suffix+corpus+head"], ["suffix+corpus+head"]))
-def test_an_end_token_ends_the_text_wherever_it_falls(recorders: list[StandIn], drafter: str) -> None:
+def test_an_end_token_ends_the_text_wherever_it_falls(caches: list[StandIn], drafter: str) -> None:
     whole = decoder_of(drafter).generate(PROMPTS, max_new_tokens=24, seed=SEEDS)
     inside = 0
     for end in range(0, VOCABULARY, 4):
@@ -155,7 +155,7 @@ def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, d
     run = stream._engine
     session = run._session
     assert isinstance(session._certain.source, DeviceGramSource)
-    can = session.recordable
+    can = session.capturable
     assert can.never is None and can.host_tree is None and not can.waits
     uniforms_BU = run.slots.noise.uniforms(run._workspace.num_uniforms(run._walk))
     originals = {"propose": session.propose, "commit": session.commit}

@@ -1,4 +1,4 @@
-"""What is drawn follows the law that verification assumes."""
+"""What is drawn follows the distribution that verification assumes."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from covering import some_slow
 from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent, draw_one
-from polydraft.schemes import SCHEMES
+from polydraft.verify import SCHEMES
 
 from .checks import (
     FALSE_ALARM,
@@ -25,8 +25,8 @@ LARGEST_UNIFORM = 1 - 2.0**-53
 """The largest number that a float64 generator returns."""
 
 
-def long_law(vocabulary: int, seed: int) -> torch.Tensor:
-    """Return a float32 law over several blocks of 256 tokens, a fifth of them impossible, whole blocks among these."""
+def long_distribution(vocabulary: int, seed: int) -> torch.Tensor:
+    """Return a float32 distribution over several blocks of 256 tokens, a fifth of them impossible, whole blocks among these."""
     generator = torch.Generator().manual_seed(seed)
     weights_V = torch.rand(vocabulary, generator=generator) ** 4
     weights_V[torch.rand(vocabulary, generator=generator) < 0.2] = 0
@@ -37,7 +37,7 @@ def long_law(vocabulary: int, seed: int) -> torch.Tensor:
 # False alarm 1e-4 for each scheme and count.
 @every_scheme
 @pytest.mark.parametrize("count", some_slow([1, 2, 3], [1, 2]))  # all children are tested jointly, the first ones with them
-def test_drawn_children_follow_child_law(name: str, count: int) -> None:
+def test_drawn_children_follow_child_distribution(name: str, count: int) -> None:
     scheme = SCHEMES.get(name)()
     count = largest_count(scheme, count)
     _, children_SK, chance_S = drawings(scheme, FIXTURE_DRAFT_V.float()[None], count)
@@ -47,22 +47,22 @@ def test_drawn_children_follow_child_law(name: str, count: int) -> None:
 
 
 @every_scheme
-def test_first_child_follows_child_law_in_a_long_vocabulary(name: str) -> None:
+def test_first_child_follows_child_distribution_in_a_long_vocabulary(name: str) -> None:
     scheme = SCHEMES.get(name)()
     count = largest_count(scheme, 2)
-    law_V = long_law(1100, seed=3)
-    law_1V = scheme.child_law(law_V[None], torch.empty(1, 0, dtype=torch.long), count)
+    distribution_V = long_distribution(1100, seed=3)
+    distribution_1V = scheme.child_distribution(distribution_V[None], torch.empty(1, 0, dtype=torch.long), count)
     generator = torch.Generator().manual_seed(4)
     parts = []
     for _ in range(10):  # in parts: rows of a long vocabulary take room
         uniforms_RK = torch.rand(2_000, count, generator=generator, dtype=torch.float64)
-        parts.append(scheme.draw(law_V.expand(2_000, -1), uniforms_RK)[:, 0])
-    assert token_p_value(torch.cat(parts), law_1V[0]) > FALSE_ALARM
+        parts.append(scheme.draw(distribution_V.expand(2_000, -1), uniforms_RK)[:, 0])
+    assert token_p_value(torch.cat(parts), distribution_1V[0]) > FALSE_ALARM
 
 
 @every_scheme
 def test_every_drawn_child_has_mass_given_the_earlier_ones(name: str) -> None:
-    # Covers impossible tokens, and repeated ones wherever `child_law` excludes them.
+    # Covers impossible tokens, and repeated ones wherever `child_distribution` excludes them.
     scheme = SCHEMES.get(name)()
     count = largest_count(scheme, 3)
     _, draft_CV = random_cases(6, cases=300, seed=12)
@@ -73,11 +73,11 @@ def test_every_drawn_child_has_mass_given_the_earlier_ones(name: str) -> None:
             uniforms_CK.fill_(extreme)
         children_CK = scheme.draw(draft_CV.float(), uniforms_CK)
         for rank in range(count):
-            law_CV = scheme.child_law(draft_CV.float(), children_CK[:, :rank], count)
+            distribution_CV = scheme.child_distribution(draft_CV.float(), children_CK[:, :rank], count)
             child_C1 = children_CK[:, rank : rank + 1]
             missing_C1 = child_C1 == NO_TOKEN
-            assert torch.equal(missing_C1[:, 0], law_CV.sum(-1) == 0)
-            assert torch.all(missing_C1 | (law_CV.gather(1, child_C1.clamp(min=0)) > 0))
+            assert torch.equal(missing_C1[:, 0], distribution_CV.sum(-1) == 0)
+            assert torch.all(missing_C1 | (distribution_CV.gather(1, child_C1.clamp(min=0)) > 0))
 
 
 @every_scheme
@@ -85,13 +85,13 @@ def test_every_drawn_child_has_mass_given_the_earlier_ones(name: str) -> None:
 def test_missing_children_stand_at_the_end(name: str, support: int) -> None:
     scheme = SCHEMES.get(name)()
     count = largest_count(scheme, 4)
-    law_V = torch.zeros(600)
-    law_V[[300, 599][:support]] = 1 / support
-    children_RK = scheme.draw(law_V.expand(50, -1), torch.rand(50, count, dtype=torch.float64))
+    distribution_V = torch.zeros(600)
+    distribution_V[[300, 599][:support]] = 1 / support
+    children_RK = scheme.draw(distribution_V.expand(50, -1), torch.rand(50, count, dtype=torch.float64))
     there_RK = children_RK != NO_TOKEN
     assert torch.all(there_RK[:, 0])
     assert torch.all(there_RK[:, 1:] <= there_RK[:, :-1])
-    assert torch.all(law_V[children_RK[there_RK]] > 0)
+    assert torch.all(distribution_V[children_RK[there_RK]] > 0)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, LARGEST_UNIFORM])
@@ -125,14 +125,14 @@ def test_distinct_draws_take_every_token_once_and_then_none(vocabulary: int) -> 
 
 def test_long_float32_weights_are_inverted_like_their_exact_cumulative_sum() -> None:
     # A plain float32 running sum over so many tokens would be off by far more than the grid below.
-    law_V = long_law(50_000, seed=5)
-    exact_V = np.cumsum(law_V.double().numpy())
+    distribution_V = long_distribution(50_000, seed=5)
+    exact_V = np.cumsum(distribution_V.double().numpy())
     exact_V /= exact_V[-1]
     uniforms_K = torch.linspace(0, LARGEST_UNIFORM, 2_001, dtype=torch.float64)
-    tokens_K = draw_independent(law_V[None], uniforms_K[None])[0].numpy()
-    assert np.all(law_V.numpy()[tokens_K] > 0)
+    tokens_K = draw_independent(distribution_V[None], uniforms_K[None])[0].numpy()
+    assert np.all(distribution_V.numpy()[tokens_K] > 0)
     assert np.all(np.diff(tokens_K) >= 0)
-    before_K, after_K = exact_V[tokens_K] - law_V.numpy()[tokens_K], exact_V[tokens_K]
+    before_K, after_K = exact_V[tokens_K] - distribution_V.numpy()[tokens_K], exact_V[tokens_K]
     assert np.all(before_K < uniforms_K.numpy() + 1e-6)
     assert np.all(after_K > uniforms_K.numpy() - 1e-6)
 

@@ -1,4 +1,4 @@
-"""Dynamic trees, decision models and rests change speed, never the law."""
+"""Dynamic trees, decision models and rests change speed, never the distribution."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from covering import covering, some_slow
 from polydraft.certify.reference import greedy_text
-from polydraft.decision import Decision
-from polydraft.drafters import TreeDrafter, dynamic_builder, policy
-from polydraft.drafters.candidates import fixed_shares, gains, room_of_levels
-from polydraft.drafters.costs import rising
-from polydraft.drafters.policy import Plan, RowPolicy
+from polydraft.draft import TreeDrafter, dynamic_builder, policy
+from polydraft.draft.candidates import fixed_shares, gains, room_of_levels
+from polydraft.draft.costs import rising
+from polydraft.draft.decision import Decision
+from polydraft.draft.policy import Plan, RowPolicy
 from polydraft.engine import Decoder
+from polydraft.lab.theory import Costs, cost_curve
 from polydraft.sampling import NO_TOKEN, SamplingParams
-from polydraft.schemes import SCHEMES, hybrid
-from polydraft.schemes.arrays import as_array, largest
-from polydraft.theory import Costs, cost_curve
 from polydraft.trees import DynamicShape, parse_tree
+from polydraft.verify import SCHEMES, hybrid
+from polydraft.verify.arrays import as_array, largest
 
 from .configurations import Configuration
 from .setups import DRAFT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET
@@ -34,7 +34,7 @@ SHAPE = DynamicShape(nodes=16, depth=4)
 
 @dataclass
 class Moody(Decision):
-    """Goes on for reasons of its own: the draft's law, and so the tokens so far."""
+    """Goes on for reasons of its own: the draft's distribution, and so the tokens so far."""
 
     def goes_on(self, features_BGF: Tensor, logits_BGV: Tensor) -> Tensor:
         return torch.softmax(logits_BGV.float(), -1).amax(-1).amax(-1) > 0.45
@@ -72,12 +72,12 @@ every_decoder = pytest.mark.parametrize("name", some_slow(DECODERS, SLOW))
 
 
 @every_decoder
-def test_texts_follow_the_target_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_follow_the_target_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     configuration = Configuration(label=f"dynamic: {name}", samples=2_000)
     monkeypatch.setattr(Configuration, "decoder", lambda self: DECODERS[name]())
     # Short, so that texts of four tokens see rests, trials and what lies between.
     for name_of_length in ("SHORTEST_REST", "_FIRST_REST", "_TRIAL", "_SHORT_TRIAL"):
-        monkeypatch.setattr(f"polydraft.drafters.policy.{name_of_length}", 1)
+        monkeypatch.setattr(f"polydraft.draft.policy.{name_of_length}", 1)
     results = configuration.generate()
     # Fifteen tests of three kinds on each of twelve decoders: false alarm below 1e-4 together.
     assert min(configuration.p_values(results)) > 1e-4 / (15 * len(DECODERS))
@@ -108,7 +108,7 @@ def test_rounds_without_a_look_give_the_same_texts(model, temperature: float, mo
         return [result.token_ids for result in results]
 
     looking = texts()
-    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
+    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
     assert texts() == looking
 
 
@@ -177,16 +177,16 @@ def test_levels_fit_their_budget(nodes: int) -> None:
 AMX = {1: 34.8, 4: 31.9, 8: 32.0, 16: 36.7, 24: 57.1, 32: 64.3, 48: 71.4, 64: 76.9}
 """Milliseconds of target passes of so many tokens, as measured on two AMX cores, noise included."""
 AMX_LEVEL = 3.6 + 3.1
-TYPICAL_LAW = (0.33, 0.11, 0.06, 0.04, 0.03, 0.025, 0.02, 0.018, 0.015, 0.013, 0.012, 0.01, 0.009, 0.008, 0.008, 0.007)
-"""The largest probabilities of the shipped head's laws at temperature 1, on average."""
-SURE_LAW = (0.95, 0.01, 0.005, *[0.001] * 13)
+TYPICAL_DISTRIBUTION = (0.33, 0.11, 0.06, 0.04, 0.03, 0.025, 0.02, 0.018, 0.015, 0.013, 0.012, 0.01, 0.009, 0.008, 0.008, 0.007)
+"""The largest probabilities of the shipped head's distributions at temperature 1, on average."""
+SURE_DISTRIBUTION = (0.95, 0.01, 0.005, *[0.001] * 13)
 
 
-def root_children(law: tuple[float, ...], nodes: int = 64) -> int:
+def root_children(distribution: tuple[float, ...], nodes: int = 64) -> int:
     costs = amx_costs()
     policy = RowPolicy(costs, 1, nodes, torch.device("cpu"), adaptive=True)
-    rest = torch.full((4096,), (1 - sum(law)) / 4096)
-    value_1K, _ = largest(torch.cat([torch.tensor(law), rest])[None], 16)
+    rest = torch.full((4096,), (1 - sum(distribution)) / 4096)
+    value_1K, _ = largest(torch.cat([torch.tensor(distribution), rest])[None], 16)
     gain_11K = gains(value_1K, as_array(torch.ones(1, 1)))
     return int(policy.allot(gain_11K, as_array(torch.zeros(1, dtype=torch.long)), share=16, least=1).counts_BW[0, 0])
 
@@ -198,9 +198,9 @@ def amx_costs() -> Costs:
 
 def test_where_passes_cost_alike_the_root_gets_many_children_and_few_where_the_draft_is_sure() -> None:
     # Up to 16 tokens a pass of this machine costs nearly the same: the tree that was drawn there had 3 children at the root.
-    assert 4 <= root_children(TYPICAL_LAW) <= 16
-    assert root_children(TYPICAL_LAW, nodes=24) >= 4
-    assert root_children(SURE_LAW) <= 3 < root_children(TYPICAL_LAW)
+    assert 4 <= root_children(TYPICAL_DISTRIBUTION) <= 16
+    assert root_children(TYPICAL_DISTRIBUTION, nodes=24) >= 4
+    assert root_children(SURE_DISTRIBUTION) <= 3 < root_children(TYPICAL_DISTRIBUTION)
 
 
 def test_allotted_children_fit_the_room_and_take_the_best() -> None:
@@ -232,16 +232,18 @@ def test_a_level_looks_for_the_likeliest_tokens_once(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", sorted(name for name in SCHEMES if SCHEMES.get(name).max_children != 1))
 def test_counts_of_ones_own_are_drawn_as_if_all_rows_had_them(name: str) -> None:
     generator = torch.Generator().manual_seed(2)
-    laws_RV = torch.softmax(2 * torch.randn(12, 40, generator=generator), -1)
+    distributions_RV = torch.softmax(2 * torch.randn(12, 40, generator=generator), -1)
     uniforms_RK = torch.rand(12, 4, generator=generator, dtype=torch.float64)
     scheme, count_R1 = SCHEMES.get(name)(), torch.arange(12)[:, None] % 5
     if scheme.max_children is not None and scheme.max_children < 4:
         uniforms_RK, count_R1 = uniforms_RK[:, : scheme.max_children], count_R1.clamp(max=scheme.max_children)
-    children_RK = scheme.draw_some(laws_RV, uniforms_RK, count_R1)
-    ranked = largest(laws_RV, uniforms_RK.shape[1])
-    assert scheme.draw_some(laws_RV, uniforms_RK, count_R1, ranked).equal(children_RK)
+    children_RK = scheme.draw_some(distributions_RV, uniforms_RK, count_R1)
+    ranked = largest(distributions_RV, uniforms_RK.shape[1])
+    assert scheme.draw_some(distributions_RV, uniforms_RK, count_R1, ranked).equal(children_RK)
     for row, count in enumerate(count_R1[:, 0].tolist()):
-        alone_1J = scheme.draw(laws_RV[row : row + 1], uniforms_RK[row : row + 1, :count]) if count else torch.empty(1, 0)
+        alone_1J = (
+            scheme.draw(distributions_RV[row : row + 1], uniforms_RK[row : row + 1, :count]) if count else torch.empty(1, 0)
+        )
         assert children_RK[row, :count].tolist() == alone_1J[0].tolist()
         assert (children_RK[row, count:] == NO_TOKEN).all()
 

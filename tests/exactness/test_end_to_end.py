@@ -1,4 +1,4 @@
-"""Layer 3: whole texts of the engine follow the target's exact law, whatever drafts, verifies or samples."""
+"""Layer 3: whole texts of the engine follow the target's exact distribution, whatever drafts, verifies or samples."""
 
 import math
 from dataclasses import replace
@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from covering import chosen, some_slow
-from polydraft.drafters import GRAM_DRAFTERS
+from polydraft.draft import GRAM_DRAFTERS
 from polydraft.sampling import SamplingParams
-from polydraft.schemes import SCHEMES
-from polydraft.walks import WALKS
+from polydraft.verify import SCHEMES, WALKS
 
 from .checks import FIXTURE_DRAFT_V, FIXTURE_TARGET_V, enumerated_acceptance, largest_count
 from .configurations import (
@@ -32,9 +31,9 @@ QUICK_PAIRS = chosen(SCHEMES_AND_WALKS)
 SLOW = {f"{scheme} {walk}" for scheme, walk in SCHEMES_AND_WALKS} - {"rrs-wor node"}
 """Errors of a scheme or a walk are largest, and looked for, in the fixture's texts below; here is what all drafters use."""
 SLOW |= {"top-k", "top-p", "min-p, temperature", "all truncations", "logit bias"}
-"""Each of them has a law of its own in `test_mixed_rows`, by default."""
+"""Each of them has a distribution of its own in `test_mixed_rows`, by default."""
 SLOW |= {"flat draft", "sharp draft"}
-"""A greedy draft shows what others do: that the law which was drawn from is the one that is verified."""
+"""A greedy draft shows what others do: that the distribution which was drawn from is the one that is verified."""
 SLOW |= {"sparse", "one-token prompt"}
 """Tries of n-grams and dynamic trees are sparse; texts of one token have their greedy tests."""
 ONCE = set(chosen(list(product(TREE_DRAFTERS, ("", ", truncated")))))
@@ -57,7 +56,7 @@ def test_nothing_that_is_registered_is_left_to_the_slow_tests() -> None:
 
 
 @pytest.mark.parametrize("configuration", quick_or_slow(CONFIGURATIONS, SLOW))
-def test_texts_follow_the_target_law(configuration: Configuration) -> None:
+def test_texts_follow_the_target_distribution(configuration: Configuration) -> None:
     results = configuration.generate()
     assert min(configuration.p_values(results)) > THRESHOLD
     stats = results[0].stats
@@ -72,10 +71,10 @@ def test_texts_follow_the_target_law(configuration: Configuration) -> None:
 
 
 @pytest.mark.parametrize("configuration", quick_or_slow(FIXTURE_CONFIGURATIONS, SLOW_FIXTURE))
-def test_texts_follow_the_target_law_where_errors_would_be_largest(configuration: Configuration) -> None:
+def test_texts_follow_the_target_distribution_where_errors_would_be_largest(configuration: Configuration) -> None:
     results = configuration.generate()
     assert min(configuration.p_values(results)) > THRESHOLD
-    # All nodes have the same laws, so acceptance is known too: code that is exact for a wrong reason shows here.
+    # All nodes have the same distributions, so acceptance is known too: code that is exact for a wrong reason shows here.
     scheme, stats = SCHEMES.get(configuration.scheme)(), results[0].stats
     rate = enumerated_acceptance(scheme, FIXTURE_TARGET_V, FIXTURE_DRAFT_V, largest_count(scheme, 2))
     chance_D = [rate**accepted * (1 - rate if accepted < 3 else 1) for accepted in range(4)]
@@ -90,13 +89,13 @@ def test_texts_follow_the_target_law_where_errors_would_be_largest(configuration
 
 @pytest.mark.slow
 @pytest.mark.parametrize("configuration", [*CONFIGURATIONS, *FIXTURE_CONFIGURATIONS], ids=lambda one: one.label)
-def test_many_more_texts_follow_the_target_law(configuration: Configuration) -> None:
+def test_many_more_texts_follow_the_target_distribution(configuration: Configuration) -> None:
     more = replace(configuration, label=f"{configuration.label}, more", samples=2 * configuration.samples)
     assert min(more.p_values(more.generate())) > THRESHOLD
 
 
 PENALISED = {(scheme, walk) for walk, scheme in {walk: scheme for scheme, walk in reversed(QUICK_PAIRS)}.items()}
-"""One pair for each way that a walk asks for laws: rows of every scheme by itself are tried in `test_enumeration`."""
+"""One pair for each way that a walk asks for distributions: rows of every scheme by itself are tried in `test_enumeration`."""
 
 
 @pytest.mark.parametrize(("scheme", "walk", "sampling", "seeds_tried"), [

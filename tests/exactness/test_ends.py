@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from covering import some_slow
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
-from polydraft.schemes import SCHEMES
 from polydraft.trees import parse_tree
+from polydraft.verify import SCHEMES
 
 from .setups import PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder, tree_for
 

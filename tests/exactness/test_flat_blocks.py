@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from polydraft.certify.reference import greedy_text
-from polydraft.drafters import Parts, make_drafter
-from polydraft.drafters.trie import TokenTrie, as_draft_tree
+from polydraft.draft import Parts, make_drafter
+from polydraft.draft.trie import TokenTrie, as_draft_tree
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.loading import load
 from polydraft.sampling import SamplingParams
-from polydraft.schemes import Naive
 from polydraft.trees import DraftTree, parse_tree
-from polydraft.walks import FlatBlocksWalk, NodeWalk, Walk
+from polydraft.verify import FlatBlocksWalk, Naive, NodeWalk, Walk
 
 from .checks import FALSE_ALARM, chi_square_p_value
 from .setups import TARGET, VOCABULARY, gram_options
@@ -57,11 +56,13 @@ def test_the_smallest_example_of_what_it_gets_wrong() -> None:
 def _contested_prompt() -> tuple[list[int], float]:
     """Make a text that continued its end with the same two tokens before, then differently; say how likely the second is."""
     end = [14, 9, 3]
-    laws_VV = torch.stack([TARGET.logits_after([*end, first]).softmax(-1) for first in range(VOCABULARY)])
+    distributions_VV = torch.stack([TARGET.logits_after([*end, first]).softmax(-1) for first in range(VOCABULARY)])
     # Most is wrong where the first is likely and the second neither likely nor unlikely.
-    wrong_VV = TARGET.logits_after(end).softmax(-1)[:, None] * laws_VV * (1 - laws_VV)
+    wrong_VV = TARGET.logits_after(end).softmax(-1)[:, None] * distributions_VV * (1 - distributions_VV)
     first, second = divmod(int(wrong_VV.argmax()), VOCABULARY)
-    return [token for last in (5, 6, 7, 8) for token in (*end, first, second, last)] + end, float(laws_VV[first, second])
+    return [token for last in (5, 6, 7, 8) for token in (*end, first, second, last)] + end, float(
+        distributions_VV[first, second]
+    )
 
 
 PROMPT, CHANCE = _contested_prompt()

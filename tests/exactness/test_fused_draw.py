@@ -1,4 +1,4 @@
-"""The kernels that draw `hybrid`'s children, in Triton's interpreter: the children of torch's operations, and the exact law.
+"""The kernels that draw `hybrid`'s children, in Triton's interpreter: torch's children, and the exact distribution.
 
 On a GPU they run in tests/gpu. Needs Triton (`pip install triton`) and no GPU.
 """
@@ -8,7 +8,8 @@ import torch
 
 import interpreted
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes import Hybrid, fused
+from polydraft.verify import Hybrid
+from polydraft.verify import fused_draw as fused
 
 INTERPRETED = interpreted.turn_on()
 
@@ -23,24 +24,24 @@ pytestmark = [
 def test_children_are_those_of_torchs_operations(size: int, threshold: float) -> None:
     generator = torch.Generator().manual_seed(size)
     for count in (1, 2, 4):
-        law_RV = torch.softmax(3 * torch.randn(3, size, generator=generator), -1)
+        distribution_RV = torch.softmax(3 * torch.randn(3, size, generator=generator), -1)
         uniforms_RK = torch.rand(3, count, generator=generator, dtype=torch.float64)
-        expected_RK = Hybrid(threshold).draw(law_RV, uniforms_RK)
-        assert fused.draw(law_RV, uniforms_RK, threshold).tolist() == expected_RK.tolist()
+        expected_RK = Hybrid(threshold).draw(distribution_RV, uniforms_RK)
+        assert fused.draw(distribution_RV, uniforms_RK, threshold).tolist() == expected_RK.tolist()
 
 
-def test_shares_of_tokens_end_where_their_law_says() -> None:
+def test_shares_of_tokens_end_where_their_distribution_says() -> None:
     generator = torch.Generator().manual_seed(1)
-    law_V = torch.softmax(2 * torch.randn(600, generator=generator), -1)
-    law_V[256:512] = 0
-    top = law_V.argmax()
-    rest_V = law_V.double().clone()
+    distribution_V = torch.softmax(2 * torch.randn(600, generator=generator), -1)
+    distribution_V[256:512] = 0
+    top = distribution_V.argmax()
+    rest_V = distribution_V.double().clone()
     rest_V[top] = 0
     running_V = rest_V.cumsum(0) / rest_V.sum()
     token_X = torch.tensor([0, 17, 255, 512, 590])
     for shift, after in ((-1e-9, 0), (1e-9, 1)):
         uniforms_XK = torch.stack([torch.full((5,), 0.5).double(), running_V[token_X] + shift], 1)
-        children_XK = fused.draw(law_V.expand(5, -1), uniforms_XK, 0.0)
+        children_XK = fused.draw(distribution_V.expand(5, -1), uniforms_XK, 0.0)
         following = [
             token if not after else next(i for i in range(token + 1, 600) if rest_V[i] > 0) for token in token_X.tolist()
         ]
@@ -49,9 +50,9 @@ def test_shares_of_tokens_end_where_their_law_says() -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
 def test_a_single_weight_is_found_and_none_is_told(uniform: float) -> None:
-    law_RV = torch.zeros(4, 300)
-    law_RV[0, 0] = law_RV[1, 257] = law_RV[2, 299] = 1e-3
-    children_RK = fused.draw(law_RV, torch.full((4, 3), uniform, dtype=torch.float64), 0.5)
+    distribution_RV = torch.zeros(4, 300)
+    distribution_RV[0, 0] = distribution_RV[1, 257] = distribution_RV[2, 299] = 1e-3
+    children_RK = fused.draw(distribution_RV, torch.full((4, 3), uniform, dtype=torch.float64), 0.5)
     assert children_RK.tolist() == [[0] * 3, [257] * 3, [299] * 3, [NO_TOKEN] * 3]
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from covering import covering, some_slow
-from polydraft.drafters import GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
-from polydraft.drafters.grams import GramSource, TrieBuilder
+from polydraft.draft import GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
+from polydraft.draft.grams import GramSource, TrieBuilder
 from polydraft.engine import Decoder, StopReason
 from polydraft.errors import UsageError
 from polydraft.loading import load

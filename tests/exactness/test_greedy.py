@@ -8,11 +8,11 @@ import torch
 
 from covering import all_slow, chosen, covering
 from polydraft.certify.reference import greedy_text
-from polydraft.drafters import DRAFTERS
+from polydraft.draft import DRAFTERS
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
-from polydraft.schemes import SCHEMES
+from polydraft.verify import SCHEMES
 
 from .checks import unequal_texts
 from .configurations import SCHEMES_AND_WALKS

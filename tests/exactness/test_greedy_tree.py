@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from covering import covering
-from polydraft.drafters import TreeDrafter
-from polydraft.drafters.static_builder import StaticBuilder
-from polydraft.drafters.tree_drafter import grows_fast
+from polydraft.draft import TreeDrafter
+from polydraft.draft.static_builder import StaticBuilder
+from polydraft.draft.tree_drafter import grows_fast
 from polydraft.engine import Decoder, Generation
 from polydraft.errors import UsageError
+from polydraft.lab.theory import largest_tree
 from polydraft.loading import _resolved
 from polydraft.options import LoadOptions
 from polydraft.sampling import RowParams, SamplingParams
-from polydraft.theory import largest_tree
 from polydraft.trees import DynamicShape, parse_tree
 from polydraft.trees.likely import RANK_ACCEPTANCE
 from stand_in import StandIn
@@ -39,17 +39,17 @@ def depth_of(result: Generation) -> float:
 @pytest.mark.parametrize("wide", WIDES)
 @pytest.mark.parametrize(("model", "graphs"), covering([DRAFT, HEAD], [False, True]))
 def test_one_greedy_text_has_the_wide_tree(
-    model: Any, graphs: bool, wide: str, recorders: list[StandIn], monkeypatch: pytest.MonkeyPatch
+    model: Any, graphs: bool, wide: str, caches: list[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As on a GPU: nobody looks at values, and rounds of dynamic trees are recorded too.
-    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
-    monkeypatch.setattr("polydraft.drafters.dynamic_builder._RECORDED", ("cpu",))
+    # As on a GPU: nobody looks at values, and rounds of dynamic trees are captured too.
+    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
+    monkeypatch.setattr("polydraft.draft.dynamic_builder._CAPTURED", ("cpu",))
     decoder = decoder_of(model, wide, graphs=graphs)
     for prompt in RAGGED_PROMPTS:
         result = decoder.generate(prompt, sampling=GREEDY, max_new_tokens=40)
         assert result.token_ids == greedy_text(TARGET, prompt, 40, GREEDY)
         assert depth_of(result) == WIDE.depth or (wide == "dynamic" and depth_of(result) > USUAL.depth)
-    assert bool(recorders) == graphs
+    assert bool(caches) == graphs
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_one_greedy_text_has_the_wide_tree(
 def test_a_gpu_grows_dynamic_trees_where_kernels_do(
     params: SamplingParams, obstacle: dict[str, str], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polydraft.drafters.tree_drafter.triton_obstacle", lambda device: obstacle.get("triton"))
+    monkeypatch.setattr("polydraft.draft.tree_drafter.triton_obstacle", lambda device: obstacle.get("triton"))
     target: Any = SimpleNamespace(device=torch.device("cuda"), shape_obstacle=obstacle.get("shape"))
     assert grows_fast(RowParams((params,)), target) == fast
     target.device = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_a_gpu_grows_dynamic_trees_where_kernels_do(
 
 
 def test_what_is_slow_to_grow_has_the_best_static_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.drafters.tree_drafter.grows_fast", lambda params, target: False)
+    monkeypatch.setattr("polydraft.draft.tree_drafter.grows_fast", lambda params, target: False)
     drafter = TreeDrafter(DRAFT, USUAL, greedy=WIDES["dynamic"])
     builder = drafter.builder(RowParams((SamplingParams(temperature=0, repetition_penalty=1.2),)), TARGET)
     assert isinstance(builder, StaticBuilder) and builder.topology == WIDE

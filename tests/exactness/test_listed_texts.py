@@ -1,5 +1,5 @@
 """Processors that look texts up in a list, as `prefix_allowed_tokens_fn` does: they are asked about beginnings of its texts
-alone, never about what follows an end, and texts have the law that they have without drafts."""
+alone, never about what follows an end, and texts have the distribution that they have without drafts."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from covering import chosen, keeping, some_slow
-from polydraft.certify.reference import next_laws
+from polydraft.certify.reference import next_distributions
 from polydraft.engine import StopReason
 from polydraft.errors import FailureError
 from polydraft.sampling import SamplingParams
@@ -16,7 +16,7 @@ from polydraft.sampling import SamplingParams
 from .checks import FALSE_ALARM
 from .configurations import SCHEMES_AND_WALKS
 from .setups import tree_for
-from .small_texts import NEW_TOKENS, PROMPT, TARGET, Listed, Words, law_p_value, small_decoder
+from .small_texts import NEW_TOKENS, PROMPT, TARGET, Listed, Words, distribution_p_value, small_decoder
 
 DRAFTERS = ["none", "model", "dynamic", "lookup", "corpus", "self-draft", "lookup+model"]
 
@@ -60,14 +60,14 @@ TESTS = len(CASES) + len(SCHEMES_AND_WALKS)
 
 
 def check(results: list, case: Ending, drafter: str = "model") -> None:
-    assert law_p_value(results, case.listed.law()) > FALSE_ALARM / TESTS
+    assert distribution_p_value(results, case.listed.distribution()) > FALSE_ALARM / TESTS
     assert {result.stop_reason for result in results} == case.reasons
     inside = sum(result.sources[-1] != "target" for result in results)
     assert (inside > 10) == (drafter != "none"), "ends must fall inside of blocks, too"
 
 
 @pytest.mark.parametrize(("drafter", "name"), keeping(CASES, *QUICK))
-def test_texts_end_where_the_list_does_and_follow_the_target_law(drafter: str, name: str) -> None:
+def test_texts_end_where_the_list_does_and_follow_the_target_distribution(drafter: str, name: str) -> None:
     case = ENDINGS[name]
     check(generated(name, 200, SamplingParams(processors=(case.listed,)), drafter=drafter), case, drafter)
 
@@ -88,8 +88,8 @@ def test_at_temperature_0_the_likeliest_of_the_list_comes_out(name: str) -> None
     greedy, drawn = (SamplingParams(temperature=temperature, processors=(case.listed,)) for temperature in (0.0, 1.0))
     expected: tuple[int, ...] = ()
     while expected not in case.listed.texts:
-        law_V = next_laws(TARGET, PROMPT, np.array(expected, dtype=int)[None], SamplingParams())[0]
-        expected += (max(case.listed.allowed(expected), key=lambda token: law_V[token]),)
+        distribution_V = next_distributions(TARGET, PROMPT, np.array(expected, dtype=int)[None], SamplingParams())[0]
+        expected += (max(case.listed.allowed(expected), key=lambda token: distribution_V[token]),)
     for sampling in ([greedy], [greedy, drawn, drawn, drawn]):
         assert tuple(generated(name, len(sampling), sampling)[0].token_ids) == expected
 
@@ -97,8 +97,8 @@ def test_at_temperature_0_the_likeliest_of_the_list_comes_out(name: str) -> None
 @pytest.mark.parametrize("drafter", ["model", "lookup", "lookup+model"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_the_host_may_not_look_processors_are_asked_no_more(monkeypatch, drafter: str, temperature: float) -> None:
-    # There the laws of all nodes are computed at once, of those as well that the processor itself has ruled out.
-    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
+    # There the distributions of all nodes are computed at once, of those as well that the processor itself has ruled out.
+    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
     case = ENDINGS["some of each"]
     sampling = SamplingParams(temperature=temperature, processors=(case.listed,))
     results = generated("some of each", 200 if temperature else 3, sampling, drafter=drafter)

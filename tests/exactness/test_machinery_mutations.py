@@ -1,6 +1,6 @@
 """The tests bite: machinery broken in one place is caught, by the checkers that the real tests use.
 
-Which layer catches what: the law of texts (chi-square) all that changes texts; greedy identity all of it that does not
+Which layer catches what: the distribution of texts (chi-square) all that changes texts; greedy identity all of it that does not
 need sampling or penalties; full acceptance of a draft equal to the target what costs nothing but speed.
 """
 
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from polydraft.certify.reference import greedy_text
-from polydraft.drafters.model_source import ModelSource
+from polydraft.draft.model_source import ModelSource
 from polydraft.engine.graphs import Launcher
 from polydraft.engine.round import State
 from polydraft.models import Context
 from polydraft.sampling import Noise, SamplingParams, Warper
-from polydraft.schemes import Scheme
 from polydraft.trees import DraftTree
-from polydraft.walks import NodeWalk, Verdict
+from polydraft.verify import NodeWalk, Scheme, Verdict
 
 from .checks import unequal_texts
 from .configurations import THRESHOLD, Configuration
@@ -55,12 +54,12 @@ def every_tree_taken_for_a_chain(original: property, tree: DraftTree) -> bool:
 
 
 def bonus_token_from_the_root(
-    original: Callable, walk: NodeWalk, scheme: Scheme, draft: DraftTree, target_law: Callable, uniforms_BU: Tensor
+    original: Callable, walk: NodeWalk, scheme: Scheme, draft: DraftTree, target_distribution: Callable, uniforms_BU: Tensor
 ) -> Verdict:
-    def wrong_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
-        return target_law(torch.zeros_like(node_B) if path_BP.shape[1] == draft.depth else node_B, path_BP)
+    def wrong_distribution(node_B: Tensor, path_BP: Tensor) -> Tensor:
+        return target_distribution(torch.zeros_like(node_B) if path_BP.shape[1] == draft.depth else node_B, path_BP)
 
-    return original(walk, scheme, draft, wrong_law, uniforms_BU)
+    return original(walk, scheme, draft, wrong_distribution, uniforms_BU)
 
 
 def first_child_always_taken(original: Callable, draft: DraftTree, node_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,8 +73,8 @@ def siblings_seen(original: Callable, draft: DraftTree) -> Any:
     return type(block)(0, block.depths_BT, torch.ones(nodes, nodes, dtype=torch.bool).tril().expand_as(block.visible_BTU))
 
 
-def law_of_the_first_node_of_the_level(original: Callable, draft: DraftTree, level: int, node_B: Tensor) -> Tensor:
-    return draft.laws[level][:, 0]
+def distribution_of_the_first_node_of_the_level(original: Callable, draft: DraftTree, level: int, node_B: Tensor) -> Tensor:
+    return draft.distributions[level][:, 0]
 
 
 def verification_shares_the_drafts_numbers(original: Callable, noise: Noise, count: int, only: Any) -> Tensor:
@@ -126,7 +125,7 @@ CHANGES_GREEDY_TEXTS = [
 CHANGES_TEXTS = [
     # Identity, below, shows the same of these by default.
     *(pytest.param(*broken, None, marks=pytest.mark.slow) for broken in CHANGES_GREEDY_TEXTS),
-    (DraftTree, "draft_law", law_of_the_first_node_of_the_level, None),
+    (DraftTree, "draft_distribution", distribution_of_the_first_node_of_the_level, None),
     (Noise, "uniforms", verification_shares_the_drafts_numbers, None),
     (Warper, "probs", ancestors_forgotten, PENALTIES),
     (Warper, "advance", output_forgotten, PENALTIES),
@@ -152,7 +151,7 @@ def test_greedy_identity_catches_broken_machinery(
     assert unequal_texts([result.token_ids for result in results], expected) > 0
 
 
-# These cost speed and not exactness, since drafts are verified against the laws they were drawn from.
+# These cost speed and not exactness, since drafts are verified against the distributions they were drawn from.
 COSTS_ACCEPTANCE = [
     (ModelSource, "commit", draft_memory_not_moved),
     (Launcher, "launch", pending_token_of_the_round_before),

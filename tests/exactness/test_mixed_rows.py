@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from polydraft.certify.reference import greedy_text, next_laws
-from polydraft.drafters import TreeDrafter
+from polydraft.certify.reference import greedy_text, next_distributions
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
+from polydraft.lab.theory import Costs
 from polydraft.sampling import RowParams, SamplingParams, Warper
-from polydraft.theory import Costs
 from polydraft.trees import DynamicShape
 
 from .checks import text_p_values
@@ -98,7 +98,7 @@ def test_texts_are_those_of_a_row_alone(name: str) -> None:
 
 
 SLOW = ("adaptive model", "head", "lookup+model", "rrs-wor, traversal")
-"""Their texts are those of a row alone, above, whose law is tested for every drafter."""
+"""Their texts are those of a row alone, above, whose distribution is tested for every drafter."""
 
 
 @pytest.mark.parametrize("name", ["model", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
@@ -113,8 +113,8 @@ def test_every_row_follows_its_own_distribution(name: str) -> None:
         tokens_NL = np.array([result.token_ids for result in results[number :: len(drawn) + 1]])
         p_values = text_p_values(
             tokens_NL,
-            lambda new_NL, params=params: next_laws(TARGET, list(GRAM_PROMPT), new_NL, params),
-            lambda new_NL: next_laws(DRAFT, list(GRAM_PROMPT), new_NL, SamplingParams()),
+            lambda new_NL, params=params: next_distributions(TARGET, list(GRAM_PROMPT), new_NL, params),
+            lambda new_NL: next_distributions(DRAFT, list(GRAM_PROMPT), new_NL, SamplingParams()),
         )
         lowest = min(lowest, *p_values)
     # Six kinds of rows, thirteen tests each, five decoders: false alarm below 1e-4 together.
@@ -130,8 +130,8 @@ def test_a_draft_may_know_fewer_tokens_than_a_level_has_children(known: int) -> 
     decoder, rows = dynamic(random_head(likely)), [SamplingParams(temperature=0), SamplingParams()] * 400
     results = decoder.generate([PROMPT] * len(rows), sampling=rows, max_new_tokens=3, seed=known)
     tokens_NL = np.array([result.token_ids for result in results[1::2]])
-    laws = [lambda new_NL: next_laws(TARGET, PROMPT, new_NL, SamplingParams())] * 2
-    assert min(text_p_values(tokens_NL, *laws)) > 1e-6
+    distributions = [lambda new_NL: next_distributions(TARGET, PROMPT, new_NL, SamplingParams())] * 2
+    assert min(text_p_values(tokens_NL, *distributions)) > 1e-6
     greedy = greedy_text(TARGET, PROMPT, 3, SamplingParams(temperature=0))
     assert all(result.token_ids == greedy for result in results[::2])
     assert results[0].stats.drafted_tokens > 100
@@ -175,8 +175,8 @@ def test_penalties_in_a_partial_vocabulary_are_those_of_the_whole_one() -> None:
         assert torch.allclose(vocabulary.spread(short.probs(logits_BGD, paths_BGP)), expected_BGV, atol=1e-6)
 
 
-def test_recorded_rounds_are_told_apart_by_what_they_compute() -> None:
-    # Numbers are read from tensors; whatever is left out of a round or added to it must make another recording.
+def test_captured_rounds_are_told_apart_by_what_they_compute() -> None:
+    # Numbers are read from tensors; whatever is left out of a round or added to it must make another capture.
     def kind(*params: SamplingParams) -> object:
         return Warper(params, VOCABULARY, [[1, 2]] * len(params), torch.device("cpu")).kind
 

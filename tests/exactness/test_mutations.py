@@ -7,7 +7,7 @@ import pytest
 
 from covering import some_slow
 from polydraft.certify.mutants import CORRECT, STRUCTURAL, SUBTLE, DistinctTestedAsIndependent, DrawnByRank
-from polydraft.schemes import SCHEMES, Scheme
+from polydraft.verify import SCHEMES, Scheme
 
 from .checks import (
     FALSE_ALARM,
@@ -35,7 +35,7 @@ def worst_error(scheme: Scheme) -> float:
 
 
 def fixture_p_value(scheme: Scheme) -> float:
-    """Sample as `test_verified_token_follows_the_target_law` does."""
+    """Sample as `test_verified_token_follows_the_target_distribution` does."""
     _, token_R = sample_node(scheme, FIXTURE_TARGET_V, FIXTURE_DRAFT_V, count=2, seed=2)
     return token_p_value(token_R, FIXTURE_TARGET_V)
 
@@ -62,7 +62,7 @@ def test_the_fixture_catches_structural_mistakes(mutant: type[Scheme]) -> None:
     assert fixture_p_value(mutant()) < FALSE_ALARM
 
 
-def test_the_test_of_draws_catches_children_of_another_law() -> None:
+def test_the_test_of_draws_catches_children_of_another_distribution() -> None:
     _, children_SK, chance_S = drawings(DrawnByRank(), FIXTURE_DRAFT_V[None], 2)
     children_RK, _ = sample_node(DrawnByRank(), FIXTURE_TARGET_V, FIXTURE_DRAFT_V, 2, seed=2)
     assert tuple_p_value(children_RK, dict(zip(map(tuple, children_SK.tolist()), chance_S.tolist(), strict=True))) < FALSE_ALARM

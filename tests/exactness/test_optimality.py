@@ -9,20 +9,24 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes import SCHEMES, Greedy, Hybrid, KSeq, Race, RaceBucketed, Scheme, SpecHub, Speculative
+from polydraft.verify import SCHEMES, Greedy, Hybrid, KSeq, Race, RaceBucketed, Scheme, SpecHub, Speculative
 
 from .checks import TOLERANCE, drawings, largest_count, random_cases
 
-CASES = 60  # for each vocabulary and count: 720 in all, every tenth with equal laws, many with zeros, one-hot, support < n
+CASES = (
+    60  # for each vocabulary and count: 720 in all, every tenth with equal distributions, many with zeros, one-hot, support < n
+)
 SHAPES = [(vocabulary, count) for vocabulary in (2, 3, 4, 5) for count in (1, 2, 3)]
 
 
 def acceptance(scheme: Scheme, target_CV: Tensor, draft_CV: Tensor, count: int) -> Tensor:
     """Chance that the emitted token is one of the children, by enumeration."""
     case_R, children_RK, chance_R = drawings(scheme, draft_CV, count)
-    law_RV = scheme.law(target_CV[case_R], draft_CV[case_R], children_RK)
-    among_RV = torch.zeros_like(law_RV).scatter_add_(1, children_RK.clamp(min=0), (children_RK != NO_TOKEN).double()) > 0
-    return torch.zeros(len(target_CV)).double().index_add_(0, case_R, chance_R * (law_RV * among_RV).sum(-1))
+    distribution_RV = scheme.distribution(target_CV[case_R], draft_CV[case_R], children_RK)
+    among_RV = (
+        torch.zeros_like(distribution_RV).scatter_add_(1, children_RK.clamp(min=0), (children_RK != NO_TOKEN).double()) > 0
+    )
+    return torch.zeros(len(target_CV)).double().index_add_(0, case_R, chance_R * (distribution_RV * among_RV).sum(-1))
 
 
 def optimum(scheme: Scheme, target_CV: Tensor, draft_CV: Tensor, count: int) -> Tensor:
@@ -61,7 +65,7 @@ def test_the_formula_of_the_optimum_is_the_linear_programme() -> None:
 
 @pytest.mark.parametrize("name", SCHEMES.names())
 def test_no_scheme_accepts_more_than_is_possible(name: str) -> None:
-    # More would mean that children were not drawn, or tokens not emitted, by the laws that were enumerated.
+    # More would mean that children were not drawn, or tokens not emitted, by the distributions that were enumerated.
     scheme = SCHEMES.get(name)()
     for vocabulary, count in SHAPES[::2]:
         count = largest_count(scheme, count)
@@ -99,14 +103,14 @@ def test_bucketed_schemes_stay_near_the_optimum_even_where_tokens_are_few(scheme
 
 
 def language_like(vocabulary: int, temperature: float, noise: float, rows: int) -> tuple[Tensor, Tensor]:
-    """Return float32 laws of a Zipf vocabulary, target and draft differing by lognormal noise."""
+    """Return float32 distributions of a Zipf vocabulary, target and draft differing by lognormal noise."""
     generator = torch.Generator().manual_seed(0)
     common_RV = -1.3 * torch.arange(1, vocabulary + 1).log() + torch.randn(rows, vocabulary, generator=generator)
-    laws = [
+    distributions = [
         torch.softmax((common_RV + noise * torch.randn(rows, vocabulary, generator=generator)) / temperature, -1)
         for _ in range(2)
     ]
-    return laws[0], laws[1]
+    return distributions[0], distributions[1]
 
 
 @pytest.mark.parametrize(("temperature", "noise"), [(0.6, 0.7), (1.0, 0.7), (1.0, 1.5), (0.3, 1.0), (1.0, 0.01)])
@@ -116,9 +120,9 @@ def test_buckets_cost_less_than_a_ten_thousandth_of_acceptance(temperature: floa
         for exact, bucketed in ((Race(), RaceBucketed()), (Hybrid(buckets=None), Hybrid())):
             uniforms_RK = torch.rand(3, count, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
             children_RK = bucketed.draw(draft_RV, uniforms_RK)
-            law_RV = target_RV.double() / target_RV.double().sum(-1, keepdim=True)
+            distribution_RV = target_RV.double() / target_RV.double().sum(-1, keepdim=True)
             reached_R, most_R = (
-                torch.minimum(law_RV, scheme.contest(target_RV, draft_RV, children_RK).law_RV).sum(-1)
+                torch.minimum(distribution_RV, scheme.contest(target_RV, draft_RV, children_RK).distribution_RV).sum(-1)
                 for scheme in (bucketed, exact)
             )
             assert torch.all(most_R - reached_R < 1e-4)

@@ -1,4 +1,4 @@
-"""Rounds have about as many rows as there are texts at work, recorded ones too: texts move, sleep and wake unnoticed."""
+"""Rounds have about as many rows as there are texts at work, captured ones too: texts move, sleep and wake unnoticed."""
 
 import random
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from covering import all_slow, covering, some_slow
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence, workspace
 from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES, TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.trees import parse_tree
-from stand_in import StandIn, round_recorder
+from stand_in import StandIn, round_graphs
 
 from .setups import DRAFT, GRAM_PROMPT, HEAD, PENALTIES, TARGET
 from .test_admission import driven, open_engine, requests, sequence
@@ -36,7 +36,7 @@ LIMITS = [9, 60, 4, 12, 70, 7, 5, 3]
 
 @pytest.fixture(autouse=True)
 def eager_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_WORTH_A_MOVE", "_WORTH_A_RECORDING"):
+    for name in ("_WORTH_A_MOVE", "_WORTH_A_CAPTURE"):
         monkeypatch.setattr(workspace, name, 1)
 
 
@@ -44,17 +44,17 @@ def decoder_of(name: str, **options: Any) -> Decoder:
     return Decoder(TARGET, DRAFTERS[name], **options)
 
 
-def recorded_engine(decoder: Decoder, count: int, **options: Any) -> tuple[Engine, StandIn]:
-    """Open an elastic engine whose rounds are recorded."""
+def captured_engine(decoder: Decoder, count: int, **options: Any) -> tuple[Engine, StandIn]:
+    """Open an elastic engine whose rounds are captured."""
     memories = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * count), ahead=decoder.ahead)
-    recorder = memories.launcher.recorder = round_recorder(memories)
+    graphs = memories.launcher.graphs = round_graphs(memories)
     engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=memories, elastic=True, **options)
-    return engine, recorder
+    return engine, graphs
 
 
-def rows_of(recorder: StandIn) -> list[int]:
+def rows_of(graphs: StandIn) -> list[int]:
     """Rows of all rounds that were run."""
-    return [kind[-3][-1] for kind in recorder.kinds if kind[0] != "reading"]
+    return [kind[-3][-1] for kind in graphs.kinds if kind[0] != "reading"]
 
 
 def counted_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -87,7 +87,7 @@ def resizes(engine: Engine) -> list[int]:
     *covering(["plain", "model", "head"], ["greedy", "drawn", "penalties"], [True, False]),
     *all_slow(["plain", "model", "head"], ["all"], [True, False]),
 ])  # fmt: skip
-def test_a_batch_has_fewer_rows_as_its_texts_end(recorders: list[StandIn], name: str, sampling: str, ahead: bool) -> None:
+def test_a_batch_has_fewer_rows_as_its_texts_end(caches: list[StandIn], name: str, sampling: str, ahead: bool) -> None:
     decoder, wanted = decoder_of(name, ahead=ahead), SAMPLINGS[sampling]
     prompts = [[3, 1, 4 + row] for row in range(len(LIMITS))]
     params = [wanted[row % len(wanted)] for row in range(len(LIMITS))]
@@ -98,34 +98,34 @@ def test_a_batch_has_fewer_rows_as_its_texts_end(recorders: list[StandIn], name:
         for row, result in enumerate(results):
             expected = eager.generate(prompts[row], sampling=params[row], max_new_tokens=LIMITS[row], seed=[row])
             assert result.token_ids == expected.token_ids, row
-    (recorder,) = recorders
-    rows = rows_of(recorder)
+    (graphs,) = caches
+    rows = rows_of(graphs)
     assert {2, 1} <= set(rows) <= {8, 2, 1} and rows[-1] == 1
-    if sampling != "all":  # processors keep rounds from being recorded
-        assert rows[0] == 8 and recorder.replays > len(rows) / 2
+    if sampling != "all":  # processors keep rounds from being captured
+        assert rows[0] == 8 and graphs.replays > len(rows) / 2
 
 
 @pytest.mark.parametrize(("name", "seed"), [
     *covering(["plain", "model", "head"], [1, 2]),
     *all_slow(["plain", "model", "head"], [3, 4, 5]),
 ])  # fmt: skip
-def test_recorded_texts_may_come_and_go(name: str, seed: int) -> None:
+def test_captured_texts_may_come_and_go(name: str, seed: int) -> None:
     decoder = decoder_of(name)
     asked = requests(20)
     random.Random(seed).shuffle(asked)
-    engine, recorder = recorded_engine(decoder, 9, reuse=True, chunk=5)
+    engine, graphs = captured_engine(decoder, 9, reuse=True, chunk=5)
     sequences = [sequence(decoder, row, **one) for row, one in enumerate(asked)]
     widths = resizes(engine)
     driven(engine, sequences, seed)
     for found, one in zip(sequences, asked, strict=True):
         expected = decoder.generate(one["prompt"], sampling=one["params"], max_new_tokens=one["limit"], seed=[one["seed"]])
         assert found.new_tokens == expected.token_ids
-    assert widths and recorder.replays
+    assert widths and graphs.replays
 
 
 def test_drafters_that_cannot_move_keep_all_rows() -> None:
     decoder = DECODERS["lookup"]()
-    engine, _ = recorded_engine(decoder, 4)
+    engine, _ = captured_engine(decoder, 4)
     widths = resizes(engine)
     texts = [sequence(decoder, row, [1, 2, 3 + row], GREEDY, limit=limit, seed=row) for row, limit in enumerate([3, 4, 5, 50])]
     for one in texts:
@@ -138,7 +138,7 @@ def test_drafters_that_cannot_move_keep_all_rows() -> None:
 @pytest.mark.parametrize("name", ["plain", "model", "head"])
 def test_what_a_slot_holds_sleeps_and_wakes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(name)
-    engine, recorder = recorded_engine(decoder, 4, reuse=True)
+    engine, graphs = captured_engine(decoder, 4, reuse=True)
     read = counted_reading(engine, monkeypatch)
     first = [sequence(decoder, row, [*GRAM_PROMPT, row], GREEDY, limit=6, seed=row) for row in range(4)]
     for one in first:
@@ -160,7 +160,7 @@ def test_what_a_slot_holds_sleeps_and_wakes(name: str, monkeypatch: pytest.Monke
     for one in more:
         engine.add(one)
     finish(engine)
-    assert set(rows_of(recorder)) == {4, 1}
+    assert set(rows_of(graphs)) == {4, 1}
     for one in (*first, other, again, *more):
         assert one.new_tokens == alone(decoder, one, 0)
 
@@ -171,7 +171,7 @@ def test_a_perfect_draft_is_accepted_wherever_its_text_moves(name: str) -> None:
     decoder = Decoder(TARGET, TreeDrafter(TARGET, parse_tree("1x1"))) if name == "model" else decoder_of("head")
     limits = [5, 8, 40, 6, 44, 9]
     alone_first = decoder.generate([1, 2, 6], sampling=GREEDY, max_new_tokens=44)
-    engine, _ = recorded_engine(decoder, 6)
+    engine, _ = captured_engine(decoder, 6)
     texts = [sequence(decoder, row, [1, 2, 2 + row], GREEDY, limit=limit, seed=row) for row, limit in enumerate(limits)]
     for one in texts:
         engine.add(one)
@@ -181,16 +181,16 @@ def test_a_perfect_draft_is_accepted_wherever_its_text_moves(name: str) -> None:
 
 
 def test_moves_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace, "_WORTH_A_RECORDING", 60)
+    monkeypatch.setattr(workspace, "_WORTH_A_CAPTURE", 60)
     decoder = decoder_of("model")
-    engine, recorder = recorded_engine(decoder, 4)
+    engine, graphs = captured_engine(decoder, 4)
 
     def run(limit: int) -> set[int]:
-        del recorder.kinds[:]
+        del graphs.kinds[:]
         for row in range(4):
             engine.add(sequence(decoder, row, [1, 2, 3 + row], GREEDY, limit=limit if row == 3 else 3, seed=row))
         finish(engine)
-        return set(rows_of(recorder))
+        return set(rows_of(graphs))
 
     assert run(50) == {4}, "rounds of one row would be new"
     assert run(90) == {4, 1}
@@ -200,13 +200,13 @@ def test_moves_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 def test_memories_of_a_hugging_face_model_move(short_blocks: object) -> None:
     target = HFModel(FAMILIES.get("llama").build(seed=1))
     decoder = Decoder(target, TreeDrafter(target, parse_tree("2x1")))
-    engine, recorder = recorded_engine(decoder, 5, reuse=True)
+    engine, graphs = captured_engine(decoder, 5, reuse=True)
     texts: list[TokenSequence] = []
     for row, limit in enumerate([4, 6, 30, 5, 34]):
         texts.append(sequence(decoder, row, [5, 9, 11 + row, 3], GREEDY, limit=limit, seed=row))
         engine.add(texts[-1])
     finish(engine)
-    assert set(rows_of(recorder)) == {5, 2, 1}
+    assert set(rows_of(graphs)) == {5, 2, 1}
     for one in texts:
         assert one.new_tokens == alone(decoder, one, 0)
 
@@ -214,7 +214,7 @@ def test_memories_of_a_hugging_face_model_move(short_blocks: object) -> None:
 def test_tables_that_come_late_have_rows_for_all() -> None:
     """Penalties first asked for when few rows are at work: what is allocated then must serve when more are."""
     decoder = decoder_of("model")
-    engine, _ = recorded_engine(decoder, 4, reuse=True)
+    engine, _ = captured_engine(decoder, 4, reuse=True)
     asked = [([1, 2, 3], GREEDY, 20), ([2, 3, 4], PENALTIES, 20)]
     texts = [sequence(decoder, row, prompt, params, limit, seed=row) for row, (prompt, params, limit) in enumerate(asked)]
     for one in texts:
@@ -250,7 +250,7 @@ def test_a_tabular_context_grows_with_its_sleeping_rows() -> None:
 @pytest.mark.parametrize("name", ["model", "head"])
 def test_a_text_that_makes_room_is_not_forgotten(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(name)
-    engine, _ = recorded_engine(decoder, 4, reuse=True)
+    engine, _ = captured_engine(decoder, 4, reuse=True)
     read = counted_reading(engine, monkeypatch)
     first = sequence(decoder, 0, [*GRAM_PROMPT, 3], GREEDY, limit=6, seed=0)
     second = sequence(decoder, 1, [9, 8, 7, 1], GREEDY, limit=60, seed=1)
@@ -270,7 +270,7 @@ def test_a_text_that_makes_room_is_not_forgotten(name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("name", ["plain", "model", "head"])
 def test_texts_let_go_while_they_are_read_leave_nothing_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(name)
-    engine, _ = recorded_engine(decoder, 4, reuse=True, chunk=5)
+    engine, _ = captured_engine(decoder, 4, reuse=True, chunk=5)
     read = counted_reading(engine, monkeypatch)
     long = [(3 * place) % 29 + 1 for place in range(60)]
     kept = [sequence(decoder, row, [5, 6, row], GREEDY, limit=50 + 30 * row, seed=row) for row in range(2)]
@@ -293,21 +293,21 @@ def test_texts_let_go_while_they_are_read_leave_nothing_behind(name: str, monkey
 
 
 @pytest.mark.parametrize("name", ["plain", "model", "head"])
-def test_slots_that_come_back_empty_keep_rounds_recorded(name: str) -> None:
+def test_slots_that_come_back_empty_keep_rounds_captured(name: str) -> None:
     decoder = decoder_of(name)
-    engine, recorder = recorded_engine(decoder, 8, reuse=True)
+    engine, graphs = captured_engine(decoder, 8, reuse=True)
 
     def turn() -> tuple[int, int]:
-        before = len(recorder.kinds), recorder.replays
+        before = len(graphs.kinds), graphs.replays
         for row in range(3):
             engine.add(sequence(decoder, row, [4, 5, 6 + row], GREEDY, limit=[3, 3, 40][row], seed=row))
         finish(engine)
-        return len(recorder.kinds) - before[0], recorder.replays - before[1]
+        return len(graphs.kinds) - before[0], graphs.replays - before[1]
 
     for _ in range(3):
         turn()
     rounds, replays = turn()
-    assert rounds == replays > 10 and set(rows_of(recorder)) == {8, 1}
+    assert rounds == replays > 10 and set(rows_of(graphs)) == {8, 1}
 
 
 @pytest.mark.parametrize("name", some_slow(["plain", "model", "head"], ["model"]))
@@ -315,7 +315,7 @@ def test_slots_that_come_back_empty_keep_rounds_recorded(name: str) -> None:
 def test_whatever_happens_to_others(name: str, seed: int) -> None:
     """Texts come, go on, are let go while they wait, are read or run; prompts are of any length, one token included."""
     decoder, chance = decoder_of(name), random.Random(seed)
-    engine, _ = recorded_engine(decoder, chance.choice([3, 5, 8]), reuse=True, chunk=chance.choice([3, 7, None]))
+    engine, _ = captured_engine(decoder, chance.choice([3, 5, 8]), reuse=True, chunk=chance.choice([3, 7, None]))
     texts: list[TokenSequence] = []
     for _ in range(160):
         for _ in range(chance.choice([0, 0, 0, 1, 1, 4])):
@@ -342,21 +342,21 @@ def test_whatever_happens_to_others(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["static, decision", "static head, decision"])
-def test_rows_stay_where_rounds_could_be_recorded_and_are_not(name: str) -> None:
+def test_rows_stay_where_rounds_could_be_captured_and_are_not(name: str) -> None:
     """What such rounds keep by row does not stay where it is, so that rows could not come back as they were."""
     decoder = DYNAMIC_DECODERS[name]()
-    engine, recorder = recorded_engine(decoder, 4)
+    engine, graphs = captured_engine(decoder, 4)
     assert engine.slots.sizes == [4] and not engine._workspace.elastic
     texts = [sequence(decoder, row, [1, 2, 3 + row], GREEDY, limit=limit, seed=row) for row, limit in enumerate([3, 4, 5, 50])]
     for one in texts:
         engine.add(one)
     finish(engine)
-    assert len(engine.slots) == 4 and recorder.replays == 0
+    assert len(engine.slots) == 4 and graphs.replays == 0
     assert [one.new_tokens for one in texts] == [alone(decoder, one, 0) for one in texts]
 
 
 @pytest.mark.parametrize("name", ["plain", "model", "head", "adaptive model", "adaptive head", "self-draft"])
-def test_rows_that_nobody_records_follow_the_texts(name: str) -> None:
+def test_rows_that_nobody_captures_follow_the_texts(name: str) -> None:
     decoder = {**DECODERS, "plain": lambda: decoder_of("plain")}[name]().replace(eos_token_ids=())
     engine = open_engine(decoder, slots=5, elastic=True)
     texts = [

@@ -1,4 +1,4 @@
-"""What a scheme makes of laws in other scales, of rows that nobody will look at, and of arguments that make no sense."""
+"""What a scheme makes of unnormalised distributions, of rows that nobody will look at, and of senseless arguments."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import torch
 
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes import SCHEMES, Hybrid, draw_checked, verify_checked
-from polydraft.schemes.arrays import largest, likeliest
+from polydraft.verify import SCHEMES, Hybrid, draw_checked, verify_checked
+from polydraft.verify.arrays import largest, likeliest
 
 from .checks import TOLERANCE, enumeration_error, largest_count, random_cases
 
@@ -16,7 +16,7 @@ every_scheme = pytest.mark.parametrize("name", SCHEMES.names())
 
 
 @every_scheme
-def test_laws_may_come_in_any_scale(name: str) -> None:
+def test_distributions_may_come_in_any_scale(name: str) -> None:
     scheme = SCHEMES.get(name)()
     target_CV, draft_CV = random_cases(4, cases=60, seed=2)
     error, improper = enumeration_error(scheme, 3 * target_CV.float(), draft_CV.float() / 7, largest_count(scheme, 3))
@@ -25,11 +25,11 @@ def test_laws_may_come_in_any_scale(name: str) -> None:
 
 @every_scheme
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_laws_may_come_in_half_precision(name: str, dtype: torch.dtype) -> None:
+def test_distributions_may_come_in_half_precision(name: str, dtype: torch.dtype) -> None:
     # As any other numbers: drawing and verifying by the same ones is exact.
     scheme = SCHEMES.get(name)()
     count = largest_count(scheme, 2)
-    target_CV, draft_CV = (law_CV.to(dtype) for law_CV in random_cases(4, cases=60, seed=4))
+    target_CV, draft_CV = (distribution_CV.to(dtype) for distribution_CV in random_cases(4, cases=60, seed=4))
     assert max(enumeration_error(scheme, target_CV, draft_CV, count)) < TOLERANCE
     uniforms_CU = torch.rand(
         60, count + scheme.verify_uniforms, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -54,7 +54,7 @@ def test_columns_that_other_rows_need_change_nothing(name: str) -> None:
     # Tables are as wide as the batch's fullest row: same seed, same text only if the rest of a row's columns does not count.
     scheme = SCHEMES.get(name)()
     generator = torch.Generator().manual_seed(6)
-    target_CV, draft_CV = (law_CV.float() for law_CV in random_cases(9, cases=400, seed=6))
+    target_CV, draft_CV = (distribution_CV.float() for distribution_CV in random_cases(9, cases=400, seed=6))
     width = largest_count(scheme, 3)
     children_CK = scheme.draw(draft_CV, torch.rand(400, width, generator=generator, dtype=torch.float64))
     uniforms_CU = torch.rand(400, scheme.verify_uniforms, generator=generator, dtype=torch.float64)
@@ -70,10 +70,10 @@ def test_columns_that_other_rows_need_change_nothing(name: str) -> None:
 
 @every_scheme
 def test_rows_that_idle_along_do_no_harm(name: str) -> None:
-    # A row whose walk has ended hands over children of one node with the law of another.
+    # A row whose walk has ended hands over children of one node with the distribution of another.
     scheme = SCHEMES.get(name)()
     generator = torch.Generator().manual_seed(1)
-    target_CV, draft_CV = (law_CV.float() for law_CV in random_cases(9, cases=600, seed=1))
+    target_CV, draft_CV = (distribution_CV.float() for distribution_CV in random_cases(9, cases=600, seed=1))
     width = largest_count(scheme, 4)
     children_CK = torch.randint(NO_TOKEN, 9, (600, width), generator=generator)
     uniforms_CU = torch.rand(600, scheme.verify_uniforms, generator=generator, dtype=torch.float64)
@@ -112,7 +112,7 @@ def test_the_largest_weights_are_found_in_order(vocabulary: int, count: int) -> 
     assert torch.equal(likeliest(weights_RV)[:, 0], weights_RV.argmax(-1))
 
 
-LAW_RV = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.0, 1.0, 0.0, 0.0]])
+DISTRIBUTION_RV = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.0, 1.0, 0.0, 0.0]])
 
 
 def arguments(name: str, **changes: Any) -> dict[str, Any]:
@@ -120,7 +120,12 @@ def arguments(name: str, **changes: Any) -> dict[str, Any]:
     scheme = SCHEMES.get(name)()
     children_RK = torch.tensor([[0, 2], [1, NO_TOKEN if scheme.replacement is not True and name != "hybrid" else 1]])
     uniforms_RU = torch.full((2, scheme.verify_uniforms), 0.5, dtype=torch.float64)
-    correct = {"target_probs_RV": LAW_RV, "draft_probs_RV": LAW_RV, "children_RK": children_RK, "uniforms_RU": uniforms_RU}
+    correct = {
+        "target_probs_RV": DISTRIBUTION_RV,
+        "draft_probs_RV": DISTRIBUTION_RV,
+        "children_RK": children_RK,
+        "uniforms_RU": uniforms_RU,
+    }
     return {"scheme": scheme, **correct, **changes}
 
 
@@ -129,12 +134,12 @@ def test_correct_arguments_pass(name: str) -> None:
     scheme = SCHEMES.get(name)()
     for count in range(1, largest_count(scheme, 3) + 1):
         uniforms_RU = torch.rand(2, count + scheme.verify_uniforms, dtype=torch.float64)
-        children_RK = draw_checked(scheme, LAW_RV, uniforms_RU[:, :count])
-        token_R = verify_checked(scheme, LAW_RV, LAW_RV, children_RK, uniforms_RU[:, count:])
-        assert torch.all(LAW_RV.gather(1, token_R[:, None]) > 0)
+        children_RK = draw_checked(scheme, DISTRIBUTION_RV, uniforms_RU[:, :count])
+        token_R = verify_checked(scheme, DISTRIBUTION_RV, DISTRIBUTION_RV, children_RK, uniforms_RU[:, count:])
+        assert torch.all(DISTRIBUTION_RV.gather(1, token_R[:, None]) > 0)
 
 
-NOT_FINITE, NEGATIVE, NOT_ONE = LAW_RV.clone(), LAW_RV.clone(), 2 * LAW_RV
+NOT_FINITE, NEGATIVE, NOT_ONE = DISTRIBUTION_RV.clone(), DISTRIBUTION_RV.clone(), 2 * DISTRIBUTION_RV
 NOT_FINITE[1, 2], NEGATIVE[0, 1], NEGATIVE[0, 0] = torch.nan, -0.1, 0.9
 
 
@@ -143,9 +148,9 @@ NOT_FINITE[1, 2], NEGATIVE[0, 1], NEGATIVE[0, 0] = torch.nan, -0.1, 0.9
     ({"draft_probs_RV": NOT_FINITE}, "draft_probs has a value that is not finite in row 1"),
     ({"target_probs_RV": NEGATIVE}, "target_probs has a negative value, -0.1, in row 0"),
     ({"draft_probs_RV": NOT_ONE}, "draft_probs sums to 2 in row 0"),
-    ({"target_probs_RV": LAW_RV[0]}, "of shape (4,)"),
-    ({"target_probs_RV": LAW_RV.long()}, "torch.int64"),
-    ({"target_probs_RV": LAW_RV[:1]}, "have shapes (1, 4) and (2, 4)"),
+    ({"target_probs_RV": DISTRIBUTION_RV[0]}, "of shape (4,)"),
+    ({"target_probs_RV": DISTRIBUTION_RV.long()}, "torch.int64"),
+    ({"target_probs_RV": DISTRIBUTION_RV[:1]}, "have shapes (1, 4) and (2, 4)"),
     ({"children_RK": torch.tensor([[0, 3], [1, 1]])}, "child 1 of row 0 is token 3"),
     ({"children_RK": torch.tensor([[0, 4], [1, 1]])}, "child 1 of row 0 is 4; allowed: 0 to 3"),
     ({"children_RK": torch.tensor([[NO_TOKEN, 0], [1, 1]])}, "row 0 has a child after a missing one"),
@@ -177,7 +182,7 @@ def test_children_that_the_scheme_cannot_have_drawn_are_refused(name: str, child
 def test_too_many_children_are_refused() -> None:
     scheme = SCHEMES.get("spechub")()
     with pytest.raises(UsageError, match="3 children per row; scheme 'spechub' allows at most 2"):
-        draw_checked(scheme, LAW_RV, torch.rand(2, 3, dtype=torch.float64))
+        draw_checked(scheme, DISTRIBUTION_RV, torch.rand(2, 3, dtype=torch.float64))
     with pytest.raises(UsageError, match="3 children per row; scheme 'spechub' allows at most 2"):
         verify_checked(**arguments("spechub", children_RK=torch.tensor([[0, 1, 2], [1, -1, -1]])))
 
@@ -189,7 +194,7 @@ def test_a_threshold_below_zero_is_refused() -> None:
 
 @every_scheme
 def test_room_for_more_children_changes_no_token(name: str) -> None:
-    """Rows of one batch may have fewer children than others, or none: then whatever law stands there is not looked at."""
+    """Rows of one batch may have fewer children than others, or none: then the distribution there is not looked at."""
     scheme, generator = SCHEMES.get(name)(), torch.Generator().manual_seed(5)
     target_RV, draft_RV, other_RV = (torch.softmax(2 * torch.randn(60, 30, generator=generator), -1).double() for _ in range(3))
     uniforms_RU = torch.rand(60, max(scheme.verify_uniforms, 64), generator=generator, dtype=torch.float64)
@@ -200,5 +205,5 @@ def test_room_for_more_children_changes_no_token(name: str) -> None:
         few, many = (scheme.verify(target_RV, draft_RV, own_RK, uniforms_RU) for own_RK in (children_RK, padded_RK))
         assert few.equal(many)
     none_RK = torch.full((60, most), NO_TOKEN)
-    own, other = (scheme.verify(target_RV, law_RV, none_RK, uniforms_RU) for law_RV in (draft_RV, other_RV))
+    own, other = (scheme.verify(target_RV, distribution_RV, none_RK, uniforms_RU) for distribution_RV in (draft_RV, other_RV))
     assert own.equal(other)

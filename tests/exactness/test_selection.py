@@ -1,4 +1,4 @@
-"""Picking a child before accepting it: the picked child follows the law that is declared for it."""
+"""Picking a child before accepting it: the picked child follows the distribution that is declared for it."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor
 from covering import all_slow, covering, some_slow
 from polydraft.certify.mutants import RaceWithoutExchange
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes import SCHEMES, Hybrid, Race, RaceBucketed, Scheme
+from polydraft.verify import SCHEMES, Hybrid, Race, RaceBucketed, Scheme
 
 from .checks import (
     FALSE_ALARM,
@@ -35,12 +35,12 @@ RACES: list[Race] = [
     Hybrid(threshold=float("inf"), buckets=3),
 ]
 ODD_RACES = [*RACES[2:4], *RACES[5:]]
-# Laws at which children of most cells exchange places, a third of them with two children, more with three.
+# Distributions at which children of most cells exchange places, a third of them with two children, more with three.
 LIVELY = (
     torch.tensor([0.281, 0.110, 0.054, 0.100, 0.455]).double(),
     torch.tensor([0.313, 0.055, 0.014, 0.083, 0.535]).double(),
 )
-LAWS = {"fixture": (FIXTURE_TARGET_V, FIXTURE_DRAFT_V), "lively": LIVELY}
+DISTRIBUTIONS = {"fixture": (FIXTURE_TARGET_V, FIXTURE_DRAFT_V), "lively": LIVELY}
 every_race = pytest.mark.parametrize(
     "scheme", RACES, ids=lambda race: f"{race.name} {race.buckets} {vars(race).get('threshold')}"
 )
@@ -55,20 +55,20 @@ def uniforms(scheme: Scheme, rows: int, count: int, seed: int) -> tuple[Tensor, 
     return uniforms_RU[:, :count], uniforms_RU[:, count:]
 
 
-def selection_p_value(scheme: Scheme, laws: tuple[Tensor, Tensor], count: int) -> float:
+def selection_p_value(scheme: Scheme, distributions: tuple[Tensor, Tensor], count: int) -> float:
     """Draw and select many times, as production does."""
     draw_RK, select_RU = uniforms(scheme, FIXTURE_SAMPLES, count, seed=count)
-    target_RV, draft_RV = (law_V.float().expand(FIXTURE_SAMPLES, -1) for law_V in laws)
+    target_RV, draft_RV = (distribution_V.float().expand(FIXTURE_SAMPLES, -1) for distribution_V in distributions)
     children_RK = scheme.draw(draft_RV, draw_RK)
     selection = scheme.select(target_RV, draft_RV, children_RK, select_RU)
-    assert selection.law_RV.dtype == torch.float64
+    assert selection.distribution_RV.dtype == torch.float64
     assert torch.all((children_RK == selection.token_R[:, None]).any(-1))
-    return token_p_value(selection.token_R, selection.law_RV[0])
+    return token_p_value(selection.token_R, selection.distribution_RV[0])
 
 
 @every_race
 @pytest.mark.parametrize("count", some_slow([1, 2, 3], [1, 2]))
-def test_the_selected_child_follows_the_declared_law(scheme: Race, count: int) -> None:
+def test_the_selected_child_follows_the_declared_distribution(scheme: Race, count: int) -> None:
     for vocabulary in (1, 2, 4, 5):
         target_CV, draft_CV = random_cases(vocabulary, cases=60, seed=vocabulary + 7 * count)
         case_R, children_RK, chance_R = drawings(scheme, draft_CV, count)
@@ -82,19 +82,19 @@ def test_the_selected_child_follows_the_declared_law(scheme: Race, count: int) -
         selected_RV.scatter_add_(1, children_RK.clamp(min=0), chances_RK * (children_RK != NO_TOKEN))
         selected_CV = torch.zeros(target_CV.shape).double().index_add_(0, case_R, chance_R[:, None] * selected_RV)
         first_C = torch.zeros(len(target_CV), dtype=torch.long).scatter_(0, case_R, torch.arange(len(case_R)))
-        torch.testing.assert_close(selected_CV, contest.law_RV[first_C], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(selected_CV, contest.distribution_RV[first_C], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("name", "laws", "count"), [
+@pytest.mark.parametrize(("name", "distributions", "count"), [
     # By default where most children exchange places.
     *covering(SELECTING, ["lively"], [3]),
     *all_slow(SELECTING, ["lively"], [1, 2]),
     *all_slow(SELECTING, ["fixture"], [1, 2, 3]),
 ])  # fmt: skip
-def test_selected_samples_follow_the_declared_law(name: str, laws: str, count: int) -> None:
+def test_selected_samples_follow_the_declared_distribution(name: str, distributions: str, count: int) -> None:
     scheme = SCHEMES.get(name)()
     count = largest_count(scheme, count)
-    assert selection_p_value(scheme, LAWS[laws], count) > FALSE_ALARM
+    assert selection_p_value(scheme, DISTRIBUTIONS[distributions], count) > FALSE_ALARM
 
 
 def test_samples_catch_a_race_without_exchange() -> None:
@@ -103,7 +103,7 @@ def test_samples_catch_a_race_without_exchange() -> None:
 
 
 @selecting
-def test_verified_samples_follow_the_target_law_where_places_are_exchanged(name: str) -> None:
+def test_verified_samples_follow_the_target_distribution_where_places_are_exchanged(name: str) -> None:
     scheme = SCHEMES.get(name)()
     _, token_R = sample_node(scheme, *LIVELY, largest_count(scheme, 3), seed=6)
     assert token_p_value(token_R, LIVELY[0]) > FALSE_ALARM
@@ -117,14 +117,14 @@ def test_verified_samples_follow_the_target_law_where_places_are_exchanged(name:
 )
 def test_selected_samples_follow_the_chances_given_the_children(scheme: Race) -> None:
     _, children_SK, chance_S = drawings(scheme, LIVELY[1][None], 3)
-    laws = [law_V.expand(len(children_SK), -1) for law_V in LIVELY]
-    chances_SK = scheme.contest(*laws, children_SK).chances()
+    distributions = [distribution_V.expand(len(children_SK), -1) for distribution_V in LIVELY]
+    chances_SK = scheme.contest(*distributions, children_SK).chances()
     expected: dict[tuple[int, ...], float] = {}
     for children, chance, chances in zip(children_SK.tolist(), chance_S.tolist(), chances_SK.tolist(), strict=True):
         for token, selected in zip(children, chances, strict=True):
             expected[(*children, token)] = expected.get((*children, token), 0.0) + chance * selected
     draw_RK, select_RU = uniforms(scheme, FIXTURE_SAMPLES, 3, seed=5)
-    target_RV, draft_RV = (law_V.expand(FIXTURE_SAMPLES, -1) for law_V in LIVELY)
+    target_RV, draft_RV = (distribution_V.expand(FIXTURE_SAMPLES, -1) for distribution_V in LIVELY)
     children_RK = scheme.draw(draft_RV, draw_RK)
     token_R = scheme.select(target_RV, draft_RV, children_RK, select_RU).token_R
     assert tuple_p_value(torch.cat([children_RK, token_R[:, None]], dim=1), expected) > FALSE_ALARM
@@ -137,7 +137,7 @@ def test_rows_without_children_select_nothing(name: str) -> None:
     draft_CV[::3] = 0
     selection = scheme.select(target_CV, draft_CV, torch.full((30, 2), NO_TOKEN), uniforms(scheme, 30, 0, seed=1)[1])
     assert torch.all(selection.token_R == NO_TOKEN)
-    assert torch.all(selection.law_RV == 0)
+    assert torch.all(selection.distribution_RV == 0)
 
 
 @pytest.mark.parametrize("threshold", some_slow([0.0, 0.5, 1.0, 2.0, float("inf")], [0.5, 1.0, 2.0]))
@@ -153,8 +153,8 @@ def test_verification_finds_the_certain_children_that_were_drawn(threshold: floa
             drawn_R = scheme._split(draft_RV, count)[1].sum(-1)
             for row in range(0, 200, 7):  # one row alone, as at verification
                 children_1K = torch.nn.functional.pad(children_RK[row : row + 1], (0, 1), value=NO_TOKEN)
-                law_1V = draft_RV[row : row + 1]
-                certain_1K = scheme.contest(law_1V, law_1V, children_1K).certain_RK
+                distribution_1V = draft_RV[row : row + 1]
+                certain_1K = scheme.contest(distribution_1V, distribution_1V, children_1K).certain_RK
                 assert certain_1K is not None
                 assert (certain_1K > 0).sum() == drawn_R[row]
             seen |= {*drawn_R.tolist()}
@@ -165,10 +165,12 @@ def test_verification_finds_the_certain_children_that_were_drawn(threshold: floa
 def test_the_order_of_racing_children_does_not_matter(scheme: Race) -> None:
     target_CV, draft_CV = random_cases(5, cases=25, seed=4)
     case_R, children_RK, _ = drawings(scheme, draft_CV, 3)
-    laws = target_CV[case_R], draft_CV[case_R]
-    law_RV = scheme.law(*laws, children_RK)
+    distributions = target_CV[case_R], draft_CV[case_R]
+    distribution_RV = scheme.distribution(*distributions, children_RK)
     for order in ([1, 0, 2], [2, 0, 1], [2, 1, 0]):
-        torch.testing.assert_close(scheme.law(*laws, children_RK[:, order]), law_RV, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            scheme.distribution(*distributions, children_RK[:, order]), distribution_RV, rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("scheme", [RaceBucketed(), Hybrid()], ids=["race-bucketed", "hybrid"])
@@ -177,12 +179,12 @@ def test_a_long_vocabulary_gives_what_a_short_one_gives(scheme: Race) -> None:
     target_CV, draft_CV = random_cases(5, cases=40, seed=8)
     case_R, children_RK, _ = drawings(scheme, draft_CV, 2)
     case_R, children_RK = case_R[::3], children_RK[::3]
-    short = scheme.law(target_CV[case_R], draft_CV[case_R], children_RK)
+    short = scheme.distribution(target_CV[case_R], draft_CV[case_R], children_RK)
     long_tokens_V = torch.arange(5) * 600 + 40
     long_target_CV, long_draft_CV = torch.zeros(2, 40, 5_000).double()
     long_target_CV[:, long_tokens_V], long_draft_CV[:, long_tokens_V] = target_CV, draft_CV
     long_children_RK = torch.where(children_RK == NO_TOKEN, NO_TOKEN, long_tokens_V[children_RK])
-    long = scheme.law(long_target_CV[case_R], long_draft_CV[case_R], long_children_RK)
+    long = scheme.distribution(long_target_CV[case_R], long_draft_CV[case_R], long_children_RK)
     torch.testing.assert_close(long[:, long_tokens_V], short, rtol=0, atol=1e-12)
     assert torch.all((long.sum(-1) - 1).abs() < TOLERANCE)
 
@@ -194,11 +196,11 @@ def test_what_other_devices_run_gives_the_same(name: str, monkeypatch: pytest.Mo
     scheme = SCHEMES.get(name)()
     count = largest_count(scheme, 3)
     generator = torch.Generator().manual_seed(9)
-    target_CV, draft_CV = (law_CV.float() for law_CV in random_cases(6, cases=300, seed=9))
+    target_CV, draft_CV = (distribution_CV.float() for distribution_CV in random_cases(6, cases=300, seed=9))
     draw_CK = torch.rand(300, count, generator=generator, dtype=torch.float64)
     verify_CU = torch.rand(300, scheme.verify_uniforms, generator=generator, dtype=torch.float64)
     children_CK = scheme.draw(draft_CV, draw_CK)
     token_C = scheme.verify(target_CV, draft_CV, children_CK, verify_CU)
-    monkeypatch.setattr("polydraft.schemes.arrays._HOSTS", ())
+    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
     assert torch.equal(scheme.draw(draft_CV, draw_CK), children_CK)
     assert torch.equal(scheme.verify(target_CV, draft_CV, children_CK, verify_CU), token_C)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covering import covering, some_slow
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
 from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
@@ -133,9 +133,9 @@ def test_log_probabilities_are_the_targets_own(name: str, params: SamplingParams
             found += emitted.logprobs
     text = list(one.prompt)
     for token, told in zip(one.new_tokens, found, strict=True):
-        law_V = torch.log_softmax(TARGET.logits_after(text).float(), -1)
-        best = law_V.topk(3)
-        assert told.logprob == pytest.approx(float(law_V[token]), abs=1e-5)
+        distribution_V = torch.log_softmax(TARGET.logits_after(text).float(), -1)
+        best = distribution_V.topk(3)
+        assert told.logprob == pytest.approx(float(distribution_V[token]), abs=1e-5)
         assert [token for token, _ in told.top] == best.indices.tolist()
         assert [value for _, value in told.top] == pytest.approx(best.values.tolist(), abs=1e-5)
         text.append(token)

@@ -1,4 +1,4 @@
-"""Stop strings with every way to draft: texts end before them, nothing of them streams, and their law is the target's own."""
+"""Stop strings with every way to draft: texts end before them, nothing of them streams, the distribution is the target's."""
 
 from collections import defaultdict
 
@@ -10,7 +10,7 @@ from polydraft.engine.stream import Stream
 from polydraft.sampling import SamplingParams
 
 from .checks import FALSE_ALARM
-from .small_texts import NEW_TOKENS, PROMPT, Words, law_p_value, small_decoder, text_law
+from .small_texts import NEW_TOKENS, PROMPT, Words, distribution_p_value, small_decoder, text_distribution
 
 WORDS = Words("a", "ba", "c")
 STRINGS = ["ab", "cc"]
@@ -40,7 +40,7 @@ SLOW = [("self-draft", "plain"), ("lookup+model", "plain"), ("model", "penalised
 
 
 @pytest.mark.parametrize(("drafter", "kind"), some_slow(CASES, SLOW))
-def test_texts_end_before_the_string_and_follow_the_target_law(drafter: str, kind: str) -> None:
+def test_texts_end_before_the_string_and_follow_the_target_distribution(drafter: str, kind: str) -> None:
     events, streamed, reasons = stream(drafter, KINDS[kind], 500), defaultdict(list), []
     for event in events:
         streamed[event.row].append(event)
@@ -56,7 +56,7 @@ def test_texts_end_before_the_string_and_follow_the_target_law(drafter: str, kin
         assert "".join(pieces) == result.text
         reasons.append(result.stop_reason)
         inside += result.stop_reason == StopReason.STOP and result.sources[-1] != "target"
-    assert law_p_value(results, text_law(KINDS[kind], found)) > FALSE_ALARM / len(CASES)
+    assert distribution_p_value(results, text_distribution(KINDS[kind], found)) > FALSE_ALARM / len(CASES)
     assert set(reasons) == {StopReason.STOP, StopReason.LENGTH}
     assert (inside > 20) == (drafter != "none"), "strings must end inside of blocks, too"
 
@@ -64,13 +64,13 @@ def test_texts_end_before_the_string_and_follow_the_target_law(drafter: str, kin
 def test_a_text_that_goes_on_after_the_string_shows() -> None:
     """Texts that end only where they would without stop strings are refused."""
     results = small_decoder("model").generate([PROMPT] * 300, max_new_tokens=NEW_TOKENS, seed=5)
-    assert law_p_value(results, text_law(KINDS["plain"], found)) == 0
-    assert law_p_value(results, text_law(KINDS["plain"])) > FALSE_ALARM
+    assert distribution_p_value(results, text_distribution(KINDS["plain"], found)) == 0
+    assert distribution_p_value(results, text_distribution(KINDS["plain"])) > FALSE_ALARM
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_many_texts_with_stop_strings_follow_the_target_law(drafter: str) -> None:
+def test_many_texts_with_stop_strings_follow_the_target_distribution(drafter: str) -> None:
     events = stream(drafter, KINDS["penalised"], 4000)
     list(events)
-    assert law_p_value(events.results(), text_law(KINDS["penalised"], found)) > FALSE_ALARM / len(DRAFTERS)
+    assert distribution_p_value(events.results(), text_distribution(KINDS["penalised"], found)) > FALSE_ALARM / len(DRAFTERS)

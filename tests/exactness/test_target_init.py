@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from polydraft.certify.reference import greedy_text
-from polydraft.decision import Decision
-from polydraft.drafters import LOSSY_DRAFTERS, Parts
+from polydraft.draft import LOSSY_DRAFTERS, Parts
+from polydraft.draft.decision import Decision
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.papers.target_init import LongestWalk, TargetInit
@@ -59,19 +59,19 @@ def p_value(decoder: Decoder, label: str, monkeypatch: pytest.MonkeyPatch) -> fl
 
 def test_it_is_refused_without_the_word_for_it() -> None:
     drafter = LOSSY_DRAFTERS.get("target-init")(Parts(target=TARGET, draft=DRAFT, topology=parse_tree("fork:2x2")))
-    with pytest.raises(UsageError, match=r"target-init.*changes the law.*lossless=False"):
+    with pytest.raises(UsageError, match=r"target-init.*changes the distribution.*lossless=False"):
         Decoder(TARGET, drafter)
     assert not Decoder(TARGET, drafter, lossless=False).lossless
 
 
-def test_it_changes_the_law_and_with_one_root_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_changes_the_distribution_and_with_one_root_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     # The second shows that the first is the rule's doing, not a bug's.
     assert p_value(lossy(4), "target-init 4", monkeypatch) < 1e-12
     assert p_value(lossy(1), "target-init 1", monkeypatch) > THRESHOLD
 
 
 def test_the_fork_below_one_token_of_the_target_is_lossless_and_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polydraft.drafters import TreeDrafter
+    from polydraft.draft import TreeDrafter
 
     assert parse_tree("target-root:3x3") == parse_tree("fork:3x3")
     decoder = Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("target-root:3x3")))
@@ -121,7 +121,7 @@ def test_a_decision_model_stops_drafting_but_not_before_the_first_draft(
     assert {(given, int(draft.longest()[0])) for _, given, draft in rounds} == {(False, 1), (True, 2)}
 
 
-def test_with_one_root_and_a_decision_model_the_law_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_one_root_and_a_decision_model_the_distribution_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     decision = StopsNow()
     assert p_value(lossy(1, decision=decision), "target-init 1 decided", monkeypatch) > THRESHOLD
     assert decision.asked > 0

@@ -10,7 +10,7 @@ import pytest
 from covering import all_slow, covering
 from polydraft.beam import BeamDecoder
 from polydraft.beam._workspace import BeamWorkspace
-from polydraft.drafters import DraftSession
+from polydraft.draft import DraftSession
 from polydraft.engine import Decoder, Generation
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import FailureError, UsageError
@@ -115,8 +115,8 @@ def test_streams_that_share_a_kept_memory_are_right_or_refused() -> None:
 
 
 def test_spare_memories_go_to_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where workspaces are kept for their recordings: each is lent to one call, and comes back."""
-    monkeypatch.setattr(Workspace, "records", True)
+    """As on a GPU, where workspaces are kept for their captures: each is lent to one call, and comes back."""
+    monkeypatch.setattr(Workspace, "captures", True)
     decoder = make_decoder(scheme="auto")
     decoder.generate(PROMPT, max_new_tokens=2)
     assert len(decoder._spare) == 1
@@ -162,7 +162,7 @@ def test_a_round_that_broke_off_does_not_go_on(place: str, draft: Any, monkeypat
 
 
 def test_spare_memories_of_beams_go_to_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BeamWorkspace, "records", True)
+    monkeypatch.setattr(BeamWorkspace, "captures", True)
     beams = BeamDecoder(make_decoder(scheme="auto"))
     options: dict[str, Any] = {"beams": 3, "max_new_tokens": 6}
     alone = [beams.search(prompt_of(thread, 0), **options).best.token_ids for thread in range(THREADS)]

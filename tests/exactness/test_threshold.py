@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from polydraft.errors import UsageError
-from polydraft.schemes import SCHEMES, Hybrid, ThresholdTuner
-from polydraft.schemes.hybrid import THRESHOLDS, acceptances, certain_of_top
+from polydraft.verify import SCHEMES, Hybrid, ThresholdTuner
+from polydraft.verify.hybrid import THRESHOLDS, acceptances, certain_of_top
 
 from .checks import TOLERANCE, enumeration_error, random_cases
 from .test_optimality import acceptance
@@ -25,7 +25,7 @@ def test_counterfactual_acceptances_are_those_of_the_scheme(count: int) -> None:
 
 
 def test_the_best_candidate_is_found_and_forgotten_again() -> None:
-    # Laws at which it is best to have no certain child, and such at which two are, each by far.
+    # Distributions at which it is best to have no certain child, and such at which two are, each by far.
     target_CV, draft_CV = random_cases(6, cases=400, seed=3)
     foreseen_CK = acceptances(target_CV, draft_CV, 3)
     gain_C = (foreseen_CK[:, 2] - foreseen_CK[:, 0]) * (draft_CV.amin(-1) > 1e-6)  # with enough tokens for two
@@ -79,8 +79,8 @@ def test_a_threshold_can_be_part_of_the_name() -> None:
     assert SCHEMES.get("hybrid:inf")().threshold == float("inf")
     draft_RV = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
     # q₁ n = 0.8 is enough for 0.7 and not for 0.9.
-    assert kind().child_law(draft_RV, torch.empty(1, 0, dtype=torch.long), 2)[0].tolist() == [1, 0, 0, 0]
-    first_RV = SCHEMES.get("hybrid:0.9")().child_law(draft_RV, torch.empty(1, 0, dtype=torch.long), 2)
+    assert kind().child_distribution(draft_RV, torch.empty(1, 0, dtype=torch.long), 2)[0].tolist() == [1, 0, 0, 0]
+    first_RV = SCHEMES.get("hybrid:0.9")().child_distribution(draft_RV, torch.empty(1, 0, dtype=torch.long), 2)
     assert first_RV[0].tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1])
     assert max(enumeration_error(kind(), *random_cases(4, cases=20, seed=1), 2)) < TOLERANCE
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from polydraft import kernels
+from polydraft.backends import triton as kernels
 from polydraft.models.tree_attention import obstacle
 
 GPU = torch.device("cuda", 0)

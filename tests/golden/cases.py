@@ -25,12 +25,12 @@ from tests.exactness.setups import (
 )
 
 from polydraft.beam import BeamDecoder
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Generation
+from polydraft.lab.theory import Costs
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
-from polydraft.theory import Costs
 from polydraft.trees import DynamicShape
 
 FILE = Path(__file__).with_name("golden.json")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from polydraft.analyze._laws import Laws
-from polydraft.analyze.comparison import Comparison, takes
-from polydraft.schemes import SCHEMES
+from polydraft.lab.analyze._distributions import Distributions
+from polydraft.lab.analyze.comparison import Comparison, takes
+from polydraft.verify import SCHEMES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -18,9 +18,11 @@ def test_figures_do_not_depend_on_the_device(name: str, count: int) -> None:
     generator = torch.Generator().manual_seed(0)
     target_RV = torch.randn(20, 600, generator=generator).mul(2)
     draft_RV = (target_RV + torch.randn(20, 600, generator=generator)).softmax(-1)
-    laws = Laws(target_RV.softmax(-1), draft_RV, torch.arange(20) // 2)
+    distributions = Distributions(target_RV.softmax(-1), draft_RV, torch.arange(20) // 2)
     rows = [
-        Comparison(laws, 1.0, device=torch.device(device), seed=0, paper_bound=True, advance=lambda _: None).row(name, count)
+        Comparison(distributions, 1.0, device=torch.device(device), seed=0, paper_bound=True, advance=lambda _: None).row(
+            name, count
+        )
         for device in ("cpu", "cuda")
     ]
     for field in ("acceptance", "optimum", "paper_bound"):

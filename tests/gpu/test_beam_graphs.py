@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polydraft.beam import BeamDecoder
-from polydraft.drafters import Plain
+from polydraft.draft import Plain
 from polydraft.engine import Decoder
 from polydraft.sampling import SamplingParams
 
@@ -21,10 +21,10 @@ WAYS = {"search": {"mode": "search"}, "coupled": {"mode": "sample", "sampling": 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_replayed_passes_give_the_same_texts(name: str, kind: str, way: str) -> None:
     target, drafter = build(name, kind)
-    recorded, eager = (BeamDecoder(Decoder(target, drafter, graphs=graphs)) for graphs in (True, False))
+    captured, eager = (BeamDecoder(Decoder(target, drafter, graphs=graphs)) for graphs in (True, False))
     options = {"beams": 4, "num_return_sequences": 4, "max_new_tokens": 40, **WAYS[way]}
     for prompt in [*PROMPTS, [7], list(range(3, 60))]:
-        streams = [decoder.stream(prompt, **options) for decoder in (recorded, eager)]
+        streams = [decoder.stream(prompt, **options) for decoder in (captured, eager)]
         for stream in streams:
             list(stream)
         results, expected = (stream.result() for stream in streams)
@@ -32,22 +32,22 @@ def test_replayed_passes_give_the_same_texts(name: str, kind: str, way: str) -> 
         assert [text.score for text in results.texts] == pytest.approx([text.score for text in expected.texts], abs=1e-3)
         assert results.stats.replayed_rounds > results.stats.rounds / 2, "passes were not replayed"
         assert expected.stats.replayed_rounds == 0
-    (workspace,) = recorded._spare
+    (workspace,) = captured._spare
     memories = [workspace.target_memory, *([] if isinstance(drafter, Plain) else [workspace.draft_memory])]
-    assert all(memory is not None and memory.recorder is not None and len(memory.recorder) > 0 for memory in memories)
-    assert all(memory.recorder.obstacle is None for memory in memories)
+    assert all(memory is not None and memory.graphs is not None and len(memory.graphs) > 0 for memory in memories)
+    assert all(memory.graphs.obstacle is None for memory in memories)
 
 
-def test_a_second_request_records_nothing_new() -> None:
+def test_a_second_request_captures_nothing_new() -> None:
     target, drafter = build("llama", "head")
     decoder = BeamDecoder(Decoder(target, drafter))
     first = decoder.search(PROMPTS[0], max_new_tokens=40)
     (workspace,) = decoder._spare
-    # A third one, because a kind that came once in the first is recorded in the second.
+    # A third one, because a kind that came once in the first is captured in the second.
     decoder.search(PROMPTS[0], max_new_tokens=40)
-    known = [len(memory.recorder) for memory in (workspace.target_memory, workspace.draft_memory)]
+    known = [len(memory.graphs) for memory in (workspace.target_memory, workspace.draft_memory)]
     again = decoder.search(PROMPTS[0], max_new_tokens=40)
-    assert [len(memory.recorder) for memory in (workspace.target_memory, workspace.draft_memory)] == known
+    assert [len(memory.graphs) for memory in (workspace.target_memory, workspace.draft_memory)] == known
     assert all(count > 0 for count in known)
     assert again.best.token_ids == first.best.token_ids
     assert again.stats.replayed_rounds > first.stats.replayed_rounds
@@ -55,10 +55,10 @@ def test_a_second_request_records_nothing_new() -> None:
 
 def test_streams_side_by_side_do_not_meet() -> None:
     target, drafter = build("llama", "model")
-    recorded, eager = (BeamDecoder(Decoder(target, drafter, graphs=graphs)) for graphs in (True, False))
+    captured, eager = (BeamDecoder(Decoder(target, drafter, graphs=graphs)) for graphs in (True, False))
     expected = [eager.search(prompt, max_new_tokens=25).best.token_ids for prompt in PROMPTS]
     for _ in range(2):
-        streams = [recorded.stream(prompt, max_new_tokens=25) for prompt in PROMPTS]
+        streams = [captured.stream(prompt, max_new_tokens=25) for prompt in PROMPTS]
         texts: list[list[int]] = [[] for _ in PROMPTS]
         for _ in range(26):
             for text, stream in zip(texts, streams, strict=True):

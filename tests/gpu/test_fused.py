@@ -8,7 +8,7 @@ import torch
 
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
-from polydraft.models.feature_head import TapNorm
+from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from polydraft.sampling import SamplingParams
-from polydraft.walks.node import greedy_verdict
-from walks.follow_cases import different_tokens, different_verdicts, laws_of, same, static_tree, torch_alone
+from polydraft.verify.node import greedy_verdict
+from verify.follow_cases import different_tokens, different_verdicts, distributions_of, same, static_tree, torch_alone
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from test_outcome import different_outcomes
@@ -32,8 +32,8 @@ def test_whole_trees_of_large_vocabularies(tree: str) -> None:
     draft = static_tree(tree, 3, 0, "cuda")
     logits_BNV = torch.randn(*draft.tokens_BN.shape, 49152, generator=torch.Generator().manual_seed(0)).to("cuda")
     children_BN = draft.all_children().amax(-1).clamp(min=0)
-    laws = laws_of(logits_BNV.scatter(2, children_BN[..., None], 20.0), SamplingParams(temperature=0))
+    distributions = distributions_of(logits_BNV.scatter(2, children_BN[..., None], 20.0), SamplingParams(temperature=0))
     with torch_alone():
-        expected = greedy_verdict(draft, laws)
-    found = greedy_verdict(draft, laws)
+        expected = greedy_verdict(draft, distributions)
+    found = greedy_verdict(draft, distributions)
     assert same(found, expected) and int(found.accepted_B.max()) > 0

@@ -9,7 +9,7 @@ import torch
 
 from polydraft.trees import DynamicShape
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "drafters"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "draft"))
 from growth_cases import Growth, as_on_a_gpu, check_grown, check_tables, different, told
 from learning_cases import COSTS, check_learnt
 
@@ -42,7 +42,7 @@ def test_trees_are_those_of_torchs_operations(case: Growth, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_what_has_no_law_gets_no_children(dtype: torch.dtype) -> None:
+def test_what_has_no_distribution_gets_no_children(dtype: torch.dtype) -> None:
     case = Growth(USUAL, columns=3000, size=3500, known=True, rows=6, device="cuda")
     logits = case.logits(torch.float32)
     root_BV, below_BWV = logits[0][:, 0], logits[1]
@@ -58,7 +58,7 @@ def test_what_has_no_law_gets_no_children(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("costs", COSTS)
 def test_rows_remember_what_torchs_operations_do(costs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rounds in {"_FIRST_REST": 5, "SHORTEST_REST": 3, "LONGEST_REST": 9}.items():
-        monkeypatch.setattr(f"polydraft.drafters.policy.{name}", rounds)
+        monkeypatch.setattr(f"polydraft.draft.policy.{name}", rounds)
     assert len(check_learnt(DynamicShape(nodes=64, depth=8), costs, rounds=60, device="cuda")) > 1
 
 
@@ -68,7 +68,7 @@ def test_a_replayed_round_reads_new_logits(monkeypatch: pytest.MonkeyPatch) -> N
     logits = case.logits(torch.bfloat16)
     builder, tail_B2 = case.builder(logits), torch.arange(4, device="cuda").view(2, 2) + 5
     uniforms_BU = torch.zeros(2, 0, device="cuda")
-    # What the draft is asked is compared elsewhere: a recording may not look.
+    # What the draft is asked is compared elsewhere: a capture may not look.
     monkeypatch.setattr(builder.source, "expand", lambda tokens_BW, *_: builder.source.next(tokens_BW))
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())

@@ -6,12 +6,12 @@ import warnings
 import pytest
 import torch
 
-from polydraft.drafters import Combination, Drafter, Plain, TreeDrafter
-from polydraft.drafters.gram_options import GramTreeOptions
-from polydraft.drafters.grams import gram_tree
-from polydraft.drafters.tree_choice import TreeChoice
+from polydraft.draft import Combination, Drafter, Plain, TreeDrafter
+from polydraft.draft.gram_options import GramTreeOptions
+from polydraft.draft.grams import gram_tree
+from polydraft.draft.tree_choice import TreeChoice
 from polydraft.engine import Decoder, Engine, TokenSequence
-from polydraft.engine.graphs import Recorder
+from polydraft.engine.graphs import GraphCache
 from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES, Context, TabularModel
 from polydraft.models.hf import HFModel
@@ -48,17 +48,17 @@ def build(name: str, kind: str) -> tuple[HFModel, Drafter]:
 
 
 @pytest.mark.parametrize("kind", ["none", "head"])
-def test_prompts_that_recorded_passes_read_have_the_same_texts(kind: str) -> None:
-    """In float32, where small models are invariant too: every length meets a recording that another one made."""
+def test_prompts_that_captured_passes_read_have_the_same_texts(kind: str) -> None:
+    """In float32, where small models are invariant too: every length meets a capture that another one made."""
     target = HFModel(FAMILIES.get("llama").build(max_position_embeddings=512).to("cuda"), invariant=True)
     drafter = Plain() if kind == "none" else head_tree(target, parse_tree("3x1"))
-    recorded, eager = Decoder(target, drafter), Decoder(target, drafter, graphs=False)
-    recorded.warm_up(sampling=SAMPLINGS["greedy"], longest=400)
+    captured, eager = Decoder(target, drafter), Decoder(target, drafter, graphs=False)
+    captured.warm_up(sampling=SAMPLINGS["greedy"], longest=400)
     for length in (1, 2, 31, 33, 34, 90, 97, 150, 256, 257, 300, 33, 5):
         prompt = [(7 * length + 3 * place) % 60 + 2 for place in range(length)]
         for sampling in (SAMPLINGS["greedy"], SAMPLINGS["sampled"]):
             options = {"sampling": sampling, "max_new_tokens": 12, "seed": length}
-            assert recorded.generate(prompt, **options).token_ids == eager.generate(prompt, **options).token_ids
+            assert captured.generate(prompt, **options).token_ids == eager.generate(prompt, **options).token_ids
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -72,9 +72,9 @@ def test_prompts_that_recorded_passes_read_have_the_same_texts(kind: str) -> Non
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_replayed_rounds_give_the_same_texts(name: str, kind: str, sampling: SamplingParams) -> None:
     target, drafter = build(name, kind)
-    recorded, eager = Decoder(target, drafter), Decoder(target, drafter, graphs=False)
+    captured, eager = Decoder(target, drafter), Decoder(target, drafter, graphs=False)
     for prompts, seed in ((PROMPTS, 3), (PROMPTS[::-1], 4), (PROMPTS[:1], 5)):
-        results = recorded.generate(prompts, sampling=sampling, max_new_tokens=40, seed=seed)
+        results = captured.generate(prompts, sampling=sampling, max_new_tokens=40, seed=seed)
         expected = eager.generate(prompts, sampling=sampling, max_new_tokens=40, seed=seed)
         assert [result.token_ids for result in results] == [result.token_ids for result in expected]
         assert results[0].stats.replayed_rounds > results[0].stats.rounds / 2, "rounds were not replayed"
@@ -133,13 +133,13 @@ def test_penalties_wait_for_the_outcome() -> None:
 
 
 @pytest.mark.parametrize("kind", ["head", "lookup", "lookup+head"])
-def test_a_second_request_records_nothing_new(kind: str) -> None:
+def test_a_second_request_captures_nothing_new(kind: str) -> None:
     target, drafter = build("llama", kind)
     decoder = Decoder(target, drafter)
     first = decoder.generate(PROMPTS, max_new_tokens=30, seed=1)
     again = decoder.generate(PROMPTS, max_new_tokens=30, seed=1)
     assert [one.token_ids for one in first] == [one.token_ids for one in again]
-    decoder.generate(PROMPTS, max_new_tokens=30, seed=1)  # a kind that came once in the first is recorded in the second
+    decoder.generate(PROMPTS, max_new_tokens=30, seed=1)  # a kind that came once in the first is captured in the second
     last = decoder.generate(PROMPTS, max_new_tokens=30, seed=1)
     assert last[0].stats.replayed_rounds == last[0].stats.rounds
 
@@ -169,7 +169,7 @@ def test_streams_side_by_side_do_not_meet() -> None:
     assert texts == [alone.generate(prompt, max_new_tokens=25, seed=7).token_ids for prompt in PROMPTS]
 
 
-def test_growing_past_a_span_records_anew_and_stays_right() -> None:
+def test_growing_past_a_span_captures_anew_and_stays_right() -> None:
     target, drafter = build("gpt2", "model")
     prompt = list(range(1, 60))
     sampling = SamplingParams(temperature=0)
@@ -187,8 +187,8 @@ def test_growing_past_a_span_records_anew_and_stays_right() -> None:
     assert result.token_ids == expected.token_ids
 
 
-def test_the_law_of_replayed_texts_is_the_targets() -> None:
-    """First tokens of many rows of one recorded batch, against the table's own law (chi-square, false alarm 1e-4)."""
+def test_the_distribution_of_replayed_texts_is_the_targets() -> None:
+    """First tokens of many rows of one captured batch, against the table's own distribution (chi-square, false alarm 1e-4)."""
     table = TabularModel.random(16, 2, seed=0)
     blend = table.mixed_with(TabularModel.random(16, 2, seed=1), 0.6)
     cube = [model._logits_XV.to("cuda").reshape(16, 16, 16) for model in (table, blend)]
@@ -236,7 +236,7 @@ def test_what_cannot_be_recorded_runs_and_says_why(caplog: pytest.LogCaptureFixt
 
 
 def test_a_failed_recording_falls_back_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
-    recorder = Recorder()
+    graphs = GraphCache()
 
     def looks_at_values(values: torch.Tensor) -> torch.Tensor:
         return values * float(values.sum().item())
@@ -244,7 +244,7 @@ def test_a_failed_recording_falls_back_with_a_reason(caplog: pytest.LogCaptureFi
     values = torch.ones(3, device="cuda")
     with caplog.at_level(logging.WARNING, logger="polydraft"):
         for _ in range(3):
-            output, replayed = recorder.run("kind", looks_at_values, values)
+            output, replayed = graphs.run("kind", looks_at_values, values)
             assert not replayed and output.tolist() == [3, 3, 3]
     assert caplog.text.count("without CUDA graphs: recording a round failed") == 1
     assert torch.ones(2, device="cuda").sum().item() == 2, "the device goes on"
@@ -253,17 +253,17 @@ def test_a_failed_recording_falls_back_with_a_reason(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["none", "model", "head"])
 def test_rounds_have_fewer_rows_as_texts_end(kind: str, sampling: str) -> None:
-    """Texts move to the first rows; recordings of all sizes find what they need where it was."""
+    """Texts move to the first rows; captures of all sizes find what they need where it was."""
     target = HFModel(FAMILIES.get("llama").build(max_position_embeddings=512).to("cuda"), invariant=True)
     drafter = (
         build("llama", kind)[1] if kind == "model" else Plain() if kind == "none" else head_tree(target, parse_tree("3x1"))
     )
-    recorded, eager = Decoder(target, drafter), Decoder(target, drafter, graphs=False)
+    captured, eager = Decoder(target, drafter), Decoder(target, drafter, graphs=False)
     prompts = [[3 + row, 9, 14, 2 + 5 * row] for row in range(8)]
     limits = [9, 300, 4, 60, 320, 7, 50, 3]
     for turn in range(3):
         options = {"sampling": SAMPLINGS[sampling], "max_new_tokens": limits, "seed": [10 * turn + row for row in range(8)]}
-        stream = recorded.stream(prompts, **options)
+        stream = captured.stream(prompts, **options)
         rows = set()
         for _ in stream:
             rows.add(len(stream._engine.slots))
@@ -275,7 +275,7 @@ def test_rounds_have_fewer_rows_as_texts_end(kind: str, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
-def test_texts_with_a_seed_keep_theirs_in_recorded_rounds_of_larger_trees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_with_a_seed_keep_theirs_in_captured_rounds_of_larger_trees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, where small models are invariant too: rows that are limited to a chain, beside rows that are not."""
     monkeypatch.setattr(TreeChoice, "_best", lambda choice, *_: choice.largest)
     target = HFModel(FAMILIES.get("llama").build().to("cuda"), invariant=True)
@@ -310,7 +310,7 @@ def test_texts_with_a_seed_keep_theirs_in_recorded_rounds_of_larger_trees(kind: 
 
 
 def test_lanes_hand_their_storage_on() -> None:
-    """Whoever drafts next records anew, in the same memory: greedy texts are those of plain decoding."""
+    """Whoever drafts next captures anew, in the same memory: greedy texts are those of plain decoding."""
     target = HFModel(FAMILIES.get("llama").build(max_position_embeddings=512).to("cuda"), invariant=True)
     greedy, places, memory, taken = SAMPLINGS["greedy"], (64, 64), list[Context](), list[int]()
     size = LaneOptions(slots=4, slot_tokens=256, chunk_tokens=64, stall_seconds=0.1, places=places)

@@ -8,7 +8,7 @@ import torch
 
 from polydraft.sampling import NO_TOKEN, SamplingParams
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "drafters"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "draft"))
 from planting_cases import UNEQUAL, Growth, check_grown
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

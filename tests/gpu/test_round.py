@@ -7,16 +7,16 @@ import torch
 
 from exactness.configurations import SCHEMES_AND_WALKS
 from exactness.setups import tree_for
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Stats
 from polydraft.engine.round import run_round
+from polydraft.lab.theory import Costs
 from polydraft.models import FAMILIES, HeadShape, TabularModel
-from polydraft.models.head_folder import new_head
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary, SamplingParams
-from polydraft.theory import Costs
 from polydraft.trees import DynamicShape, Topology, parse_tree
-from walks.test_at_once import check_same, round_of
+from verify.test_at_once import check_same, round_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel

@@ -130,7 +130,7 @@ def test_stop_strings(start):
     assert_same(batch, stopping_criteria=lambda: [LetterStop([string])], eos_token_id=95)
 
 
-class Recorder:
+class GraphCache:
     def __init__(self):
         self.pieces, self.ended = [], 0
 
@@ -144,15 +144,15 @@ class Recorder:
 @every_batch
 @pytest.mark.parametrize("eos", [None, 12])
 def test_a_streamer_gets_the_same_tokens(inputs, eos):
-    recorders = []
+    caches = []
 
     def make():
-        recorders.append(Recorder())
-        return recorders[-1]
+        caches.append(GraphCache())
+        return caches[-1]
 
     assert_same(inputs, streamer=make, eos_token_id=eos)
-    assert recorders[0].pieces == recorders[1].pieces and recorders[1].ended == 1
-    assert recorders[1].pieces[0] == inputs["input_ids"].tolist(), "the prompt first"
+    assert caches[0].pieces == caches[1].pieces and caches[1].ended == 1
+    assert caches[1].pieces[0] == inputs["input_ids"].tolist(), "the prompt first"
 
 
 class Fussy(LogitsProcessor):
@@ -267,18 +267,18 @@ class Same(LogitsProcessor):
         return scores
 
 
-def exact_law(prompt, top_k, temperature):
+def exact_distribution(prompt, top_k, temperature):
     """Probabilities of the next two tokens, from plain forward passes."""
 
     @torch.inference_mode()
-    def law(texts):
+    def distribution(texts):
         logits = target()(input_ids=torch.tensor(texts)).logits[:, -1] / temperature
         lowest = logits.topk(top_k).values[:, -1:]
         return torch.softmax(logits.masked_fill(logits < lowest, -torch.inf).double(), -1)
 
-    first = law([prompt])[0]
+    first = distribution([prompt])[0]
     tokens = first.nonzero()[:, 0].tolist()
-    second = law([[*prompt, token] for token in tokens])
+    second = distribution([[*prompt, token] for token in tokens])
     return {
         (one, two): float(first[one] * row[two])
         for one, row in zip(tokens, second, strict=True)
@@ -286,9 +286,9 @@ def exact_law(prompt, top_k, temperature):
     }
 
 
-# The law of translated ones is in test_sampled_law, too.
+# The distribution of translated ones is in test_sampled_distribution, too.
 @pytest.mark.parametrize("extra", keeping([False, True], True), ids=["translated", "as processors"])
-def test_samples_follow_the_exact_law(extra):
+def test_samples_follow_the_exact_distribution(extra):
     """False alarms: one in a million."""
     set_seed(0)
     count, rows, top_k = (150, 1, 2) if extra else (20, 100, 4)
@@ -307,11 +307,11 @@ def test_samples_follow_the_exact_law(extra):
             custom_generate=speculate(),
         )
         seen.update(map(tuple, result[:, 7:].tolist()))
-    law = exact_law(PROMPTS[0], top_k, 1.5)
-    assert set(seen) <= set(law), "nothing outside the support"
-    common = [pair for pair in law if law[pair] * count * rows >= 5]
+    distribution = exact_distribution(PROMPTS[0], top_k, 1.5)
+    assert set(seen) <= set(distribution), "nothing outside the support"
+    common = [pair for pair in distribution if distribution[pair] * count * rows >= 5]
     observed = [seen[pair] for pair in common] + [count * rows - sum(seen[pair] for pair in common)]
-    expected = [law[pair] * count * rows for pair in common]
+    expected = [distribution[pair] * count * rows for pair in common]
     expected.append(count * rows - sum(expected))
     if expected[-1] < 5:
         observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]

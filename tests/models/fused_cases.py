@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft import kernels as kernel_switch
+from polydraft.backends import triton as kernel_switch
 from polydraft.models._fused import add_norm, gate, linear, rotate_store, vector_product
 from polydraft.models._fused_head import FusedHead
 from polydraft.models._slots import place
 from polydraft.models.cache import SlotCache
-from polydraft.models.feature_head import FeatureHead, HeadShape, TapNorm
+from polydraft.models.heads.feature_head import FeatureHead, HeadShape, TapNorm
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import Block, SlicedMask, causal_block, parse_tree
 

@@ -16,15 +16,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from polydraft import kernels
-from polydraft.drafters.assembly import Passes
-from polydraft.drafters.fused_growth import FusedGrowth
-from polydraft.drafters.fused_learning import allow_sizes, learn_round
-from polydraft.drafters.planting import MOST_CHILDREN, plant_columns, plant_largest
-from polydraft.drafters.policy import RowPolicy
-from polydraft.drafters.sizes import SizeChoice, sizes_of
+from polydraft.backends import triton as kernels
+from polydraft.backends.triton import probe as _probe
+from polydraft.draft.assembly import Passes
+from polydraft.draft.fused_growth import FusedGrowth
+from polydraft.draft.fused_learning import allow_sizes, learn_round
+from polydraft.draft.planting import MOST_CHILDREN, plant_columns, plant_largest
+from polydraft.draft.policy import RowPolicy
+from polydraft.draft.sizes import SizeChoice, sizes_of
 from polydraft.engine.outcome import conclude
-from polydraft.kernels import _probe
+from polydraft.lab.theory import Costs
 from polydraft.models import FAMILIES, FeatureHead, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
@@ -32,17 +33,15 @@ from polydraft.models._fused_head import Entries, FusedHead
 from polydraft.models._invariant import Sight, invariant_attention, invariant_parts, sight_of
 from polydraft.models._slots import place
 from polydraft.models.cache import SlotCache
-from polydraft.models.feature_head import HeadShape, TapNorm
+from polydraft.models.heads.feature_head import HeadShape, TapNorm
 from polydraft.models.tree_attention import AttentionPlan, tree_attention
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.softened import softened
-from polydraft.schemes import SCHEMES, arrays
-from polydraft.schemes.fused import draw
-from polydraft.theory import Costs
 from polydraft.trees import DraftTree, DynamicShape, SlicedMask, parse_tree, union
-from polydraft.walks import BlockWalk
-from polydraft.walks.fused_block import verify_block
-from polydraft.walks.fused_follow import follow, follow_largest
+from polydraft.verify import SCHEMES, BlockWalk, arrays
+from polydraft.verify.fused_block import verify_block
+from polydraft.verify.fused_draw import draw
+from polydraft.verify.fused_follow import follow, follow_largest
 
 
 class AbsentGPU:
@@ -176,8 +175,11 @@ def verification(dtype: torch.dtype) -> None:
         draw(torch.zeros(3, known), torch.zeros(3, topology.max_children, dtype=torch.float64), 0.5)
         drawing = [sum(bool(topology.children[node]) for node in level) for level in topology.levels[:-1]]
         vocabulary = PartialVocabulary(torch.arange(known), size) if known < size else None
-        laws, tokens = tuple(torch.zeros(1, count, known) for count in drawing), torch.zeros(1, topology.num_nodes).long()
-        tree = DraftTree.from_topology(topology, tokens, laws, torch.zeros(topology.num_nodes).long(), vocabulary)
+        distributions, tokens = (
+            tuple(torch.zeros(1, count, known) for count in drawing),
+            torch.zeros(1, topology.num_nodes).long(),
+        )
+        tree = DraftTree.from_topology(topology, tokens, distributions, torch.zeros(topology.num_nodes).long(), vocabulary)
         numbers = torch.zeros(1, BlockWalk().uniforms(hybrid, topology.depth), dtype=torch.float64)
         verify_block(hybrid, tree, torch.zeros(1, topology.num_nodes, size), numbers, 2**-6)
         children = torch.ones(2, topology.max_children, dtype=torch.long)
@@ -189,7 +191,7 @@ def verification(dtype: torch.dtype) -> None:
 
 
 def probabilities(dtype: torch.dtype) -> None:
-    """Turn logits into laws, of vocabularies that a program can hold and of larger ones."""
+    """Turn logits into distributions, of vocabularies that a program can hold and of larger ones."""
     _probe.touch[(1,)](torch.zeros(1, dtype=torch.int32))
     for columns in (50, 24576, 49152, 262144):
         softened(torch.zeros(2, 3, columns, dtype=dtype), None)

@@ -30,14 +30,14 @@ from eagle3_cases import (
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, PolydraftError, UsageError
 from polydraft.models import FeatureHead, HeadShape
-from polydraft.models.eagle3 import is_eagle3, load_eagle3
-from polydraft.models.feature_head import TapNorm
-from polydraft.models.head_export import export_speculators
-from polydraft.models.head_folder import new_head
+from polydraft.models.heads.eagle3 import is_eagle3, load_eagle3
+from polydraft.models.heads.feature_head import TapNorm
+from polydraft.models.heads.head_export import export_speculators
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import PartialVocabulary, SamplingParams

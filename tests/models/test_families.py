@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covering import covering, keeping
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.models import FAMILIES, language_model
 from polydraft.models.hf import HFModel

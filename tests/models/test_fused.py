@@ -19,7 +19,7 @@ from fused_cases import (
 import interpreted
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody
-from polydraft.models.feature_head import TapNorm
+from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.tree_attention import obstacle
 from polydraft.trees import SlicedMask, parse_tree
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
 from transformers.models.musicgen.modeling_musicgen import MusicgenForCausalLM
 
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES

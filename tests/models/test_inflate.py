@@ -7,13 +7,13 @@ import pytest
 import torch
 from test_families import Forest
 
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.loading import usual_pair
 from polydraft.models import FAMILIES, HeadShape
 from polydraft.models import inflated as module
-from polydraft.models.head_folder import new_head
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import SHAPES, BigShape, InflatedModel, inflate, parse_inflated, source_name
 from polydraft.models.loading import load_model
@@ -63,7 +63,7 @@ def test_logits_are_the_small_models(shape, heads):
     expected, got = small(tokens).logits, big(tokens).logits
     assert (got - expected).abs().max() < 1e-4
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
-    assert expected.std() > 0.1, "laws near uniform would hide errors"
+    assert expected.std() > 0.1, "distributions near uniform would hide errors"
 
 
 @torch.no_grad()
@@ -141,11 +141,11 @@ def test_a_feature_head_of_the_small_model_drafts_the_same_for_the_large_one(wid
 def test_early_exit_is_the_small_models(wider):
     small = HFModel(grouped())
     big = InflatedModel(small, wider)
-    laws = []
+    distributions = []
     for model in (early_exit(small, 2), early_exit(big, 2)):
         context = model.start(1, 16)
-        context.prefill([PROMPTS[1]], lambda rows, starts, counts, seen, model=model: laws.append(model.head(seen)))
-    assert (laws[0] - laws[1]).abs().max() < 1e-4
+        context.prefill([PROMPTS[1]], lambda rows, starts, counts, seen, model=model: distributions.append(model.head(seen)))
+    assert (distributions[0] - distributions[1]).abs().max() < 1e-4
 
 
 def test_by_name(wider, roomy, monkeypatch):

@@ -5,8 +5,8 @@ import torch
 from invariant_cases import TreeCase, products
 
 import interpreted
+from polydraft.backends.triton import power_of_two
 from polydraft.errors import UsageError
-from polydraft.kernels import power_of_two
 from polydraft.models import FAMILIES, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody
@@ -147,7 +147,7 @@ def test_a_body_computes_what_the_usual_one_does(tiny, monkeypatch):
 
 
 class FirstOfItsKind:
-    """Replays what came first of a kind, as a recording does: whatever differs later must be in the inputs or in tensors."""
+    """Replays what came first of a kind, as a capture does: whatever differs later must be in the inputs or in tensors."""
 
     def __init__(self):
         self.functions, self.calls = {}, 0
@@ -159,7 +159,7 @@ class FirstOfItsKind:
 
 @needs_triton
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "inflated"])  # one has a window, one shows fewer features
-def test_recorded_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
+def test_captured_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
     model = tiny("llama" if family == "inflated" else family)
     if family == "inflated":
         shape = BigShape(hidden_size=80, num_layers=4, num_heads=6, num_key_heads=6, head_size=16, mlp_size=100)
@@ -175,13 +175,13 @@ def test_recorded_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
         [[], [5] * 9, []],
         [[6, 6, 6], [], [8, 8]],
     ]
-    found, recorder = [], FirstOfItsKind()
-    for lent in (None, recorder):
+    found, graphs = [], FirstOfItsKind()
+    for lent in (None, graphs):
         monkeypatch.setattr(model, "fused", None if lent is None else fused)
         with torch.no_grad():
             context = model.start(3, 64)
             context.prefill([[1, 2], [3, 4], [5, 6, 7]])
-            context.recorder = lent
+            context.graphs = lent
             seen = []
 
             def observe(rows, starts, counts, features, seen=seen):
@@ -191,8 +191,8 @@ def test_recorded_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
                 context.prefill(texts, observe)
             one = SlicedMask.of(parse_tree("none"), torch.device("cpu")).level(0, 1).expand(3)
             found.append((seen, model.head(context.extend(torch.tensor([[9], [8], [7]]), one)), context.lengths))
-    assert recorder.calls == 6, "nine tokens are too many, and two texts of four are read together"
-    assert [kind[1:3] for kind in recorder.functions] == [(1, 8), (1, 4), (2, 4)], "sizes are rounded up"
+    assert graphs.calls == 6, "nine tokens are too many, and two texts of four are read together"
+    assert [kind[1:3] for kind in graphs.functions] == [(1, 8), (1, 4), (2, 4)], "sizes are rounded up"
     assert found[0][2] == found[1][2] == [18, 13, 13]
     for plain, replayed in zip(found[0][0], found[1][0], strict=True):
         assert plain[:3] == replayed[:3]

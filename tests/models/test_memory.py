@@ -6,7 +6,7 @@ import pytest
 import torch
 from recurrent_cases import CASES, build
 
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES, Memory, TabularModel
 from polydraft.models.hf import HFModel
@@ -178,7 +178,7 @@ def test_storage_changes_hands(tiny, kind):
     assert not (HFModel(build(kind)) if kind in CASES else copy.copy(model)).start(2, 4).adopt(second), "another model"
 
 
-def test_recorded_passes_read_each_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_passes_read_each_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that begin and rows that go on are read apart; one that has begun a moment ago is not one that goes on."""
     model = HFModel(FAMILIES.get("llama").build())
     context, expected = model.start(3, 64), model.start(3, 64)
@@ -186,7 +186,7 @@ def test_recorded_passes_read_each_text_once(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[list[int]] = []
 
     def replayed(self: HFContext, parts: list[list[int]], rows: list[int]) -> torch.Tensor:
-        """Stand in for a recorded pass, which a CPU does not have: read these rows and leave lengths to the caller."""
+        """Stand in for a captured pass, which a CPU does not have: read these rows and leave lengths to the caller."""
         asked.append(list(rows))
         (row,), (part,) = rows, parts
         tokens_1T = torch.tensor([part])

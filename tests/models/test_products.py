@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polydraft.models import FAMILIES, HeadShape
-from polydraft.models.head_folder import new_head
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary
 

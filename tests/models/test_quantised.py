@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covering import keeping
-from polydraft.drafters import TreeDrafter
+from polydraft.backends.native import kernels
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
@@ -18,7 +19,6 @@ from polydraft.models.hf import HFModel
 from polydraft.models.loading import load_model
 from polydraft.models.quantised import quantise
 from polydraft.models.twin import sharpen, twin_config
-from polydraft.native import kernels
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 

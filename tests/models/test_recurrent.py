@@ -14,18 +14,18 @@ from covering import keeping
 from exactness.test_slots import finish, open_engine, sequence
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import FALSE_ALARM, chi_square_p_value
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.language_model import PREFILL_CHUNK
-from polydraft.models.recurrent_context import RecurrentContext
+from polydraft.models.odd.recurrent_context import RecurrentContext
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DraftTree, causal_block, parse_dynamic, parse_tree
 
 GREEDY = SamplingParams(temperature=0)
 FEW = ["lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba"]
-"""One of each kind of layer. By default each is compared with `generate` once, recorded or not; all is in the slow tests."""
+"""One of each kind of layer. By default each is compared with `generate` once, captured or not; all is in the slow tests."""
 PROMPTS = [torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (9, 20, 3)]
 
 TREES = ["1x1x1x1", "3x2x1"]
@@ -157,7 +157,7 @@ def test_a_beginning_is_read_at_once_and_the_rest_token_by_token(monkeypatch):
 
 
 @pytest.mark.parametrize(("model_type", "tree"), keeping(PAIRS, ("jamba", "none"), ("mamba", "1x1x1x1")))
-def test_recorded_rounds_give_the_same_texts(recorders, model_type, tree):
+def test_captured_rounds_give_the_same_texts(caches, model_type, tree):
     """Rows end at different rounds, by a token that no limit foretells, while a round runs ahead of it."""
     model = build(model_type)
     drafter = None if tree == "none" else TreeDrafter(HFModel(noisy(model)), parse_tree(tree))
@@ -170,11 +170,11 @@ def test_recorded_rounds_give_the_same_texts(recorders, model_type, tree):
         assert [result.token_ids for result in results] == expected
     stats = results[0].stats
     assert stats.replayed_rounds == stats.rounds and stats.rounds_ahead >= stats.rounds // 3
-    assert len(recorders) == 1 and len(set(recorders[0].kinds)) == 1
+    assert len(caches) == 1 and len(set(caches[0].kinds)) == 1
 
 
 @pytest.mark.parametrize("tree", keeping(["none", "2x1"], "2x1"))
-def test_a_state_that_a_round_ahead_has_moved_on_is_not_kept(recorders, tree):
+def test_a_state_that_a_round_ahead_has_moved_on_is_not_kept(caches, tree):
     model = build("lfm2")
     drafter = None if tree == "none" else TreeDrafter(HFModel(noisy(model)), parse_tree(tree))
     text = plain(model, PROMPTS[0])
@@ -194,7 +194,7 @@ class Sealed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func).removeprefix("aten.")
-        assert not name.startswith(("_local_scalar_dense", "lift_fresh", "nonzero", "equal.")), f"{name} in a recorded pass"
+        assert not name.startswith(("_local_scalar_dense", "lift_fresh", "nonzero", "equal.")), f"{name} in a captured pass"
         return func(*args, **(kwargs or {}))
 
 
@@ -214,12 +214,12 @@ def test_a_pass_over_a_static_tree_takes_nothing_from_the_host(model_type, tree)
     torch.testing.assert_close(got_BNV, expected_BNV, rtol=1e-5, atol=1e-5)
 
 
-def test_trees_whose_levels_only_the_device_knows_are_not_recorded(recorders):
+def test_trees_whose_levels_only_the_device_knows_are_not_captured(caches):
     model = build("lfm2")
     target, draft = HFModel(model), HFModel(noisy(model))
     decoder = Decoder(target, TreeDrafter(draft, parse_dynamic("dynamic:8")))
     result = decoder.generate(PROMPTS[0], sampling=GREEDY, max_new_tokens=12)
-    assert result.token_ids == plain(model, PROMPTS[0], 12) and not recorders[0].kinds
+    assert result.token_ids == plain(model, PROMPTS[0], 12) and not caches[0].kinds
 
 
 def test_a_row_can_be_kept_where_its_state_is_and_nowhere_else():
@@ -291,14 +291,14 @@ def test_layers_without_attention_are_no_obstacle():
 
 
 @pytest.mark.parametrize("model_type", ["mamba", *(pytest.param(name, marks=pytest.mark.slow) for name in FEW[:-1])])
-def test_sampled_texts_have_the_law_of_plain_passes(model_type):
+def test_sampled_texts_have_the_distribution_of_plain_passes(model_type):
     model = build(model_type, vocab_size=8)
     prompt, new, samples = [3, 7, 4, 6, 5], 3, 2_000
     texts = list(itertools.product(range(8), repeat=new))
     with torch.inference_mode():
         logits_XTV = model(input_ids=torch.tensor([[*prompt, *text] for text in texts]), use_cache=False).logits
-    laws_XTV = logits_XTV.double().softmax(dim=-1)[:, len(prompt) - 1 : -1]
-    chances_X = laws_XTV.gather(2, torch.tensor(texts)[:, :, None])[:, :, 0].prod(dim=1).numpy()
+    distributions_XTV = logits_XTV.double().softmax(dim=-1)[:, len(prompt) - 1 : -1]
+    chances_X = distributions_XTV.gather(2, torch.tensor(texts)[:, :, None])[:, :, 0].prod(dim=1).numpy()
     decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("2x2")))
     results = decoder.generate([prompt] * samples, sampling=SamplingParams(), max_new_tokens=new, seed=11)
     place = {text: number for number, text in enumerate(texts)}

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from covering import covering
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import HeadShape
 from polydraft.models.cache import SlotCache, SpreadCache
-from polydraft.models.head_folder import new_head
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import check_device_map
@@ -151,10 +151,10 @@ def test_tensor_parallel_processes_write_the_same_text(roomy, tmp_path):
 
 EVERY_SCHEME = """
 import json, os, sys
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.loading import load
 from polydraft.sampling import SamplingParams
-from polydraft.schemes import SCHEMES
+from polydraft.verify import SCHEMES
 from polydraft.trees import parse_tree
 
 split = "RANK" in os.environ

@@ -6,7 +6,7 @@ from recurrent_cases import noisy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from polydraft import Speculate
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models.cache import SpreadCache
 from polydraft.models.hf import HFModel

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polydraft.native import kernels
+from polydraft.backends.native import kernels
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import torch
 from native_models import FORMATS, SHAPES, block_of, native, path_to, random_text, random_tree, read
 
 from covering import covering
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.models.head_folder import new_head
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import early_exit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import causal_block, parse_tree

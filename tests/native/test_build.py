@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from polydraft.backends.native import build, kernels
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.quantised import quantise
-from polydraft.native import build, kernels
 
 REAL = build.kernels()
 CPU = torch.device("cpu")
@@ -189,7 +189,7 @@ def test_what_a_kill_leaves_is_not_used(quick, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_at_once(quick, tmp_path):
-    code = "from polydraft.native import kernels; assert kernels() is not None"
+    code = "from polydraft.backends.native import kernels; assert kernels() is not None"
     both = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(2)]
     for process in both:
         _, errors = process.communicate(timeout=120)
@@ -218,7 +218,7 @@ def test_threads_are_those_of_torch(quick):
 
 _TILES = """
 import torch
-from polydraft.native import kernels, multiply, Weight
+from polydraft.backends.native import kernels, multiply, Weight
 library = kernels()
 library.polydraft_instructions.restype = __import__("ctypes").c_char_p
 assert b"AMX" in library.polydraft_instructions()

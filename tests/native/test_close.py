@@ -6,11 +6,11 @@ import pytest
 import torch
 from native_models import CPU, SHAPES, block_of, native, plain, random_text, random_tree, read, unquantised
 
+from polydraft.backends.native import Weight, kernels, multiply, quantised
 from polydraft.models.bundled import weights_file
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import load_model
 from polydraft.models.quantised import Int8Linear
-from polydraft.native import Weight, kernels, multiply, quantised
 from polydraft.trees import causal_block
 
 pytestmark = pytest.mark.usefixtures("compiled")

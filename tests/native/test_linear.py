@@ -9,11 +9,11 @@ from native_models import block_of, random_text, random_tree, read
 from torch import nn
 from torch.nn import functional
 
+from polydraft.backends.native import build
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES, hf, native_linear
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.native_linear import native_linears
-from polydraft.native import build
 from polydraft.sampling import SamplingParams
 
 SHAPES = ["qwen3", "gemma", "gemma2", "phi", "phi3", "opt", "gpt_neox", "gpt_neo"]
@@ -184,7 +184,7 @@ def test_models(shape, dtype, small_too, asked):
 @compiled
 def test_texts_of_drafted_decoding(small_too):
     """The target's own, and its first layers draft while it verifies."""
-    from polydraft.drafters import TreeDrafter
+    from polydraft.draft import TreeDrafter
     from polydraft.trees import parse_tree
 
     model = FAMILIES.get("qwen3").build(seed=3)

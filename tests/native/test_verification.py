@@ -1,4 +1,4 @@
-"""Drawing and verification in C against the arrays that it stands for, whose laws are enumerated elsewhere."""
+"""Drawing and verification in C against the arrays that it stands for, whose distributions are enumerated elsewhere."""
 
 import dataclasses
 
@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from covering import covering
-from polydraft.native import build
-from polydraft.native.verification import draw, largest_weights
+from polydraft.backends.native import build
+from polydraft.backends.native.verification import draw, largest_weights
 from polydraft.sampling import NO_TOKEN, PartialVocabulary
 from polydraft.sampling.categorical import _BlockedWeights
-from polydraft.schemes.hybrid import Hybrid, RaceBucketed
 from polydraft.trees import DraftTree, parse_tree
-from polydraft.walks import Fault
-from polydraft.walks import block as block_walk
-from polydraft.walks._native_block import compiled_verdict
-from polydraft.walks.block import BlockWalk
+from polydraft.verify import Fault
+from polydraft.verify import block as block_walk
+from polydraft.verify._native_block import compiled_verdict
+from polydraft.verify.block import BlockWalk
+from polydraft.verify.hybrid import Hybrid, RaceBucketed
 
 VOCABULARY, BUCKETS = 60, 12
 KNOWN = PartialVocabulary(torch.arange(3, VOCABULARY, 2), VOCABULARY)
@@ -32,8 +32,8 @@ def library():
     return found
 
 
-def laws(generator, *shape, alike=None):
-    """Laws of all kinds: flat, peaked, with zeros, of one token."""
+def distributions(generator, *shape, alike=None):
+    """Distributions of all kinds: flat, peaked, with zeros, of one token."""
     logits = torch.randn(*shape, generator=generator) * 3
     if alike is not None:
         logits = 0.5 * logits + alike
@@ -47,26 +47,26 @@ def laws(generator, *shape, alike=None):
 
 
 def trees(seed, scheme, tree, vocabulary, batch):
-    """A tree drawn from random laws, the target's laws at its nodes, and random numbers."""
+    """A tree drawn from random distributions, the target's distributions at its nodes, and random numbers."""
     generator, topology = torch.Generator().manual_seed(seed), parse_tree(tree)
     size = VOCABULARY if vocabulary is None else len(vocabulary.tokens_D)
-    target_BNV, logits_BNV = laws(generator, batch, topology.num_nodes, VOCABULARY)
+    target_BNV, logits_BNV = distributions(generator, batch, topology.num_nodes, VOCABULARY)
     tokens_BN = torch.randint(VOCABULARY, (batch, topology.num_nodes), generator=generator)
-    levels, law_rows_N = [], torch.zeros(topology.num_nodes, dtype=torch.long)
+    levels, distribution_rows_N = [], torch.zeros(topology.num_nodes, dtype=torch.long)
     for draws in topology.draws:
         drawing = sorted(node for group in draws for node in group.nodes)
         if not drawing:
             continue
         alike = logits_BNV[:, drawing] if vocabulary is None else logits_BNV[:, drawing][..., vocabulary.tokens_D]
-        law_BGD = laws(generator, batch, len(drawing), size, alike=alike if seed % 2 else None)[0]
-        levels.append(law_BGD)
-        law_rows_N[drawing] = torch.arange(len(drawing))
+        distribution_BGD = distributions(generator, batch, len(drawing), size, alike=alike if seed % 2 else None)[0]
+        levels.append(distribution_BGD)
+        distribution_rows_N[drawing] = torch.arange(len(drawing))
         for group in draws:
             for node, children in zip(group.nodes, group.children, strict=True):
                 uniforms = torch.rand(batch, len(children), generator=generator, dtype=torch.float64)
-                drawn = scheme.draw(law_BGD[:, drawing.index(node)], uniforms)
+                drawn = scheme.draw(distribution_BGD[:, drawing.index(node)], uniforms)
                 tokens_BN[:, list(children)] = drawn if vocabulary is None else vocabulary.tokens(drawn)
-    draft = DraftTree.from_topology(topology, tokens_BN, tuple(levels), law_rows_N, vocabulary)
+    draft = DraftTree.from_topology(topology, tokens_BN, tuple(levels), distribution_rows_N, vocabulary)
     if seed % 3 == 0:  # a node without children where others have some
         draft = dataclasses.replace(draft, child_table_BNK=draft.child_table_BNK.clone())
         draft.child_table_BNK[0, 1] = 0
@@ -74,7 +74,7 @@ def trees(seed, scheme, tree, vocabulary, batch):
     return draft, target_BNV, uniforms_BU
 
 
-def law_of(target_BNV):
+def distribution_of(target_BNV):
     return lambda node_B, path_BP: target_BNV[torch.arange(len(node_B)), node_B]
 
 
@@ -85,12 +85,14 @@ def test_verdicts_are_those_of_the_arrays(name, known, monkeypatch):
     for seed in range(60):
         tree, batch = [("4", 1), ("2x2x1", 1), ("3x2", 3), ("1x1x1x1", 2), ("4x2x2x1x1", 1)][seed % 5]
         draft, target_BNV, uniforms_BU = trees(seed, scheme, tree, vocabulary, batch)
-        found = compiled_verdict(scheme, draft, law_of(target_BNV), uniforms_BU, walk.least_weight)
+        found = compiled_verdict(scheme, draft, distribution_of(target_BNV), uniforms_BU, walk.least_weight)
         with monkeypatch.context() as patch:
             patch.setattr(block_walk, "compiled_verdict", lambda *_: None)
             # In float64, as the compiled code computes: cells of float32 ratios may be other cells.
-            wide = dataclasses.replace(draft, laws=tuple(law.double() for law in draft.laws))
-            expected = walk.run(scheme, wide, law_of(target_BNV), uniforms_BU)
+            wide = dataclasses.replace(
+                draft, distributions=tuple(distribution.double() for distribution in draft.distributions)
+            )
+            expected = walk.run(scheme, wide, distribution_of(target_BNV), uniforms_BU)
         assert found is not None
         for part in ("accepted_B", "path_BD", "offered_B", "fault_B"):
             assert torch.equal(getattr(found, part), getattr(expected, part)), (seed, part)
@@ -103,7 +105,7 @@ def test_verdicts_are_those_of_the_arrays(name, known, monkeypatch):
 def test_a_row_gets_what_it_gets_alone():
     scheme, walk = Hybrid(buckets=BUCKETS), BlockWalk()
     draft, target_BNV, uniforms_BU = trees(7, scheme, "3x2x1", KNOWN, 6)
-    together = compiled_verdict(scheme, draft, law_of(target_BNV), uniforms_BU, walk.least_weight)
+    together = compiled_verdict(scheme, draft, distribution_of(target_BNV), uniforms_BU, walk.least_weight)
     for row in range(6):
         one = slice(row, row + 1)
         alone = dataclasses.replace(
@@ -112,10 +114,10 @@ def test_a_row_gets_what_it_gets_alone():
             depths_BN=draft.depths_BN[one],
             ancestors_BNN=draft.ancestors_BNN[one],
             child_table_BNK=draft.child_table_BNK[one],
-            laws=tuple(law[one] for law in draft.laws),
-            law_rows_BN=draft.law_rows_BN[one],
+            distributions=tuple(distribution[one] for distribution in draft.distributions),
+            distribution_rows_BN=draft.distribution_rows_BN[one],
         )
-        found = compiled_verdict(scheme, alone, law_of(target_BNV[one]), uniforms_BU[one], walk.least_weight)
+        found = compiled_verdict(scheme, alone, distribution_of(target_BNV[one]), uniforms_BU[one], walk.least_weight)
         assert torch.equal(found.path_BD[0], together.path_BD[row])
         assert (
             found.tokens_BD[0, : found.accepted_B[0] + 1].tolist()
@@ -124,11 +126,11 @@ def test_a_row_gets_what_it_gets_alone():
 
 
 @pytest.mark.parametrize(("who", "fault"), [("target", Fault.TARGET), ("draft", Fault.DRAFT)])
-def test_laws_that_are_not_numbers_are_reported(who, fault):
+def test_distributions_that_are_not_numbers_are_reported(who, fault):
     scheme, walk = Hybrid(buckets=BUCKETS), BlockWalk()
     draft, target_BNV, uniforms_BU = trees(8, scheme, "2x1", None, 2)
-    (target_BNV[1, 0] if who == "target" else draft.laws[0][1]).fill_(torch.nan)
-    found = compiled_verdict(scheme, draft, law_of(target_BNV), uniforms_BU, walk.least_weight)
+    (target_BNV[1, 0] if who == "target" else draft.distributions[0][1]).fill_(torch.nan)
+    found = compiled_verdict(scheme, draft, distribution_of(target_BNV), uniforms_BU, walk.least_weight)
     assert found.fault_B.tolist() == [Fault.NONE, fault]
 
 
@@ -139,7 +141,7 @@ def test_what_it_does_not_know_is_left_to_the_arrays():
 
     draft, target_BNV, uniforms_BU = trees(8, Hybrid(buckets=BUCKETS), "2x1", None, 1)
     for scheme in (Own(buckets=BUCKETS), Hybrid(buckets=None), Hybrid(buckets=VOCABULARY + 1)):
-        assert compiled_verdict(scheme, draft, law_of(target_BNV), uniforms_BU, 0.0) is None
+        assert compiled_verdict(scheme, draft, distribution_of(target_BNV), uniforms_BU, 0.0) is None
 
 
 @pytest.mark.parametrize("size", [1, 17, 255, 256, 257, 1000])

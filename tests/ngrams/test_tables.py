@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-import polydraft.drafters.trie as trie_module
+import polydraft.draft.trie as trie_module
 from covering import some_slow
-from polydraft.drafters.device_trie import DeviceTrieBuilder
-from polydraft.drafters.gram_options import Sizes
-from polydraft.drafters.riders import RiderOptions
-from polydraft.drafters.trie import WIDTH, Limits, grow
+from polydraft.draft.device_trie import DeviceTrieBuilder
+from polydraft.draft.gram_options import Sizes
+from polydraft.draft.riders import RiderOptions
+from polydraft.draft.trie import WIDTH, Limits, grow
 from polydraft.ngrams import GRAM_CACHES, GramOptions
 from polydraft.sampling import NO_TOKEN
 
@@ -25,7 +25,7 @@ def built(names, options, texts, nodes, depth=DEPTH):
     caches = [GRAM_CACHES.get(name)(options) for name in names]
     sizes = Sizes(nodes=nodes, depth=depth, riders=RiderOptions(branches=0), least=0.0, steps=(nodes,))
     builder = DeviceTrieBuilder(caches, sizes, len(texts), CPU, "+".join(names))
-    builder.source.make_room(places=1 + nodes, depth=depth, recorded=False)
+    builder.source.make_room(places=1 + nodes, depth=depth, captured=False)
     builder.source.begin(texts, max(map(len, texts)) + 20, range(len(texts)))
     tail_B2 = torch.tensor([[0, *text[-2:]][-2:] for text in texts])
     return builder, builder.build(tail_B2, torch.zeros(len(texts), 0))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.bench.method import MethodSpec
-from polydraft.papers import PAPERS, Run
+from polydraft.lab.bench.method import MethodSpec
+from polydraft.lab.papers import PAPERS, Run
 from polydraft.trees import parse_tree
 
 
@@ -17,7 +17,7 @@ def test_improved_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypat
     runs = tuple(run for run in paper.runs if run.name in ("spec_bench-t0", "speed-t0"))
     monkeypatch.setitem(PAPERS._items, "improved", replace(paper, runs=runs))
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("polydraft.drafters.costs._DISTURBED", math.inf)  # kept even by a busy machine
+    monkeypatch.setattr("polydraft.draft.costs._DISTURBED", math.inf)  # kept even by a busy machine
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": "p", "category": "a", "prompt": "hello"}) + "\n")
     options = ("--target", tiny, "--draft", "early-exit:2", "--prompts", str(prompts), "--max-new-tokens", "4")
@@ -49,7 +49,7 @@ def test_every_tree_of_improved_can_be_written() -> None:
 
 def test_optimal_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paper = PAPERS.get("optimal")
-    runs = tuple(run for run in paper.runs if run.name in ("spec_bench-t0.6", "laws-alpaca", "laws-drafts"))
+    runs = tuple(run for run in paper.runs if run.name in ("spec_bench-t0.6", "distributions-alpaca", "distributions-drafts"))
     monkeypatch.setitem(PAPERS._items, "optimal", replace(paper, runs=runs))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": "p", "category": "a", "prompt": "hello"}) + "\n")
@@ -65,13 +65,13 @@ def test_optimal_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatc
     assert len(ours) == 2 and all("–" not in row for row in ours), "every tree has figures"
     hub = next(row for row in tables if row[1] == "SpecHub")
     assert hub[2] != "–" and hub[4] == hub[6] == "–", "two drafts at most"
-    laws = json.loads((tmp_path / "out" / "laws-drafts" / "analysis.json").read_text())
-    assert {row["drafts"] for row in laws["rows"]} == {1, 2, 3, 4, 6, 8}
+    distributions = json.loads((tmp_path / "out" / "distributions-drafts" / "analysis.json").read_text())
+    assert {row["drafts"] for row in distributions["rows"]} == {1, 2, 3, 4, 6, 8}
     swept = [row for row in (line.split(" | ") for line in text.splitlines()) if row[0] == "| RRS wor"]
     assert len(swept) == 1 and "–" not in " ".join(swept[0]), "Figure 2 has all its points; Figure 1 was not measured"
-    before = (tmp_path / "out" / "laws-drafts" / "analysis.json").stat().st_mtime_ns
+    before = (tmp_path / "out" / "distributions-drafts" / "analysis.json").stat().st_mtime_ns
     code, _, err = invoke("bench", "--reproduce", "optimal", *options, "--out", str(tmp_path / "out"), "--resume")
-    assert code == 0 and (tmp_path / "out" / "laws-drafts" / "analysis.json").stat().st_mtime_ns == before, err
+    assert code == 0 and (tmp_path / "out" / "distributions-drafts" / "analysis.json").stat().st_mtime_ns == before, err
 
 
 def test_every_tree_of_optimal_can_be_written() -> None:

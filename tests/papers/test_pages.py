@@ -16,9 +16,10 @@ import click
 import pytest
 
 from polydraft.cli.main import cli
-from polydraft.drafters import LOSSY_DRAFTERS
-from polydraft.papers import PAPERS, LawRun, Results, TargetInit
-from polydraft.papers.pages import filled, keep, measured, read_kept, write_kept
+from polydraft.draft import LOSSY_DRAFTERS
+from polydraft.lab.papers import PAPERS, DistributionRun, Results
+from polydraft.lab.papers.pages import filled, keep, measured, read_kept, write_kept
+from polydraft.papers.target_init import TargetInit
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "papers"
@@ -86,7 +87,7 @@ def test_every_piece_is_where_it_says_with_its_test_and_its_command(name: str) -
 
 def test_wrong_rows_are_noticed() -> None:
     with pytest.raises((AttributeError, ImportError)):
-        found("polydraft.schemes.Nowhere")
+        found("polydraft.verify.Nowhere")
     with pytest.raises(click.ClickException):
         check_command("polydraft bench --size huge")
     assert "test_nothing" not in names_in(Path(__file__))
@@ -144,7 +145,7 @@ def test_kept_figures_are_few_and_of_the_papers_runs(name: str) -> None:
     assert set(results) <= set(runs)
     for run, found in results.items():
         known = runs[run]
-        assert found["rows"] if isinstance(known, LawRun) else set(found["methods"]) <= set(known.methods), run
+        assert found["rows"] if isinstance(known, DistributionRun) else set(found["methods"]) <= set(known.methods), run
 
 
 @each_paper
@@ -194,10 +195,10 @@ def test_figures_are_kept_without_what_nobody_reads(tmp_path: Path) -> None:
     assert counted["methods"]["ar"]["tokens_per_pass"] == 2.1235 and counted["methods"]["ar"]["acceptance_rate"] == 0
     assert "speedup" not in counted["methods"]["ar"] and timed["methods"]["ar"]["speedup"] == 1.5
     assert counted["methods"]["ar"]["categories"] == {"a": {"tokens_per_pass": 2.0}, "b": {}}
-    kept = Results(one=counted, laws={"settings": {"target": "t"}, "rows": [{"acceptance": 0.123456789}]})
+    kept = Results(one=counted, distributions={"settings": {"target": "t"}, "rows": [{"acceptance": 0.123456789}]})
     write_kept(kept, tmp_path / "kept.json")
     again = read_kept(tmp_path / "kept.json")
-    assert again["one"] == counted and again["laws"]["rows"] == [{"acceptance": 0.12346}]
+    assert again["one"] == counted and again["distributions"]["rows"] == [{"acceptance": 0.12346}]
     assert again.about("one") == "target t, draft d, float32 on 2 threads of a cpu, 8 new tokens, 2 prompts of set"
     assert again.about("none") == "not measured" and again.text("one", "ar", "speedup", "×") == "–"
 

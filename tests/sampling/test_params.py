@@ -78,7 +78,7 @@ def test_numbers_larger_than_any_float_are_refused_in_few_words(name):
     ],
     ids=str,
 )
-def test_numbers_that_together_leave_no_law_are_refused(options):
+def test_numbers_that_together_leave_no_distribution_are_refused(options):
     with pytest.raises(UsageError, match="makes logits larger than"):
         SamplingParams(**options)
 
@@ -96,11 +96,11 @@ def test_numbers_that_together_leave_no_law_are_refused(options):
     ],
     ids=str,
 )
-def test_extreme_numbers_that_are_allowed_leave_a_law(options):
-    law = Warper(SamplingParams(**options), 6, [[3, 4]], torch.device("cpu"))
-    law.advance([[3, 5]])
+def test_extreme_numbers_that_are_allowed_leave_a_distribution(options):
+    distribution = Warper(SamplingParams(**options), 6, [[3, 4]], torch.device("cpu"))
+    distribution.advance([[3, 5]])
     logits_BGV = torch.tensor([[[-100.0, 0.0, 40.0, 90.0, 2.0, 1.0]]])
-    probs_BGV = law.probs(logits_BGV, torch.full((1, 1, 1), 3))
+    probs_BGV = distribution.probs(logits_BGV, torch.full((1, 1, 1), 3))
     assert probs_BGV.isfinite().all() and abs(float(probs_BGV.sum()) - 1) < 1e-6
 
 

@@ -55,7 +55,7 @@ def test_a_warper_uses_it_where_nothing_else_is_asked_for(
     logits_BGV = torch.randn(len(rows), 2, 300, generator=torch.Generator().manual_seed(0))
     paths_BGP = torch.zeros(len(rows), 2, 0, dtype=torch.long)
     expected_BGV = warper.probs(logits_BGV, paths_BGP)
-    monkeypatch.setattr("polydraft.kernels._INTERPRETED", True)
+    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
     monkeypatch.setattr("polydraft.sampling.warper.softened", lambda *inputs: (calls.append(inputs), softened(*inputs))[1])
     torch.testing.assert_close(warper.probs(logits_BGV, paths_BGP), expected_BGV, rtol=1e-5, atol=1e-7)
     assert bool(calls) == launched

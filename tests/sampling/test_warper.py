@@ -148,7 +148,7 @@ def test_one_step_of_advance_equals_many():
     assert torch.equal(at_once.probs(logits, none), stepwise.probs(logits, none))
 
 
-class Recorder(LogitsProcessor):
+class GraphCache(LogitsProcessor):
     """Forbids the token after the last one, and writes down what it was shown."""
 
     def __init__(self):
@@ -161,13 +161,13 @@ class Recorder(LogitsProcessor):
 
 
 def test_any_processor_is_called_once_a_node_with_the_nodes_text():
-    recorder = Recorder()
-    warp = Warper(SamplingParams(processors=(recorder,)), VOCABULARY, [[5, 6]], CPU)
+    graphs = GraphCache()
+    warp = Warper(SamplingParams(processors=(graphs,)), VOCABULARY, [[5, 6]], CPU)
     warp.advance([[9]])
     logits = random_logits(1, 3)
     before = logits.clone()
     probs = warp.probs(logits, torch.tensor([[[NO_TOKEN, NO_TOKEN], [40, NO_TOKEN], [40, 17]]]))
-    assert recorder.seen == [[[5, 6, 9]], [[5, 6, 9, 40]], [[5, 6, 9, 40, 17]]]
+    assert graphs.seen == [[[5, 6, 9]], [[5, 6, 9, 40]], [[5, 6, 9, 40, 17]]]
     assert [(row == 0).nonzero()[:, 0].tolist() for row in probs[0]] == [[10], [41], [18]]
     assert torch.equal(logits, before)
 
@@ -228,9 +228,9 @@ def test_the_nucleus_among_candidates_equals_a_full_sort(monkeypatch, top_p, sca
     for candidates in (1, 4, 16):
         monkeypatch.setattr(warper, "_TOP_P_CANDIDATES", candidates)
         assert torch.equal(warper._nucleus(probs, top_p), full)
-    for law, kept in zip(probs.flatten(0, 1), full.flatten(0, 1), strict=True):
-        mass = law[kept].double().sum()
-        assert mass >= top_p - 1e-6 and mass - law[kept].min() < top_p + 1e-6, "the smallest set that reaches it"
+    for distribution, kept in zip(probs.flatten(0, 1), full.flatten(0, 1), strict=True):
+        mass = distribution[kept].double().sum()
+        assert mass >= top_p - 1e-6 and mass - distribution[kept].min() < top_p + 1e-6, "the smallest set that reaches it"
 
 
 def test_bias_outside_the_vocabulary_is_refused():
@@ -238,6 +238,6 @@ def test_bias_outside_the_vocabulary_is_refused():
         Warper(SamplingParams(logit_bias={60: 1.0}), VOCABULARY, PROMPTS, CPU)
 
 
-def test_half_precision_logits_give_float32_laws():
+def test_half_precision_logits_give_float32_distributions():
     warp = Warper(SamplingParams(), VOCABULARY, PROMPTS, CPU)
     assert warp.probs(random_logits(2, 1).half(), torch.empty(2, 1, 0, dtype=torch.long)).dtype == torch.float32

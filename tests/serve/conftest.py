@@ -14,7 +14,7 @@ from polydraft.engine import Decoder
 from polydraft.loading import load
 from polydraft.serve.connections import listen
 from polydraft.serve.options import ServeOptions
-from polydraft.serve.running import Server, server_of
+from polydraft.serve.server import Server, server_of
 from polydraft.serve.service import Service
 
 CLIENT = httpx.Client(verify=False, timeout=120, limits=httpx.Limits(max_keepalive_connections=0))

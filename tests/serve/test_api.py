@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from covering import covering
 from polydraft.loading import load
 from polydraft.sampling import SamplingParams
-from polydraft.serve.asked import read_request
+from polydraft.serve.protocol import read_request
 from polydraft.serve.token_texts import TokenTexts
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -119,11 +119,13 @@ def test_log_probabilities_are_the_targets(shared, speculative):
     content = answer.choices[0].logprobs.content
     assert len(content) == answer.usage.completion_tokens
     for told in content:
-        law_V = torch.log_softmax(decoder.target.plain(torch.tensor([text]))[0, -1], -1)
-        best = law_V.topk(3)
+        distribution_V = torch.log_softmax(decoder.target.plain(torch.tensor([text]))[0, -1], -1)
+        best = distribution_V.topk(3)
         assert [one.logprob for one in told.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
         token = next(
-            one for one in range(len(law_V)) if tokenizer.decode([one]) == told.token and abs(law_V[one] - told.logprob) < 1e-4
+            one
+            for one in range(len(distribution_V))
+            if tokenizer.decode([one]) == told.token and abs(distribution_V[one] - told.logprob) < 1e-4
         )
         assert bytes(told.bytes) == bytes([_byte(tokenizer, token)]) or token == tokenizer.eos_token_id
         text.append(token)
@@ -148,10 +150,10 @@ def test_of_tokens_with_equal_text_the_likeliest_is_told(shared):
     # One token a byte: those of parts of characters all decode to the replacement character.
     decoder, tokenizer = shared.service.decoder, shared.service.decoder.tokenizer
     answer = shared.client.completions.create(model=shared.service.model, prompt="Once", max_tokens=1, seed=4, logprobs=20)
-    law_V = torch.log_softmax(decoder.target.plain(torch.tensor([decoder.encode("Once")]))[0, -1], -1)
+    distribution_V = torch.log_softmax(decoder.target.plain(torch.tensor([decoder.encode("Once")]))[0, -1], -1)
     expected: dict[str, list[float]] = {}
-    for token in law_V.topk(20).indices.tolist():
-        expected.setdefault(tokenizer.decode([token]), []).append(float(law_V[token]))
+    for token in distribution_V.topk(20).indices.tolist():
+        expected.setdefault(tokenizer.decode([token]), []).append(float(distribution_V[token]))
     assert max(map(len, expected.values())) > 3
     (told,) = answer.choices[0].logprobs.top_logprobs
     assert told == pytest.approx({text: max(values) for text, values in expected.items()}, abs=1e-4)

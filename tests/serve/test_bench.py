@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from polydraft.bench.serving import Sample, ServingLoad, summary
 from polydraft.errors import UsageError
+from polydraft.lab.bench.serving import Sample, ServingLoad, summary
 
 
 def test_two_arms_under_load(shared, invoke, tmp_path):

@@ -20,7 +20,7 @@ from polydraft.engine import Decoder, TokenSequence
 from polydraft.loading import load
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.categorical import row_generator
-from polydraft.serve.company import Company
+from polydraft.serve.followers import Company
 from polydraft.serve.lane import LaneOptions
 from polydraft.serve.scheduler import Scheduler
 from polydraft.serve.ticket import OFF, Ticket
@@ -49,7 +49,7 @@ def test_a_follower_writes_what_the_leader_writes(tiny: str, monkeypatch: pytest
         wire.put(pickle.dumps(value))
         return value
 
-    monkeypatch.setattr("polydraft.serve.company.agreed", agreed)
+    monkeypatch.setattr("polydraft.serve.followers.agreed", agreed)
     leading, following = Company(decoders[0]), Following(decoders[1])
     size = LaneOptions(slots=2, slot_tokens=96, chunk_tokens=16)
     first, second = (

@@ -1,4 +1,4 @@
-"""Structured output: every text follows its grammar, and has the masked target's law, with speculation or without."""
+"""Structured output: every text follows its grammar, and has the masked target's distribution, with speculation or without."""
 
 import dataclasses
 import itertools
@@ -197,18 +197,18 @@ def test_logits_may_have_more_columns_than_there_are_tokens(tiny_decoder, more):
 
 
 @torch.inference_mode()
-def exact_law(decoder, grammars, prompt, texts):
-    """Sum up the masked target's law of each text, without any of the machinery under test."""
+def exact_distribution(decoder, grammars, prompt, texts):
+    """Sum up the masked target's distribution of each text, without any of the machinery under test."""
     processor = grammars.processor(grammars.compiled(Grammar.json_schema(SCHEMA)), len(prompt))
-    law = {}
+    distribution = {}
     for text in texts:
         ids, chance = list(prompt), 1.0
         for token in [*decoder.tokenizer(text)["input_ids"], decoder.tokenizer.eos_token_id]:
             scores_1V = processor(torch.tensor([ids]), decoder.target.plain(torch.tensor([ids]))[:, -1])
             chance *= float(torch.softmax(scores_1V, -1)[0, token])
             ids.append(token)
-        law[text] = chance
-    return law
+        distribution[text] = chance
+    return distribution
 
 
 def loaded(roomy, **options):
@@ -226,18 +226,18 @@ DRAFTS = {
 @pytest.mark.parametrize(("drafts", "count"), [
     ("static", 300), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in DRAFTS)
 ])  # fmt: skip
-def test_the_law_is_the_masked_targets(roomy, grammars, drafts, count):
+def test_the_distribution_is_the_masked_targets(roomy, grammars, drafts, count):
     decoder = loaded(roomy, **DRAFTS[drafts])
     values = itertools.product((True, False), SCHEMA["properties"]["b"]["enum"])
     texts = [json.dumps({"a": a, "b": b}) for a, b in values]
     prompt = decoder.encode("Say")
-    law = exact_law(decoder, grammars, prompt, texts)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-4)
+    distribution = exact_distribution(decoder, grammars, prompt, texts)
+    assert sum(distribution.values()) == pytest.approx(1, abs=1e-4)
     sampling = SamplingParams(grammar=Grammar.json_schema(SCHEMA))
     found = decoder.generate([prompt] * count, sampling=sampling, max_new_tokens=60, seed=8)
     counts = [sum(one.text == text for one in found) for text in texts]
     assert sum(counts) == count
-    assert chi_square_p_value(np.array(counts), np.array([law[text] for text in texts])) > 1e-5
+    assert chi_square_p_value(np.array(counts), np.array([distribution[text] for text in texts])) > 1e-5
     # One token per byte: most of the text is forced, and needs neither a draft nor a round of its own.
     sources = {source for one in found for source in one.sources}
     assert ("grammar" in sources) == (drafts in ("static", "dynamic"))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.bench.libllama import VARIABLE
-from polydraft.bench.report.serving import render_load
-from polydraft.bench.serving_peers import command_of
 from polydraft.errors import UsageError
+from polydraft.lab.bench.libllama import VARIABLE
+from polydraft.lab.bench.report.serving import render_load
+from polydraft.lab.bench.serving_peers import command_of
 
 SERVER = """
 import json, sys

@@ -5,16 +5,16 @@ import threading
 
 import pytest
 
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.errors import FailureError
+from polydraft.lab.theory import Costs
 from polydraft.loading import load
 from polydraft.models import HeadShape
 from polydraft.models.cache import SlotCache
-from polydraft.models.head_folder import new_head
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.language_model import Context
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.service import Service
-from polydraft.theory import Costs
 from polydraft.trees import parse_dynamic, parse_tree
 
 COMPLETIONS = "/v1/completions"

@@ -15,7 +15,7 @@ import torch
 
 from covering import keeping
 from exactness.setups import DRAFT, TARGET, make_decoder
-from polydraft.drafters import Plain, TreeDrafter
+from polydraft.draft import Plain, TreeDrafter
 from polydraft.engine import Decoder, StopReason, TokenSequence
 from polydraft.engine.stats import Pace
 from polydraft.errors import FailureError, UsageError
@@ -413,8 +413,8 @@ def test_a_warm_scheduler_gives_the_same_texts_and_says_when_it_is_ready() -> No
 
 
 @pytest.mark.parametrize("temperatures", keeping([[1.0], [0.0], [1.0, 0.0]], [1.0, 0.0]))
-def test_a_warm_scheduler_meets_nothing_new(temperatures: list[float], recorders: list[StandIn]) -> None:
-    """Recording takes as long as a hundred rounds, so no text may wait for it: whoever comes, goes, or stands beside whom."""
+def test_a_warm_scheduler_meets_nothing_new(temperatures: list[float], caches: list[StandIn]) -> None:
+    """Capture takes as long as a hundred rounds, so no text may wait for it: whoever comes, goes, or stands beside whom."""
 
     async def main() -> None:
         samplings = [SamplingParams(temperature=temperature) for temperature in temperatures]
@@ -425,8 +425,8 @@ def test_a_warm_scheduler_meets_nothing_new(temperatures: list[float], recorders
         scheduler.start()
         while not scheduler.ready:
             await asyncio.sleep(0.01)
-        (recorder,) = recorders
-        known, before = set(recorder.kinds), len(recorder.kinds)
+        (graphs,) = caches
+        known, before = set(graphs.kinds), len(graphs.kinds)
         for cast in (*([params] for params in samplings), samplings):
             texts = [sequence([1, 2, 3 + row], row, limit=5 + 4 * row, params=cast[row % len(cast)]) for row in range(8)]
             tickets = [ticket(text) for text in texts]
@@ -436,13 +436,13 @@ def test_a_warm_scheduler_meets_nothing_new(temperatures: list[float], recorders
             for one in tickets:
                 assert await finished(one) == [None]
         await asyncio.to_thread(scheduler.drain, 5.0)
-        assert len(recorder.kinds) > before + 10
-        assert set(recorder.kinds) == known
+        assert len(graphs.kinds) > before + 10
+        assert set(graphs.kinds) == known
 
     run(main())
 
 
-def test_rounds_are_recorded_anew_in_storage_that_is_handed_on(recorders: list[StandIn]) -> None:
+def test_rounds_are_captured_anew_in_storage_that_is_handed_on(caches: list[StandIn]) -> None:
     target = HFModel(FAMILIES.get("llama").build())
     size, memory, taken = replace(OPTIONS, slot_tokens=64, places=(32, 32)), list[Context](), list[int]()
     prompts = [list(range(1, 2 + 5 * n)) for n in range(4)]
@@ -457,7 +457,7 @@ def test_rounds_are_recorded_anew_in_storage_that_is_handed_on(recorders: list[S
         while lane.busy:
             lane.step()
         assert [text.new_tokens for text in texts] == [one.token_ids for one in expected], drafter.name
-        assert recorders[-1].replays > 3
+        assert caches[-1].replays > 3
         taken.append(lane.cache_bytes)
         memory = lane.release()
     assert taken == taken[:1] * 3 and taken[0] > 0

@@ -9,9 +9,9 @@ from torch import Tensor
 from covering import all_slow, covering, some_slow
 from exactness.checks import enumerated_acceptance, largest_count
 from polydraft.errors import UsageError
-from polydraft.schemes import SCHEMES, Scheme
-from polydraft.theory import acceptance, naive_acceptance, with_replacement_optimum, without_replacement_optimum
-from polydraft.theory.lp import product_law
+from polydraft.lab.theory import acceptance, naive_acceptance, with_replacement_optimum, without_replacement_optimum
+from polydraft.lab.theory.lp import product_distribution
+from polydraft.verify import SCHEMES, Scheme
 
 from .cases import language_like, tiny
 
@@ -79,7 +79,7 @@ def test_naive_acceptance_with_replacement() -> None:
     target_CV, draft_CV = tiny(5, 3)
     value_C = naive_acceptance(target_CV, draft_CV, 3, replacement=True)
     for case, (target, draft) in enumerate(zip(target_CV.tolist(), draft_CV.tolist(), strict=True)):
-        table = product_law(*[draft] * 3)
+        table = product_distribution(*[draft] * 3)
         expected = sum(chance * sum(target[token] for token in set(drafts)) for drafts, chance in table.items())
         assert value_C[case].item() == pytest.approx(expected, abs=1e-12)
 
@@ -109,10 +109,10 @@ def test_large_vocabulary_in_bounded_time(name: str) -> None:
     assert torch.all(estimate.value_R <= best_R + 5 * estimate.standard_error_R + 0.02)  # fixed drafts may exceed both
 
 
-def test_peaked_laws_in_float32() -> None:
+def test_peaked_distributions_in_float32() -> None:
     # Low temperature: most of the draft's mass on one token, the rest down to denormal numbers.
     target_RV, draft_RV = language_like(4, 3000)
-    target_RV, draft_RV = (law_RV.log().mul(8).softmax(-1).float() for law_RV in (target_RV, draft_RV))
+    target_RV, draft_RV = (distribution_RV.log().mul(8).softmax(-1).float() for distribution_RV in (target_RV, draft_RV))
     for name in SCHEMES.names():
         count = largest_count(SCHEMES.get(name), 4)
         value_R = acceptance(name, target_RV, draft_RV, count, samples=50).value_R
@@ -120,18 +120,18 @@ def test_peaked_laws_in_float32() -> None:
 
 
 def test_bad_input_is_refused_by_name() -> None:
-    law_RV = torch.full((1, 4), 0.25)
+    distribution_RV = torch.full((1, 4), 0.25)
     with pytest.raises(UsageError, match="unknown scheme 'rrs'"):
-        acceptance("rrs", law_RV, law_RV, 2)
+        acceptance("rrs", distribution_RV, distribution_RV, 2)
     with pytest.raises(UsageError, match="count is 2; allowed: whole numbers from 1 to 1"):
-        acceptance("speculative", law_RV, law_RV, 2)
+        acceptance("speculative", distribution_RV, distribution_RV, 2)
     with pytest.raises(UsageError, match="count is 0"):
-        acceptance("rrs-wor", law_RV, law_RV, 0)
+        acceptance("rrs-wor", distribution_RV, distribution_RV, 0)
     with pytest.raises(UsageError, match="samples is 1"):
-        acceptance("rrs-wor", law_RV, law_RV, 3, samples=1)
+        acceptance("rrs-wor", distribution_RV, distribution_RV, 3, samples=1)
     with pytest.raises(UsageError, match=r"draft_probs_RV row 0 sums to 0\.8"):
-        acceptance("rrs-wor", law_RV, law_RV * 0.8, 3)
+        acceptance("rrs-wor", distribution_RV, distribution_RV * 0.8, 3)
     with pytest.raises(UsageError, match="target_probs_RV row 0 is not finite"):
-        acceptance("top", law_RV * torch.nan, law_RV, 3)
+        acceptance("top", distribution_RV * torch.nan, distribution_RV, 3)
     with pytest.raises(UsageError, match="negative"):
         naive_acceptance(torch.tensor([[1.5, -0.5]]), torch.tensor([[0.5, 0.5]]), 1, replacement=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polydraft.errors import UsageError
-from polydraft.theory import (
+from polydraft.lab.theory import (
     Costs,
     chain_tokens,
     cost_curve,

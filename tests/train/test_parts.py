@@ -7,15 +7,15 @@ import torch
 
 from polydraft.models.loading import Loaded
 from polydraft.sampling import NO_TOKEN, PartialVocabulary
-from polydraft.schemes import RejectionWithoutReplacement
-from polydraft.schemes.arrays import as_tensor
-from polydraft.schemes.hybrid import Hybrid, acceptances
 from polydraft.train import HeadSize
 from polydraft.train.corpus import Corpus
 from polydraft.train.objective import loss_of
-from polydraft.train.pupils import TargetLaws, Teacher, acceptance_of
+from polydraft.train.pupils import TargetDistributions, Teacher, acceptance_of
 from polydraft.train.training import make_pupil
 from polydraft.train.writer import Texts, Writer, chat_form
+from polydraft.verify import RejectionWithoutReplacement
+from polydraft.verify.arrays import as_tensor
+from polydraft.verify.hybrid import Hybrid, acceptances
 
 from .conftest import short
 
@@ -108,8 +108,10 @@ def test_acceptance_is_that_of_the_schemes() -> None:
     target_RV = torch.randn(400, 6, generator=generator).softmax(-1)
     logits_RV = torch.randn(400, 6, generator=generator)
     known = [0, 2, 3, 5]
-    laws = TargetLaws(target_RV[:, known], torch.tensor([known.index(t) if t in known else -1 for t in target_RV.argmax(-1)]))
-    measured = acceptance_of(laws, logits_RV[:, known])
+    distributions = TargetDistributions(
+        target_RV[:, known], torch.tensor([known.index(t) if t in known else -1 for t in target_RV.argmax(-1)])
+    )
+    measured = acceptance_of(distributions, logits_RV[:, known])
     draft_RV = torch.zeros(400, 6)
     draft_RV[:, known] = logits_RV[:, known].softmax(-1)
     assert abs(measured.sampled_1 - torch.minimum(target_RV, draft_RV).sum(-1).mean().item()) < 1e-6
@@ -119,19 +121,19 @@ def test_acceptance_is_that_of_the_schemes() -> None:
     scheme = RejectionWithoutReplacement()
     children_RK = scheme.draw(draft_RV, torch.rand(400, 4, generator=generator, dtype=torch.float64))
     assert NO_TOKEN not in children_RK
-    law_RV = scheme.law(target_RV, draft_RV, children_RK)
-    assert abs(measured.sampled_4 - law_RV.gather(1, children_RK).sum(-1).mean().item()) < 0.02
+    distribution_RV = scheme.distribution(target_RV, draft_RV, children_RK)
+    assert abs(measured.sampled_4 - distribution_RV.gather(1, children_RK).sum(-1).mean().item()) < 0.02
 
 
-def test_teacher_tells_short_laws_of_the_full_model(target: Loaded) -> None:
+def test_teacher_tells_short_distributions_of_the_full_model(target: Loaded) -> None:
     known = PartialVocabulary(torch.tensor([3, 10, 200]), target.model.vocab_size)
     tokens_BL = torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6]])
     teacher = Teacher(target.model, known)
-    laws = teacher.laws(teacher.features(tokens_BL).flatten(0, 1))
+    distributions = teacher.distributions(teacher.features(tokens_BL).flatten(0, 1))
     expected_RV = target.model.hf_model(tokens_BL).logits.softmax(-1).flatten(0, 1)
-    torch.testing.assert_close(laws.probs_RD, expected_RV[:, known.tokens_D], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(distributions.probs_RD, expected_RV[:, known.tokens_D], rtol=1e-4, atol=1e-6)
     best_R = expected_RV.argmax(-1)
-    assert [known.tokens_D[c].item() if c >= 0 else None for c in laws.best_R] == [
+    assert [known.tokens_D[c].item() if c >= 0 else None for c in distributions.best_R] == [
         int(token) if token in known.tokens_D else None for token in best_R
     ]
 
@@ -160,7 +162,7 @@ def test_a_head_goes_on_where_another_stopped(mlp_size: int, target: Loaded, tmp
     assert (untaught - expected[0]).abs().max() > 0.1
 
 
-def random_laws(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_distributions(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     logits_RD = 2 * torch.randn(rows, tokens, generator=generator, dtype=torch.float64)
     target_RD = (logits_RD + torch.randn(rows, tokens, generator=generator, dtype=torch.float64)).softmax(-1)
@@ -181,7 +183,7 @@ def test_losses_are_least_for_the_target_itself(kind: str, candidates: int) -> N
 @pytest.mark.parametrize("kind", ["kl", "tv", "kl+tv", "lk"])
 def test_gradients_of_losses_are_their_slopes(kind: str, candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polydraft.train.objective._CHUNK_BYTES", 4 * 12 * 7)  # several rows at a time, but not all
-    target_RD, logits_RD = random_laws(20, 12, seed=5)
+    target_RD, logits_RD = random_distributions(20, 12, seed=5)
     weights_R = torch.linspace(0.1, 1, 20, dtype=torch.float64)
     logits_RD.requires_grad_()
     if kind == "lk":  # its shares are held fast, and so is what they are shares of
@@ -197,7 +199,7 @@ def test_gradients_of_losses_are_their_slopes(kind: str, candidates: int, monkey
 
 @pytest.mark.parametrize("candidates", [1, 2, 4])
 def test_the_acceptance_that_is_trained_is_that_of_hybrid(candidates: int) -> None:
-    target_RD, logits_RD = random_laws(300, 40, seed=7)
+    target_RD, logits_RD = random_distributions(300, 40, seed=7)
     _, accepted_R = loss_of("tv", target_RD, logits_RD, torch.ones(300, dtype=torch.float64), candidates)
     # What the draft does not know is one more token, which it never draws.
     target_RV = torch.cat([target_RD, 1 - target_RD.sum(-1, keepdim=True)], dim=-1)

@@ -84,28 +84,30 @@ def test_a_draft_tree_shares_the_shape_among_rows(topology):
         assert (children_BK[:, width:] == NO_TOKEN).all()
 
 
-def test_laws_are_found_by_level_and_row():
+def test_distributions_are_found_by_level_and_row():
     topology = parse_tree("2x1")
-    laws = (torch.rand(2, 1, 5), torch.rand(2, 2, 5))
-    tree = DraftTree.from_topology(topology, torch.zeros(2, 5, dtype=torch.long), laws, torch.tensor([0, 0, 1, 0, 0]))
-    assert torch.equal(tree.draft_law(0, torch.tensor([0, 0])), laws[0][:, 0])
-    got = tree.draft_law(1, torch.tensor([2, 1]))
-    assert torch.equal(got[0], laws[1][0, 1]) and torch.equal(got[1], laws[1][1, 0])
+    distributions = (torch.rand(2, 1, 5), torch.rand(2, 2, 5))
+    tree = DraftTree.from_topology(topology, torch.zeros(2, 5, dtype=torch.long), distributions, torch.tensor([0, 0, 1, 0, 0]))
+    assert torch.equal(tree.draft_distribution(0, torch.tensor([0, 0])), distributions[0][:, 0])
+    got = tree.draft_distribution(1, torch.tensor([2, 1]))
+    assert torch.equal(got[0], distributions[1][0, 1]) and torch.equal(got[1], distributions[1][1, 0])
 
 
-def test_a_row_that_stopped_higher_up_may_ask_for_any_law():
+def test_a_row_that_stopped_higher_up_may_ask_for_any_distribution():
     """In a batch, rows whose walk has ended stay at their node while others descend; theirs is not used but must exist."""
     topology = parse_tree("[[0],[1],[0,0],[1,0],[0,0,0]]")
-    laws = (torch.rand(2, 1, 5), torch.rand(2, 2, 5), torch.rand(2, 1, 5))
+    distributions = (torch.rand(2, 1, 5), torch.rand(2, 2, 5), torch.rand(2, 1, 5))
     rows = torch.tensor([0, 0, 1, 0, 0, 0])
-    tree = DraftTree.from_topology(topology, torch.zeros(2, 6, dtype=torch.long), laws, rows)
-    got = tree.draft_law(2, torch.tensor([2, 3]))  # row 0 rests at node 2, which drew from its level's second law
-    assert torch.equal(got[1], laws[2][1, 0])
+    tree = DraftTree.from_topology(topology, torch.zeros(2, 6, dtype=torch.long), distributions, rows)
+    got = tree.draft_distribution(
+        2, torch.tensor([2, 3])
+    )  # row 0 rests at node 2, which drew from its level's second distribution
+    assert torch.equal(got[1], distributions[2][1, 0])
 
 
-def test_no_laws_at_all():
+def test_no_distributions_at_all():
     tree = DraftTree.from_topology(Topology(), torch.zeros(3, 1, dtype=torch.long), (), torch.zeros(1, dtype=torch.long))
-    assert tree.draft_law(0, torch.zeros(3, dtype=torch.long)).shape == (3, 0)
+    assert tree.draft_distribution(0, torch.zeros(3, dtype=torch.long)).shape == (3, 0)
 
 
 def test_parents_out_of_order_are_a_programming_error():

@@ -139,7 +139,7 @@ def test_a_cache_that_cannot_be_written_to(
 def test_a_gpu_is_warm_before_it_counts_and_rates_its_own_default(
     roomy: str, cache: Path, prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recordings that are made while rounds are timed would be most of the time; shown on a CPU that passes for a GPU."""
+    """Captures that are made while rounds are timed would be most of the time; shown on a CPU that passes for a GPU."""
     options = TuneOptions(
         target=roomy, draft="early-exit:1", source=prompts, limit=2, raw=True, device="cpu", dtype="float32", max_new_tokens=8
     )

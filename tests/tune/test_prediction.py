@@ -1,9 +1,9 @@
-"""What is predicted against what is simulated, on models whose laws are known and rounds whose costs were planted."""
+"""What is predicted against what is simulated, on models whose distributions are known and rounds whose costs were planted."""
 
 import pytest
 import torch
 
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import TabularModel

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from polydraft.batch.results import Results, Totals
 from polydraft.batch.rows import BatchOptions, Prompts, WorkerOptions
-from polydraft.batch.running import BatchTask, Observer, keep, texts_of
+from polydraft.batch.runner import BatchTask, Observer, keep, texts_of
 from polydraft.errors import FailureError
 from polydraft.loading import load_with
 from polydraft.options import LoadOptions

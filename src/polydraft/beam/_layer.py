@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from polydraft.beam._law import Continuations, Floats
+from polydraft.beam._distribution import Continuations, Floats
 from polydraft.beam._node import Beam, Node
 from polydraft.beam.options import BeamOptions, Draws
 
@@ -71,10 +71,10 @@ def _found(sums_X: Floats, weights_X: Floats, number: float) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ForestLayer:
-    """Draft beams of one step, and the law they were drawn from."""
+    """Draft beams of one step, and the distribution they were drawn from."""
 
     parents: list[Beam]
-    """The unfinished draft beams of the layer before, or the input beams: rows of the law."""
+    """The unfinished draft beams of the layer before, or the input beams: rows of the distribution."""
     continuations: Continuations
     drawn: list[int]
     """Entries of it, in draw order."""
@@ -83,16 +83,20 @@ class ForestLayer:
 
 
 def grow_forest(
-    beams: Sequence[Beam], depth: int, law: Callable[[list[Node]], Continuations], ends: Callable[[Node], bool], choose: Choose
+    beams: Sequence[Beam],
+    depth: int,
+    distribution: Callable[[list[Node]], Continuations],
+    ends: Callable[[Node], bool],
+    choose: Choose,
 ) -> list[ForestLayer]:
     """Let the draft run `depth` steps of beam decoding from the input beams.
 
     Notes
     -----
-    Input beams start with the target's own scores, which are known, and not with the draft's as in the paper: whatever law
-    drafts are drawn from, verification with that law is exact, and this one is nearer to the target's; besides, truncation
-    may have ruled out for the draft what the target has said. Finished draft beams have no children. Nor have those after which
-    nothing is foreseen; where that is all of them, the forest ends.
+    Input beams start with the target's own scores, which are known, and not with the draft's as in the paper: whatever
+    distribution drafts are drawn from, verification with that distribution is exact, and this one is nearer to the target's;
+    besides, truncation may have ruled out for the draft what the target has said. Finished draft beams have no children. Nor
+    have those after which nothing is foreseen; where that is all of them, the forest ends.
     """
     layers: list[ForestLayer] = []
     parents = list(beams)
@@ -100,7 +104,7 @@ def grow_forest(
         if not parents:
             break
         nodes = [beam.node for beam in parents]
-        continuations = law(nodes)
+        continuations = distribution(nodes)
         totals_X = continuations.totals([beam.score for beam in parents])
         drawn = choose(continuations, parents)
         if not drawn:
@@ -121,7 +125,7 @@ def acceptance_chances(target_probs_U: Floats, draft_probs_U: Floats, drafts: in
     return chances
 
 
-def count_law(chances: list[float]) -> Floats:
+def count_distribution(chances: list[float]) -> Floats:
     """Return P(m, k), the chance that k of m independent drafts are accepted, for k = 0 to m (eqs. 2 and 3).
 
     Notes
@@ -130,13 +134,13 @@ def count_law(chances: list[float]) -> Floats:
     P(m, k) = Σ_i α_i ∏_{j<i} (1 - α_j) P(m - i, k - 1).
     """
     total = len(chances)
-    law_MK = np.zeros((total + 1, total + 1))
+    distribution_MK = np.zeros((total + 1, total + 1))
     none_before = np.concatenate([[1.0], np.cumprod(1.0 - np.array(chances))])
-    law_MK[:, 0] = none_before
+    distribution_MK[:, 0] = none_before
     first = np.array(chances) * none_before[:-1]
     for drafts in range(1, total + 1):
-        law_MK[drafts, 1:] = first[:drafts] @ law_MK[drafts - 1 :: -1, :-1]
-    chances_K: Floats = law_MK[total]
+        distribution_MK[drafts, 1:] = first[:drafts] @ distribution_MK[drafts - 1 :: -1, :-1]
+    chances_K: Floats = distribution_MK[total]
     return chances_K
 
 
@@ -145,10 +149,11 @@ def dynamic_width(target_probs_U: Floats, draft_probs_U: Floats, drafts: int, *,
 
     Notes
     -----
-    The sum of eq. 5 begins at k = 0. It looks at the laws and at the number of drafts, never at which they are: a width
-    that did would change the law of the beams. For distinct drafts the recursion is an estimate, which costs no exactness.
+    The sum of eq. 5 begins at k = 0. It looks at the distributions and at the number of drafts, never at which they are: a
+    width that did would change the distribution of the beams. For distinct drafts the recursion is an estimate, which costs no
+    exactness.
     """
-    chances = count_law(acceptance_chances(target_probs_U, draft_probs_U, drafts))
+    chances = count_distribution(acceptance_chances(target_probs_U, draft_probs_U, drafts))
     reached = 1.0 - np.concatenate([[0.0], np.cumsum(chances)[:-1]])  # P(at least K) for K = 0 to m
     widest = max(width for width in range(drafts + 1) if width == 0 or reached[width] >= threshold)
     return max(least, widest)
@@ -169,19 +174,19 @@ class LayerVerdict:
 def verify_layer(
     target_probs_U: Floats, draft_probs_U: Floats, drafts: Sequence[int], width: int, chance: Chance, *, distinct: bool
 ) -> LayerVerdict:
-    """Turn drafts from one beam law into `width` beams from another.
+    """Turn drafts from one beam distribution into `width` beams from another.
 
     Parameters
     ----------
     target_probs_U, draft_probs_U : array
-        The beam laws of target and draft over all pairs of a surviving beam and a token. The draft's is restricted to
+        The beam distributions of target and draft over all pairs of a surviving beam and a token. The draft's is restricted to
         surviving beams and normed: drafts below a rejected beam, orphans, are no draws from it.
     drafts : sequence of int
         What the draft drew, orphans left out, in draw order.
     width : int
         Beams wanted; it must not depend on which drafts were drawn.
     distinct : bool
-        Drafts are drawn, and outputs follow the target's law, without replacement; independently otherwise.
+        Drafts are drawn, and outputs follow the target's distribution, without replacement; independently otherwise.
 
     Notes
     -----
@@ -189,7 +194,7 @@ def verify_layer(
     chance min(1, p'/q), printed upside down; q is normed over what survives; for distinct beams q loses every draft after its
     turn, taken or not, and p every output.
 
-    Guarantee: outputs are independent draws from the target's law, or successive ones without replacement.
+    Guarantee: outputs are independent draws from the target's distribution, or successive ones without replacement.
     """
     target_U, draft_U, residual_U = target_probs_U, draft_probs_U, target_probs_U
     outputs: list[int] = []
@@ -224,7 +229,7 @@ def _residual(target_U: Floats, draft_U: Floats) -> Floats:
 
 
 def _without(probs_U: Floats, entry: int) -> Floats:
-    """Return the law given that it is not `entry`."""
+    """Return the distribution given that it is not `entry`."""
     left_U = probs_U.copy()
     left_U[entry] = 0.0
     total = left_U.sum()

@@ -188,8 +188,8 @@ class Twins:
     """Nodes that the target has passed, found by the last tokens of their texts.
 
     Beams often differ in a word some tokens back only, or are what another beam was a step ago. Nearly every second text that
-    a draft was asked about had a twin (beam search, six prompts), and the target's law after it is a good draft: it knows every
-    token, and costs no pass.
+    a draft was asked about had a twin (beam search, six prompts), and the target's distribution after it is a good draft: it
+    knows every token, and costs no pass.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:

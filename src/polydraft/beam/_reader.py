@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.beam._law import Indices
+from polydraft.beam._distribution import Indices
 from polydraft.beam._node import Node
 from polydraft.beam._slots import Inputs, SlotTree
 from polydraft.beam._workspace import BEFORE, NOWHERE, BeamMemory
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.models.head_context import HeadContext
+from polydraft.models.heads.head_context import HeadContext
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block, causal_block
 
@@ -70,7 +70,7 @@ class ModelReader(TreeReader):
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
         """Read the prompt with the draft."""
         self._memory.context.prefill([prompt[:-1]])
-        self._tree = SlotTree(self._memory.context, self._memory.bank, recorder=self._memory.recorder)
+        self._tree = SlotTree(self._memory.context, self._memory.bank, graphs=self._memory.graphs)
 
     @property
     def tree(self) -> SlotTree:
@@ -92,7 +92,7 @@ class ModelReader(TreeReader):
 
 
 class HeadReader(TreeReader):
-    """A feature head, which reads the target's features; see `polydraft.drafters.head_source` for what an entry is.
+    """A feature head, which reads the target's features; see `polydraft.draft.head_source` for what an entry is.
 
     A node's entry joins its token with the target's features of its parent. Inside a forest these are not known yet and the
     head's own outputs take their place; such entries are guesses, and read again once the target has passed their parents.
@@ -106,7 +106,7 @@ class HeadReader(TreeReader):
         assert isinstance(memory.context, HeadContext)
         self._context = memory.context
         inputs = Inputs(self._feature_rows, lambda: self._target and self._target.bank.place)
-        self._tree = SlotTree(self._context, memory.bank, forward=self._read, inputs=inputs, recorder=memory.recorder)
+        self._tree = SlotTree(self._context, memory.bank, forward=self._read, inputs=inputs, graphs=memory.graphs)
         self._begun = False
         """Whether something precedes the root."""
         self._root: Node | None = None
@@ -196,7 +196,7 @@ class HeadReader(TreeReader):
         assert self._target is not None, "begin() comes first"
         head, (own_NH, theirs_NF) = self._head, (self._tree.bank.values_NF, self._target.bank.values_NF)
         joined_TH = torch.zeros(len(known_T), head.shape.hidden_size, dtype=head.dtype, device=head.device)
-        if head.device.type == "cpu" and not self._tree.records:
+        if head.device.type == "cpu" and not self._tree.captures:
             # Of few nodes at a time: what nobody asks for is not computed.
             for rows_T, bank, ready in ((guessed_T, own_NH, lambda own_RH: own_RH), (known_T, theirs_NF, head.fused)):
                 here_T = rows_T >= 0

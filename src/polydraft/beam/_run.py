@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.beam._law import Continuations, LawMaker, averaged, joined, nothing_foreseen
+from polydraft.beam._distribution import Continuations, DistributionMaker, averaged, joined, nothing_foreseen
 from polydraft.beam._layer import ForestLayer, grow_forest
 from polydraft.beam._node import TRUSTED, Beam, Hypothesis, Node, Pool, Stops, Twins, common_path
 from polydraft.beam._reader import TreeReader, tree_reader
@@ -27,8 +27,8 @@ _FEW_NODES = 16
 _NEWS = 0.2
 """Weight of the last round in that running mean."""
 
-_MOST_LAWS = 512
-"""Short laws of the target that stay on the host for texts that end alike."""
+_MOST_DISTRIBUTIONS = 512
+"""Short distributions of the target that stay on the host for texts that end alike."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class _Launched:
     layers: list[ForestLayer]
     nodes: list[Node]
     replayed: int
-    """How many passes were replayed from a recording."""
+    """How many passes were replayed from a capture."""
 
 
 class BeamRun(ABC):
@@ -87,8 +87,8 @@ class BeamRun(ABC):
         with self.stats.clock("prefill"):
             self._workspace.begin(len(prompt), len(prompt) + self._longest)
         self.reader: TreeReader | None = tree_reader(draft, self._workspace.draft_memory) if draft is not None else None
-        self.law = self._law_maker(params, prompt, None)
-        self.draft_law = self._law_maker(params, prompt, self.reader)
+        self.distribution = self._distribution_maker(params, prompt, None)
+        self.draft_distribution = self._distribution_maker(params, prompt, self.reader)
         self.pass_of_step: list[int] = []
         """Which target pass made each step certain."""
         self._reach = float(options.depth_of_drafts)
@@ -98,23 +98,25 @@ class BeamRun(ABC):
         self._logit_rows: dict[Node, int] = {}
         self._logits_RV: Tensor | None = None
         """Logits of the nodes above, where those of the last pass were computed together."""
-        self._laws: dict[Node, tuple[Continuations, int]] = {}
-        """Laws of the target that are on the host: of beams that go on, and where laws are short, of the last few hundred."""
+        self._distributions: dict[Node, tuple[Continuations, int]] = {}
+        """The target's distributions that are on the host: of beams that go on, and of the last few hundred if short."""
         self._twins = Twins(prompt)
         with torch.inference_mode(), self.stats.clock("prefill"), self._workspace.at_work():
             memory = self._workspace.target_memory
             memory.context.prefill(
                 [prompt[:-1]], self.reader.observe if self.reader is not None and self.reader.reads_features else None
             )
-            self.tree = SlotTree(memory.context, memory.bank, recorder=memory.recorder)
-            self.tree.reading = self._law_reading(self.law, target.head)
+            self.tree = SlotTree(memory.context, memory.bank, graphs=memory.graphs)
+            self.tree.reading = self._distribution_reading(self.distribution, target.head)
             if self.reader is not None:
                 self.reader.begin(prompt, root, self.tree)
-                self.reader.tree.reading = self._law_reading(self.draft_law, self.reader.head)
+                self.reader.tree.reading = self._distribution_reading(self.draft_distribution, self.reader.head)
 
-    def _law_maker(self, params: SamplingParams, prompt: Sequence[int], reader: TreeReader | None) -> LawMaker:
-        """Make the law of the target, or of a draft."""
-        return LawMaker(
+    def _distribution_maker(
+        self, params: SamplingParams, prompt: Sequence[int], reader: TreeReader | None
+    ) -> DistributionMaker:
+        """Make the distribution of the target, or of a draft."""
+        return DistributionMaker(
             params,
             prompt,
             self.target.vocab_size,
@@ -124,15 +126,15 @@ class BeamRun(ABC):
             draft=None if reader is None else reader.name,
         )
 
-    def _law_reading(self, law: LawMaker, head: Callable[[Tensor], Tensor]) -> Reading | None:
-        """Have passes compute the laws of all their nodes."""
-        if not (self._laws_together and law.is_packed):
+    def _distribution_reading(self, distribution: DistributionMaker, head: Callable[[Tensor], Tensor]) -> Reading | None:
+        """Have passes compute the distributions of all their nodes."""
+        if not (self._distributions_together and distribution.is_packed):
             return None
-        return Reading(law.kind, lambda features_TF: law.packed(head(features_TF)))
+        return Reading(distribution.kind, lambda features_TF: distribution.packed(head(features_TF)))
 
     @property
-    def _laws_together(self) -> bool:
-        """Whether short laws come with the pass: where each copy to the host has to wait for the device."""
+    def _distributions_together(self) -> bool:
+        """Whether short distributions come with the pass: where each copy to the host has to wait for the device."""
         return self.target.device.type != "cpu"
 
     @abstractmethod
@@ -176,7 +178,7 @@ class BeamRun(ABC):
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one round. Where laws come with the pass, the next one is under way when this returns."""
+        """Run one round. Where distributions come with the pass, the next one is under way when this returns."""
         if self._workspace.spoiled:
             raise FailureError("a round of these beams was interrupted and its state is unknown; start the request again")
         with self._workspace.at_work():
@@ -199,7 +201,7 @@ class BeamRun(ABC):
             layers = self._grow(depth) if depth > 0 else []
         with self.stats.clock("target"):
             nodes = [beam.node for beam in self.beams]
-            # Nothing follows a text that has ended: no step will ask for its law.
+            # Nothing follows a text that has ended: no step will ask for its distribution.
             nodes += [beam.node for layer in layers for beam in layer.beams if not self._ends(beam.node)]
             nodes = list(dict.fromkeys(nodes))
             replayed = self.tree.replayed_passes
@@ -244,16 +246,16 @@ class BeamRun(ABC):
 
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Compute the logits of all nodes of the pass together, where that costs little more than those of a few."""
-        many = _MOST_LAWS if self._drafts and self.law.is_short else 0
-        if len(self._laws) > 2 * many:
-            held = {beam.node: self._laws[beam.node] for beam in self.beams if beam.node in self._laws}
-            self._laws = dict(list(self._laws.items())[len(self._laws) - many :]) | held
-        nodes = [node for node in nodes if node not in self._laws]
+        many = _MOST_DISTRIBUTIONS if self._drafts and self.distribution.is_short else 0
+        if len(self._distributions) > 2 * many:
+            held = {beam.node: self._distributions[beam.node] for beam in self.beams if beam.node in self._distributions}
+            self._distributions = dict(list(self._distributions.items())[len(self._distributions) - many :]) | held
+        nodes = [node for node in nodes if node not in self._distributions]
         self._logit_rows, self._logits_RV = {}, None
         if not nodes:
             return
         if self.tree.reading is not None:
-            self._note_laws(nodes)
+            self._note_distributions(nodes)
             return
         features_RF = self.tree.features(nodes)
         half = features_RF.dtype in (torch.bfloat16, torch.float16)
@@ -261,11 +263,15 @@ class BeamRun(ABC):
             self._logits_RV = self.target.head(features_RF)
             self._logit_rows = {node: row for row, node in enumerate(nodes)}
 
-    def _note_laws(self, nodes: Sequence[Node]) -> None:
-        """Compute the target's law after each node, to be had by `_rows`."""
+    def _note_distributions(self, nodes: Sequence[Node]) -> None:
+        """Compute the target's distribution after each node, to be had by `_rows`."""
         packed_RX = self.tree.readings(nodes)
-        law = self.law(self._logits(nodes), nodes) if packed_RX is None else self.law.unpacked(packed_RX, nodes, self._logits)
-        self._laws.update({node: (law, row) for row, node in enumerate(nodes)})
+        distribution = (
+            self.distribution(self._logits(nodes), nodes)
+            if packed_RX is None
+            else self.distribution.unpacked(packed_RX, nodes, self._logits)
+        )
+        self._distributions.update({node: (distribution, row) for row, node in enumerate(nodes)})
 
     def _logits(self, nodes: Sequence[Node]) -> Tensor:
         if self._logits_RV is None or any(node not in self._logit_rows for node in nodes):
@@ -274,22 +280,22 @@ class BeamRun(ABC):
         return self._logits_RV if rows == list(range(len(self._logits_RV))) else self._logits_RV[rows]
 
     def _pieces(self, nodes: Iterable[Node]) -> list[tuple[Continuations, int]]:
-        """Return where the target's law after each node stands."""
+        """Return where the target's distribution after each node stands."""
         # One text may be several beams: independent ones can be alike.
-        missing = list(dict.fromkeys(node for node in nodes if node not in self._laws))
+        missing = list(dict.fromkeys(node for node in nodes if node not in self._distributions))
         if missing:
-            self._note_laws(missing)
-        return [self._laws[node] for node in nodes]
+            self._note_distributions(missing)
+        return [self._distributions[node] for node in nodes]
 
     def _rows(self, nodes: Sequence[Node]) -> Continuations:
-        """Return the target's law after each node."""
+        """Return the target's distribution after each node."""
         return joined(self._pieces(nodes))
 
     def _draft_rows(self, nodes: list[Node]) -> Continuations:
-        """Return the draft's law after each node; where the target has passed one already, its own, which is the best draft.
+        """Return the draft's distribution after each node; where the target has passed one already, its own: the best draft.
 
-        Some input beams lie inside the last round's forest: what follows them needs no guess. For the others the target's law
-        after a text that ends alike stands in for the draft's, or beside it.
+        Some input beams lie inside the last round's forest: what follows them needs no guess. For the others the target's
+        distribution after a text that ends alike stands in for the draft's, or beside it.
         """
         certain: dict[int, Node] = {}
         hints: dict[int, Node] = {}
@@ -300,40 +306,42 @@ class BeamRun(ABC):
         pieces = dict(zip(certain, self._pieces(certain.values()), strict=True))
         guessed = [index for index in range(len(nodes)) if index not in certain]
         if guessed:
-            law = self._guess([nodes[index] for index in guessed])
+            distribution = self._guess([nodes[index] for index in guessed])
             if hints:
-                law = averaged(law, self._rows(list(hints.values())), [guessed.index(index) for index in hints])
-            pieces |= {index: (law, row) for row, index in enumerate(guessed)}
+                distribution = averaged(
+                    distribution, self._rows(list(hints.values())), [guessed.index(index) for index in hints]
+                )
+            pieces |= {index: (distribution, row) for row, index in enumerate(guessed)}
         return joined([pieces[index] for index in range(len(nodes))])
 
     def _guess(self, nodes: Sequence[Node]) -> Continuations:
-        """Return the draft's own law after each node."""
+        """Return the draft's own distribution after each node."""
         if self.reader is None:
             return nothing_foreseen(len(nodes), self.target.vocab_size)
         self.reader.read(nodes)
         packed_RX = self.reader.tree.readings(nodes)
         if packed_RX is None:
-            return self.draft_law(self.reader.logits(nodes), nodes)
-        return self.draft_law.unpacked(packed_RX, nodes, self.reader.logits)
+            return self.draft_distribution(self.reader.logits(nodes), nodes)
+        return self.draft_distribution.unpacked(packed_RX, nodes, self.reader.logits)
 
     def _passed_like(self, node: Node) -> tuple[Node | None, int]:
-        """Return whose law of the target can stand for this node's, and how many tokens the two texts share at their ends."""
+        """Return the node whose target distribution can stand for this one's, and how many last tokens the two texts share."""
         passed = self.tree.bank.rows
-        if node in passed and self._has_law(node):
+        if node in passed and self._has_distribution(node):
             return node, TRUSTED
         for twin, shared in self._twins.of(node):
-            # Long laws take longer to average than a hint is worth.
-            useful = (twin in self._laws or twin in passed) and (shared >= TRUSTED or self.law.is_short)
-            if useful and self._has_law(twin):
+            # Long distributions take longer to average than a hint is worth.
+            useful = (twin in self._distributions or twin in passed) and (shared >= TRUSTED or self.distribution.is_short)
+            if useful and self._has_distribution(twin):
                 return twin, shared
         return None, 0
 
-    def _has_law(self, node: Node) -> bool:
-        """Whether there is a law of the target after a node that it has passed."""
-        if node in self._laws or not self.law.has_processors:
+    def _has_distribution(self, node: Node) -> bool:
+        """Whether there is a distribution of the target after a node that it has passed."""
+        if node in self._distributions or not self.distribution.has_processors:
             return True
         try:
-            self._note_laws([node])
+            self._note_distributions([node])
         except Exception:  # of a text that no beam can become, or that will be asked about again when one does
             return False
         return True
@@ -351,7 +359,11 @@ class BeamRun(ABC):
             self.pool.add(beam.node, beam.score, self._reason(beam.node))
         self.pass_of_step.append(self.stats.rounds)
         if not running and not self.pool.best:
-            culprit = f"logits processor {self.law.emptied_by!r}" if self.law.emptied_by else "the sampling settings"
+            culprit = (
+                f"logits processor {self.distribution.emptied_by!r}"
+                if self.distribution.emptied_by
+                else "the sampling settings"
+            )
             raise FailureError(
                 f"{culprit} left no beam a token to continue with after {self.length} new tokens; leave at least one with a "
                 "finite score"

@@ -1,11 +1,11 @@
-"""Beam sampling, speculatively (DSBD): beams of the target's own beam law from forests that the draft samples."""
+"""Beam sampling, speculatively (DSBD): beams of the target's own beam distribution from forests that the draft samples."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from polydraft.beam._law import Continuations, Floats, Indices, normalised
+from polydraft.beam._distribution import Continuations, Floats, Indices, normalised
 from polydraft.beam._layer import Chance, ForestLayer, LayerVerdict, close_draws, dynamic_width, verify_layer
 from polydraft.beam._node import Beam
 from polydraft.beam._reader import TreeReader
@@ -20,9 +20,10 @@ class SampleRun(BeamRun):
 
     Notes
     -----
-    Algorithm 1 of the paper, see `verify_layer` for what had to be corrected. With a fixed width the beams follow the law of
-    plain beam sampling exactly. With a width threshold each layer's beams follow the beam law given its width, which depends
-    on earlier layers only; the law of whole texts is then another than that of any fixed width.
+    Algorithm 1 of the paper, see `verify_layer` for what had to be corrected. With a fixed width the beams follow the
+    distribution of plain beam sampling exactly. With a width threshold each layer's beams follow the beam distribution given
+    its width, which depends on earlier layers only; the distribution of whole texts is then another than that of any fixed
+    width.
     """
 
     def __init__(self, *, chance: Chance, **parts: Any) -> None:
@@ -136,7 +137,7 @@ class _Universe:
     def __init__(self, target: Continuations, draft: Continuations) -> None:
         self._target_U, self.draft_U = target.keys(), draft.keys()
         self._size = target.num_rows * target.vocab_size
-        if len(self._target_U) < _FEW_ENTRIES:  # truncated laws: leave out what neither gives mass
+        if len(self._target_U) < _FEW_ENTRIES:  # truncated distributions: leave out what neither gives mass
             keys = np.union1d(self._target_U, self.draft_U)
             self._target_U, self.draft_U = np.searchsorted(keys, self._target_U), np.searchsorted(keys, self.draft_U)
             self._size = len(keys)
@@ -144,11 +145,11 @@ class _Universe:
         self._entry_of[self._target_U] = np.arange(len(self._target_U))
 
     def spread_target(self, probs_X: Floats) -> Floats:
-        """Return the target's law over the universe."""
+        """Return the target's distribution over the universe."""
         return self._spread(self._target_U, probs_X)
 
     def spread_draft(self, probs_X: Floats) -> Floats:
-        """Return the draft's law over the universe."""
+        """Return the draft's distribution over the universe."""
         return self._spread(self.draft_U, probs_X)
 
     def target_entry(self, output: int) -> int:

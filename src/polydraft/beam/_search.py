@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from polydraft.beam._law import Continuations, Floats, Indices
+from polydraft.beam._distribution import Continuations, Floats, Indices
 from polydraft.beam._layer import ForestLayer, close_draws
 from polydraft.beam._node import Beam, Node
 from polydraft.beam._reader import TreeReader
@@ -36,9 +36,10 @@ class SearchRun(BeamRun):
     Notes
     -----
     The draft runs a beam search of its own, wider than the target's, and the target passes its whole forest at once. A step
-    needs nothing but the target's laws after the W running beams. A beam outside the forest, whose law is not known, does no
-    harm where W continuations of the others have higher scores than it has itself: scores only fall, so none of its own would
-    be kept. So every step is the very step of plain beam search, up to the rounding of a matrix product of another shape.
+    needs nothing but the target's distributions after the W running beams. A beam outside the forest, whose distribution is not
+    known, does no harm where W continuations of the others have higher scores than it has itself: scores only fall, so none of
+    its own would be kept. So every step is the very step of plain beam search, up to the rounding of a matrix product of
+    another shape.
     """
 
     def _best(self, reader: TreeReader | None) -> int | None:
@@ -53,7 +54,7 @@ class SearchRun(BeamRun):
         return self._promising(totals_X, continuations, parents, self._draft_width)
 
     def _promising(self, totals_X: Floats, continuations: Continuations, parents: list[Beam], count: int) -> list[int]:
-        """Return the entries of the largest totals, less those whose law no step will ask for.
+        """Return the entries of the largest totals, less those whose distribution no step will ask for.
 
         Texts that end have none. Continuations of running beams that the target has passed carry its own totals: they are out
         as soon as enough others of that kind are larger. Their places go to those that have to be guessed.
@@ -104,7 +105,7 @@ class SearchRun(BeamRun):
         while self.beams:
             known = [beam for beam in self.beams if beam.node in self.tree]
             unknown = [beam for beam in self.beams if beam.node not in self.tree]
-            if not known or (unknown and not self.law.never_gains):
+            if not known or (unknown and not self.distribution.never_gains):
                 break
             if not self._take_step(known, unknown, drafted):
                 break
@@ -137,9 +138,9 @@ class CoupledRun(SearchRun):
     -----
     A step of the target draws without replacement by taking the largest noisy scores. The draft takes the largest of its own
     scores with the same noise, more of them; where these hold all beams that matter, the step needs no pass of its own: as in
-    search, beams outside the forest do no harm whose largest noisy score, bounded without their law, is too small. What is
-    drawn depends on the target's law and on the noise alone, so that the texts are those of the same run without a draft: exact
-    whatever the draft, with nothing to reject. It is not in the paper, whose layers accept fewer beams.
+    search, beams outside the forest do no harm whose largest noisy score, bounded without their distribution, is too small.
+    What is drawn depends on the target's distribution and on the noise alone, so that the texts are those of the same run
+    without a draft: exact whatever the draft, with nothing to reject. It is not in the paper, whose layers accept fewer beams.
     """
 
     def __init__(self, *, generator: torch.Generator, **parts: Any) -> None:
@@ -209,7 +210,7 @@ class SharedNoise:
         -----
         Independent Gumbel noise, drawn top down: first a beam's largest noisy total, which is one Gumbel variable at the sum of
         its continuations' weights, then all of them given that largest one (appendix B of [2]). So the largest is known, but
-        for that sum, before the beam's law is; see `highest`.
+        for that sum, before the beam's distribution is; see `highest`.
         """
         keys_R = np.array([self._key(beam.node) for beam in beams], dtype=np.uint64)
         rows_X, scores_R = continuations.rows_X, np.array([beam.score for beam in beams])
@@ -245,7 +246,7 @@ class SharedNoise:
 
 
 def _gumbel(keys: NDArray[np.uint64]) -> Floats:
-    """Turn keys into Gumbel noise: mix their bits, take them for uniform numbers, invert the law."""
+    """Turn keys into Gumbel noise: mix their bits, take them for uniform numbers, invert the distribution."""
     with np.errstate(over="ignore"):
         mixed = keys + np.uint64(_STEP)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)

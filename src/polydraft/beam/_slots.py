@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.beam._law import Floats, Indices
+from polydraft.backends.triton import power_of_two
+from polydraft.beam._distribution import Floats, Indices
 from polydraft.beam._node import Node, common_path, with_ancestors
 from polydraft.beam._workspace import FEWEST_PLACES, NOWHERE, FeatureBank
-from polydraft.engine.graphs import Arriving, Recorder
-from polydraft.kernels import power_of_two
+from polydraft.engine.graphs import Arriving, GraphCache
 from polydraft.models import Context
 from polydraft.transfers import brought
 from polydraft.trees import Block
@@ -25,7 +25,7 @@ _OWN_NUMBERS = 4
 """Of every node: token, depth, place, row of the bank."""
 
 _PASS_SIZES = (16, 32, 64, 96, 128, 192, 256)
-"""Tokens of recorded passes: few sizes, because each is a recording of its own. Larger passes hide their launches by work."""
+"""Tokens of captured passes: few sizes, because each is a capture of its own. Larger passes hide their launches by work."""
 
 Pass = Callable[..., Tensor]
 """`(tokens_1T, block, *rows_1T) -> features_1TF`: how tokens go through the model, a function of these and of memories."""
@@ -38,12 +38,12 @@ class Inputs:
     rows: Callable[[Sequence[Node]], Indices]
     """`nodes -> rows_XT`; to tokens that fill a pass up it means `NOWHERE`."""
     kind: Callable[[], Hashable]
-    """What recordings rely on that takes them."""
+    """What captures rely on that takes them."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a pass computes of its features for the host, in the same recording."""
+    """What a pass computes of its features for the host, in the same capture."""
 
     kind: Hashable
     function: Callable[[Tensor], Tensor]
@@ -70,8 +70,8 @@ class SlotTree:
         How tokens go through the model; `Context.extend` otherwise.
     inputs : Inputs, optional
         What it takes beside tokens; nothing otherwise.
-    recorder : Recorder, optional
-        Records passes and replays them: they are filled up to a few sizes then, so that a few recordings serve for all.
+    graphs : GraphCache, optional
+        Captures passes and replays them: they are filled up to a few sizes then, so that a few captures serve for all.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class SlotTree:
         *,
         forward: Pass | None = None,
         inputs: Inputs | None = None,
-        recorder: Recorder | None = None,
+        graphs: GraphCache | None = None,
     ) -> None:
         assert context.batch_size == 1
         self.context, self.bank = context, bank or FeatureBank()
         self.reading: Reading | None = None
         """What passes compute for the host, to be had by `readings`."""
         self._forward = forward or context.extend
-        self._inputs, self._recorder = inputs or _NO_INPUTS, recorder
+        self._inputs, self._graphs = inputs or _NO_INPUTS, graphs
         self._places: dict[Node, int] = {}
         self._latest: list[Node] = []
         self._arriving: Arriving | None = None
@@ -105,9 +105,9 @@ class SlotTree:
         return node in self.bank.rows
 
     @property
-    def records(self) -> bool:
-        """Whether passes may be recorded."""
-        return self._recorder is not None
+    def captures(self) -> bool:
+        """Whether passes may be captured."""
+        return self._graphs is not None
 
     def read(self, leaves: Sequence[Node]) -> None:
         """Pass the leaves, and whatever of their ancestors is missing, through the model together."""
@@ -128,7 +128,7 @@ class SlotTree:
     def _pass(self, nodes: Sequence[Node]) -> None:
         """Pass nodes, parents first, through the model."""
         start, stop = self._used, self._used + len(nodes)
-        size = None if self._recorder is None else next((size for size in _PASS_SIZES if size >= len(nodes)), None)
+        size = None if self._graphs is None else next((size for size in _PASS_SIZES if size >= len(nodes)), None)
         places = stop + 1 if size is None else max(power_of_two(start + size), FEWEST_PLACES)
         self._make_room(places)
         self._place(nodes)
@@ -198,9 +198,9 @@ class SlotTree:
         """Pass nodes together with tokens that fill them up to `size`.
 
         These come behind the nodes, see nobody but the committed text and themselves, and nobody sees them: the next pass
-        overwrites them. Where all of them go is an input, so that a recording serves for every place. All inputs travel as one.
+        overwrites them. Where all of them go is an input, so that a capture serves for every place. All inputs travel as one.
         """
-        assert self._recorder is not None
+        assert self._graphs is not None
         start, count = self._used, len(nodes)
         rows_XT = self._inputs.rows(nodes)
         first = self.bank.claim(nodes, size)
@@ -232,9 +232,9 @@ class SlotTree:
         reads = reading and reading.kind
         kind = (size, places, context.fix_span(), context.capacity, context.address, bank.place, self._inputs.kind(), reads)
         self._used += count
-        if bank.place is None:  # no recording may make it
+        if bank.place is None:  # no capture may make it
             return function(sending_X.to(context.device)), False
-        return self._recorder.run(kind, function, sending_X)
+        return self._graphs.run(kind, function, sending_X)
 
     def features(self, nodes: Sequence[Node]) -> Tensor:
         """Return the features `[R, F]` of nodes that were read."""

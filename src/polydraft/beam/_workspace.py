@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from polydraft.beam._node import Node
-from polydraft.engine.graphs import Recorder, tell_obstacle
+from polydraft.engine.graphs import GraphCache, tell_obstacle
 from polydraft.engine.workspace import Owner
 from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.transfers import brought
 
 FEWEST_PLACES = 256
-"""Uncommitted places that a recorded pass looks at; from there on powers of two."""
+"""Uncommitted places that a captured pass looks at; from there on powers of two."""
 BEFORE = 0
 """The row of what precedes the tree."""
 NOWHERE = -1
@@ -26,7 +26,7 @@ _FIRST_PLACES = 2 * FEWEST_PLACES
 class FeatureBank:
     """What a model has computed of each node that it has passed.
 
-    All of it lies in one tensor, which stays where it is as long as it is large enough: recorded passes write to its rows and
+    All of it lies in one tensor, which stays where it is as long as it is large enough: captured passes write to its rows and
     read from them, and a request hands it on to the next.
     """
 
@@ -40,7 +40,7 @@ class FeatureBank:
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """Where the rows begin and how many there are, once there are some: what recordings rely on."""
+        """Where the rows begin and how many there are, once there are some: what captures rely on."""
         return None if self.values_NF is None else (self.values_NF.data_ptr(), len(self.values_NF))
 
     def restart(self, rows: int) -> None:
@@ -99,31 +99,31 @@ class FeatureBank:
 
 
 class BeamMemory:
-    """One model's memory of one row, and the recorder of passes over it where these can be recorded.
+    """One model's memory of one row, and the graphs of passes over it where these can be captured.
 
     Parameters
     ----------
     graphs : bool
-        Record passes where the device can.
+        Capture passes where the device can.
     """
 
     def __init__(self, model: LanguageModel | FeatureHead, graphs: bool) -> None:
         self._model = model
         self.context: Context = model.start(1, 8)
         self.bank = FeatureBank()
-        self.recorder: Recorder | None = None
+        self.graphs: GraphCache | None = None
         obstacle: str | None = getattr(model, "graph_obstacle", None) or getattr(model, "shape_obstacle", None)
         if graphs and model.device.type == "cuda":
             if obstacle is None:
-                self.recorder = Recorder(device=model.device)
+                self.graphs = GraphCache(device=model.device)
             else:
                 tell_obstacle(model, obstacle)
 
     def restart(self, room: int, longest: int) -> None:
         """Hold nothing, with room for so many tokens, or for a text of `longest` if the memory should not move."""
         # The prompt has no rows, all new tokens of the beams' common text have one, and so has a forest or two.
-        self.bank.restart(longest - room + _FIRST_PLACES if self.recorder is not None else 0)
-        if self.recorder is None:
+        self.bank.restart(longest - room + _FIRST_PLACES if self.graphs is not None else 0)
+        if self.graphs is None:
             self.context = self._model.start(1, room)
             return
         self.context.span = None
@@ -132,14 +132,14 @@ class BeamMemory:
 
 
 class BeamWorkspace:
-    """The memories of one request after another; kept, they let a later one replay what an earlier one recorded.
+    """The memories of one request after another; kept, they let a later one replay what an earlier one captured.
 
     Nothing of a text is kept: every request reads its whole prompt.
 
     Parameters
     ----------
     graphs : bool
-        Record passes where the device can.
+        Capture passes where the device can.
     """
 
     def __init__(self, target: LanguageModel, draft: LanguageModel | FeatureHead | None, graphs: bool) -> None:
@@ -173,10 +173,10 @@ class BeamWorkspace:
             self._at_work = False
 
     @property
-    def records(self) -> bool:
-        """Whether passes are recorded, and worth keeping for other texts."""
+    def captures(self) -> bool:
+        """Whether passes are captured, and worth keeping for other texts."""
         memories = (self.target_memory, self.draft_memory)
-        return any(memory is not None and memory.recorder is not None for memory in memories)
+        return any(memory is not None and memory.graphs is not None for memory in memories)
 
     @property
     def idle(self) -> bool:

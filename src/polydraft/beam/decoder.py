@@ -22,7 +22,7 @@ from polydraft.sampling import SamplingParams
 
 _GREEDY, _PLAIN = SamplingParams(temperature=0.0), SamplingParams()
 _MOST_SPARE = 2
-_LAW = ("temperature", "top_k", "top_p", "min_p")
+_DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
 
 
 class BeamDecoder:
@@ -45,7 +45,7 @@ class BeamDecoder:
         draft = decoder.drafter.model
         self.draft: LanguageModel | FeatureHead | None = draft if isinstance(draft, LanguageModel | FeatureHead) else None
         self._spare: deque[BeamWorkspace] = deque(maxlen=_MOST_SPARE)
-        """Memories of a GPU, whose recorded passes are worth keeping."""
+        """Memories of a GPU, whose captured passes are worth keeping."""
         self._lending = threading.Lock()
         """Held while one of them is given out or put back, so that no two threads get the same."""
 
@@ -107,7 +107,7 @@ class BeamDecoder:
             raise UsageError("keep=True does not work with beams, whose memory belongs to one request; leave it out")
         assembler, limit = self.decoder.assembler(request.row_stops(rows)[row]), request.row_limits(rows)[row]
         given = None if request.sampling is None else request.row_params(rows).rows[row]
-        params, target = check_law(beam, given), self.decoder.target
+        params, target = check_distribution(beam, given), self.decoder.target
         if params.top_k > target.vocab_size:
             allowed = f"0 (keep all) to {target.vocab_size}"
             raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
@@ -148,7 +148,7 @@ class BeamDecoder:
             run = CoupledRun(generator=generator, **parts)
         else:
             run = SampleRun(chance=RandomChance(generator), **parts)
-        if workspace.records:
+        if workspace.captures:
             with self._lending:
                 self._spare.append(workspace)
         return run
@@ -166,7 +166,7 @@ class BeamDecoder:
         return BeamWorkspace(*fitting)
 
 
-def check_law(options: BeamOptions, sampling: SamplingParams | None) -> SamplingParams:
+def check_distribution(options: BeamOptions, sampling: SamplingParams | None) -> SamplingParams:
     """Return the sampling parameters that count, refusing those that would be passed over in silence."""
     if sampling is not None and sampling.grammar is not None:
         raise UsageError("grammars are for single texts, not for beams; leave the grammar out")
@@ -176,7 +176,7 @@ def check_law(options: BeamOptions, sampling: SamplingParams | None) -> Sampling
             raise UsageError("temperature=0.0 leaves beam sampling nothing to draw; use mode 'search', or raise it above 0")
         return params
     params = sampling or _GREEDY
-    for name in _LAW:
+    for name in _DISTRIBUTION:
         value = getattr(params, name)
         if value not in (getattr(_GREEDY, name), getattr(_PLAIN, name)):
             raise UsageError(f"{name}={value!r} has no meaning in beam search; leave it out, or use mode 'sample'")

@@ -27,7 +27,7 @@ class BeamMode(StrEnum):
 
 
 class Draws(StrEnum):
-    """How beams are drawn from the beam law."""
+    """How beams are drawn from the beam distribution."""
 
     DISTINCT = "distinct"
     """W different ones, without replacement."""
@@ -50,7 +50,7 @@ class Verification(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BeamOptions:
-    """How to decode with beams; every choice of a draft and its width leaves the law of fixed-width beams as it is."""
+    """How to decode with beams; every choice of a draft and its width leaves the distribution of fixed-width beams as it is."""
 
     beams: int = 4
     """Width W_L: beams kept at each step."""
@@ -151,7 +151,7 @@ class BeamOptions:
         """Return these options with a forest that pays on a device, where none was asked for.
 
         Further nodes are nearly free on a GPU and dear on a CPU. Dynamic widths and one cache have a forest of the same size
-        everywhere, because what is decoded depends on it; beams of fixed width follow the same law whatever it is.
+        everywhere, because what is decoded depends on it; beams of fixed width follow the same distribution whatever it is.
         """
         if self.width_threshold is not None or self.one_cache:
             return self

@@ -9,7 +9,7 @@ from polydraft.certify.chi_square import FALSE_ALARM, detectable_distance
 from polydraft.certify.enumeration import TOLERANCE
 
 _SHOWN = 8
-"""Drawings, or tokens of a law, that a text shows of a counter-example; JSON has all."""
+"""Drawings, or tokens of a distribution, that a text shows of a counter-example; JSON has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,21 +22,21 @@ class CounterExample:
     draft_probs: list[float] = field(default_factory=list)
     drafts: int | None = None
     """How many children were drawn."""
-    law: list[float] = field(default_factory=list)
-    """The emitted token's law, or the shares of sampled ones, over all drawings."""
+    distribution: list[float] = field(default_factory=list)
+    """The emitted token's distribution, or the shares of sampled ones, over all drawings."""
     expected: list[float] = field(default_factory=list)
     """What it should be."""
     drawings: list[dict[str, Any]] = field(default_factory=list)
-    """`children`, their `chance`, and the `law` that the rule gave, where it is known."""
+    """`children`, their `chance`, and the `distribution` that the rule gave, where it is known."""
     details: dict[str, Any] = field(default_factory=dict)
     """Anything else: texts, prompts, tokens."""
 
     @property
     def distance(self) -> float | None:
         """Total variation between what came out and what should."""
-        if not self.law or len(self.law) != len(self.expected):
+        if not self.distribution or len(self.distribution) != len(self.expected):
             return None
-        return sum(abs(one - other) for one, other in zip(self.law, self.expected, strict=True)) / 2
+        return sum(abs(one - other) for one, other in zip(self.distribution, self.expected, strict=True)) / 2
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON takes, empty parts left out."""
@@ -208,7 +208,7 @@ class Certificate:
         if any(check.name == "enumeration" for check in self.checks):
             yield f"Power: enumeration sees every error above {TOLERANCE:g} on the distributions it tried."
         if any(check.name == "cases" for check in self.checks):
-            yield "Power: for a rule that does not state its law, errors as small as an epsilon in a denominator escape."
+            yield "Power: where a rule does not state its distribution, errors as small as an epsilon in a denominator escape."
         seen = {(check.name, check.unit): check.detects for check in self.checks if check.detects is not None}
         for (name, unit), distance in seen.items():
             what = "share of prompts with a wrong text" if unit == "prompts" else "total-variation error"
@@ -227,28 +227,28 @@ def example_lines(example: CounterExample) -> Iterator[str]:
     """Say what went wrong, where, and how far."""
     yield f"  {example.reason}"
     if example.target_probs:
-        yield f"  target_probs  {_law(example.target_probs)}"
-        yield f"  draft_probs   {_law(example.draft_probs)}"
+        yield f"  target_probs  {_distribution(example.target_probs)}"
+        yield f"  draft_probs   {_distribution(example.draft_probs)}"
     if example.drafts is not None:
         yield f"  drafts        {example.drafts}"
     for drawing in example.drawings[:_SHOWN]:
         chance = f" (probability {_number(drawing['chance'])})" if "chance" in drawing else ""
-        law = f": law {_law(drawing['law'])}" if "law" in drawing else ""
-        yield f"    children {drawing['children']}{chance}{law}"
+        distribution = f": distribution {_distribution(drawing['distribution'])}" if "distribution" in drawing else ""
+        yield f"    children {drawing['children']}{chance}{distribution}"
     if len(example.drawings) > _SHOWN:
         yield f"    and {len(example.drawings) - _SHOWN} more"
-    if example.law:
-        yield f"  came out      {_law(example.law)}"
-        yield f"  should be     {_law(example.expected)}"
+    if example.distribution:
+        yield f"  came out      {_distribution(example.distribution)}"
+        yield f"  should be     {_distribution(example.expected)}"
     if example.distance is not None:
         yield f"  total variation {_number(example.distance)}"
     for name, value in example.details.items():
         yield f"  {name}: {value}"
 
 
-def _law(law: Sequence[float]) -> str:
-    shown = ", ".join(_number(value) for value in law[: 2 * _SHOWN])
-    return f"({shown}{', ...' if len(law) > 2 * _SHOWN else ''})"
+def _distribution(distribution: Sequence[float]) -> str:
+    shown = ", ".join(_number(value) for value in distribution[: 2 * _SHOWN])
+    return f"({shown}{', ...' if len(distribution) > 2 * _SHOWN else ''})"
 
 
 def _number(value: float, digits: int = 4) -> str:

@@ -21,8 +21,7 @@ from polydraft.certify._text_trials import greedy_trial, settings_of, texts_tria
 from polydraft.certify.chi_square import FALSE_ALARM
 from polydraft.certify.enumeration import ImproperDrawingError
 from polydraft.certify.mutants import CORRECT, STRUCTURAL, SUBTLE, WRONG_WALKS, DrawnByRank
-from polydraft.schemes import RejectionWithoutReplacement, Scheme
-from polydraft.walks import NodeWalk
+from polydraft.verify import NodeWalk, RejectionWithoutReplacement, Scheme
 
 Observer = Callable[[str, int, int], None]
 """Told `(phase, done, total)`."""
@@ -83,7 +82,7 @@ def check_subject(subject: Subject, sizes: Sizes, observer: Observer = lambda *_
 def _node_steps(subject: Subject) -> list[tuple[str, Step]]:
     if subject.texts_only:
         return []
-    first: tuple[str, Step] = ("enumeration", enumeration_trial) if subject.has_law else ("cases", black_box_trial)
+    first: tuple[str, Step] = ("enumeration", enumeration_trial) if subject.has_distribution else ("cases", black_box_trial)
     return [first, ("fixture", fixture_trials), ("support", support_trial)]
 
 
@@ -114,7 +113,7 @@ def _with_smallest(subject: Subject, trials: list[Trial], wrong: Trial) -> list[
             example = smallest_enumerated(subject.scheme) or (example and rounded(subject.scheme, example)) or example
         elif wrong.name in ("fixture", "joint", "cases"):
             example = smallest_sampled(subject.scheme) or example
-    except Exception:  # what the rule raises on other laws is no better than what it did on these
+    except Exception:  # what the rule raises on other distributions is no better than what it did on these
         return trials
     return [replace(trial, counter_example=example) if trial is wrong else trial for trial in trials]
 

@@ -27,7 +27,7 @@ from polydraft.certify.enumeration import (
     sample_node,
 )
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes import Scheme
+from polydraft.verify import Scheme
 
 _EXTREMES = (0.0, 0.5, 1 - 2.0**-53)
 """Random numbers at which rounding shows; the last is the largest that a generator returns."""
@@ -41,10 +41,14 @@ _SURE = 1e-8
 
 
 def cases_of(vocabulary: int, count: int, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Return random, awkward and fixture laws."""
+    """Return random, awkward and fixture distributions."""
     target_CV, draft_CV = random_cases(vocabulary, sizes.cases, seed=10 * vocabulary + count)
     awkward = degenerate_cases(vocabulary)
-    fixture = [law_V[None] for law_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V)] if vocabulary == len(FIXTURE_TARGET_V) else awkward
+    fixture = (
+        [distribution_V[None] for distribution_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V)]
+        if vocabulary == len(FIXTURE_TARGET_V)
+        else awkward
+    )
     return torch.cat([target_CV, awkward[0], fixture[0]]), torch.cat([draft_CV, awkward[1], fixture[1]])
 
 
@@ -54,7 +58,7 @@ def counts_of(subject: Subject, sizes: Sizes) -> list[int]:
 
 
 def enumeration_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Sum the emitted law over all drawings: it must be the target's, in float64 and from float32 probabilities."""
+    """Sum the emitted distribution over all drawings: it must be the target's, in float64 and from float32 probabilities."""
     worst, pairs, size, example = 0.0, 0, 0, None
     for vocabulary in sizes.vocabularies:
         for count in counts_of(subject, sizes):
@@ -63,12 +67,12 @@ def enumeration_trial(subject: Subject, sizes: Sizes) -> Trial:
             for dtype, missing in ((torch.float64, 0), (torch.float32, 0), (torch.float64, 2)):
                 if missing and isinstance(subject.scheme, OwnRule):
                     continue  # a function is never shown a missing child
-                laws = target_CV.to(dtype), draft_CV.to(dtype)
-                enumeration = enumerate_rule(subject.scheme, *laws, count, missing)
+                distributions = target_CV.to(dtype), draft_CV.to(dtype)
+                enumeration = enumerate_rule(subject.scheme, *distributions, count, missing)
                 size += len(enumeration.case_R)
                 error = max(enumeration.error_C.max().item(), enumeration.improper_R.max().item())
                 if error > worst:
-                    worst, example = error, describe(enumeration, laws[1], count)
+                    worst, example = error, describe(enumeration, distributions[1], count)
     leaf, unverified = _leaf_error(subject, sizes)
     worst, example = max(worst, leaf), example if worst > TOLERANCE else unverified
     tokens, drafts = f"{sizes.vocabularies[0]} to {sizes.vocabularies[-1]} tokens", f"{max(counts_of(subject, sizes))} drafts"
@@ -79,32 +83,32 @@ def enumeration_trial(subject: Subject, sizes: Sizes) -> Trial:
         measure="largest error",
         worst=worst,
         allowed=TOLERANCE,
-        note=f"from {pairs:,} pairs of laws, {tokens}, up to {drafts}",
+        note=f"from {pairs:,} pairs of distributions, {tokens}, up to {drafts}",
         counter_example=example if worst > TOLERANCE else None,
     )
 
 
 def _leaf_error(subject: Subject, sizes: Sizes) -> tuple[float, CounterExample | None]:
-    """Without children the law is the target's, whatever stands in for the draft's."""
+    """Without children the distribution is the target's, whatever stands in for the draft's."""
     if isinstance(subject.scheme, OwnRule):
         return 0.0, None
     target_CV, draft_CV = random_cases(5, sizes.cases, seed=6)
     draft_CV[::3] = 0
-    law_CV = subject.scheme.law(target_CV, draft_CV, torch.full((len(target_CV), 2), NO_TOKEN))
-    error_C = (law_CV - target_CV).abs().amax(-1).nan_to_num(nan=math.inf)
+    distribution_CV = subject.scheme.distribution(target_CV, draft_CV, torch.full((len(target_CV), 2), NO_TOKEN))
+    error_C = (distribution_CV - target_CV).abs().amax(-1).nan_to_num(nan=math.inf)
     case = int(error_C.argmax())
     return error_C.max().item(), CounterExample(
-        reason="without children the law is not the target's",
+        reason="without children the distribution is not the target's",
         target_probs=target_CV[case].tolist(),
         draft_probs=draft_CV[case].tolist(),
         drafts=0,
-        law=law_CV[case].tolist(),
+        distribution=distribution_CV[case].tolist(),
         expected=target_CV[case].tolist(),
     )
 
 
 def fixture_trials(subject: Subject, sizes: Sizes) -> list[Trial]:
-    """Sample fixture F as production does: children against their law, tokens against the target's, and both jointly."""
+    """Sample fixture F as production does: children against the draft, tokens against the target, and both jointly."""
     scheme, samples = subject.scheme, sizes.node_samples
     draws, tokens, joint = [], [], []
     for count in counts_of(subject, sizes):
@@ -113,13 +117,15 @@ def fixture_trials(subject: Subject, sizes: Sizes) -> list[Trial]:
         table = dict(zip(map(tuple, children_SK.tolist()), chance_S.tolist(), strict=True))
         draws.append(tuple_p_value(children_RK, table))
         tokens.append(token_p_value(token_R, FIXTURE_TARGET_V))
-        if subject.has_law and count <= 2:
-            target_SV, draft_SV = (law_V.expand(len(chance_S), -1) for law_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V))
-            law_SV = scheme.law(target_SV, draft_SV, children_SK)
+        if subject.has_distribution and count <= 2:
+            target_SV, draft_SV = (
+                distribution_V.expand(len(chance_S), -1) for distribution_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V)
+            )
+            distribution_SV = scheme.distribution(target_SV, draft_SV, children_SK)
             cells = {
-                (*children, token): chance * law
-                for (children, chance), law_V in zip(table.items(), law_SV.tolist(), strict=True)
-                for token, law in enumerate(law_V)
+                (*children, token): chance * distribution
+                for (children, chance), distribution_V in zip(table.items(), distribution_SV.tolist(), strict=True)
+                for token, distribution in enumerate(distribution_V)
             }
             joint.append(tuple_p_value(torch.cat([children_RK, token_R[:, None]], dim=1), cells))
     freedom = len(FIXTURE_TARGET_V) - 1
@@ -133,7 +139,7 @@ def fixture_trials(subject: Subject, sizes: Sizes) -> list[Trial]:
 
 
 def black_box_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Sample more pairs of laws, for a rule that does not tell its law."""
+    """Sample more pairs of distributions, for a rule that does not tell its distribution."""
     samples = sizes.node_samples // 4
     target_CV, draft_CV = random_cases(4, _BLACK_BOX_CASES, seed=17)
     p_values = []
@@ -142,13 +148,15 @@ def black_box_trial(subject: Subject, sizes: Sizes) -> Trial:
             _, token_R = sample_node(subject.scheme, target_CV[case], draft_CV[case], count, seed=200 + case, samples=samples)
             p_values.append(token_p_value(token_R, target_CV[case]))
     size = samples * len(p_values)
-    return Trial(name="cases", size=size, unit="tokens", p_values=p_values, note=f"of {_BLACK_BOX_CASES} random pairs of laws")
+    return Trial(
+        name="cases", size=size, unit="tokens", p_values=p_values, note=f"of {_BLACK_BOX_CASES} random pairs of distributions"
+    )
 
 
 def support_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Verify with extreme random numbers: every token must have target mass, and laws must be left as they are."""
+    """Verify with extreme random numbers: every token must have target mass, and distributions must be left as they are."""
     cases = 4 * sizes.cases
-    target_CV, draft_CV = (law_CV.float() for law_CV in random_cases(6, cases, seed=9))
+    target_CV, draft_CV = (distribution_CV.float() for distribution_CV in random_cases(6, cases, seed=9))
     generator = torch.Generator().manual_seed(9)
     uniforms_CK = torch.rand(cases, max(counts_of(subject, sizes)), generator=generator, dtype=torch.float64)
     before = target_CV.clone(), draft_CV.clone()
@@ -170,7 +178,7 @@ def support_trial(subject: Subject, sizes: Sizes) -> Trial:
                 details={"random numbers": extreme},
             )
     if not (torch.equal(target_CV, before[0]) and torch.equal(draft_CV, before[1])):
-        wrong, example = wrong + 1, CounterExample(reason="a law that was handed over was changed in place")
+        wrong, example = wrong + 1, CounterExample(reason="a distribution that was handed over was changed in place")
     return Trial(
         name="support",
         size=len(_EXTREMES) * cases,
@@ -184,7 +192,7 @@ def support_trial(subject: Subject, sizes: Sizes) -> Trial:
 
 
 def smallest_enumerated(scheme: Scheme) -> CounterExample | None:
-    """Search round laws for one on which a rule's law is wrong; None if none is."""
+    """Search round distributions for one on which a rule's distribution is wrong; None if none is."""
     for vocabulary, count in _small_first(scheme):
         for parts in _PARTS[vocabulary]:
             try:
@@ -201,10 +209,10 @@ def rounded(scheme: Scheme, example: CounterExample) -> CounterExample:
     """Return a counter-example with as few digits as still go wrong; as it is where none do."""
     if not example.target_probs or not example.drafts:
         return example
-    laws = torch.tensor([example.target_probs, example.draft_probs], dtype=torch.float64)
+    distributions = torch.tensor([example.target_probs, example.draft_probs], dtype=torch.float64)
     for digits in range(1, 7):
-        rounded_2V = laws.round(decimals=digits)
-        rounded_2V.scatter_add_(1, laws.argmax(-1, keepdim=True), 1 - rounded_2V.sum(-1, keepdim=True))
+        rounded_2V = distributions.round(decimals=digits)
+        rounded_2V.scatter_add_(1, distributions.argmax(-1, keepdim=True), 1 - rounded_2V.sum(-1, keepdim=True))
         target_1V, draft_1V = rounded_2V.split_with_sizes([1, 1])
         if rounded_2V.min() >= 0:
             found = describe(enumerate_rule(scheme, target_1V, draft_1V, example.drafts), draft_1V, example.drafts)
@@ -214,7 +222,7 @@ def rounded(scheme: Scheme, example: CounterExample) -> CounterExample:
 
 
 def smallest_sampled(scheme: Scheme) -> CounterExample | None:
-    """Search round laws for one on which a rule's tokens are wrong, by samples; None if none shows."""
+    """Search round distributions for one on which a rule's tokens are wrong, by samples; None if none shows."""
     for vocabulary, count in _small_first(scheme):
         for parts in _PARTS[vocabulary]:
             target_CV, draft_CV = round_cases(vocabulary, parts)
@@ -235,11 +243,11 @@ def _sampled(scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int) -> C
         return None
     counts_X = torch.bincount(token_R.clamp(min=0), minlength=len(target_V))
     return CounterExample(
-        reason=f"of {_SAMPLED} sampled tokens, too many are not as the target's law says",
+        reason=f"of {_SAMPLED} sampled tokens, too many are not as the target's distribution says",
         target_probs=target_V.tolist(),
         draft_probs=draft_V.tolist(),
         drafts=count,
-        law=(counts_X / _SAMPLED).tolist(),
+        distribution=(counts_X / _SAMPLED).tolist(),
         expected=target_V.tolist(),
         details={"samples": _SAMPLED, "children drawn first": children_RK[0].tolist()},
     )
@@ -257,10 +265,10 @@ def describe(enumeration: Enumeration, draft_CV: Tensor, count: int) -> CounterE
     improper_R, error_C = enumeration.improper_R, enumeration.error_C
     if improper_R.max() >= TOLERANCE:
         case = int(enumeration.case_R[improper_R.argmax()])
-        reason = _what_is_improper(enumeration.law_RV[improper_R.argmax()])
+        reason = _what_is_improper(enumeration.distribution_RV[improper_R.argmax()])
     elif error_C.max() >= TOLERANCE:
         case = int(error_C.argmax())
-        reason = "the emitted token does not follow the target's law"
+        reason = "the emitted token does not follow the target's distribution"
     else:
         return None
     rows = (enumeration.case_R == case).nonzero()[:, 0].tolist()
@@ -269,25 +277,25 @@ def describe(enumeration: Enumeration, draft_CV: Tensor, count: int) -> CounterE
         target_probs=enumeration.target_CV[case].tolist(),
         draft_probs=draft_CV[case].tolist(),
         drafts=count,
-        law=enumeration.emitted_CV[case].tolist(),
+        distribution=enumeration.emitted_CV[case].tolist(),
         expected=enumeration.target_CV[case].tolist(),
         drawings=[
             {
                 "children": enumeration.children_RK[row].tolist(),
                 "chance": enumeration.chance_R[row].item(),
-                "law": enumeration.law_RV[row].tolist(),
+                "distribution": enumeration.distribution_RV[row].tolist(),
             }
             for row in rows
         ],
     )
 
 
-def _what_is_improper(law_V: Tensor) -> str:
-    if not law_V.isfinite().all():
-        return "the law given some children is not a number"
-    if law_V.min() < -TOLERANCE:
-        return f"the law given some children is negative ({law_V.min().item():.3g})"
-    return f"the law given some children does not sum to one ({law_V.sum().item():.6g})"
+def _what_is_improper(distribution_V: Tensor) -> str:
+    if not distribution_V.isfinite().all():
+        return "the distribution given some children is not a number"
+    if distribution_V.min() < -TOLERANCE:
+        return f"the distribution given some children is negative ({distribution_V.min().item():.3g})"
+    return f"the distribution given some children does not sum to one ({distribution_V.sum().item():.6g})"
 
 
 def of_error(error: RuleError) -> CounterExample:

@@ -16,12 +16,21 @@ from torch import Tensor
 
 from polydraft.errors import FailureError, UsageError, unknown_name
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes import SCHEMES, RejectionWithoutReplacement, RejectionWithReplacement, Scheme, Top
-from polydraft.schemes.arrays import normalised
-from polydraft.walks import WALKS, Walk, resolve_walk
+from polydraft.verify import (
+    SCHEMES,
+    WALKS,
+    RejectionWithoutReplacement,
+    RejectionWithReplacement,
+    Scheme,
+    Top,
+    Walk,
+    resolve_walk,
+)
+from polydraft.verify.arrays import normalised
 
 _ALLOWED = (
-    "a Scheme or Walk subclass, law(target_probs, draft_probs, children) or verify(target_probs, draft_probs, children, rng)"
+    "a Scheme or Walk subclass, distribution(target_probs, draft_probs, children) "
+    "or verify(target_probs, draft_probs, children, rng)"
 )
 _NODE = "node"
 _RANDOM_NAMES = {"rng", "generator", "random"}
@@ -35,7 +44,7 @@ class Sizes:
     counts: tuple[int, ...] = (1, 2, 3)
     """Numbers of drafts at a node."""
     cases: int = 120
-    """Random pairs of laws for each vocabulary and number of drafts; awkward ones come on top."""
+    """Random pairs of distributions for each vocabulary and number of drafts; awkward ones come on top."""
     node_samples: int = 20_000
     texts: int = 4_000
     """Of four tokens, from 32 tokens and from fixture F."""
@@ -60,7 +69,7 @@ QUICK = Sizes(
 
 
 class Draws(StrEnum):
-    """How the children that a rule verifies are drawn from the draft's law."""
+    """How the children that a rule verifies are drawn from the draft's distribution."""
 
     WITH_REPLACEMENT = "with-replacement"
     WITHOUT_REPLACEMENT = "without-replacement"
@@ -105,17 +114,17 @@ class OwnRule(Scheme):
         self.draws, self._function, self._arrays = draws, function, arrays
         self._drawing = draws.scheme()
 
-    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+    def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         """Draw as the user says that children are drawn."""
-        return self._drawing.child_law(draft_probs_RV, earlier_RJ, count)
+        return self._drawing.child_distribution(draft_probs_RV, earlier_RJ, count)
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Draw as the user says that children are drawn."""
         return self._drawing.draw(draft_probs_RV, uniforms_RK)
 
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+    def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
         """Say that there is none."""
-        raise NotImplementedError("this rule only returns tokens, not their law")
+        raise NotImplementedError("this rule only returns tokens, not their distribution")
 
     def _called(
         self,
@@ -127,13 +136,15 @@ class OwnRule(Scheme):
     ) -> list[Any]:
         """Call the function for each row, and have `accept` look at its answers."""
         answers = []
-        laws_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
-        for target_V, draft_V, row in zip(*laws_RV, children_RK.tolist(), strict=True):
+        distributions_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
+        for target_V, draft_V, row in zip(*distributions_RV, children_RK.tolist(), strict=True):
             children = [child for child in row if child != NO_TOKEN]
             numpy = self._arrays is Arrays.NUMPY
-            laws = [law_V.numpy().copy() if numpy else law_V.clone() for law_V in (target_V, draft_V)]
+            distributions = [
+                distribution_V.numpy().copy() if numpy else distribution_V.clone() for distribution_V in (target_V, draft_V)
+            ]
             try:
-                answers.append(accept(self._function(*laws, list(children), *more), len(target_V)))
+                answers.append(accept(self._function(*distributions, list(children), *more), len(target_V)))
             except Exception as error:  # a user's function raises what it likes; Ctrl-C is not among these
                 lines = str(error).strip().splitlines() or [""]
                 reason = lines[0] if isinstance(error, FailureError) else f"raised {type(error).__name__}: {lines[0]}"
@@ -141,17 +152,17 @@ class OwnRule(Scheme):
         return answers
 
 
-class OwnLaw(OwnRule):
-    """A function `law(target_probs, draft_probs, children) -> probs`: the law of the emitted token given the children."""
+class OwnDistribution(OwnRule):
+    """A function `distribution(target_probs, draft_probs, children) -> probs` of the emitted token given the children."""
 
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+    def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
         """Ask the function, node by node."""
-        law_RV = normalised(target_probs_RV).clone()
-        row_S = (children_RK != NO_TOKEN).any(-1).nonzero()[:, 0]  # without children every rule emits the target's law
+        distribution_RV = normalised(target_probs_RV).clone()
+        row_S = (children_RK != NO_TOKEN).any(-1).nonzero()[:, 0]  # without children every rule emits the target's distribution
         if len(row_S):
-            laws = self._called(_as_law, target_probs_RV[row_S], draft_probs_RV[row_S], children_RK[row_S])
-            law_RV[row_S] = torch.stack(laws)
-        return law_RV
+            distributions = self._called(_as_distribution, target_probs_RV[row_S], draft_probs_RV[row_S], children_RK[row_S])
+            distribution_RV[row_S] = torch.stack(distributions)
+        return distribution_RV
 
 
 class OwnToken(OwnRule):
@@ -165,14 +176,14 @@ class OwnToken(OwnRule):
         return torch.tensor(self._called(_as_token, target_probs_RV, draft_probs_RV, children_RK, rng))
 
 
-def _as_law(answer: Any, vocabulary: int) -> Tensor:
+def _as_distribution(answer: Any, vocabulary: int) -> Tensor:
     try:
-        law_V = torch.as_tensor(answer, dtype=torch.float64)
+        distribution_V = torch.as_tensor(answer, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         raise FailureError(f"wrong shape: returned {type(answer).__name__}, allowed: {vocabulary} probabilities") from None
-    if law_V.shape != (vocabulary,):
-        raise FailureError(f"wrong shape: returned {tuple(law_V.shape)}, allowed: ({vocabulary},)")
-    return law_V
+    if distribution_V.shape != (vocabulary,):
+        raise FailureError(f"wrong shape: returned {tuple(distribution_V.shape)}, allowed: ({vocabulary},)")
+    return distribution_V
 
 
 def _as_token(answer: Any, vocabulary: int) -> int:
@@ -192,8 +203,8 @@ class Subject:
     name: str
     scheme: Scheme
     walk: Walk
-    has_law: bool = True
-    """Whether the rule tells the law of what it emits, so that it can be enumerated."""
+    has_distribution: bool = True
+    """Whether the rule tells the distribution of what it emits, so that it can be enumerated."""
     texts_only: bool = False
     """Whether the rule for one node is certified elsewhere, so that only its walk is left to check."""
 
@@ -201,7 +212,9 @@ class Subject:
     def kind(self) -> str:
         """What it is, in words."""
         if isinstance(self.scheme, OwnRule):
-            return f"{'law' if self.has_law else 'black box, sampled only'}; children drawn {self.scheme.draws}"
+            return (
+                f"{'distribution' if self.has_distribution else 'black box, sampled only'}; children drawn {self.scheme.draws}"
+            )
         elsewhere = "; what the scheme does at one node is certified apart" if self.texts_only else ""
         return f"scheme {self.scheme.name}, walk {self.walk.name}{elsewhere}"
 
@@ -213,8 +226,8 @@ def find_subject(name: str, draws: str | None = None, arrays: str = Arrays.TORCH
     ----------
     name : str
         A registered scheme, a registered walk (taken with a scheme that suits it), ``scheme+walk``, or ``module:attribute``: a
-        subclass of `Scheme` or `Walk`, or a function for one node, ``law(target_probs, draft_probs, children) -> probs`` or
-        ``verify(target_probs, draft_probs, children, rng) -> token``.
+        subclass of `Scheme` or `Walk`, or a function for one node, ``distribution(target_probs, draft_probs, children) ->
+        probs`` or ``verify(target_probs, draft_probs, children, rng) -> token``.
     draws : str, optional
         How a function's children are drawn, see `Draws`.
     arrays : str
@@ -274,11 +287,11 @@ def _own(name: str, draws: str | None, arrays: Arrays) -> Subject:
         return Subject(name, _usual_scheme(type(rule)), rule)
     if not callable(rule):
         raise UsageError(f"{name!r} is a {type(rule).__name__}, which cannot be called; allowed: {_ALLOWED}")
-    is_law = _tells_law(name, rule)
+    is_distribution = _tells_distribution(name, rule)
     if draws is None:
         raise UsageError(f"say how the children of {name!r} are drawn: --draws {' or '.join(list(Draws))}")
-    kind = OwnLaw if is_law else OwnToken
-    return Subject(name, kind(rule, _choice(Draws, "draws", draws), arrays), walk, has_law=is_law)
+    kind = OwnDistribution if is_distribution else OwnToken
+    return Subject(name, kind(rule, _choice(Draws, "draws", draws), arrays), walk, has_distribution=is_distribution)
 
 
 def _imported(name: str) -> Any:
@@ -312,8 +325,8 @@ def _made(name: str, rule: type) -> Scheme | Walk:
         raise UsageError(f"cannot create {name!r} without arguments ({error}); allowed: a class that needs none") from None
 
 
-def _tells_law(name: str, rule: Callable[..., Any]) -> bool:
-    """Tell a law from a black box by the arguments it wants."""
+def _tells_distribution(name: str, rule: Callable[..., Any]) -> bool:
+    """Tell a distribution from a black box by the arguments it wants."""
     try:
         parameters = list(inspect.signature(rule).parameters.values())
     except (TypeError, ValueError):

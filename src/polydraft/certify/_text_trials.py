@@ -9,10 +9,18 @@ from numpy.typing import NDArray
 
 from polydraft.certify._certificate import CounterExample, Trial
 from polydraft.certify._subject import Sizes, Subject
-from polydraft.certify.chi_square import LEAST_EXPECTED, joint_law, joint_p_value, text_p_values
+from polydraft.certify.chi_square import LEAST_EXPECTED, joint_distribution, joint_p_value, text_p_values
 from polydraft.certify.enumeration import tree_for
-from polydraft.certify.reference import ECHO_VOCABULARY, ModelPair, echo_pair, fixture_pair, greedy_text, next_laws, small_pair
-from polydraft.drafters import TreeDrafter
+from polydraft.certify.reference import (
+    ECHO_VOCABULARY,
+    ModelPair,
+    echo_pair,
+    fixture_pair,
+    greedy_text,
+    next_distributions,
+    small_pair,
+)
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Engine, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.sampling import RowParams, SamplingParams
@@ -85,21 +93,21 @@ class Setting:
         texts, acceptance = generate(subject, self.pair, self.tree, prompts, self.sampling, self.tokens, seed)
         return np.array(texts), acceptance
 
-    def target_laws(self, new_NL: NDArray[Any]) -> NDArray[Any]:
-        """Return the target's laws after some new tokens."""
-        return next_laws(self.pair.target, list(self.pair.prompt), new_NL, self.sampling)
+    def target_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
+        """Return the target's distributions after some new tokens."""
+        return next_distributions(self.pair.target, list(self.pair.prompt), new_NL, self.sampling)
 
-    def draft_laws(self, new_NL: NDArray[Any]) -> NDArray[Any]:
-        """Return the draft's laws, which only decide in which order tokens are laid out."""
-        return next_laws(self.pair.draft, list(self.pair.prompt), new_NL, SamplingParams())
+    def draft_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
+        """Return the draft's distributions, which only decide in which order tokens are laid out."""
+        return next_distributions(self.pair.draft, list(self.pair.prompt), new_NL, SamplingParams())
 
     def p_values(self, tokens_NL: NDArray[Any]) -> list[float]:
-        """Test texts; a missing token, which no law has, gives 0."""
+        """Test texts; a missing token, which no distribution has, gives 0."""
         if (tokens_NL < 0).any():
             return [0.0]
         if self.whole:
-            return [joint_p_value(tokens_NL, self.target_laws)]
-        return text_p_values(tokens_NL, self.target_laws, self.draft_laws)
+            return [joint_p_value(tokens_NL, self.target_distributions)]
+        return text_p_values(tokens_NL, self.target_distributions, self.draft_distributions)
 
 
 def settings_of(sizes: Sizes) -> list[Setting]:
@@ -108,7 +116,7 @@ def settings_of(sizes: Sizes) -> list[Setting]:
         Setting(label="three tokens", pair=small_pair(), tree="2x2", texts=sizes.small_texts, tokens=3, whole=True),
         Setting(label="fixture F", pair=fixture_pair(), tree="2x2x2", texts=sizes.texts, tokens=4),
         Setting(label="32 tokens", pair=echo_pair(), tree="3x2x1", texts=sizes.texts, tokens=4),
-        # The draft's law has fewer tokens than the tree has children.
+        # The draft's distribution has fewer tokens than the tree has children.
         Setting(
             label="top-k below width",
             pair=echo_pair(),
@@ -121,7 +129,7 @@ def settings_of(sizes: Sizes) -> list[Setting]:
 
 
 def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None = None) -> Trial:
-    """Test the law of whole texts."""
+    """Test the distribution of whole texts."""
     settings = settings_of(sizes) if settings is None else settings
     p_values: list[float] = []
     details: list[dict[str, Any]] = []
@@ -137,7 +145,7 @@ def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None =
     tested, pooled = None, 0.0
     for setting in settings:
         if setting.whole:
-            chance_X = joint_law(setting.target_laws, setting.tokens)
+            chance_X = joint_distribution(setting.target_distributions, setting.tokens)
             rare_X = chance_X * setting.texts < LEAST_EXPECTED
             tested, pooled = (setting.texts, int(len(chance_X) - rare_X.sum())), float(chance_X[rare_X].sum())
     labels = ", ".join(setting.label for setting in settings)
@@ -155,13 +163,13 @@ def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None =
 
 
 def _first_token(setting: Setting, tokens_NL: NDArray[Any], p_value: float) -> CounterExample:
-    """Show the worst setting by the law of its first token, whichever token the test has found wrong."""
-    law_V = setting.target_laws(np.empty((1, 0), dtype=int))[0]
-    shares_V = np.bincount(tokens_NL[:, 0].clip(min=0), minlength=len(law_V)) / len(tokens_NL)
+    """Show the worst setting by the distribution of its first token, whichever token the test has found wrong."""
+    distribution_V = setting.target_distributions(np.empty((1, 0), dtype=int))[0]
+    shares_V = np.bincount(tokens_NL[:, 0].clip(min=0), minlength=len(distribution_V)) / len(tokens_NL)
     return CounterExample(
-        reason=f"texts of setting {setting.label!r} do not follow the target's law (p = {p_value:.2g}); their first token:",
-        law=shares_V.tolist(),
-        expected=law_V.tolist(),
+        reason=f"texts of {setting.label!r} do not follow the target's distribution (p = {p_value:.2g}); their first token:",
+        distribution=shares_V.tolist(),
+        expected=distribution_V.tolist(),
         details={"setting": setting.label, "texts": len(tokens_NL), "prompt": list(setting.pair.prompt)},
     )
 

@@ -1,4 +1,4 @@
-"""Chi-square tests of tokens, tuples and whole texts against exact laws, and what such tests are able to see."""
+"""Chi-square tests of tokens, tuples and whole texts against exact distributions, and what such tests are able to see."""
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -12,9 +12,9 @@ from torch import Tensor
 FALSE_ALARM = 1e-4
 """Chance that a correct rule fails any of its statistical tests; seeds are fixed, so never twice."""
 LEAST_EXPECTED = 5.0
-"""Cells expected less often are pooled: below, the statistic does not follow its limit law."""
+"""Cells expected less often are pooled: below, the statistic does not follow its limit distribution."""
 
-Laws = Callable[[NDArray[Any]], NDArray[Any]]
+Distributions = Callable[[NDArray[Any]], NDArray[Any]]
 """New tokens so far [N, L] to the next token's probabilities [N, V]."""
 
 
@@ -33,7 +33,7 @@ def critical(freedom: int, false_alarm: float) -> float:
 
 
 def noncentral_survival(statistic: float, freedom: int, noncentrality: float) -> float:
-    """Return the chance to exceed `statistic` where the law is wrong by `noncentrality`: a Poisson mixture of central ones."""
+    """Return the chance to exceed `statistic` where the truth is off by `noncentrality`: a Poisson mixture of central ones."""
     half = noncentrality / 2
     last = int(half + 12 * half**0.5 + 40)
     extra_J = torch.arange(last, dtype=torch.float64)
@@ -45,7 +45,7 @@ def noncentral_survival(statistic: float, freedom: int, noncentrality: float) ->
 def detectable_distance(samples: int, freedom: int, false_alarm: float, power: float = 0.99) -> float:
     """Return the total-variation error from which on a test refuses with chance `power` at least, whatever the error's shape.
 
-    An error δ of a law p has noncentrality N Σ δ²/p ≥ N (Σ|δ|)² = 4 N TV² by Cauchy and Schwarz. What is to be had
+    An error δ of a distribution p has noncentrality N Σ δ²/p ≥ N (Σ|δ|)² = 4 N TV² by Cauchy and Schwarz. What is to be had
     at most is 1.
     """
     limit = critical(freedom, false_alarm)
@@ -65,11 +65,11 @@ def _bisect(below: Any, high: float) -> float:
     return high
 
 
-def chi_square_p_value(counts: NDArray[Any], law: NDArray[Any]) -> float:
-    """Test counts against a law; cells expected fewer than five times are pooled, impossible events give 0."""
-    if counts[law == 0].sum() > 0:
+def chi_square_p_value(counts: NDArray[Any], distribution: NDArray[Any]) -> float:
+    """Test counts against a distribution; cells expected fewer than five times are pooled, impossible events give 0."""
+    if counts[distribution == 0].sum() > 0:
         return 0.0
-    counts, expected = counts[law > 0], law[law > 0] / law.sum() * counts.sum()
+    counts, expected = counts[distribution > 0], distribution[distribution > 0] / distribution.sum() * counts.sum()
     order = np.argsort(expected)
     # The least likely cells go together until their expectation reaches five.
     reached = int(np.searchsorted(np.cumsum(expected[order]), LEAST_EXPECTED)) + 1
@@ -81,15 +81,15 @@ def chi_square_p_value(counts: NDArray[Any], law: NDArray[Any]) -> float:
     return survival(float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1)
 
 
-def token_p_value(token_R: Tensor, law_V: Tensor) -> float:
-    """Test single tokens against a law; a missing token, which no law has, gives 0."""
-    if not ((token_R >= 0) & (token_R < len(law_V))).all():
+def token_p_value(token_R: Tensor, distribution_V: Tensor) -> float:
+    """Test single tokens against a distribution; a missing token, which no distribution has, gives 0."""
+    if not ((token_R >= 0) & (token_R < len(distribution_V))).all():
         return 0.0
-    return chi_square_p_value(torch.bincount(token_R, minlength=len(law_V)).numpy(), law_V.double().numpy())
+    return chi_square_p_value(torch.bincount(token_R, minlength=len(distribution_V)).numpy(), distribution_V.double().numpy())
 
 
 def tuple_p_value(tuples: Tensor, expected: dict[tuple[int, ...], float]) -> float:
-    """Test tuples of tokens against a law given as a table."""
+    """Test tuples of tokens against a distribution given as a table."""
     cells_XK = np.array(list(expected))
     tuples_RK = tuples.numpy()
     # A mixed-radix number for each tuple; a missing child counts as token 0, all others one up.
@@ -104,70 +104,76 @@ def tuple_p_value(tuples: Tensor, expected: dict[tuple[int, ...], float]) -> flo
     return chi_square_p_value(counts, np.array([*expected.values(), 0.0]))
 
 
-def text_p_values(tokens_NL: NDArray[Any], target_laws: Laws, draft_laws: Laws) -> list[float]:
+def text_p_values(
+    tokens_NL: NDArray[Any], target_distributions: Distributions, draft_distributions: Distributions
+) -> list[float]:
     """Test texts token by token: see the two functions below."""
-    return conditional_p_values(tokens_NL[:, :3], target_laws) + transformed_p_values(tokens_NL, target_laws, draft_laws)
+    return conditional_p_values(tokens_NL[:, :3], target_distributions) + transformed_p_values(
+        tokens_NL, target_distributions, draft_distributions
+    )
 
 
-def conditional_p_values(tokens_NL: NDArray[Any], target_laws: Laws) -> list[float]:
-    """Test the first token, and each later one given the likeliest beginning (likeliest by the law, not by the data)."""
+def conditional_p_values(tokens_NL: NDArray[Any], target_distributions: Distributions) -> list[float]:
+    """Test the first token, and each later one given the likeliest beginning (by the distribution, not by the data)."""
     beginning_1T = np.empty((1, 0), dtype=int)
     p_values = []
     for position in range(tokens_NL.shape[1]):
-        law_V = target_laws(beginning_1T)[0]
-        counts = np.bincount(tokens_NL[:, position], minlength=len(law_V))
-        p_values.append(chi_square_p_value(counts, law_V))
-        beginning_1T = np.append(beginning_1T, [[law_V.argmax()]], axis=1)
-        tokens_NL = tokens_NL[tokens_NL[:, position] == law_V.argmax()]
+        distribution_V = target_distributions(beginning_1T)[0]
+        counts = np.bincount(tokens_NL[:, position], minlength=len(distribution_V))
+        p_values.append(chi_square_p_value(counts, distribution_V))
+        beginning_1T = np.append(beginning_1T, [[distribution_V.argmax()]], axis=1)
+        tokens_NL = tokens_NL[tokens_NL[:, position] == distribution_V.argmax()]
     return p_values
 
 
-def transformed_p_values(tokens_NL: NDArray[Any], target_laws: Laws, draft_laws: Laws, bins: int = 16) -> list[float]:
+def transformed_p_values(
+    tokens_NL: NDArray[Any], target_distributions: Distributions, draft_distributions: Distributions, bins: int = 16
+) -> list[float]:
     """Test every token given its own beginning, whatever that is, by the probability integral transform.
 
-    Lay each token's law out on [0, 1] in some order and take a random point of the emitted token's stretch: if the law
-    is right these points are independent and uniform, over all rows. Errors must push mass in one direction to show, so
-    there are two orders: by target probability (a wrong context makes likely tokens rare) and by its ratio to the
-    draft's (a wrong verification leaves too much or too little of the draft). Each position is tested alone, for errors of
-    one depth, and all together, for small errors of every node.
+    Lay each token's distribution out on [0, 1] in some order and take a random point of the emitted token's stretch: if the
+    distribution is right these points are independent and uniform, over all rows. Errors must push mass in one direction to
+    show, so there are two orders: by target probability (a wrong context makes likely tokens rare) and by its ratio to the
+    draft's (a wrong verification leaves too much or too little of the draft). Each position is tested alone, for errors of one
+    depth, and all together, for small errors of every node.
     """
     random = np.random.default_rng(0)
     rows = np.arange(len(tokens_NL))
     counts_LOX = np.zeros((tokens_NL.shape[1], 2, bins))
     for position in range(tokens_NL.shape[1]):
         beginning_NT, token_N = tokens_NL[:, :position], tokens_NL[:, position]
-        law_NV, draft_NV = target_laws(beginning_NT), draft_laws(beginning_NT)
-        if not (law_NV[rows, token_N] > 0).all():
+        distribution_NV, draft_NV = target_distributions(beginning_NT), draft_distributions(beginning_NT)
+        if not (distribution_NV[rows, token_N] > 0).all():
             return [0.0]
-        ratio_NV = law_NV / np.where(draft_NV > 0, draft_NV, 1e-12)
-        for index, key_NV in enumerate((law_NV, ratio_NV)):
+        ratio_NV = distribution_NV / np.where(draft_NV > 0, draft_NV, 1e-12)
+        for index, key_NV in enumerate((distribution_NV, ratio_NV)):
             order_NV = np.argsort(-key_NV, axis=-1)
-            stop_NV = np.cumsum(np.take_along_axis(law_NV, order_NV, axis=-1), axis=-1)
+            stop_NV = np.cumsum(np.take_along_axis(distribution_NV, order_NV, axis=-1), axis=-1)
             rank_N = (order_NV == token_N[:, None]).argmax(-1)
-            point_N = stop_NV[rows, rank_N] - random.random(len(rows)) * law_NV[rows, token_N]
+            point_N = stop_NV[rows, rank_N] - random.random(len(rows)) * distribution_NV[rows, token_N]
             counts_LOX[position, index] = np.bincount((point_N * bins).astype(int).clip(0, bins - 1), minlength=bins)
     uniform = np.full(bins, 1 / bins)
     tables_TX = [*counts_LOX.reshape(-1, bins), *counts_LOX.sum(0)]
     return [chi_square_p_value(counts_X, uniform) for counts_X in tables_TX]
 
 
-def joint_p_value(tokens_NL: NDArray[Any], target_laws: Laws) -> float:
-    """Test whole texts at once against their joint law: for few tokens and short texts."""
-    chance_X = joint_law(target_laws, tokens_NL.shape[1])
+def joint_p_value(tokens_NL: NDArray[Any], target_distributions: Distributions) -> float:
+    """Test whole texts at once against their joint distribution: for few tokens and short texts."""
+    chance_X = joint_distribution(target_distributions, tokens_NL.shape[1])
     vocabulary = round(len(chance_X) ** (1 / tokens_NL.shape[1]))
     cell_N = tokens_NL @ vocabulary ** np.arange(tokens_NL.shape[1])[::-1]
     return chi_square_p_value(np.bincount(cell_N, minlength=len(chance_X)), chance_X)
 
 
-def joint_law(target_laws: Laws, length: int) -> NDArray[Any]:
-    """Return the chance of every text of `length` tokens, the product of the laws along it; the last token counts fastest."""
+def joint_distribution(target_distributions: Distributions, length: int) -> NDArray[Any]:
+    """Return the probability of every text of `length` tokens; the last token counts fastest."""
     chance_X = np.ones(1)
     beginnings_XT = np.empty((1, 0), dtype=int)
     for _ in range(length):
-        law_XV = target_laws(beginnings_XT)
-        chance_X = (chance_X[:, None] * law_XV).reshape(-1)
-        next_X = np.tile(np.arange(law_XV.shape[1]), len(beginnings_XT))
-        beginnings_XT = np.column_stack([beginnings_XT.repeat(law_XV.shape[1], axis=0), next_X])
+        distribution_XV = target_distributions(beginnings_XT)
+        chance_X = (chance_X[:, None] * distribution_XV).reshape(-1)
+        next_X = np.tile(np.arange(distribution_XV.shape[1]), len(beginnings_XT))
+        beginnings_XT = np.column_stack([beginnings_XT.repeat(distribution_XV.shape[1], axis=0), next_X])
     return chance_X
 
 

@@ -1,4 +1,4 @@
-"""One node: laws to try a rule on, what it emits summed over all that can be drawn, and samples of it as production draws them.
+"""One node: distributions to try a rule on, what it emits summed over all draws, and samples as production draws them.
 
 Enumeration is exact, without samples and without false alarms.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from polydraft.errors import FailureError
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes import Scheme
 from polydraft.trees import parse_tree
+from polydraft.verify import Scheme
 
 TOLERANCE = 1e-9
 """Of enumerations: float64 leaves about 1e-15, the smallest bug of interest (eps = 1e-3) about 1e-4."""
@@ -30,7 +30,7 @@ _BARELY = 1e-7
 
 
 class ImproperDrawingError(FailureError):
-    """Children whose law is no law."""
+    """Children whose distribution is no distribution."""
 
 
 def largest_count(scheme: Scheme | type[Scheme], wanted: int) -> int:
@@ -53,56 +53,58 @@ def drawings(scheme: Scheme, draft_probs_CV: Tensor, count: int) -> tuple[Tensor
     children_RJ = torch.empty(len(case_R), 0, dtype=torch.long)
     chance_R = torch.ones(len(case_R), dtype=torch.float64)
     for _ in range(count):
-        law_RV = scheme.child_law(draft_probs_CV[case_R], children_RJ, count).double()
-        _check_drawing(law_RV, children_RJ)
+        distribution_RV = scheme.child_distribution(draft_probs_CV[case_R], children_RJ, count).double()
+        _check_drawing(distribution_RV, children_RJ)
         # A column for "no child" takes the whole mass of zero rows.
-        law_RX = torch.cat([law_RV, (law_RV.sum(-1) == 0).double()[:, None]], dim=1)
-        row_S, child_S = law_RX.nonzero(as_tuple=True)
-        chance_R = chance_R[row_S] * law_RX[row_S, child_S]
-        child_S = torch.where(child_S == law_RV.shape[1], NO_TOKEN, child_S)
+        distribution_RX = torch.cat([distribution_RV, (distribution_RV.sum(-1) == 0).double()[:, None]], dim=1)
+        row_S, child_S = distribution_RX.nonzero(as_tuple=True)
+        chance_R = chance_R[row_S] * distribution_RX[row_S, child_S]
+        child_S = torch.where(child_S == distribution_RV.shape[1], NO_TOKEN, child_S)
         children_RJ = torch.cat([children_RJ[row_S], child_S[:, None]], dim=1)
         case_R = case_R[row_S]
     return case_R, children_RJ, chance_R
 
 
-def _check_drawing(law_RV: Tensor, children_RJ: Tensor) -> None:
-    total_R = law_RV.sum(-1)
-    if not (law_RV >= 0).all():
-        raise ImproperDrawingError("child_law is negative or not a number")
+def _check_drawing(distribution_RV: Tensor, children_RJ: Tensor) -> None:
+    total_R = distribution_RV.sum(-1)
+    if not (distribution_RV >= 0).all():
+        raise ImproperDrawingError("child_distribution is negative or not a number")
     if not ((total_R == 0) | ((total_R - 1).abs() < TOLERANCE)).all():
-        raise ImproperDrawingError("child_law is neither a law nor zero")
+        raise ImproperDrawingError("child_distribution is neither a distribution nor zero")
     if total_R[(children_RJ == NO_TOKEN).any(-1)].any():
         raise ImproperDrawingError("a child follows a missing one")
 
 
 @dataclass(frozen=True, eq=False)
 class Enumeration:
-    """All drawings of some cases, with the emitted token's law for each."""
+    """All drawings of some cases, with the emitted token's distribution for each."""
 
     target_CV: Tensor
     """What should come out, float64."""
     case_R: Tensor
     children_RK: Tensor
     chance_R: Tensor
-    law_RV: Tensor
+    distribution_RV: Tensor
 
     @property
     def emitted_CV(self) -> Tensor:
-        """The law of the emitted token, over all drawings of a case."""
-        return torch.zeros_like(self.target_CV).index_add_(0, self.case_R, self.chance_R[:, None] * self.law_RV)
+        """The distribution of the emitted token, over all drawings of a case."""
+        return torch.zeros_like(self.target_CV).index_add_(0, self.case_R, self.chance_R[:, None] * self.distribution_RV)
 
     @property
     def error_C(self) -> Tensor:
-        """Largest error of the emitted law; infinite where it is not a number."""
+        """Largest error of the emitted distribution; infinite where it is not a number."""
         return (self.emitted_CV - self.target_CV).abs().amax(-1).nan_to_num(nan=torch.inf)
 
     @property
     def improper_R(self) -> Tensor:
-        """How far a single law is from being one: negative, or not summing to one; infinite where it is not a number.
+        """How far a single distribution is from being one: negative, or not summing to one; infinite where it is not a number.
 
         Drawings less likely than the tolerance are left out: they may lie below what float64 tells from impossible.
         """
-        off_R = torch.maximum((self.law_RV.sum(-1) - 1).abs(), -self.law_RV.amin(-1)).nan_to_num(nan=torch.inf)
+        off_R = torch.maximum((self.distribution_RV.sum(-1) - 1).abs(), -self.distribution_RV.amin(-1)).nan_to_num(
+            nan=torch.inf
+        )
         return torch.where(self.chance_R > TOLERANCE, off_R, 0.0)
 
 
@@ -112,21 +114,21 @@ def enumerate_rule(
     """Enumerate all drawings of `count` children; `missing` appends columns without a child, as in a sparse tree."""
     case_R, children_RK, chance_R = drawings(scheme, draft_probs_CV, count)
     children_RK = torch.nn.functional.pad(children_RK, (0, missing), value=NO_TOKEN)
-    law_RV = scheme.law(target_probs_CV[case_R], draft_probs_CV[case_R], children_RK)
+    distribution_RV = scheme.distribution(target_probs_CV[case_R], draft_probs_CV[case_R], children_RK)
     expected = (len(case_R), target_probs_CV.shape[1])
-    if not isinstance(law_RV, Tensor) or tuple(law_RV.shape) != expected:
-        found = tuple(law_RV.shape) if isinstance(law_RV, Tensor) else type(law_RV).__name__
-        raise FailureError(f"law has the wrong shape: {found}, allowed: {expected}")
-    if law_RV.dtype != torch.float64:
-        raise FailureError(f"law is {law_RV.dtype}; allowed: torch.float64, since rounding would hide errors")
+    if not isinstance(distribution_RV, Tensor) or tuple(distribution_RV.shape) != expected:
+        found = tuple(distribution_RV.shape) if isinstance(distribution_RV, Tensor) else type(distribution_RV).__name__
+        raise FailureError(f"distribution has the wrong shape: {found}, allowed: {expected}")
+    if distribution_RV.dtype != torch.float64:
+        raise FailureError(f"distribution is {distribution_RV.dtype}; allowed: torch.float64, since rounding would hide errors")
     target_CV = target_probs_CV.double() / target_probs_CV.double().sum(-1, keepdim=True)
-    return Enumeration(target_CV, case_R, children_RK, chance_R, law_RV)
+    return Enumeration(target_CV, case_R, children_RK, chance_R, distribution_RV)
 
 
 def enumeration_error(
     scheme: Scheme, target_probs_CV: Tensor, draft_probs_CV: Tensor, count: int, missing: int = 0
 ) -> tuple[float, float]:
-    """Return the largest error over all cases of the emitted token's law, and of single laws in not being laws."""
+    """Return the largest error of the emitted token's distribution, and of single rows that should sum to one."""
     enumeration = enumerate_rule(scheme, target_probs_CV, draft_probs_CV, count, missing)
     return enumeration.error_C.max().item(), enumeration.improper_R.max().item()
 
@@ -134,9 +136,11 @@ def enumeration_error(
 def enumerated_acceptance(scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int) -> float:
     """Chance that the emitted token is one of the children."""
     enumeration = enumerate_rule(scheme, target_V[None], draft_V[None], count)
-    law_RV, children_RK = enumeration.law_RV, enumeration.children_RK
-    among_RV = torch.zeros_like(law_RV).scatter_add_(1, children_RK.clamp(min=0), (children_RK != NO_TOKEN).double()) > 0
-    return float((enumeration.chance_R[:, None] * law_RV * among_RV).sum())
+    distribution_RV, children_RK = enumeration.distribution_RV, enumeration.children_RK
+    among_RV = (
+        torch.zeros_like(distribution_RV).scatter_add_(1, children_RK.clamp(min=0), (children_RK != NO_TOKEN).double()) > 0
+    )
+    return float((enumeration.chance_R[:, None] * distribution_RV * among_RV).sum())
 
 
 def sample_node(
@@ -152,10 +156,10 @@ def sample_node(
 
 
 def random_cases(vocabulary: int, cases: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return target and draft laws [C, V]: smooth, peaked, with zeros, one-hot, and each tenth pair equal."""
+    """Return target and draft distributions [C, V]: smooth, peaked, with zeros, one-hot, and each tenth pair equal."""
     random = np.random.default_rng(seed)
 
-    def law() -> NDArray[Any]:
+    def distribution() -> NDArray[Any]:
         kind = random.integers(4)
         if kind == 3:
             one_hot: NDArray[Any] = np.eye(vocabulary)[random.integers(vocabulary)]
@@ -167,14 +171,14 @@ def random_cases(vocabulary: int, cases: int, seed: int) -> tuple[Tensor, Tensor
         weights /= weights.sum()
         return weights
 
-    pairs = [(law(), law()) for _ in range(cases)]
+    pairs = [(distribution(), distribution()) for _ in range(cases)]
     pairs = [(draft if index % 10 == 0 else target, draft) for index, (target, draft) in enumerate(pairs)]
     targets, drafts = zip(*pairs, strict=True)
     return torch.tensor(np.array(targets)), torch.tensor(np.array(drafts))
 
 
 def degenerate_cases(vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return every pair of laws from a list of awkward ones [C, V]: one-hot, equal, disjoint, barely there, nearly equal."""
+    """Return every pair of awkward distributions [C, V]: one-hot, equal, disjoint, barely there, nearly equal."""
     ranks_V = torch.arange(vocabulary, dtype=torch.float64)
     weights = [
         ranks_V == 0,
@@ -187,13 +191,13 @@ def degenerate_cases(vocabulary: int) -> tuple[Tensor, Tensor]:
         torch.where(ranks_V == 0, _BARELY, 1.0),
         1 + 1e-10 * ranks_V,
     ]
-    laws_XV = torch.stack([weight_V.double() / weight_V.double().sum() for weight_V in weights])
-    return laws_XV.repeat_interleave(len(laws_XV), 0), laws_XV.repeat(len(laws_XV), 1)
+    distributions_XV = torch.stack([weight_V.double() / weight_V.double().sum() for weight_V in weights])
+    return distributions_XV.repeat_interleave(len(distributions_XV), 0), distributions_XV.repeat(len(distributions_XV), 1)
 
 
 def round_cases(vocabulary: int, parts: int) -> tuple[Tensor, Tensor]:
-    """Return all pairs of laws [C, V] whose probabilities are multiples of 1/`parts`, each with a target and a draft."""
+    """Return all pairs of target and draft distributions [C, V] whose probabilities are multiples of 1/`parts`."""
     bars_XB = torch.tensor(list(combinations(range(parts + vocabulary - 1), vocabulary - 1))).reshape(-1, vocabulary - 1)
     edges_XB = torch.nn.functional.pad(torch.nn.functional.pad(bars_XB, (1, 0), value=-1), (0, 1), value=parts + vocabulary - 1)
-    laws_XV = (edges_XB.diff(dim=1) - 1).double() / parts
-    return laws_XV.repeat_interleave(len(laws_XV), 0), laws_XV.repeat(len(laws_XV), 1)
+    distributions_XV = (edges_XB.diff(dim=1) - 1).double() / parts
+    return distributions_XV.repeat_interleave(len(distributions_XV), 0), distributions_XV.repeat(len(distributions_XV), 1)

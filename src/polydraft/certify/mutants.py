@@ -6,22 +6,24 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.schemes import (
+from polydraft.trees import DraftTree
+from polydraft.verify import (
     Gumbel,
     Hybrid,
     KSeq,
+    NodeWalk,
     Race,
     RaceBucketed,
     RejectionWithoutReplacement,
     RejectionWithReplacement,
     Scheme,
     SpecHub,
+    Verdict,
+    Walk,
 )
-from polydraft.schemes.arrays import as_tensor, normalised, quietly, ratio, without
-from polydraft.schemes.contest import Contest, bucketed_cells
-from polydraft.trees import DraftTree
-from polydraft.walks import NodeWalk, Verdict, Walk
-from polydraft.walks.walk import TargetLaw
+from polydraft.verify.arrays import as_tensor, normalised, quietly, ratio, without
+from polydraft.verify.contest import Contest, bucketed_cells
+from polydraft.verify.walk import TargetDistribution
 
 
 def _residual(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
@@ -41,14 +43,14 @@ class Rejection(Scheme):
     epsilon = 0.0
     least_target = 0.0
 
-    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+    def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         draft_RV = normalised(draft_probs_RV)
         return draft_RV if self.drawn_with_replacement else without(draft_RV, earlier_RJ)
 
     def arranged(self, draft_RV: Tensor, children_RK: Tensor) -> Tensor:
         return children_RK
 
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+    def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
         original_RV, draft_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
         children_RK = self.arranged(draft_RV, children_RK)
         draft_RV = normalised(draft_RV ** (1 / self.draft_temperature))
@@ -123,7 +125,7 @@ class ResidualNotTaken(Rejection):
 
 
 class DraftAtAnotherTemperature(Rejection):
-    """Test against a draft law of another temperature than was drawn from."""
+    """Test against a draft distribution of another temperature than was drawn from."""
 
     draft_temperature = 1.1
 
@@ -141,13 +143,13 @@ class AcceptedWithoutTargetMass(Rejection):
 
 
 class RemovedBeforeResidual(Rejection):
-    """Remove a failed child from the draft law before it is subtracted, not after."""
+    """Remove a failed child from the draft distribution before it is subtracted, not after."""
 
     removed_before_residual = True
 
 
 class TopAndOne(Scheme):
-    """Top children and one sampled from the rest, which alone is tested: correct, against the law of the rest."""
+    """Top children and one sampled from the rest, which alone is tested: correct, against the distribution of the rest."""
 
     name = "mutant"
     tested_against_rest = True
@@ -155,27 +157,27 @@ class TopAndOne(Scheme):
     def _rest(self, draft_probs_RV: Tensor, top: int) -> Tensor:
         return without(normalised(draft_probs_RV), draft_probs_RV.topk(top, dim=1).indices)
 
-    def child_law(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
+    def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         if earlier_RJ.shape[1] == count - 1:
             return self._rest(draft_probs_RV, count - 1)
         order_RV = draft_probs_RV.argsort(dim=1, descending=True, stable=True)
         rank = earlier_RJ.shape[1]
         return torch.zeros_like(draft_probs_RV).scatter_(1, order_RV[:, rank : rank + 1], 1.0)
 
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+    def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
         rest_RV = self._rest(draft_probs_RV, children_RK.shape[1] - 1)
         tested_RV = rest_RV if self.tested_against_rest else normalised(draft_probs_RV)
-        return RejectionWithReplacement().law(target_probs_RV, tested_RV, children_RK[:, -1:])
+        return RejectionWithReplacement().distribution(target_probs_RV, tested_RV, children_RK[:, -1:])
 
 
 class GreedyTestedAgainstDraft(TopAndOne):
-    """Test the sampled child against the whole draft law."""
+    """Test the sampled child against the whole draft distribution."""
 
     tested_against_rest = False
 
 
 class DrawnByRank(RejectionWithoutReplacement):
-    """Draw the likeliest children while the law says sampled ones."""
+    """Draw the likeliest children while the distribution says sampled ones."""
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         return draft_probs_RV.topk(uniforms_RK.shape[1], dim=1).indices
@@ -203,7 +205,7 @@ class RaceOfOneMore(Race):
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
         wrong = super().contest(target_probs_RV, draft_probs_RV, torch.cat([children_RK, children_RK[:, -1:]], dim=1))
-        return dataclasses.replace(right, plan=wrong.plan, law_RV=wrong.law_RV)
+        return dataclasses.replace(right, plan=wrong.plan, distribution_RV=wrong.distribution_RV)
 
 
 class RaceOfDistinctChildren(Race):
@@ -215,7 +217,7 @@ class RaceOfDistinctChildren(Race):
 
 
 class RaceWithoutExchange(Race):
-    """Let every child race from its own places: it wins by the law of the largest, not by the planned one."""
+    """Let every child race from its own places: it wins by the distribution of the largest, not by the planned one."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
@@ -223,7 +225,7 @@ class RaceWithoutExchange(Race):
 
 
 class BucketsSharedByTarget(RaceBucketed):
-    """Divide what a bucket wins among its tokens by the target's law, while children are drawn by the draft's."""
+    """Divide what a bucket wins among its tokens by the target's distribution, while children are drawn by the draft's."""
 
     def __init__(self) -> None:
         super().__init__(buckets=3)
@@ -234,13 +236,13 @@ class BucketsSharedByTarget(RaceBucketed):
         cell_RV = as_tensor(cells_RV)
         target_RC, selected_RC = torch.zeros(2, len(target_probs_RV), cells).double()
         target_RC.scatter_add_(1, cell_RV, target_probs_RV.double())
-        selected_RC.scatter_add_(1, cell_RV, right.law_RV)
-        law_RV = target_probs_RV * ratio(selected_RC, target_RC).gather(1, cell_RV)
-        return dataclasses.replace(right, law_RV=law_RV)
+        selected_RC.scatter_add_(1, cell_RV, right.distribution_RV)
+        distribution_RV = target_probs_RV * ratio(selected_RC, target_RC).gather(1, cell_RV)
+        return dataclasses.replace(right, distribution_RV=distribution_RV)
 
 
 class HybridWithoutHandover(Hybrid):
-    """Declare that certain children are selected by the target's law, and never select them."""
+    """Declare that certain children are selected by the target's distribution, and never select them."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
@@ -249,7 +251,7 @@ class HybridWithoutHandover(Hybrid):
 
 
 class HybridRacingAll(Hybrid):
-    """Take certain children for draws from the whole law."""
+    """Take certain children for draws from the whole distribution."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         return Race().contest(target_probs_RV, draft_probs_RV, children_RK)
@@ -263,20 +265,20 @@ class HybridOfAnotherThreshold(Hybrid):
 
 
 class SpecHubTestedAgainstDraft(SpecHub):
-    """Test the child that is not the hub against the whole law."""
+    """Test the child that is not the hub against the whole distribution."""
 
     def _tested(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
         return draft_probs_RV, super()._tested(draft_probs_RV, children_RK)[1]
 
 
 class _GumbelOfOthers(Gumbel):
-    """Verify other children, or by another draft law, than were drawn."""
+    """Verify other children, or by another draft distribution, than were drawn."""
 
     def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def law(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        return super().law(target_probs_RV, *self._others(draft_probs_RV, children_RK))
+    def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
+        return super().distribution(target_probs_RV, *self._others(draft_probs_RV, children_RK))
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
         return super().verify(target_probs_RV, *self._others(draft_probs_RV, children_RK), uniforms_RU)
@@ -299,37 +301,37 @@ class GumbelPruned(_GumbelOfOthers):
 
 
 class GumbelAtAnotherTemperature(_GumbelOfOthers):
-    """Verify with another law than the children were drawn from."""
+    """Verify with another distribution than the children were drawn from."""
 
     def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
         return draft_probs_RV ** (1 / 1.2), children_RK
 
 
 class BonusFromRoot(NodeWalk):
-    """Draw the token behind the last level from the root's law."""
+    """Draw the token behind the last level from the root's distribution."""
 
-    def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
-        def wrong_law(node_B: Tensor, path_BP: Tensor) -> Tensor:
-            return target_law(torch.zeros_like(node_B) if path_BP.shape[1] == draft.depth else node_B, path_BP)
+    def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:
+        def wrong_distribution(node_B: Tensor, path_BP: Tensor) -> Tensor:
+            return target_distribution(torch.zeros_like(node_B) if path_BP.shape[1] == draft.depth else node_B, path_BP)
 
-        return super().run(scheme, draft, wrong_law, uniforms_BU)
+        return super().run(scheme, draft, wrong_distribution, uniforms_BU)
 
 
-class LawOfFirstNode(NodeWalk):
-    """Verify every node with the draft law of the first node of its level."""
+class DistributionOfFirstNode(NodeWalk):
+    """Verify every node with the draft distribution of the first node of its level."""
 
-    def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
-        assert draft.law_rows_BN is not None
-        wrong = dataclasses.replace(draft, law_rows_BN=torch.zeros_like(draft.law_rows_BN))
-        return super().run(scheme, wrong, target_law, uniforms_BU)
+    def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:
+        assert draft.distribution_rows_BN is not None
+        wrong = dataclasses.replace(draft, distribution_rows_BN=torch.zeros_like(draft.distribution_rows_BN))
+        return super().run(scheme, wrong, target_distribution, uniforms_BU)
 
 
 class SameNumbersAtEveryLevel(NodeWalk):
     """Verify every level with the random numbers of the first."""
 
-    def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> Verdict:
+    def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:
         repeated_BU = uniforms_BU[:, : scheme.verify_uniforms].repeat(1, draft.depth + 1)
-        return super().run(scheme, draft, target_law, repeated_BU)
+        return super().run(scheme, draft, target_distribution, repeated_BU)
 
 
 CORRECT: list[type[Scheme]] = [Rejection, WithReplacement, TopAndOne, KSeqFewSteps]
@@ -363,7 +365,7 @@ SUBTLE: list[type[Scheme]] = [
     RaceWithoutExchange,
     GumbelAtAnotherTemperature,
 ]
-"""Seen by enumeration alone: by sampling they would take a million draws, or other laws than the fixture's."""
+"""Seen by enumeration alone: by sampling they would take a million draws, or other distributions than the fixture's."""
 
-WRONG_WALKS: list[type[Walk]] = [BonusFromRoot, LawOfFirstNode, SameNumbersAtEveryLevel]
+WRONG_WALKS: list[type[Walk]] = [BonusFromRoot, DistributionOfFirstNode, SameNumbersAtEveryLevel]
 """Each takes correct rules through a tree."""

@@ -1,4 +1,4 @@
-"""Pairs of models with known laws, and the laws that their texts must follow, in numpy: nothing under test but the look-up."""
+"""Pairs of models with known distributions, and those that their texts must follow, in numpy: only look-ups are tested."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -13,7 +13,7 @@ from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 
 ECHO_VOCABULARY = 32
-_SHARPNESS = 2.5  # laws of about two nats: enough to reject, few enough cells to see it
+_SHARPNESS = 2.5  # distributions of about two nats: enough to reject, few enough cells to see it
 _LAST = [14, 9, 3]
 
 
@@ -41,7 +41,7 @@ def echoing_model(seed: int) -> TabularModel:
 
 @cache
 def echo_pair() -> ModelPair:
-    """32 tokens, laws of about two nats, a draft that agrees for the most part."""
+    """32 tokens, distributions of about two nats, a draft that agrees for the most part."""
     target = echoing_model(seed=1)
     # The likeliest continuations are in the prompt, where the repetition penalty finds them.
     likeliest = [int(token) for token in target.logits_after(_LAST).topk(3).indices]
@@ -51,18 +51,18 @@ def echo_pair() -> ModelPair:
 @cache
 def fixture_pair() -> ModelPair:
     """Fixture F at every node: small effects of wrong verification show here first."""
-    models = [TabularModel(law_V.log().repeat(4, 1)) for law_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V)]
+    models = [TabularModel(distribution_V.log().repeat(4, 1)) for distribution_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V)]
     return ModelPair(models[0], models[1], (0, 0))
 
 
 @cache
 def small_pair() -> ModelPair:
-    """Three tokens whose laws depend on the last three: few enough texts to test each of them."""
+    """Three tokens whose distributions depend on the last three: few enough texts to test each of them."""
     models = [TabularModel.random(3, order=3, seed=seed, sharpness=1.5) for seed in (5, 6)]
     return ModelPair(models[0], models[1], (2, 0, 1))
 
 
-def next_laws(model: TabularModel, prompt: list[int], new_NL: NDArray[Any], params: SamplingParams) -> NDArray[Any]:
+def next_distributions(model: TabularModel, prompt: list[int], new_NL: NDArray[Any], params: SamplingParams) -> NDArray[Any]:
     """Return the next token's probabilities [N, V] after a prompt and L new tokens, in the order of Hugging Face `generate`."""
     text_NT = np.concatenate([np.tile(np.array(prompt), (len(new_NL), 1)), new_NL], axis=1)
     scores_NV = _logits(model, text_NT)
@@ -113,15 +113,15 @@ def _truncated(probs_NV: NDArray[Any], params: SamplingParams) -> NDArray[Any]:
     if params.top_p < 1:  # with 1 all stay, whatever the sums round to
         sorted_NV[mass_before_NV >= params.top_p] = 0
     sorted_NV[sorted_NV < params.min_p * sorted_NV[:, :1]] = 0
-    law_NV = np.zeros_like(probs_NV)
-    np.put_along_axis(law_NV, order_NV, sorted_NV / sorted_NV.sum(-1, keepdims=True), axis=-1)
-    return law_NV
+    distribution_NV = np.zeros_like(probs_NV)
+    np.put_along_axis(distribution_NV, order_NV, sorted_NV / sorted_NV.sum(-1, keepdims=True), axis=-1)
+    return distribution_NV
 
 
 def greedy_text(model: TabularModel, prompt: list[int], count: int, params: SamplingParams) -> list[int]:
     """Continue a prompt by the likeliest token, one at a time."""
     new_tokens: list[int] = []
     while len(new_tokens) < count:
-        law_1V = next_laws(model, prompt, np.array(new_tokens, dtype=int)[None], params)
-        new_tokens.append(int(law_1V.argmax()))
+        distribution_1V = next_distributions(model, prompt, np.array(new_tokens, dtype=int)[None], params)
+        new_tokens.append(int(distribution_1V.argmax()))
     return new_tokens

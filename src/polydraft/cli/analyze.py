@@ -15,8 +15,8 @@ from polydraft.options import LoadOptions
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polydraft.analyze import Analysis, AnalyzeSettings, LawStore, Row
-    from polydraft.analyze.analysis import SampleSize
+    from polydraft.lab.analyze import Analysis, AnalyzeSettings, DistributionStore, Row
+    from polydraft.lab.analyze.analysis import SampleSize
 
 _USUAL = {
     None: ("0.6,1.0", "2,4,8"),
@@ -25,7 +25,7 @@ _USUAL = {
 }
 """What --sweep looks at, temperatures and drafts, unless told otherwise; 3 drafts and 0.7 are the paper's own."""
 _KEPT_BYTES = 2**31
-"""Of laws in the user's cache folder; in --out all are kept."""
+"""Of distributions in the user's cache folder; in --out all are kept."""
 _ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")
 
 
@@ -63,8 +63,8 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     if sweep is not None and out is None:
         raise UsageError("--sweep needs --out; name a folder for the plots")
     announce_start()
-    from polydraft.analyze import Analysis
-    from polydraft.analyze.files import Sweep, write_files
+    from polydraft.lab.analyze import Analysis
+    from polydraft.lab.analyze.files import Sweep, write_files
     from polydraft.output import check_folder
 
     settings = _settings(sweep, options)
@@ -87,7 +87,7 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
 
 def _settings(sweep: str | None, options: dict[str, Any]) -> "AnalyzeSettings":
     """Read the lists and check everything that can be checked without a model."""
-    from polydraft.analyze import AnalyzeSettings
+    from polydraft.lab.analyze import AnalyzeSettings
 
     temperatures, drafts = _USUAL[sweep]
     options["temperatures"] = _numbers("--temperature", options.pop("temperature") or temperatures, float)
@@ -107,11 +107,15 @@ def _numbers(option: str, text: str, kind: type[float] | type[int]) -> tuple[Any
     return numbers
 
 
-def _store(out: Path | None) -> "LawStore":
-    from polydraft.analyze import LawStore
+def _store(out: Path | None) -> "DistributionStore":
+    from polydraft.lab.analyze import DistributionStore
     from polydraft.output import cache_root
 
-    return LawStore(cache_root() / "laws", most_bytes=_KEPT_BYTES) if out is None else LawStore(out / "cache")
+    return (
+        DistributionStore(cache_root() / "distributions", most_bytes=_KEPT_BYTES)
+        if out is None
+        else DistributionStore(out / "cache")
+    )
 
 
 def _report(analysis: "Analysis", rows: list["Row"]) -> dict[str, Any]:
@@ -140,8 +144,8 @@ def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> "
     from rich import box
     from rich.table import Table
 
-    from polydraft.analyze.comparison import drawing_of
-    from polydraft.schemes import SCHEMES
+    from polydraft.lab.analyze.comparison import drawing_of
+    from polydraft.verify import SCHEMES
 
     settings, pair = analysis.settings, analysis.pair
     title = (

@@ -35,7 +35,7 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     """
     announce_start()
     from polydraft.batch.results import Nowhere, ResultFile, Results
-    from polydraft.batch.running import BatchTask, run_batch
+    from polydraft.batch.runner import BatchTask, run_batch
     from polydraft.engine.stats import rest_line
     from polydraft.models.placement import TENSOR_PARALLEL, agreed, is_follower
 

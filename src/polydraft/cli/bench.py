@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.bench.options import BenchOptions, method_options
-from polydraft.bench.serving import ServingLoad
 from polydraft.cli.options import in_range, options_of, prepare
 from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import FailureError, UsageError
+from polydraft.lab.bench.options import BenchOptions, method_options
+from polydraft.lab.bench.serving import ServingLoad
 
 if TYPE_CHECKING:
-    from polydraft.bench.session import BenchSession
+    from polydraft.lab.bench.session import BenchSession
 
 _PAGE = ".html"
 _BEHIND = (
@@ -75,7 +75,7 @@ def command(context: click.Context, /, **options: Any) -> None:
 @click.argument("after", type=click.Path(path_type=Path))
 def diff(before: Path, after: Path) -> None:
     """Show what changed beyond noise between two results (folders or results.json files)."""
-    from polydraft.bench.diff import compare, format_diff, load_results
+    from polydraft.lab.bench.diff import compare, format_diff, load_results
 
     click.echo(format_diff(compare(load_results(before), load_results(after))))
 
@@ -92,8 +92,8 @@ def serve(source: str, out: Path | None, **options: Any) -> None:
     Arms run one after the other, with the same prompts and arrival times. The arms transformers and llama.cpp start their own
     servers; to measure any other server, give its --url and --arms as-is.
     """
-    from polydraft.bench.report.serving import render_load
-    from polydraft.bench.serving import format_load, run_load
+    from polydraft.lab.bench.report.serving import render_load
+    from polydraft.lab.bench.serving import format_load, run_load
     from polydraft.output import check_file, write_text
     from polydraft.prompts import load_prompts
 
@@ -126,8 +126,8 @@ def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
 
     Give all N shards, finished, and started with the same settings on the same machine.
     """
-    from polydraft.bench.reproduction import merge_reproduction
-    from polydraft.bench.shards import merge_shards
+    from polydraft.lab.bench.reproduction import merge_reproduction
+    from polydraft.lab.bench.shards import merge_shards
 
     if reproduce is None:
         _show(merge_shards(out, folders, _command_line()), out)
@@ -148,7 +148,7 @@ def _bench(given: set[str], **options: Any) -> None:
     if paper is not None:
         _reproduce(paper, size, given, options, out, resume=resume, untimed=untimed)
         return
-    from polydraft.bench.session import BenchSession
+    from polydraft.lab.bench.session import BenchSession
     from polydraft.output import check_folder
 
     chosen = BenchOptions(**{**options, "methods": tuple(options["methods"].split())})
@@ -160,9 +160,9 @@ def _reproduce(
     names: str, size: str, given: set[str], options: dict[str, Any], out: Path, *, resume: bool, untimed: bool
 ) -> None:
     """Measure papers again, several in folders of their own, with models that are loaded once."""
-    from polydraft.bench.reproduction import Reproduction
-    from polydraft.bench.session import Models
-    from polydraft.papers import PAPERS
+    from polydraft.lab.bench.reproduction import Reproduction
+    from polydraft.lab.bench.session import Models
+    from polydraft.lab.papers import PAPERS
 
     chosen, models = PAPERS.names() if names == "all" else names.split(","), Models()
     places = {name: out / name if len(chosen) > 1 else out for name in chosen}
@@ -217,7 +217,7 @@ def _show(results: dict[str, Any], out: Path) -> None:
 
 def _show_reproduction(results: dict[str, dict[str, Any]], out: Path) -> None:
     """Print a paper's tables, whatever failed, and then say what did."""
-    from polydraft.papers import FILE
+    from polydraft.lab.papers import FILE
 
     click.echo((out / FILE).read_text(encoding="utf-8"))
     click.echo(f"{out / FILE} written")

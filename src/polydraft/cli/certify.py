@@ -132,10 +132,10 @@ def command(
     """Certify that verification rules leave the target's distribution unchanged.
 
     NAME is a scheme, a walk, SCHEME+WALK, or your own rule as module:attribute: a subclass of Scheme or Walk, a function
-    law(target_probs, draft_probs, children) -> probs, or a function verify(target_probs, draft_probs, children, rng) -> token,
-    which can only be sampled. Each rule is enumerated exactly, sampled, and run through the whole engine. Known wrong rules get
-    the same checks, to show that they are caught. If a rule fails, the command prints the smallest counter-example it found
-    and exits with code 1.
+    distribution(target_probs, draft_probs, children) -> probs, or a function verify(target_probs, draft_probs, children, rng)
+    -> token, which can only be sampled. Each rule is enumerated exactly, sampled, and run through the whole engine. Known wrong
+    rules get the same checks, to show that they are caught. If a rule fails, the command prints the smallest counter-example it
+    found and exits with code 1.
     """
     if everything and names:
         raise UsageError(f"--all already covers {names[0]}; give names or --all, not both")

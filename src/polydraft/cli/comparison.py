@@ -10,7 +10,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Generation, Stats
 from polydraft.errors import FailureError
 from polydraft.loading import NARROW_STATIC_TREE
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HUGGING_FACE = "Hugging Face generate"
 _WARM_UP = 8
-"""Tokens on a CPU; a GPU is warmed up by the whole text, whose rounds are recorded meanwhile."""
+"""Tokens on a CPU; a GPU is warmed up by the whole text, whose rounds are captured meanwhile."""
 _FEW = 0.5
 """Share of rounds with drafts below which the mean round says little about them."""
 _SPOKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -58,7 +58,7 @@ def compare(task: "Task", decoder: Decoder, console: Any) -> None:
     for stats in drafted:
         console.print(break_even_line(baseline.stats, stats))
     if not decoder.lossless:
-        console.print(f"{decoder.drafter.name} is lossy: its text does not follow the target's law")
+        console.print(f"{decoder.drafter.name} is lossy: its text does not follow the target's distribution")
     elif decoder.with_defaults(task.params, decoder.encode(task.text, chat=not task.raw)).temperature == 0:
         _state_identity(baseline, result, console, exact=_exact(decoder.target))
         if theirs is not None:
@@ -85,7 +85,8 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
     sampling: dict[str, Any] = {"do_sample": decoder.with_defaults(params, prompt).temperature > 0}
     for name in _SPOKEN if sampling["do_sample"] else ("repetition_penalty",):
         value = getattr(params, name)
-        # Numbers that ask for nothing, too: by default `generate` keeps 50 tokens and samples from another law than we do.
+        # Numbers that ask for nothing, too: by default `generate` keeps 50 tokens and samples from another distribution than we
+        # do.
         if decoder.defaults is None or was_asked(value) or name not in own:
             sampling[name] = (value or None) if name == "min_p" else value
 

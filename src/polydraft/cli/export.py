@@ -43,7 +43,7 @@ def head(
 
     from polydraft.models import FeatureHead
     from polydraft.models.bundled import BUNDLED, bundled_folder
-    from polydraft.models.head_export import export_speculators
+    from polydraft.models.heads.head_export import export_speculators
     from polydraft.models.loading import load_draft, load_model
     from polydraft.models.placement import resolve_device, resolve_dtype
 

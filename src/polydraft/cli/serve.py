@@ -59,7 +59,7 @@ def _listen(settings: ServeOptions) -> socket.socket:
 def _serve(loading: Loading, settings: ServeOptions, listening: socket.socket | None) -> None:
     with _needing("a server needs", "serve"):
         from polydraft.models.placement import is_follower
-        from polydraft.serve.running import server_of
+        from polydraft.serve.server import server_of
         from polydraft.serve.service import Service
     if listening is None and is_follower():
         for name in (signal.SIGTERM, signal.SIGINT):  # the first process says when to leave

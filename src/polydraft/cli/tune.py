@@ -150,7 +150,7 @@ def _table(tuning: "Tuning", temperature: float) -> "Table":
 
 def _chart(tuning: "Tuning") -> str:
     """Draw expected speed-ups over the batch, of the first temperature."""
-    from polydraft.analyze.files import Curve, Point, chart
+    from polydraft.lab.analyze.files import Curve, Point, chart
 
     batches = tuning.options.batches
     places = {batch: math.log2(batch) for batch in batches}

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
-from polydraft import kernels
+from polydraft.backends import triton as kernels
 from polydraft.engine.round import State, distributions
 from polydraft.models.hf import HFModel
 from polydraft.trees import DraftTree, Topology
-from polydraft.walks import Walk
+from polydraft.verify import Walk
 
 _LOGGER = logging.getLogger("polydraft")
 _MOST_SLOTS = 4096
@@ -29,7 +29,7 @@ def compiling_ahead(state: State, walk: Walk) -> Iterator[None]:
     """Let threads compile while a batch's first round does.
 
     They work in the order of the round's stream, so that whatever one of them makes for all is there for all, and write to
-    nothing that the round reads. It waits for them at the end: the next round is recorded, and nobody else may work then.
+    nothing that the round reads. It waits for them at the end: the next round is captured, and nobody else may work then.
     """
     device, threads = state.target.device, list[threading.Thread]()
     if kernels.are_new(device) and isinstance(state.target, HFModel):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Unpack, cast, overload
 
-from polydraft.drafters import Drafter, Plain
-from polydraft.drafters.forced import with_forced
+from polydraft.draft import Drafter, Plain
+from polydraft.draft.forced import with_forced
 from polydraft.engine.loop import Engine
 from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, prompts_to_read, rehearsing
 from polydraft.engine.request import Options, Request, rows_of, token_ids
@@ -23,7 +23,7 @@ from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.sampling import RowParams, SamplingParams, check_params
 from polydraft.sampling.grammar import Grammars
-from polydraft.walks import AUTO, WALKS
+from polydraft.verify import AUTO, WALKS
 
 Prompt = str | Sequence[int]
 _MOST_SPARE = 2
@@ -53,7 +53,7 @@ class Decoder:
     ahead : bool
         On a GPU, launch a replayed round before looking at the last one's outcome, where nothing depends on it. Same texts.
     lossless : bool
-        Whether to refuse drafters that change the law of the text.
+        Whether to refuse drafters that change the distribution of the text.
 
     Notes
     -----
@@ -85,7 +85,7 @@ class Decoder:
         self.lossless = self.drafter.lossless
         if lossless and not self.drafter.lossless:
             raise UsageError(
-                f"drafter {self.drafter.name!r} changes the law of the text; pass lossless=False if that is what you want"
+                f"drafter {self.drafter.name!r} changes the distribution of the text; pass lossless=False if you want that"
             )
         self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
@@ -96,7 +96,7 @@ class Decoder:
         """Who drafts for texts with grammars."""
         self._kept: tuple[Drafter, Workspace] | None = None
         self._spare: deque[tuple[Drafter, Workspace]] = deque(maxlen=_MOST_SPARE)
-        """Workspaces of a GPU, whose recorded rounds are worth keeping."""
+        """Workspaces of a GPU, whose captured rounds are worth keeping."""
         self._lending = threading.Lock()
         """Held while one of the workspaces above is given out or put back."""
         self._turn = threading.RLock()
@@ -231,7 +231,7 @@ class Decoder:
     ) -> float:
         """Do beforehand what first requests would wait for, and return the seconds that it took.
 
-        Kernels are compiled, costs measured where the tree asks for them, and on a GPU rounds are recorded for texts of all
+        Kernels are compiled, costs measured where the tree asks for them, and on a GPU rounds are captured for texts of all
         lengths up to `longest`. Later requests with the same sampling parameters and batch size find it done. On a CPU the
         texts are short whatever `longest` says.
 
@@ -273,7 +273,7 @@ class Decoder:
                                 break
                     number += 1
                 size += 1
-        if batch_size == 1:  # passes that read several prompts are not recorded
+        if batch_size == 1:  # passes that read several prompts are not captured
             for prompt in prompts_to_read(longest, PREFILL_CHUNK, self.target.vocab_size, self.target.device):
                 self.generate(prompt, sampling=sampling, max_new_tokens=1, seed=0)
         return time.perf_counter() - start
@@ -365,7 +365,7 @@ class Decoder:
         with self._lending:
             if keep:
                 self._kept = (drafter, workspace)
-            elif workspace.records:
+            elif workspace.captures:
                 self._spare.append((drafter, workspace))
 
 

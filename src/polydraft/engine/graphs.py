@@ -1,4 +1,4 @@
-"""Launching rounds: as CUDA graphs where they can be recorded, and ahead of the host where nothing depends on it."""
+"""Launching rounds: as CUDA graphs where they can be captured, and ahead of the host where nothing depends on it."""
 
 import logging
 import time
@@ -12,23 +12,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from polydraft.drafters.session import Recordable
+from polydraft.draft.session import Capturable
 from polydraft.engine.compiling import compiling_ahead
 from polydraft.engine.outcome import Outcome, RowOutcome
 from polydraft.engine.round import State, run_round
 from polydraft.engine.stats import Stats
 from polydraft.models import Context
 from polydraft.trees import DraftTree
-from polydraft.walks import Walk
+from polydraft.verify import Walk
 
-_MOST_RECORDINGS = 256
+_MOST_CAPTURES = 256
 _LOGGER = logging.getLogger("polydraft")
 _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""Why passes of a model are not recorded, as far as it was said."""
+"""Why passes of a model are not captured, as far as it was said."""
 
 
 def tell_obstacle(model: Any, obstacle: str) -> None:
-    """Log, once for each model, why nothing is recorded."""
+    """Log, once for each model, why nothing is captured."""
     told = _TOLD.setdefault(model, set())
     if obstacle not in told:
         told.add(obstacle)
@@ -36,8 +36,8 @@ def tell_obstacle(model: Any, obstacle: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Recording:
-    """One recorded function of some tensors."""
+class Capture:
+    """One captured function of some tensors."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
@@ -51,53 +51,53 @@ class Recording:
         return self.output
 
 
-class Recorder:
-    """Record a kind of round when it has come a few times, and replay it from then on.
+class GraphCache:
+    """Capture a kind of round when it has come a few times, and replay it from then on.
 
-    The first times it runs as it is: libraries set themselves up and kernels are compiled, which no recording may contain.
-    What a function leaves behind must be in tensors that stay where they are; recordings share the memory for everything
-    in between. The longest unused recording goes when there are too many.
+    The first times it runs as it is: libraries set themselves up and kernels are compiled, which no capture may contain.
+    What a function leaves behind must be in tensors that stay where they are; captures share the memory for everything
+    in between. The longest unused capture goes when there are too many.
 
     Parameters
     ----------
     before : int
-        Runs before a recording.
+        Runs before a capture.
     device : torch.device, optional
         Where inputs are brought that may come from the host, page-locked; they need be nowhere else if not given.
     """
 
     def __init__(self, before: int = 1, device: torch.device | None = None) -> None:
         self._before, self._device = before, device
-        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._captures: OrderedDict[Hashable, Capture] = OrderedDict()
         self._known: Counter[Hashable] = Counter()
         self._refused: set[Hashable] = set()
         self._pool: Any = None
         self.obstacle: str | None = None
-        """Why the last recording failed."""
+        """Why the last capture failed."""
 
     def __len__(self) -> int:
-        return len(self._recordings)
+        return len(self._captures)
 
     def run(self, kind: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
         """Return `function(*inputs)`, and whether it was replayed."""
-        if kind in self._recordings:
-            self._recordings.move_to_end(kind)
-            return self._recordings[kind].replay(inputs), True
+        if kind in self._captures:
+            self._captures.move_to_end(kind)
+            return self._captures[kind].replay(inputs), True
         if self._device is not None:
             inputs = tuple(tensor.to(self._device, non_blocking=True) for tensor in inputs)
         if self._known[kind] < self._before or kind in self._refused:
             self._known[kind] += 1
             return function(*inputs), False
-        recording = self._record(function, inputs)
-        if recording is None:
+        capture = self._capture(function, inputs)
+        if capture is None:
             self._refused.add(kind)
             return function(*inputs), False
-        self._recordings[kind] = recording
-        if len(self._recordings) > _MOST_RECORDINGS:
-            self._recordings.popitem(last=False)
-        return recording.replay(inputs), True
+        self._captures[kind] = capture
+        if len(self._captures) > _MOST_CAPTURES:
+            self._captures.popitem(last=False)
+        return capture.replay(inputs), True
 
-    def _record(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Recording | None:
+    def _capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Capture | None:
         graph, static = torch.cuda.CUDAGraph(), tuple(tensor.clone() for tensor in inputs)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -107,18 +107,18 @@ class Recorder:
                 output = function(*static)
         except torch.OutOfMemoryError:
             self.clear()
-            self.obstacle = "too little GPU memory to record a round; use a smaller batch, a smaller tree or a shorter context"
+            self.obstacle = "too little GPU memory to capture a round; use a smaller batch, a smaller tree or a shorter context"
         except RuntimeError as error:
-            self._pool = None  # it may still think that it records
-            self.obstacle = f"recording a round failed: {str(error).splitlines()[0]}"
+            self._pool = None  # it may still think that it captures
+            self.obstacle = f"capture a round failed: {str(error).splitlines()[0]}"
         else:
-            return Recording(graph, static, output)
+            return Capture(graph, static, output)
         _LOGGER.warning("rounds run without CUDA graphs: %s", self.obstacle)
         return None
 
     def clear(self) -> None:
         """Give back all memory."""
-        self._recordings.clear()
+        self._captures.clear()
         self._pool = None
         torch.cuda.empty_cache()
 
@@ -183,7 +183,7 @@ class Launched:
     arriving: Arriving
     depth: int
     replayed: bool
-    """Whether the round is a replayed recording."""
+    """Whether the round is a replayed capture."""
     kind: Hashable = ()
     """What the host had chosen for it."""
 
@@ -195,28 +195,28 @@ class Launched:
 class Launcher:
     """Launch the rounds of a batch.
 
-    A round is recorded where its device, the target and the drafter allow it. What the host proposes comes first then, and is
-    an input of the recording.
+    A round is captured where its device, the target and the drafter allow it. What the host proposes comes first then, and is
+    an input of the capture.
 
     Parameters
     ----------
-    recorder : Recorder, optional
-        None where nothing is recorded.
+    graphs : GraphCache, optional
+        None where nothing is captured.
     ahead : bool
         Allow a replayed round to be launched before the outcome of the last one is known.
     """
 
-    def __init__(self, recorder: Recorder | None, ahead: bool) -> None:
-        self.recorder, self._ahead, self._new = recorder, ahead, True
+    def __init__(self, graphs: GraphCache | None, ahead: bool) -> None:
+        self.graphs, self._ahead, self._new = graphs, ahead, True
 
     def launch(self, state: State, contexts: Sequence[Context], walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
         """Launch a round, without a look at the values."""
-        depth, can = state.session.depth, state.session.recordable
-        if self.recorder is None or _obstacle(state, can):
+        depth, can = state.session.depth, state.session.capturable
+        if self.graphs is None or _obstacle(state, can):
             for context in contexts:
                 context.span = None
             return Launched(Arriving.send(run_round(state, walk, uniforms_BU, stats).packed_BX), depth, replayed=False)
-        # One span for all: each by itself, they would change at different lengths, and every pair of them be recorded.
+        # One span for all: each by itself, they would change at different lengths, and every pair of them be captured.
         common = max(context.wanted_span() for context in contexts)
         spans = tuple(context.fix_span(common) for context in contexts)
         stored = tuple((context.capacity, context.address) for context in contexts)
@@ -237,17 +237,17 @@ class Launcher:
 
         first, self._new = compiling_ahead(state, walk) if self._new else nullcontext(), False
         with stats.clock("graph"), first:
-            outcome_BX, replayed = self.recorder.run(kind, function, *inputs)
+            outcome_BX, replayed = self.graphs.run(kind, function, *inputs)
         return Launched(Arriving.send(outcome_BX), depth, replayed, can.kind)
 
     def runs_ahead(self, state: State, contexts: Sequence[Context], last: Launched) -> bool:
         """Whether a round may follow before the host has seen the last one's outcome.
 
-        It needs nothing from the host then but random numbers, and is a replay of the same recording, with room enough,
+        It needs nothing from the host then but random numbers, and is a replay of the same capture, with room enough,
         however many tokens the last one yields.
         """
         # Penalties depend on emitted tokens, which the host adds to what they count.
-        can = state.session.recordable
+        can = state.session.capturable
         alone = self._ahead and last.replayed and not can.waits and not state.warper.params.needs_history
         return alone and can.kind == last.kind and all(context.steady(state.session.depth + 1) for context in contexts)
 
@@ -255,7 +255,7 @@ class Launcher:
 def _with_tables(
     tree: DraftTree, tokens_BN: Tensor, depths_BN: Tensor, ancestors_BNN: Tensor, child_table_BNK: Tensor
 ) -> DraftTree:
-    """Return a tree of the host's whose tensors are a recording's inputs."""
+    """Return a tree of the host's whose tensors are a capture's inputs."""
     return replace(
         tree,
         tokens_BN=tokens_BN,
@@ -266,8 +266,8 @@ def _with_tables(
     )
 
 
-def _obstacle(state: State, can: Recordable) -> str | None:
-    """Return why the next round cannot be recorded, and log what will not pass."""
+def _obstacle(state: State, can: Capturable) -> str | None:
+    """Return why the next round cannot be captured, and log what will not pass."""
     if state.watched:
         return "log-probabilities are looked at on the host"
     lasting = can.never or ("logits processors work on the host" if state.warper.params.has_processors else None)

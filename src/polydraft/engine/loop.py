@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from polydraft.drafters import Drafter, DraftSession
+from polydraft.draft import Drafter, DraftSession
 from polydraft.engine.graphs import DeviceClock, Launched
 from polydraft.engine.outcome import RowOutcome
 from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSequence
@@ -18,7 +18,7 @@ from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError, PolydraftError
 from polydraft.models import LanguageModel
 from polydraft.sampling import IDLE, SamplingParams
-from polydraft.walks import AUTO, Fault, Walk
+from polydraft.verify import AUTO, Fault, Walk
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
 _LEAST_TEXT = 2
@@ -58,7 +58,7 @@ class Engine:
         tokens then, by what they took so far. Steps of processes that share a model must be alike, so it is not for them.
     elastic : bool
         Have about as many slots as there are texts, up to the workspace's rows. What other slots hold is forgotten then, unless
-        rounds are recorded: then they sleep.
+        rounds are captured: then they sleep.
     isolate : bool
         Let a sequence whose model or logits processor fails end alone (`StopReason.FAILED`); raised otherwise.
     """
@@ -202,10 +202,10 @@ class Engine:
         for slot, sequence in enumerate(self.slots):
             if sequence is not None and active[slot]:
                 self.slots.noise.seat(slot, sequence.generator)
-        # A slot without a sequence at work asks for nothing, whatever it was asked for last. Where rounds are recorded it
-        # draws if all others do: a batch of both kinds would be recorded by itself.
+        # A slot without a sequence at work asks for nothing, whatever it was asked for last. Where rounds are captured it
+        # draws if all others do: a batch of both kinds would be captured by itself.
         wanted = [sequence.params for slot, sequence in enumerate(self.slots) if sequence is not None and active[slot]]
-        drawing = self._workspace.records and all(own.temperature > 0 for own in wanted)
+        drawing = self._workspace.captures and all(own.temperature > 0 for own in wanted)
         idle = SamplingParams() if drawing else IDLE
         params = {
             slot: sequence.params if sequence is not None and active[slot] else idle for slot, sequence in enumerate(self.slots)

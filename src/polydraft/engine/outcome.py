@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polydraft.kernels import kernels_run, power_of_two, side_by_side
+from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import DraftTree
-from polydraft.walks import Verdict
+from polydraft.verify import Verdict
 
 _LEAST_DEPTH = 8
 """Trees that are less deep share the kernel of these."""
@@ -86,7 +86,7 @@ def conclude(draft: DraftTree, verdict: Verdict, tail_B2: Tensor, active_B: Tens
 
 def _by_kernel(draft: DraftTree, verdict: Verdict, tail_B2: Tensor, active_B: Tensor) -> tuple[Outcome, Tensor]:
     """Do so in one kernel instead of thirty operations on a few hundred numbers."""
-    from polydraft.engine import _outcome_kernels as kernels
+    from polydraft.backends.triton import outcome_kernels as kernels
 
     assert tail_B2.is_contiguous()
     (batch, nodes, count), columns = draft.child_table_BNK.shape, draft.depth + len(RowOutcome._fields)

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import torch
 
-from polydraft.drafters import DraftSession
+from polydraft.draft import DraftSession
 from polydraft.models.hf_context import READING_COUNTS, READING_SIZES, reading_count
 
 ROUNDS, NEW_TOKENS = 10, 64
-"""A round is recorded when it comes for the second time, and timed once it is recorded; and room for the tokens of so many."""
+"""A round is captured when it comes for the second time, and timed once it is captured; and room for the tokens of so many."""
 USUAL_LENGTH = 512
 _SHORTEST_POWER = 5
 _SHORT = 2 * NEW_TOKENS
@@ -22,7 +22,7 @@ def lengths_of(longest: int, device: torch.device) -> list[int]:
     """Return the lengths of texts to rehearse, so that none up to `longest` meets anything new."""
     if device.type != "cuda":  # nothing there depends on the length, and reading takes its time
         return [min(longest - 1, _SHORT)]
-    # A recording serves up to the next power of two. Long ones first: memory that grows would make others worthless.
+    # A capture serves up to the next power of two. Long ones first: memory that grows would make others worthless.
     powers = range((longest - 1).bit_length(), _SHORTEST_POWER, -1)
     return [min(2**power, longest - 1) for power in powers] or [longest - 1]
 
@@ -35,7 +35,7 @@ def prompt_of(length: int, new_tokens: int, vocab_size: int) -> list[int]:
 def prompts_to_read(longest: int, chunk: int, vocab_size: int, device: torch.device) -> list[list[int]]:
     """Return prompts of all sizes that are read in passes of their own kind, at the beginning of a text and behind a chunk.
 
-    Each comes twice, as a pass is recorded when it comes for the second time. No two begin alike, so that memories keep
+    Each comes twice, as a pass is captured when it comes for the second time. No two begin alike, so that memories keep
     nothing of one for the next.
     """
     if device.type != "cuda":

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from polydraft.drafters import DraftSession
+from polydraft.draft import DraftSession
 from polydraft.engine.outcome import Outcome, conclude
 from polydraft.engine.stats import Stats
 from polydraft.models import LanguageModel, Memory
@@ -14,9 +14,9 @@ from polydraft.row_storage import RowStorage
 from polydraft.sampling import RowParams, Warper
 from polydraft.transfers import assign
 from polydraft.trees import DraftTree
-from polydraft.walks import TargetLaws, Walk
-from polydraft.walks.node import greedy_verdict
-from polydraft.walks.walk import compiled as compiled_form
+from polydraft.verify import TargetDistributions, Walk
+from polydraft.verify.node import greedy_verdict
+from polydraft.verify.walk import compiled as compiled_form
 
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
@@ -64,7 +64,7 @@ class State:
 
 
 def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_tree: DraftTree | None = None) -> Outcome:
-    """Draft, score, verify and commit, without a look at the values: a function of tensors that can be recorded.
+    """Draft, score, verify and commit, without a look at the values: a function of tensors that can be captured.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
     uniforms_BU : Tensor
         The session's random numbers, then the walk's.
     stats : Stats
-        Its clocks run; they mean something only where rounds are not recorded.
+        Its clocks run; they mean something only where rounds are not captured.
     host_tree : DraftTree, optional
         What the host has proposed already.
     """
@@ -89,13 +89,13 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
     with stats.clock("verify"):
         if foreseen:
             state.warper.foresee(paths)
-        target_laws = distributions(state, features_BNF[:, : features_BNF.shape[1] - draft.riders])
+        target_distributions = distributions(state, features_BNF[:, : features_BNF.shape[1] - draft.riders])
         candidates = draft.without_riders()
-        compiled = state.compiled and not walk.has_kernels(session.scheme, candidates, target_laws)
+        compiled = state.compiled and not walk.has_kernels(session.scheme, candidates, target_distributions)
         run = partial(compiled_form(type(walk).run), walk) if compiled else walk.run
-        verdict = run(session.scheme, candidates, target_laws, walk_BU)
+        verdict = run(session.scheme, candidates, target_distributions, walk_BU)
         if state.warper.params.mixed:
-            verdict = greedy_verdict(candidates, target_laws).where(state.greedy_B, verdict)
+            verdict = greedy_verdict(candidates, target_distributions).where(state.greedy_B, verdict)
     with stats.clock("commit"):
         outcome, keep_B = conclude(draft, verdict, state.tail_B2, state.active_B)
         longest = draft.depth if draft.reach is None else draft.reach
@@ -107,11 +107,11 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
         return outcome.reporting(report_BX)
 
 
-def distributions(state: State, features_BNF: Tensor) -> TargetLaws:
+def distributions(state: State, features_BNF: Tensor) -> TargetDistributions:
     """Return the target's distributions at the nodes, as the walk asks for them."""
     batch_size, nodes, _ = features_BNF.shape
     # The output head is large: reading it once for all nodes is cheaper than once for each node that is visited, as long
     # as multiplying is cheaper than reading: with matrix units (half precision), or for few nodes.
     cheap = features_BNF.dtype in (torch.bfloat16, torch.float16) or nodes <= _FEW_NODES
     small = 4 * batch_size * nodes * state.target.vocab_size <= _LOGITS_BYTES
-    return TargetLaws(features_BNF, state.target.head, state.warper, whole=cheap and small)
+    return TargetDistributions(features_BNF, state.target.head, state.warper, whole=cheap and small)

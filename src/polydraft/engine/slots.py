@@ -39,7 +39,7 @@ class Slots:
     @property
     def sizes(self) -> list[int]:
         """Numbers of slots that rounds may have, largest first."""
-        return self._workspace.sizes if self._elastic and self._workspace.has_recorder else [self.most]
+        return self._workspace.sizes if self._elastic and self._workspace.has_graphs else [self.most]
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -104,7 +104,7 @@ class Slots:
         if rows == before:
             return range(0), False
         whole = [*self.sequences, *self._sleeping, *([None] * rows)]
-        self.sequences, self._sleeping = whole[:rows], whole[rows : self.most] if self._workspace.has_recorder else []
+        self.sequences, self._sleeping = whole[:rows], whole[rows : self.most] if self._workspace.has_graphs else []
         self.known = {slot: known for slot, known in self.known.items() if slot < rows}
         self.noise.resize(rows)
         self._workspace.resize(rows)
@@ -119,10 +119,10 @@ class Slots:
     def _gathered(self, rows: int, running: Sequence[int], left: int) -> int:
         """Move texts at work to the first slots, if they can move and it pays; return how many slots there must be."""
         stay, go = [slot for slot in running if slot < rows], [slot for slot in running if slot >= rows]
-        recorded, pays = self._workspace.has_recorder, left >= self._workspace.worth(rows)
+        captured, pays = self._workspace.has_graphs, left >= self._workspace.worth(rows)
         can_move = pays and not self.known and self._workspace.session.movable
-        if (go and not can_move) or (recorded and not pays):
-            return len(self.sequences) if recorded else go[-1] + 1
+        if (go and not can_move) or (captured and not pays):
+            return len(self.sequences) if captured else go[-1] + 1
         targets = sorted(set(range(rows)).difference(stay), key=self._length)  # those with most text stay with their rows
         for source, target in zip(go, targets, strict=False):
             self._swap(target, source)

@@ -11,7 +11,7 @@ TARGET = "target"
 """Source of tokens that no draft proposed."""
 
 PHASES = ("prefill", "draft", "target", "verify", "commit", "graph")
-"""What time is spent on; `graph` is a whole round that is replayed from a recording."""
+"""What time is spent on; `graph` is a whole round that is replayed from a capture."""
 
 _ENDLESS, _LEAST_READ = 2**62, 16
 """Tokens of prompts to read: where nothing limits them, and however long they take."""
@@ -67,7 +67,7 @@ class Stats:
     """The same by who proposed them: a draft, or one of the n-gram caches."""
     rounds: int = 0
     replayed_rounds: int = 0
-    """Rounds that ran as one recorded CUDA graph; of beams, whose target pass did."""
+    """Rounds that ran as one captured CUDA graph; of beams, whose target pass did."""
     rounds_ahead: int = 0
     """Those of them that were launched before the outcome of the round before was known."""
     passes: int = 0
@@ -91,7 +91,7 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     total_seconds: float = 0.0
     first_token_seconds: float | None = None
-    """From the call to the first new token of any row; on a GPU the first request of a kind also compiles and records."""
+    """From the call to the first new token of any row; on a GPU the first request of a kind also compiles and captures."""
 
     @property
     def tokens_per_pass(self) -> float:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from polydraft.drafters import DraftSession
+from polydraft.draft import DraftSession
 from polydraft.engine.loop import Engine
 from polydraft.engine.sequence import Generation, StopReason, TokenEvent, TokenSequence
 from polydraft.engine.stats import Stats

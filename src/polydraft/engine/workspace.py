@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polydraft.drafters import Drafter
-from polydraft.engine.graphs import Launched, Launcher, Recorder
+from polydraft.draft import Drafter
+from polydraft.engine.graphs import GraphCache, Launched, Launcher
 from polydraft.engine.round import State
 from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError, UsageError
@@ -19,14 +19,14 @@ from polydraft.models import Context, LanguageModel, Memory
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.sampling import IDLE, RowParams, Warper
 from polydraft.transfers import assign
-from polydraft.walks import Walk
+from polydraft.verify import Walk
 
 _FEWER = 4
 """Each size of captured rounds has this many times fewer rows than the one before."""
 _PRACTISED = 8
 """Rounds of some rows after which the next ones are hardly new."""
-_WORTH_A_MOVE, _WORTH_A_RECORDING, _WORTH_COMPILING = 8, 32, 10_000
-"""Tokens left from which fewer rows pay: where rounds of that size have run before, where they must be recorded first, and
+_WORTH_A_MOVE, _WORTH_A_CAPTURE, _WORTH_COMPILING = 8, 32, 10_000
+"""Tokens left from which fewer rows pay: where rounds of that size have run before, where they must be captured first, and
 where they must be compiled as well."""
 
 
@@ -90,9 +90,9 @@ class Workspace:
     params : RowParams
         One `SamplingParams` per row.
     graphs : bool
-        Record rounds where the device can.
+        Capture rounds where the device can.
     compiled : bool
-        Compile drawing and verification before they are recorded: a third of their launches, for some seconds once.
+        Compile drawing and verification before they are captured: a third of their launches, for some seconds once.
     ahead : bool
         Allow a replayed round to be launched before the outcome of the last one is known.
     """
@@ -106,10 +106,10 @@ class Workspace:
         compiled: bool = False,
         ahead: bool = True,
     ) -> None:
-        records = graphs and target.device.type == "cuda"
+        captures = graphs and target.device.type == "cuda"
         self.target, self.params, self.asked = target, params, params
         """What rows at work ask for, and what all of them were made for."""
-        self._compiled = compiled and records
+        self._compiled = compiled and captures
         self.session = drafter.start(params, target, self._compiled)
         self.memory = Memory(target, len(params), behind=1, places=self.session.num_nodes)
         self.ownership = Ownership()
@@ -119,7 +119,7 @@ class Workspace:
         self.state: State | None = None
         """What rounds work on, once there are texts."""
         # Compilation takes a second run to see what varies.
-        self.launcher = Launcher(Recorder(before=3 if compiled else 1) if records else None, ahead)
+        self.launcher = Launcher(GraphCache(before=3 if compiled else 1) if captures else None, ahead)
 
     @property
     def contexts(self) -> tuple[Context, ...]:
@@ -127,34 +127,34 @@ class Workspace:
         return (self.memory.context, *self.session.contexts)
 
     @property
-    def records(self) -> bool:
-        """Whether rounds are recorded, in whole or behind a draft of the host's, and worth keeping for other texts."""
-        return self.launcher.recorder is not None and self.session.recordable.never is None
+    def captures(self) -> bool:
+        """Whether rounds are captured, in whole or behind a draft of the host's, and worth keeping for other texts."""
+        return self.launcher.graphs is not None and self.session.capturable.never is None
 
     @property
     def elastic(self) -> bool:
         """Whether the number of rows may change from round to round, see `resize`.
 
-        Where there is a recorder, rows that are out of use must come back as they were: they do so where rounds are recorded.
+        Where there is a graphs, rows that are out of use must come back as they were: they do so where rounds are captured.
         """
         can = self.session.elastic and all(one.elastic for one in self.contexts)
-        return can and (not self.has_recorder or (self.records and self.session.movable))
+        return can and (not self.has_graphs or (self.captures and self.session.movable))
 
     @property
-    def has_recorder(self) -> bool:
-        """Whether rounds may be recorded, so that tensors must stay where they are."""
-        return self.launcher.recorder is not None
+    def has_graphs(self) -> bool:
+        """Whether rounds may be captured, so that tensors must stay where they are."""
+        return self.launcher.graphs is not None
 
     def size_for(self, wanted: int) -> int:
         """Return how many rows to have where so many are wanted."""
-        if not self.has_recorder:
+        if not self.has_graphs:
             return wanted
         # What is allocated before the first round must have rows for all texts.
         return len(self.asked) if self.state is None else min(size for size in self.sizes if size >= wanted)
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of rows that recorded rounds may have, largest first: each is recorded by itself, so there are few."""
+        """Numbers of rows that captured rounds may have, largest first: each is captured by itself, so there are few."""
         found = [len(self.asked)]
         while self.elastic and found[-1] > 1:
             found.append(-(-found[-1] // _FEWER))
@@ -163,7 +163,7 @@ class Workspace:
     def resize(self, rows: int) -> None:
         """Have so many rows: the first ones stay as they are, further ones are to `begin`; never more than at first.
 
-        Where rows are movable and rounds are recorded, those that go sleep and come back as they were.
+        Where rows are movable and rounds are captured, those that go sleep and come back as they were.
         """
         most = len(self.asked)
         self.params = RowParams((*self.params.rows, *([IDLE] * rows))[:rows])
@@ -210,7 +210,7 @@ class Workspace:
         self.params = params
         for context in self.contexts:
             context.span = None
-        self.memory.context.recorder = self.launcher.recorder
+        self.memory.context.graphs = self.launcher.graphs
         reading = self.session.prepare(texts, longest, rows, unread, keep)
         self.memory.align(texts, longest, reading.limits, reading.observer)
         self.session.begin(texts, longest, rows, params)
@@ -246,9 +246,9 @@ class Workspace:
 
     def worth(self, rows: int) -> int:
         """Return how many tokens some text must have left for it to pay to shrink to so many rows."""
-        if not self.has_recorder or self._rounds[rows] >= _PRACTISED:
+        if not self.has_graphs or self._rounds[rows] >= _PRACTISED:
             return _WORTH_A_MOVE
-        return _WORTH_COMPILING if self._compiled else _WORTH_A_RECORDING
+        return _WORTH_COMPILING if self._compiled else _WORTH_A_CAPTURE
 
     def launch(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
         """Launch a round."""
@@ -303,7 +303,7 @@ class Workspace:
         return list(zip(parents, tree.tokens_BN[row].tolist(), strict=True))
 
     def watch(self, paths: bool) -> None:
-        """Say whether rounds keep what `path_logits` needs, unrecorded."""
+        """Say whether rounds keep what `path_logits` needs, uncaptured."""
         self._begun.watched = paths
 
     def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:

@@ -1,7 +1,7 @@
 """Models that can score trees."""
 
 from polydraft.models.families import FAMILIES
-from polydraft.models.feature_head import FeatureHead, HeadShape
+from polydraft.models.heads.feature_head import FeatureHead, HeadShape
 from polydraft.models.language_model import Context, LanguageModel, check_prompts
 from polydraft.models.memory import Memory
 from polydraft.models.tabular import TabularModel

@@ -2,7 +2,7 @@
 
 A pass over a few tokens is as long as the reading of its weights if nothing else takes time: what stands between the four
 matrix products of a layer is therefore six kernels, and the products of a single token have a kernel of their own. Attention
-costs what the text of the moment costs, whatever the size of the buffers, so that a recorded pass serves for many lengths.
+costs what the text of the moment costs, whatever the size of the buffers, so that a captured pass serves for many lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter, functional
 
-from polydraft.kernels import power_of_two
+from polydraft.backends.triton import power_of_two
 from polydraft.models._bodies import LeanBody, LeanLayer
 from polydraft.models._invariant import FORMATS, Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
 from polydraft.models.cache import SlotCache
@@ -70,7 +70,7 @@ class FusedBody:
         self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = invariant_linear if invariant else linear
         """Multiplies inputs by weights; `torch.nn.functional.linear` in its place does so without kernels of our own."""
         self._turns_by_capacity: dict[int, tuple[Tensor, Tensor]] = {}
-        """Cosines and sines of all positions `[P, C]`; they stay, because recorded passes read them."""
+        """Cosines and sines of all positions `[P, C]`; they stay, because captured passes read them."""
 
     def __call__(
         self, tokens_BT: Tensor, positions_BT: Tensor, view: TreeView, cache: SlotCache, taps: Sequence[int] = ()
@@ -97,8 +97,8 @@ class FusedBody:
         """Return how far each token is turned: by a table, where positions mean the same in every text."""
         known = self._turns_by_capacity.get(capacity)
         if known is None:
-            recording = hidden_BTF.is_cuda and torch.cuda.is_current_stream_capturing()
-            if recording or not steady_positions(self._body.rotary.config):
+            capture = hidden_BTF.is_cuda and torch.cuda.is_current_stream_capturing()
+            if capture or not steady_positions(self._body.rotary.config):
                 cos_BTC, sin_BTC = self._body.rotary(hidden_BTF, position_ids=positions_BT)
                 return Turns(cos_BTC.contiguous(), sin_BTC.contiguous(), None)
             all_1P = torch.arange(capacity, device=hidden_BTF.device)[None]
@@ -161,7 +161,7 @@ def linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tenso
 
 def vector_product(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
     """Multiply the input, a single vector, by a weight."""
-    from polydraft.models import _kernels as kernels
+    from polydraft.backends.triton import layer_kernels as kernels
 
     rows, channels = weight_FX.shape
     assert input_BTX.is_contiguous() and input_BTX.numel() == channels and weight_FX.is_contiguous()
@@ -196,7 +196,7 @@ def add_norm(
 
     `delta` may be the parts `[S, B, T, F]` of a product, which are added in order.
     """
-    from polydraft.models import _kernels as kernels
+    from polydraft.backends.triton import layer_kernels as kernels
 
     hidden_BTF = hidden_BTF.contiguous()
     channels = hidden_BTF.shape[-1]
@@ -228,7 +228,7 @@ def rotate_store(
 
     With positions, cosines and sines are those of all positions, `[P, C]`.
     """
-    from polydraft.models import _kernels as kernels
+    from polydraft.backends.triton import layer_kernels as kernels
 
     batch_size, size, width = projected_BTX.shape
     keys, channels = key_BHSC.shape[1], key_BHSC.shape[3]
@@ -251,7 +251,7 @@ def rotate_store(
 
 def gate(gate_up_BTX: Tensor) -> Tensor:
     """Return SiLU of the first half of the channels times the second half."""
-    from polydraft.models import _kernels as kernels
+    from polydraft.backends.triton import layer_kernels as kernels
 
     channels = gate_up_BTX.shape[-1] // 2
     assert gate_up_BTX.is_contiguous()

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polydraft.kernels import power_of_two, side_by_side
+from polydraft.backends.triton import power_of_two, side_by_side
 from polydraft.models._fused import TreeView, add_norm, gate, rotate_store
 from polydraft.models._invariant import invariant_linear
 from polydraft.models.cache import SlotCache
 from polydraft.models.tree_attention import tree_attention
 
 if TYPE_CHECKING:
-    from polydraft.models.feature_head import FeatureHead
+    from polydraft.models.heads.feature_head import FeatureHead
 
 _MOST_ROWS = 64
 """That our own products multiply: the library's are made for more, and cut small ones into parts that another kernel adds."""
@@ -52,7 +52,7 @@ class FusedHead:
 
     def fused(self, features_RF: Tensor) -> Tensor:
         """Do what `FeatureHead.fused` does."""
-        from polydraft.models import _slot_kernels as kernels
+        from polydraft.backends.triton import slot_kernels as kernels
 
         head = self._head
         if self._tap_weights_PH is None or head.fuse is None:
@@ -72,7 +72,7 @@ class FusedHead:
 
     def _entered(self, entries: Entries) -> Tensor:
         """Return norms of features and of embedded tokens, side by side."""
-        from polydraft.models import _slot_kernels as kernels
+        from polydraft.backends.triton import slot_kernels as kernels
 
         head, (tokens_BT, fused_BWH, parents) = self._head, entries
         embedding_VH, size = head.tables[0], head.shape.hidden_size

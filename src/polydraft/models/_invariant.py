@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polydraft.kernels import power_of_two
+from polydraft.backends.triton import power_of_two
 
 FORMATS = (torch.bfloat16, torch.float32)
 _SPLIT_CHANNELS, _MOST_SPLITS = 128, 4
@@ -116,7 +116,7 @@ def invariant_parts(
 
     A single part is the product itself, in the input's format. Of more than `most_apart` rows it always is.
     """
-    from polydraft.models import _invariant_kernels as kernels
+    from polydraft.backends.triton import invariant_kernels as kernels
 
     (outputs, channels), rows = weight_FX.shape, input_BTX.numel() // input_BTX.shape[-1]
     input_BTX = input_BTX.contiguous()
@@ -165,7 +165,7 @@ def sight_of(
     slot_positions_BS: Tensor,
 ) -> Sight:
     """Return what the tokens of a tree see, from its mask."""
-    from polydraft.models import _invariant_kernels as kernels
+    from polydraft.backends.triton import invariant_kernels as kernels
 
     batch_size, size, places = visible_BTU.shape
     assert positions_BT.is_contiguous() and slot_positions_BS.is_contiguous()
@@ -229,7 +229,7 @@ def invariant_attention(
     query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, sight: Sight, scale: float, plan: AttendPlan | None = None
 ) -> Tensor:
     """Return what `polydraft.models.tree_attention.tree_attention` does, with bits that depend on each token's path alone."""
-    from polydraft.models import _invariant_kernels as kernels
+    from polydraft.backends.triton import invariant_kernels as kernels
 
     batch_size, query_heads, size, channels = query_BHTC.shape
     key_heads, causal = key_BHSC.shape[1], sight.tails_BTX is None

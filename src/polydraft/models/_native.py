@@ -1,16 +1,16 @@
-"""Models on a CPU by compiled code (`polydraft.native`): the weights of Llama-shaped models and feature heads, handed over."""
+"""Llama-shaped models and feature heads on a CPU by compiled code: weights handed over to `polydraft.backends.native`."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from polydraft.backends.native import BodyWeights, LayerWeights, NativeBody, NativeProduct, Weight, kernels, quantised
 from polydraft.models._bodies import LeanBody, LeanLayer
 from polydraft.models.quantised import Int8Body, Int8Layer, Int8Linear
-from polydraft.native import BodyWeights, LayerWeights, NativeBody, NativeProduct, Weight, kernels, quantised
 
 if TYPE_CHECKING:
-    from polydraft.models.feature_head import FeatureHead
+    from polydraft.models.heads.feature_head import FeatureHead
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

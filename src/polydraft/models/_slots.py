@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.kernels import kernels_run, side_by_side
+from polydraft.backends.triton import kernels_run, side_by_side
 from polydraft.trees import Block
 
 _BLOCK = 64
@@ -50,7 +50,7 @@ def place(
         slot_positions_BS.scatter_(1, slots_BT, positions_BT)
         known_BT = tokens_BT.clamp(min=0, max=None if num_tokens is None else num_tokens - 1)
         return Placed(known_BT, positions_BT, slots_BT, None if window is None else (positions_BT - window + 1).clamp(min=0))
-    from polydraft.models import _slot_kernels as kernels
+    from polydraft.backends.triton import slot_kernels as kernels
 
     batch_size, size = tokens_BT.shape
     tokens_BT, depths_BT = side_by_side(tokens_BT), side_by_side(block.depths_BT)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
+from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
 from polydraft.errors import FailureError, UsageError
-from polydraft.kernels import kernels_run, power_of_two, side_by_side
 from polydraft.models.families import text_config
 from polydraft.models.placement import home_device
 from polydraft.row_storage import swap_rows
@@ -180,7 +180,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             return False
         if count > _MOST_PLACES or not kernels_run(places_BD):
             return False
-        from polydraft.models import _slot_kernels as kernels
+        from polydraft.backends.triton import slot_kernels as kernels
 
         places_BD = side_by_side(places_BD)
         layers, rows, heads, _, channels = keys_LBHSC.shape

@@ -48,7 +48,7 @@ class Family:
     tiny: dict[str, Any]
 
     def build(self, seed: int = 0, **overrides: Any) -> Any:
-        """Make a tiny randomly initialised model, sharp enough that its laws differ from uniform."""
+        """Make a tiny randomly initialised model, sharp enough that its distributions differ from uniform."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polydraft.backends.native import NativeBody, NativeProduct
 from polydraft.errors import PolydraftError, UsageError
 from polydraft.models._bodies import GPT_NEO, GPTNeoBody, LeanBody, lean_body
 from polydraft.models._fused import fused_body, invariant_obstacle, is_plain
 from polydraft.models._invariant import invariant_linear
 from polydraft.models._native import native_body, native_linear, native_product
-from polydraft.models._positions import told_positions
 from polydraft.models.cache import SlotCache, stored_layers
 from polydraft.models.check import check_habits
 from polydraft.models.families import (
@@ -37,11 +37,11 @@ from polydraft.models.families import (
 from polydraft.models.hf_context import HFContext
 from polydraft.models.language_model import LanguageModel, by_rows
 from polydraft.models.native_linear import NativeLinears, native_linears
+from polydraft.models.odd.positions import told_positions
+from polydraft.models.odd.recurrent import find_recurrence
 from polydraft.models.placement import home_device, spread_obstacle
 from polydraft.models.quantised import int8_body, is_quantised
-from polydraft.models.recurrent import find_recurrence
 from polydraft.models.tree_attention import obstacle
-from polydraft.native import NativeBody, NativeProduct
 from polydraft.sampling import PartialVocabulary
 
 
@@ -64,8 +64,8 @@ class HFModel(LanguageModel):
     endless : bool
         Let texts outgrow the context that the configuration names, as `generate` does, where positions allow it.
     native : bool
-        On a CPU, run Llama-shaped models by compiled code, see `polydraft.native`, where there is a compiler, and the linear
-        layers of all others (`polydraft.models.native_linear`).
+        On a CPU, run Llama-shaped models by compiled code, see `polydraft.backends.native`, where there is a compiler, and the
+        linear layers of all others (`polydraft.models.native_linear`).
     invariant : bool, optional
         On a GPU, give each token the bits that it has alone, see `polydraft.models._invariant`; if not given, in bfloat16
         where the model can.
@@ -207,7 +207,7 @@ class HFModel(LanguageModel):
     def start(self, batch_size: int, capacity: int) -> HFContext:
         """Open an empty memory; storage is allocated at the first pass."""
         if self.recurrence is not None:
-            from polydraft.models.recurrent_context import RecurrentContext  # late: it is built on this module
+            from polydraft.models.odd.recurrent_context import RecurrentContext  # late: it is built on this module
 
             return RecurrentContext(self, batch_size, capacity)
         return HFContext(self, batch_size, capacity)

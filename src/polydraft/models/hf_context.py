@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from polydraft.backends.native import Rows
 from polydraft.models._fused import MOST_TOKENS, TreeView
 from polydraft.models._slots import Placed
 from polydraft.models.cache import SlotCache, SpreadCache
 from polydraft.models.language_model import Context, Observer
-from polydraft.native import Rows
 from polydraft.transfers import brought
 from polydraft.trees import Block, causal_block
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from polydraft.models.hf import HFModel
 
 READING_SIZES = (32, 64, 96, 128, 192, 256)
-"""Tokens of recorded passes that read a prompt: shorter parts are padded. Longer ones keep a GPU busy without a recording."""
+"""Tokens of captured passes that read a prompt: shorter parts are padded. Longer ones keep a GPU busy without a capture."""
 READING_COUNTS = (1, 2, 4)
 """Prompts that such a pass may read, as long as they have no more tokens together than the longest one alone."""
 
 
 def reading_size(tokens: int) -> int | None:
-    """Return the size of a recorded pass that reads so many tokens of a prompt; None where there is none."""
+    """Return the size of a captured pass that reads so many tokens of a prompt; None where there is none."""
     return next((size for size in READING_SIZES if size >= tokens), None)
 
 
 def reading_count(size: int, waiting: int) -> int:
-    """Return how many prompts of so many tokens a recorded pass reads, of those that wait."""
+    """Return how many prompts of so many tokens a captured pass reads, of those that wait."""
     most = max(READING_SIZES[-1] // size, 1)
     return max(count for count in READING_COUNTS if count <= min(waiting, most))
 
@@ -100,7 +100,7 @@ class HFContext(Context):
     def prefill(self, texts: Sequence[Sequence[int]], observer: Observer | None = None) -> None:
         """Append tokens known beforehand to each row's committed text, showing their features to the observer.
 
-        Short ones are read by recorded passes where there are some, a few at a time: each pass reads all weights.
+        Short ones are read by captured passes where there are some, a few at a time: each pass reads all weights.
         """
         rest = list(texts)
         # All groups before the first is read: one that was has text, and would be among those that go on.
@@ -118,7 +118,7 @@ class HFContext(Context):
         super().prefill(rest, observer)
 
     def _groups(self, texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield rows whose texts one recorded pass may read, those that begin and those that go on apart."""
+        """Yield rows whose texts one captured pass may read, those that begin and those that go on apart."""
         for begun in (False, True):
             rows = [row for row, text in enumerate(texts) if text and bool(self.lengths[row]) == begun]
             rows = sorted((row for row in rows if reading_size(len(texts[row]))), key=lambda row: -len(texts[row]))
@@ -128,30 +128,30 @@ class HFContext(Context):
                 rows = rows[count:]
 
     def _read(self, parts: Sequence[list[int]], rows: slice, size: int) -> Tensor:
-        """Read by a recorded pass where there is one: launching one of this length takes much of its time."""
+        """Read by a captured pass where there is one: launching one of this length takes much of its time."""
         features_BTF = self._replayed(parts, [rows.start]) if len(parts) == 1 else None
         return super()._read(parts, rows, size) if features_BTF is None else features_BTF[:, :size]
 
     def _replayed(self, parts: Sequence[list[int]], rows: Sequence[int]) -> Tensor | None:
-        """Pass the next tokens of some rows and return their features, padded; None where that cannot be recorded.
+        """Pass the next tokens of some rows and return their features, padded; None where that cannot be captured.
 
         Of these rows all have committed text, or none.
         """
         model, count, longest = self._model, len(rows), max(self.lengths[row] for row in rows)
         fused, window = model.fused, model.window
         size = reading_size(max(map(len, parts)))
-        if self.recorder is None or size is None or not self.divisible or longest + size > self.capacity:
+        if self.graphs is None or size is None or not self.divisible or longest + size > self.capacity:
             return None
         if fused is None or not fused.invariant or torch.is_grad_enabled():
             return None
         padded = [[row, *part, *[0] * (size - len(part))] for row, part in zip(rows, parts, strict=True)]
         most = self.capacity - size if longest else 0  # a text that begins is attended to without splits
-        # All rows, at work or not, so that one recording serves whatever their number is.
+        # All rows, at work or not, so that one capture serves whatever their number is.
         all_lengths_B = self._storage.whole("lengths", self.lengths_B)
         all_positions_BS = self._storage.whole("positions", self._positions_BS)
 
         def function(values_BX: Tensor) -> Tensor:
-            """Which rows and which tokens they are are values, so that one recording serves for all."""
+            """Which rows and which tokens they are are values, so that one capture serves for all."""
             rows_B, tokens_BT = values_BX[:, 0].contiguous(), values_BX[:, 1:].clamp(max=model.vocab_size - 1)
             lengths_B = all_lengths_B[rows_B]
             slots_BT = lengths_B[:, None] + torch.arange(size, device=self.device)
@@ -163,7 +163,7 @@ class HFContext(Context):
             return fused(tokens_BT, positions_BT, view, self.cache, model.taps)
 
         kind = "reading", count, size, most, self.capacity, self.address
-        return self.recorder.run(kind, function, brought(torch.tensor(padded), self.device))[0]
+        return self.graphs.run(kind, function, brought(torch.tensor(padded), self.device))[0]
 
     @property
     def address(self) -> int:

@@ -264,7 +264,7 @@ def parse_inflated(name: str) -> tuple[str, str]:
 
 
 def source_name(name: str) -> str:
-    """Return the model whose weights, and so whose laws, a target has: itself, unless it is inflated."""
+    """Return the model whose weights, and so whose distributions, a target has: itself, unless it is inflated."""
     return parse_inflated(name)[1] if is_inflated(name) else name
 
 

@@ -15,9 +15,9 @@ from polydraft.errors import UsageError
 from polydraft.models._slots import Placed, place
 from polydraft.row_storage import RowStorage
 from polydraft.sampling import PartialVocabulary
-from polydraft.schemes.arrays import can_sync
 from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
+from polydraft.verify.arrays import can_sync
 
 PREFILL_CHUNK = 512
 _SMALLEST_SPAN = 512
@@ -72,7 +72,7 @@ def round_up(slots: int) -> int:
 
 
 class Replaying(Protocol):
-    """Whatever records passes and replays them: `polydraft.engine.graphs.Recorder`."""
+    """Whatever captures passes and replays them: `polydraft.engine.graphs.GraphCache`."""
 
     def run(self, kind: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
         """Return `function(*inputs)`, and whether it was replayed; the next replay overwrites it."""
@@ -107,8 +107,8 @@ class Context(ABC):
         """Most uncommitted tokens of a round, as its owner says."""
         self.span: int | None = None
         """Slots that every pass sees, where that must not follow the lengths; those in use otherwise."""
-        self.recorder: Replaying | None = None
-        """Records passes that read prompts, where its owner lends one."""
+        self.graphs: Replaying | None = None
+        """Captures passes that read prompts, where its owner lends one."""
         self._positions_BS = torch.arange(capacity, device=device).repeat(batch_size, 1)
         self._rows_B1 = torch.arange(batch_size, device=device)[:, None]
         self._storage = RowStorage()
@@ -296,7 +296,7 @@ class Context(ABC):
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` slots per row, keeping what is committed."""
         if capacity > self.capacity:
-            if self.device.type == "cuda":  # storage that stays put keeps recorded rounds valid
+            if self.device.type == "cuda":  # storage that stays put keeps captured rounds valid
                 capacity = round_up(capacity)
             whole_BS = self._storage.whole("positions", self._positions_BS)
             fresh_BS = torch.arange(self.capacity, capacity, device=self.device).repeat(len(whole_BS), 1)
@@ -341,7 +341,7 @@ class LanguageModel(ABC):
     max_positions: int | None
     """Longest text the model can read; None for any length."""
     graph_obstacle: str | None = None
-    """Why passes cannot be recorded in a CUDA graph; None if they can."""
+    """Why passes cannot be captured in a CUDA graph; None if they can."""
     shape_obstacle: str | None = None
     """The same of passes over trees whose shapes the host does not know, or that rows do not share."""
     vocabulary: PartialVocabulary | None = None

@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 
 from polydraft.errors import FailureError, PolydraftError, UsageError
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
-from polydraft.models.eagle3 import is_eagle3, load_eagle3
 from polydraft.models.families import scheme_of
-from polydraft.models.feature_head import FeatureHead
 from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.gguf_files import converted_folder, gguf_source, vocabulary_of
-from polydraft.models.head_folder import is_head, load_head, load_vocabulary, shapes_in
+from polydraft.models.heads.eagle3 import is_eagle3, load_eagle3
+from polydraft.models.heads.feature_head import FeatureHead
+from polydraft.models.heads.head_folder import is_head, load_head, load_vocabulary, shapes_in
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 from polydraft.models.placement import layout_options
@@ -229,7 +229,7 @@ def _load_inflated(name: str, device: torch.device, dtype: torch.dtype, native: 
 def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
     """Load a draft for a target: ``"none"``, ``"early-exit:k"``, a shipped one, a folder, or a hub name.
 
-    A folder or hub name may hold a model, a head of ours, or an EAGLE-3 head (`polydraft.models.eagle3`).
+    A folder or hub name may hold a model, a head of ours, or an EAGLE-3 head (`polydraft.models.heads.eagle3`).
     """
     if name == "none":
         return None

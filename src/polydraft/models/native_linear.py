@@ -2,8 +2,8 @@
 
 Models without a compiled body of their own (`polydraft.models._native`) run by the code of `transformers`. Most of such a pass
 is products of few tokens, which torch computes far more slowly than it reads the weights. Inside a `with` statement these
-layers multiply by `polydraft.native`; outside it, and in other threads, the model is as its owner made it. Weights are read
-where they are; hooks and adapters work as ever, since only a layer's own product is replaced.
+layers multiply by `polydraft.backends.native`; outside it, and in other threads, the model is as its owner made it. Weights are
+read where they are; hooks and adapters work as ever, since only a layer's own product is replaced.
 """
 
 import threading
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polydraft.models._forwards import ReplacedForwards
-from polydraft.native import NativeProduct, Weight, kernels
+from polydraft.backends.native import NativeProduct, Weight, kernels
+from polydraft.models.odd.forwards import ReplacedForwards
 
 MOST_ROWS = 64
 """Tokens of a product. For more, torch is as fast in float32."""

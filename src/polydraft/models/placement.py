@@ -127,7 +127,7 @@ def home_device(model: Any) -> torch.device:
 
 
 def spread_obstacle(model: Any) -> str | None:
-    """Return why a model is not all in one place, and its passes cannot be recorded or rearranged; None if it is."""
+    """Return why a model is not all in one place, and its passes cannot be captured or rearranged; None if it is."""
     devices = {parameter.device for parameter in model.parameters()}
     if (getattr(model, "_tp_size", None) or 1) > 1 or any(type(part).__name__ == "DTensor" for part in model.parameters()):
         return "the model is split over several processes"

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polydraft.backends.native import Weight, kernels, multiply, quantised
 from polydraft.errors import UsageError
 from polydraft.models._bodies import _MODEL_TYPES, _adjacent
 from polydraft.models.families import quantised_by
-from polydraft.native import Weight, kernels, multiply, quantised
 
 
 class Int8Linear(nn.Module):

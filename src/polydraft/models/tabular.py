@@ -1,4 +1,4 @@
-"""A model whose next-token law is a table: exact laws for tests and teaching, no network."""
+"""A model whose next-token distribution is a table: exact distributions for tests and teaching, no network."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class TabularModel(LanguageModel):
 
     @classmethod
     def random(cls, vocab_size: int, order: int, seed: int, sharpness: float = 1.6, name: str = "tabular") -> "TabularModel":
-        """Make a random table; the default sharpness gives laws of about 2.7 nats at 32 tokens, 2.5 about 2 nats."""
+        """Make a random table; the default sharpness gives distributions of about 2.7 nats at 32 tokens, 2.5 about 2 nats."""
         generator = torch.Generator().manual_seed(seed)
         shape = [vocab_size] * (order + 1)
         return cls(sharpness * torch.randn(shape, generator=generator, dtype=torch.float64), name)

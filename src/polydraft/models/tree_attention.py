@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.kernels import power_of_two, triton_obstacle
+from polydraft.backends.triton import power_of_two, triton_obstacle
 
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPROCESSORS = 132
@@ -140,7 +140,7 @@ def _launch(
     plan: AttentionPlan,
 ) -> Tensor:
     """Attend as planned, and join the splits if there are several."""
-    from polydraft.models import _kernels as kernels
+    from polydraft.backends.triton import layer_kernels as kernels
 
     batch_size, query_heads, size, channels = query_BHTC.shape
     key_heads, places = key_BHSC.shape[1], visible_BTU.shape[2]

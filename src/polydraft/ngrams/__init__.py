@@ -1,6 +1,6 @@
 """What text has been seen before, and what came next: memories of n-grams, on the host."""
 
-from polydraft.models.head_folder import tokenizer_fingerprint
+from polydraft.models.heads.head_folder import tokenizer_fingerprint
 from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way
 from polydraft.ngrams.context import ContextCache
 from polydraft.ngrams.corpus import SHIPPED_CORPORA, CorpusCache, load_corpus

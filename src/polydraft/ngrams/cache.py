@@ -78,7 +78,7 @@ class GramMemory(ABC):
     """What was seen of one text (one row of a batch, one conversation).
 
     Proposals depend on what was read and learnt before, and on nothing else, so that verification by one draw from the
-    target's law per node of the merged trie stays exact (candidates may depend on anything past, never on the random
+    target's distribution per node of the merged trie stays exact (candidates may depend on anything past, never on the random
     numbers of the round that verifies them).
     """
 

@@ -1,4 +1,4 @@
-"""N-grams as tensors: what followed before, found for all rows at once and without a look at values, inside a recorded round.
+"""N-grams as tensors: what followed before, found for all rows at once and without a look at values, inside a captured round.
 
 A candidate is a *path* of tokens below the text's end. Paths are told apart by *marks*, sums of (token + 1) · base^depth modulo
 2^64: the mark of a longer path is that of its beginning and one more term, and equal paths of different origin are found by
@@ -39,7 +39,7 @@ class Paths:
     """Candidates of a batch, X per row: the last tokens of paths below the text's end."""
 
     numbers_BX3: Tensor
-    """Token, depth and mark of each: side by side, because a recorded round costs by its launches."""
+    """Token, depth and mark of each: side by side, because a captured round costs by its launches."""
     chances_BX: Tensor
     """That the path is reached and right; 0 where there is none."""
 

@@ -1,8 +1,8 @@
 """Improved MCSD's target-initialised trees and their verification, a lossy rule.
 
-A tree begins with several tokens from the target's law, and the longest accepted path is kept. Looking at several first tokens
-and keeping the one that the draft continues best prefers tokens that the draft finds easy: the text no longer follows the
-target's law (docs/dynamic.md measures by how much).
+A tree begins with several tokens from the target's distribution, and the longest accepted path is kept. Looking at several
+first tokens and keeping the one that the draft continues best prefers tokens that the draft finds easy: the text no longer
+follows the target's distribution (docs/dynamic.md measures by how much).
 
 References
 ----------
@@ -15,17 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.decision import Decision
-from polydraft.drafters import LOSSY_DRAFTERS, DistributionSource, Drafter, DraftSession, Parts, TreeDrafter
-from polydraft.drafters.static_builder import StaticBuilder
-from polydraft.drafters.static_plan import LevelPlan
+from polydraft.draft import LOSSY_DRAFTERS, DistributionSource, Drafter, DraftSession, Parts, TreeDrafter
+from polydraft.draft.decision import Decision
+from polydraft.draft.static_builder import StaticBuilder
+from polydraft.draft.static_plan import LevelPlan
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import NO_TOKEN, RowParams, draw_distinct, draw_one
-from polydraft.schemes import SCHEMES, Scheme
 from polydraft.trees import DraftTree, Topology
-from polydraft.walks import Fault, TargetLaws, Verdict, Walk
-from polydraft.walks.walk import TargetLaw
+from polydraft.verify import SCHEMES, Fault, Scheme, TargetDistributions, Verdict, Walk
+from polydraft.verify.walk import TargetDistribution
 
 _TOP = SCHEMES.get("top")()
 
@@ -39,10 +38,10 @@ def check_lossy(name: str, topology: Topology) -> None:
 
 
 class TargetInit(Drafter):
-    """Begin with W tokens from the target's law, draft D more behind each, keep the longest accepted path ([1] §3.1).
+    """Begin with W tokens from the target's distribution, draft D more behind each, keep the longest accepted path ([1] §3.1).
 
-    The text does not follow the target's law. What does, and keeps the width, is a fork below one token from the target: the
-    pending token, which every tree here has as its root, is exactly that. So the lossless counterpart is the tree
+    The text does not follow the target's distribution. What does, and keeps the width, is a fork below one token from the
+    target: the pending token, which every tree here has as its root, is exactly that. So the lossless counterpart is the tree
     `target-root:WxD`, another name for `fork:WxD`.
 
     Parameters
@@ -74,7 +73,7 @@ class TargetInit(Drafter):
 
 
 class TargetInitBuilder(StaticBuilder):
-    """A fork whose first level is replaced by tokens from the target's law, once that is known.
+    """A fork whose first level is replaced by tokens from the target's distribution, once that is known.
 
     In the first round of a text it is not, because the last token of a prompt has not been through the target: there the
     first level is the draft's.
@@ -95,7 +94,7 @@ class TargetInitBuilder(StaticBuilder):
         self._width, self._greedy = len(topology.children[0]), params.all_greedy
         self._walk = LongestWalk(self._greedy)
         self._next: tuple[Tensor, Tensor] | None = None
-        """What the next tree begins with, `LongestVerdict.next_law_BV`, and the rows in which that is known."""
+        """What the next tree begins with, `LongestVerdict.next_distribution_BV`, and the rows in which that is known."""
 
     @property
     def num_uniforms(self) -> int:
@@ -120,13 +119,13 @@ class TargetInitBuilder(StaticBuilder):
         return super().build(tail_B2, uniforms_BU)
 
     def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
-        """Take the first level, W tokens, from the target's law, at temperature 0 the likeliest."""
+        """Take the first level, W tokens, from the target's distribution, at temperature 0 the likeliest."""
         super().draw(level, logits_BGV, tokens_BN, uniforms_BU)
         if level.first > 0 or self._next is None:
             return
-        law_BV, known_B = self._next
+        distribution_BV, known_B = self._next
         draw = _TOP.draw if self._greedy else draw_distinct
-        given_BW = draw(law_BV, uniforms_BU[:, -self._width :])
+        given_BW = draw(distribution_BV, uniforms_BU[:, -self._width :])
         firsts = slice(1, 1 + self._width)
         tokens_BN[:, firsts] = torch.where(known_B[:, None], given_BW, tokens_BN[:, firsts])
 
@@ -139,9 +138,9 @@ class TargetInitBuilder(StaticBuilder):
         return not bool(self._going_B.any())
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Remember the law that the next tree begins with."""
+        """Remember the distribution that the next tree begins with."""
         assert isinstance(verdict, LongestVerdict)
-        self._next = verdict.next_law_BV, verdict.known_B
+        self._next = verdict.next_distribution_BV, verdict.known_B
 
 
 @LOSSY_DRAFTERS.register("target-init")
@@ -153,13 +152,13 @@ def _build(parts: Parts) -> TargetInit:
 
 @dataclass(frozen=True, eq=False)
 class LongestVerdict(Verdict):
-    """A verdict that also says from which law the next tree begins."""
+    """A verdict that also says from which distribution the next tree begins."""
 
-    next_law_BV: Tensor
-    """Law after the last emitted token: the target's, or what rejection left of it. At temperature 0, where the law is one
-    token, weights that order all of them."""
+    next_distribution_BV: Tensor
+    """Distribution after the last emitted token: the target's, or what rejection left of it. At temperature 0: an order of
+    tokens."""
     known_B: Tensor
-    """Whether that law is known: not where nothing was accepted."""
+    """Whether that distribution is known: not where nothing was accepted."""
 
 
 class LongestWalk(Walk):
@@ -170,7 +169,7 @@ class LongestWalk(Walk):
     def __init__(self, greedy: bool) -> None:
         self.greedy = greedy
         self.given_B: Tensor | None = None
-        """Rows whose first level comes from the target's own law, and so is accepted unseen."""
+        """Rows whose first level comes from the target's own distribution, and so is accepted unseen."""
 
     @classmethod
     def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
@@ -181,7 +180,9 @@ class LongestWalk(Walk):
         """One for each node of a chain is enough: chains may share them, since only one chain is kept."""
         return depth + 1
 
-    def run(self, scheme: Scheme, draft: DraftTree, target_law: TargetLaw, uniforms_BU: Tensor) -> LongestVerdict:
+    def run(
+        self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor
+    ) -> LongestVerdict:
         """Walk down the chains one after the other."""
         batch_size, device = len(draft.tokens_BN), draft.tokens_BN.device
         given_B = torch.zeros(batch_size, dtype=torch.bool, device=device) if self.given_B is None else self.given_B
@@ -193,18 +194,18 @@ class LongestWalk(Walk):
         end_B = root_B
         for chain in range(firsts_BK.shape[1]):
             nodes_BD, texts_BD, length_B = self._chain(
-                draft, target_law, firsts_BK[:, chain], tokens_BK[:, chain], given_B, uniforms_BU
+                draft, target_distribution, firsts_BK[:, chain], tokens_BK[:, chain], given_B, uniforms_BU
             )
             better_B1 = (length_B > best_B)[:, None]
             path_BD, kept_BD = torch.where(better_B1, nodes_BD, path_BD), torch.where(better_B1, texts_BD, kept_BD)
             best_B = torch.maximum(best_B, length_B)
             end_B = path_BD.gather(1, best_B.clamp(min=0)[:, None])[:, 0]
-        return self._verdict(draft, target_law, uniforms_BU, best_B, path_BD, kept_BD, end_B)
+        return self._verdict(draft, target_distribution, uniforms_BU, best_B, path_BD, kept_BD, end_B)
 
     def _chain(
         self,
         draft: DraftTree,
-        target_law: TargetLaw,
+        target_distribution: TargetDistribution,
         first_B: Tensor,
         token_B: Tensor,
         given_B: Tensor,
@@ -219,7 +220,9 @@ class LongestWalk(Walk):
         for step in range(draft.depth):
             if step:
                 first_B, token_B = (values_BK[:, 0] for values_BK in draft.children(node_B))
-            accepted_B = self._accepts(draft, target_law, step, node_B, token_B, texts_BD[:, :step], uniforms_BU[:, step])
+            accepted_B = self._accepts(
+                draft, target_distribution, step, node_B, token_B, texts_BD[:, :step], uniforms_BU[:, step]
+            )
             if step == 0:
                 accepted_B = accepted_B | given_B
             going_B = going_B & accepted_B & (token_B != NO_TOKEN)
@@ -233,39 +236,39 @@ class LongestWalk(Walk):
     def _accepts(
         self,
         draft: DraftTree,
-        target_law: TargetLaw,
+        target_distribution: TargetDistribution,
         step: int,
         node_B: Tensor,
         token_B: Tensor,
         path_BP: Tensor,
         uniform_B: Tensor,
     ) -> Tensor:
-        target_B = _at(target_law(node_B, path_BP), token_B)
-        draft_B = torch.ones_like(target_B) if self.greedy else _at(draft.draft_law(step, node_B), token_B)
+        target_B = _at(target_distribution(node_B, path_BP), token_B)
+        draft_B = torch.ones_like(target_B) if self.greedy else _at(draft.draft_distribution(step, node_B), token_B)
         return uniform_B * draft_B < target_B
 
     def _verdict(
         self,
         draft: DraftTree,
-        target_law: TargetLaw,
+        target_distribution: TargetDistribution,
         uniforms_BU: Tensor,
         best_B: Tensor,
         path_BD: Tensor,
         kept_BD: Tensor,
         end_B: Tensor,
     ) -> LongestVerdict:
-        """Emit the path, its last token pending; where nothing was accepted one token from the target's law."""
+        """Emit the path, its last token pending; where nothing was accepted one token from the target's distribution."""
         known_B, text_BP = best_B > 0, kept_BD[:, : draft.depth]
         refused_B = (draft.children(end_B)[1] != NO_TOKEN).any(-1)  # the path went no further, though it was offered to
         if self.greedy:
-            assert isinstance(target_law, TargetLaws)
-            next_BV, own_B = target_law.ranking(end_B, text_BP), target_law.likeliest(end_B, text_BP)
+            assert isinstance(target_distribution, TargetDistributions)
+            next_BV, own_B = target_distribution.ranking(end_B, text_BP), target_distribution.likeliest(end_B, text_BP)
             broken_B = own_B == NO_TOKEN
         else:
-            next_BV = target_law(end_B, text_BP)
+            next_BV = target_distribution(end_B, text_BP)
             broken_B = next_BV[:, 0].isnan()
             level_B = best_B.clamp(max=draft.depth - 1)
-            draft_BV = torch.stack([draft.draft_law(step, end_B) for step in range(draft.depth)], dim=1)
+            draft_BV = torch.stack([draft.draft_distribution(step, end_B) for step in range(draft.depth)], dim=1)
             draft_BV = draft_BV.gather(1, level_B[:, None, None].expand(-1, 1, draft_BV.shape[-1]))[:, 0]
             left_BV = (next_BV - draft_BV).clamp(min=0)
             next_BV = torch.where((refused_B & (left_BV.sum(-1) > 0))[:, None], left_BV, next_BV)
@@ -280,6 +283,6 @@ class LongestWalk(Walk):
         return LongestVerdict(path_BD, accepted_B, tokens_BD, accepted_B + refused_B, fault_B, next_BV, known_B)
 
 
-def _at(law_BV: Tensor, token_B: Tensor) -> Tensor:
+def _at(distribution_BV: Tensor, token_B: Tensor) -> Tensor:
     """Return each row's probability of one token."""
-    return law_BV.gather(1, token_B.clamp(min=0)[:, None])[:, 0]
+    return distribution_BV.gather(1, token_B.clamp(min=0)[:, None])[:, 0]

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.native import loaded
-from polydraft.native.verification import draw
+from polydraft.backends.native import loaded
+from polydraft.backends.native.verification import draw
 
 NO_TOKEN = -1
-"""Marks a child that does not exist, because the tree has none there or the draft law's support is exhausted."""
+"""Marks a child that does not exist, because the tree has none there or the draft distribution's support is exhausted."""
 
 _BLOCK = 256
 _FEW = 16
@@ -25,7 +25,7 @@ _BELOW_ONE = 1 - 2**-53
 class _BlockedWeights:
     """Weights cut into blocks: a look-up scans the block sums, then one block, instead of all of a long vocabulary.
 
-    The short sums also keep rounding small: a float32 running sum over 50k+ tokens would not be a faithful law.
+    The short sums also keep rounding small: a float32 running sum over 50k+ tokens would not be a faithful distribution.
     """
 
     def __init__(self, weights_RV: Tensor) -> None:

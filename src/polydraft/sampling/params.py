@@ -37,7 +37,7 @@ def was_asked(value: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the target's logits become its sampling law.
+    """How the target's logits become its sampling distribution.
 
     The order of operations is that of Hugging Face `generate`: logit bias, repetition penalty, presence and
     frequency penalty, `processors`, temperature, top-k, top-p, min-p. It is the same with and without speculation.
@@ -114,7 +114,7 @@ class SamplingParams:
                 raise UsageError(f"logit_bias={{{token!r}: {shown(value)}}} is out of range; allowed: {allowed}")
 
     def _check_reach(self) -> None:
-        """Refuse numbers that can drive logits, whatever model they are of, beyond what float32 holds: no law would be left."""
+        """Refuse numbers that can drive any model's logits beyond what float32 holds: no distribution would be left."""
         biased = max((float(value) for value in self.logit_bias.values()), default=0.0)
         reach = {
             "logit_bias": max(biased, 0.0),
@@ -135,7 +135,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a law depends on which tokens came before, beyond what the model itself sees."""
+        """Whether a distribution depends on which tokens came before, beyond what the model itself sees."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -156,7 +156,7 @@ def _check(name: str, value: float, fits: bool, allowed: str) -> None:
 
 
 def check_draft_temperature(value: Any) -> None:
-    """Refuse a temperature that a draft's law cannot have; None is the target's."""
+    """Refuse a temperature that a draft's distribution cannot have; None is the target's."""
     if value is None:
         return
     is_number = isinstance(value, Real) and not isinstance(value, bool)

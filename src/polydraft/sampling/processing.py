@@ -113,7 +113,7 @@ class Processing:
     def _through(self, row: int, processors: Sequence[Any], input_ids: Tensor, scores_1V: Tensor) -> Tensor:
         """Let the processors of a row change its scores."""
         for processor in processors:
-            was_law = _is_law(scores_1V)
+            was_distribution = _is_distribution(scores_1V)
             try:
                 scores_1V = processor(input_ids, scores_1V)
             except Exception as error:
@@ -123,7 +123,7 @@ class Processing:
                     raise
                 self.errors[row] = error
                 return torch.full_like(scores_1V, torch.nan)
-            if was_law and not _is_law(scores_1V):
+            if was_distribution and not _is_distribution(scores_1V):
                 self.emptied_by = getattr(processor, "__name__", type(processor).__name__)
         return scores_1V
 
@@ -140,6 +140,6 @@ def _tokens(path: Sequence[int]) -> tuple[int, ...]:
     return tuple(token for token in path if token != NO_TOKEN)
 
 
-def _is_law(scores_1V: Tensor) -> bool:
+def _is_distribution(scores_1V: Tensor) -> bool:
     """Whether some token has a finite score, and none is larger than that or not a number."""
     return bool(scores_1V.max().isfinite())

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from polydraft.kernels import power_of_two, side_by_side
+from polydraft.backends.triton import power_of_two, side_by_side
 
 _MOST_AT_ONCE, _BLOCK = 2**16, 2**13
 """Columns that one program holds, and that it looks at in turn where there are more."""
@@ -11,7 +11,7 @@ _MOST_AT_ONCE, _BLOCK = 2**16, 2**13
 
 def softened(logits_BGV: Tensor, temperature_B: Tensor | None) -> Tensor:
     """Return the softmax of logits over each row's temperature, in float32; what is not a number spreads over its node."""
-    from polydraft.sampling import _kernels as kernels
+    from polydraft.backends.triton import softened_kernels as kernels
 
     batch, nodes, columns = logits_BGV.shape
     logits_BGV = side_by_side(logits_BGV)

@@ -12,14 +12,14 @@ from polydraft.sampling.categorical import NO_TOKEN
 
 @dataclass(frozen=True, eq=False)
 class PartialVocabulary:
-    """Which tokens a draft's short law speaks of; all others have no mass.
+    """Which tokens a draft's short distribution speaks of; all others have no mass.
 
-    Frequent tokens carry nearly all of a text, while the time of a small draft goes mostly into its output head. A law
+    Frequent tokens carry nearly all of a text, while the time of a small draft goes mostly into its output head. A distribution
     stays short even while it is verified: the others, which no draft proposes, count as one token there.
     """
 
     tokens_D: Tensor
-    """Token id of each column of a short law, ascending."""
+    """Token id of each column of a short distribution, ascending."""
     size: int
     """Tokens of the full vocabulary."""
 
@@ -29,12 +29,12 @@ class PartialVocabulary:
         return full_RV.scatter_(-1, self.tokens_D.expand_as(short_RD), short_RD)
 
     def tokens(self, columns: Tensor) -> Tensor:
-        """Turn columns of a short law into token ids; `NO_TOKEN` stays."""
+        """Turn columns of a short distribution into token ids; `NO_TOKEN` stays."""
         known = columns != NO_TOKEN
         return self.tokens_D[columns.clamp(min=0)].where(known, columns)
 
     def columns(self, tokens: Tensor) -> Tensor:
-        """Turn token ids into columns of a short law; `NO_TOKEN` stays, and stands for tokens that the draft does not know."""
+        """Turn token ids into columns of a short distribution; `NO_TOKEN` stands for tokens that the draft does not know."""
         return self.column_X[tokens]
 
     def lumped(self, weights_RV: Tensor) -> Tensor:

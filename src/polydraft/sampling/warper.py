@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from polydraft.kernels import kernels_run
+from polydraft.backends.triton import kernels_run
 from polydraft.row_storage import RowStorage
 from polydraft.sampling.categorical import NO_TOKEN
 from polydraft.sampling.params import DEFAULTS, RowParams, SamplingParams, bias_table
@@ -55,7 +55,7 @@ class Warper:
         params = RowParams.of(params, max(len(prompts), 1))
         self._device, self._vocabulary, self._vocab_size = device, vocabulary, vocab_size
         self._of_draft = of_draft
-        # All of it is allocated once and written in place: recorded rounds read it where it is.
+        # All of it is allocated once and written in place: captured rounds read it where it is.
         self._numbers = {name: torch.zeros(len(params), 1, 1, dtype=_dtype(name), device=device) for name in _NUMBERS}
         self._storage = RowStorage()
         self._written: dict[str, list[float]] = {}
@@ -130,7 +130,7 @@ class Warper:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """What a recorded round depends on, beyond the numbers in tensors."""
+        """What a captured round depends on, beyond the numbers in tensors."""
         params = self.params
         flags = (params.all_greedy, params.mixed, params.needs_history, params.bans, self._biased)
         return (*flags, self._most_kept, *sorted(self._used))
@@ -314,8 +314,8 @@ def _argmax(scores_BGV: Tensor) -> Tensor:
 def _nucleus(probs_BGV: Tensor, top_p_B11: Tensor) -> Tensor:
     """Mark the smallest set of likeliest tokens whose mass reaches `top_p_B11`.
 
-    Of equals at its edge the last ones stay, as Hugging Face's do where its sort is stable: a law must not depend on what else
-    is computed along with it.
+    Of equals at its edge the last ones stay, as Hugging Face's do where its sort is stable: a distribution must not depend on
+    what else is computed along with it.
     """
     size = probs_BGV.shape[-1]
     if probs_BGV.device.type == "cpu":  # where looking at the values is free and a full sort is not

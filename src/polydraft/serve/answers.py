@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from polydraft.drafters.policy import REST_REASON
+from polydraft.draft.policy import REST_REASON
 from polydraft.engine import StopReason, TokenSequence
 from polydraft.engine.sequence import TokenLogprob
 from polydraft.engine.stats import TARGET
-from polydraft.serve.asked import Asked
+from polydraft.serve.protocol import Asked
 from polydraft.serve.ticket import OFF, Progress, Ticket
 from polydraft.serve.token_texts import TokenTexts
 

@@ -15,10 +15,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from polydraft.errors import PolydraftError, shown, unknown_name
-from polydraft.serve.asked import Asked, read_request
 from polydraft.serve.delivery import Delivery
+from polydraft.serve.errors import RequestError, error_object, reason_of, status_of, too_slow
 from polydraft.serve.guard import Guard
-from polydraft.serve.problems import RequestError, error_object, reason_of, status_of, too_slow
+from polydraft.serve.protocol import Asked, read_request
 from polydraft.serve.service import Service
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -10,9 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from polydraft.errors import PolydraftError
 from polydraft.serve.answers import Answer
-from polydraft.serve.asked import Asked
+from polydraft.serve.errors import error_object, reason_of
 from polydraft.serve.guard import refuse
-from polydraft.serve.problems import error_object, reason_of
+from polydraft.serve.protocol import Asked
 from polydraft.serve.service import Service
 from polydraft.serve.ticket import BusyError, Progress, Ticket, UnavailableError
 

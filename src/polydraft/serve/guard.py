@@ -14,10 +14,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from polydraft.serve.errors import RequestError, error_object, reason_of, status_of
 from polydraft.serve.logs import as_text, request_line
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions, host_and_port, is_local
-from polydraft.serve.problems import RequestError, error_object, reason_of, status_of
 from polydraft.serve.ticket import UnavailableError
 
 _LOGGER = logging.getLogger("polydraft.serve")

@@ -66,7 +66,7 @@ class ServeOptions:
     cors: tuple[str, ...] = ()
     """Origin of web pages that may call from a browser, such as https://example.org; may be given several times."""
     warm_up: bool | None = None
-    """Record and time rounds for texts of usual lengths before accepting requests  [default: on a GPU only]."""
+    """Capture and time rounds for texts of usual lengths before accepting requests  [default: on a GPU only]."""
     log_format: _FORMATS = "text"
     """How the log is written: lines of text, or a JSON object per line."""
     log_texts: bool = False

@@ -26,10 +26,10 @@ from polydraft.loading import load_with
 from polydraft.options import LoadOptions
 from polydraft.serve.app import make_app
 from polydraft.serve.cluster import cluster_with_room
+from polydraft.serve.errors import error_object, too_slow
 from polydraft.serve.guard import refuse
 from polydraft.serve.logs import log_as
 from polydraft.serve.options import ReplicaOptions, ServeOptions, host_and_port
-from polydraft.serve.problems import error_object, too_slow
 from polydraft.serve.service import Service
 from polydraft.serve.ticket import UnavailableError
 

@@ -10,13 +10,13 @@ from functools import cached_property
 
 import torch
 
-from polydraft.drafters import Plain, TreeDrafter
-from polydraft.drafters.forced import with_forced
+from polydraft.draft import Plain, TreeDrafter
+from polydraft.draft.forced import with_forced
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.sequence import Emitted
 from polydraft.errors import FailureError, UsageError
 from polydraft.sampling import IDLE, RowParams, SamplingParams
-from polydraft.serve.company import Company
+from polydraft.serve.followers import Company
 from polydraft.serve.lane import Lane, LaneOptions
 from polydraft.serve.ticket import AUTO, OFF, BusyError, Progress, Ticket, UnavailableError
 from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree

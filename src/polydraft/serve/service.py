@@ -7,7 +7,7 @@ import secrets
 import threading
 from typing import Any
 
-from polydraft.drafters import Plain
+from polydraft.draft import Plain
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import UsageError, shown
 from polydraft.models import check_prompts
@@ -16,12 +16,12 @@ from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator, row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.answers import Answer
-from polydraft.serve.asked import Asked
-from polydraft.serve.company import Company
+from polydraft.serve.errors import RequestError
+from polydraft.serve.followers import Company
 from polydraft.serve.lane import LaneOptions
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions
-from polydraft.serve.problems import RequestError
+from polydraft.serve.protocol import Asked
 from polydraft.serve.scheduler import Scheduler, drafting
 from polydraft.serve.ticket import AUTO, OFF, Ticket
 from polydraft.serve.token_texts import TokenTexts

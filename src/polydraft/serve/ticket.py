@@ -56,7 +56,7 @@ class Ticket:
 
     @property
     def lane(self) -> str:
-        """Name of those that it may share rounds with: masks from the host would keep others' rounds from being recorded."""
+        """Name of those that it may share rounds with: masks from the host would keep others' rounds from being captured."""
         return self.speculative + (CONSTRAINED if self.constrained else "")
 
     async def next(self) -> Progress:

@@ -211,7 +211,7 @@ def _sizes(tokens: float, length: int, settings: TrainSettings, target: Loaded) 
 
 
 def side_by_side(length: int, settings: TrainSettings, target: Loaded) -> int:
-    """Return how many texts are written side by side: as asked, or what memory allows for keys, values and laws."""
+    """Return how many texts are written side by side: as asked, or what memory allows for keys, values and distributions."""
     model = target.model
     if settings.sampling_rows:
         return max(settings.sampling_rows * settings.length // length, 1)

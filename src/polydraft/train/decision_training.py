@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from polydraft.decision import Decision, DecisionKind, DecisionModel, DecisionShape, law_inputs, save_decision
-from polydraft.drafters import Builder, DistributionSource, TreeDrafter
-from polydraft.drafters.static_builder import StaticBuilder
+from polydraft.draft import Builder, DistributionSource, TreeDrafter
+from polydraft.draft.decision import Decision, DecisionKind, DecisionModel, DecisionShape, distribution_inputs, save_decision
+from polydraft.draft.static_builder import StaticBuilder
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import FeatureHead, LanguageModel
@@ -21,13 +21,12 @@ from polydraft.models.loading import Loaded
 from polydraft.output import check_empty
 from polydraft.prompts import load_prompts
 from polydraft.sampling import RowParams, SamplingParams
-from polydraft.schemes import Scheme
 from polydraft.train.settings import DecisionSettings
 from polydraft.trees import DraftTree, Topology
-from polydraft.walks import Verdict
+from polydraft.verify import Scheme, Verdict
 
 TOP = 10
-"""Probabilities of a law that are kept."""
+"""Probabilities of a distribution that are kept."""
 _HELD_OUT = 0.1
 _BATCH = 1024
 _BINS = 10
@@ -40,9 +39,9 @@ class Traces:
     """Drafted tokens that verification came to, one per row."""
 
     hidden_RF: Tensor
-    """The draft's features that the token's law came from."""
-    laws_RK: Tensor
-    """Likeliest probabilities of that law and its entropy."""
+    """The draft's features that the token's distribution came from."""
+    distributions_RK: Tensor
+    """Likeliest probabilities of that distribution and its entropy."""
     ratios_R: Tensor
     """min(1, p/q) of the token."""
     accepted_R: Tensor
@@ -66,7 +65,7 @@ class _Recorder(Decision):
 
     def goes_on(self, features_BGF: Tensor, logits_BGV: Tensor) -> Tensor:
         """Go on."""
-        self.shown.append((features_BGF[:, 0].float(), law_inputs(logits_BGV[:, 0], TOP)))
+        self.shown.append((features_BGF[:, 0].float(), distribution_inputs(logits_BGV[:, 0], TOP)))
         return torch.ones(len(features_BGF), dtype=torch.bool, device=features_BGF.device)
 
 
@@ -115,17 +114,17 @@ class _TracingBuilder(StaticBuilder):
         """Take down the tokens of the chain up to and including the first rejected one."""
         tree, logits_BNV = self._built, self._target.head(features_BNF)
         assert tree is not None, "build() comes first"
-        for depth, (hidden_BF, law_BK) in enumerate(self._recorder.shown):
+        for depth, (hidden_BF, distribution_BK) in enumerate(self._recorder.shown):
             token_B1 = tree.tokens_BN[:, depth + 1, None].clamp(min=0)
             node_B = torch.full_like(token_B1[:, 0], depth)
             if self._temperature == 0:
                 ratio_B = (logits_BNV[:, depth].argmax(-1) == token_B1[:, 0]).float()
             else:
                 target_B1 = torch.softmax(logits_BNV[:, depth].float() / self._temperature, dim=-1).gather(1, token_B1)
-                ratio_B = (target_B1 / tree.draft_law(depth, node_B).gather(1, token_B1)).clamp(max=1)[:, 0]
+                ratio_B = (target_B1 / tree.draft_distribution(depth, node_B).gather(1, token_B1)).clamp(max=1)[:, 0]
             seen_B = (keep_B > 0) & (verdict.accepted_B >= depth)
             accepted_B = (verdict.accepted_B > depth).float()
-            parts = (hidden_BF, law_BK, ratio_B, accepted_B)
+            parts = (hidden_BF, distribution_BK, ratio_B, accepted_B)
             self._traces.append(Traces(*(part[seen_B].cpu() for part in parts)))
 
 
@@ -216,7 +215,7 @@ def fit(
     """Train on most of the traces; calibrate on a tenth of them and measure on another."""
     kind = DecisionKind(settings.kind)
     hidden = kind is DecisionKind.HIDDEN
-    inputs_RF, labels_R = (traces.hidden_RF, traces.ratios_R) if hidden else (traces.laws_RK, traces.accepted_R)
+    inputs_RF, labels_R = (traces.hidden_RF, traces.ratios_R) if hidden else (traces.distributions_RK, traces.accepted_R)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = DecisionModel(DecisionShape(kind=kind, inputs=inputs_RF.shape[1], width=settings.width))

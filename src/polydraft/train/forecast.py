@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from polydraft.drafters.costs import measured_costs
+from polydraft.draft.costs import measured_costs
+from polydraft.draft.speedup import speedup
 from polydraft.errors import duration
 from polydraft.models.loading import Loaded, load_draft
-from polydraft.theory import speedup
 from polydraft.train.corpus import Corpus, check_length, side_by_side
 from polydraft.train.pupils import Acceptance
 from polydraft.train.settings import TrainSettings

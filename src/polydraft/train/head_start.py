@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, HeadShape
-from polydraft.models.feature_head import TapNorm
-from polydraft.models.head_folder import checked_shape, tokenizer_fingerprint
+from polydraft.models.heads.feature_head import TapNorm
+from polydraft.models.heads.head_folder import checked_shape, tokenizer_fingerprint
 from polydraft.models.loading import Loaded
 from polydraft.train.settings import HeadSize
 

@@ -1,12 +1,12 @@
-"""What drafts are trained for: to have the target's law, and to have candidates accepted.
+"""What drafts are trained for: to have the target's distribution, and to have candidates accepted.
 
 Acceptance of one candidate is Σ min(p, q), so 1 − that, the total variation, can be trained directly. The same holds for the n
-candidates of a node, verified as `hybrid` does: with T the m tokens that are candidates for certain, q' the law of the others
-and k = n − m draws of it, acceptance is P(T) + 1 − max_H (q'(H)^k − p(H)), H any set of other tokens. The best H holds those
-with k q'(H)^(k − 1) q' > p, which a few steps find from H = everything; with H held fast the gradient is known.
+candidates of a node, verified as `hybrid` does: with T the m tokens that are candidates for certain, q' the distribution of the
+others and k = n − m draws of it, acceptance is P(T) + 1 − max_H (q'(H)^k − p(H)), H any set of other tokens. The best H holds
+those with k q'(H)^(k − 1) q' > p, which a few steps find from H = everything; with H held fast the gradient is known.
 
-Gradients are computed by hand along with the loss: laws of tens of thousands of tokens at tens of thousands of positions are
-what training moves about most, and this way they are read a dozen times instead of some thirty.
+Gradients are computed by hand along with the loss: distributions of tens of thousands of tokens at tens of thousands of
+positions are what training moves about most, and this way they are read a dozen times instead of some thirty.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polydraft.schemes import Hybrid
+from polydraft.verify import Hybrid
 
 _CHUNK_BYTES = 2**28
 _STEPS = 4
@@ -30,8 +30,8 @@ def loss_of(kind: str, probs_RD: Tensor, logits_RD: Tensor, weights_R: Tensor, c
     ----------
     kind : str
         ``kl``: −Σ p log q, the Kullback–Leibler divergence up to a constant. ``tv``: the chance that all candidates are
-        rejected; its gradient vanishes where laws do not overlap, so it serves to finish, or in a sum. ``kl+tv``: the sum.
-        ``lk``: λ times the first and 1 − λ times the second, λ = exp(−3 · acceptance) of each position (arXiv:2602.23881).
+        rejected; its gradient vanishes where distributions do not overlap, so it serves to finish, or in a sum. ``kl+tv``: the
+        sum. ``lk``: λ times the first and 1 − λ times the second, λ = exp(−3 · acceptance) of each position (arXiv:2602.23881).
     probs_RD : Tensor
         The target's probabilities of the tokens that the draft knows; they need not sum to one.
     candidates : int
@@ -54,7 +54,7 @@ class _Objective(torch.autograd.Function):
         for first in range(0, len(logits_RD), rows):
             part = slice(first, first + rows)
             target_RD, weight_R1 = probs_RD[part], weights_R[part, None]
-            scores_RD = logits_RD[part].to(target_RD.dtype, copy=True)  # it becomes the draft's law, in place
+            scores_RD = logits_RD[part].to(target_RD.dtype, copy=True)  # it becomes the draft's distribution, in place
             normaliser_R1 = scores_RD.logsumexp(-1, keepdim=True)
             mass_R1 = target_RD.sum(-1, keepdim=True)
             divergence_R1 = normaliser_R1 * mass_R1 - (target_RD * scores_RD).sum(-1, keepdim=True)

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.models import FeatureHead
-from polydraft.models.head_folder import new_head, save_head, save_vocabulary, tokenizer_fingerprint
+from polydraft.models.heads.head_folder import new_head, save_head, save_vocabulary, tokenizer_fingerprint
 from polydraft.models.hf import HFModel
 from polydraft.models.language_model import steady_attention
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary
-from polydraft.schemes import RejectionWithoutReplacement
 from polydraft.train.head_start import shape_for, take_over
 from polydraft.train.settings import LENGTHS, DraftSize, HeadSize, TrainSettings
 from polydraft.train.writer import Texts
 from polydraft.trees import causal_block
+from polydraft.verify import RejectionWithoutReplacement
 
 _CHUNK_BYTES = 2**29
 """Logits over all tokens are large; so many bytes of them at a time."""
@@ -29,21 +29,21 @@ _CHUNK_ROWS, _CANDIDATES = 256, 4
 
 
 @dataclass(frozen=True, eq=False)
-class TargetLaws:
-    """Short laws of some positions, with the mass that a draft cannot reach."""
+class TargetDistributions:
+    """Short distributions of some positions, with the mass that a draft cannot reach."""
 
     probs_RD: Tensor
     """The target's probabilities of the tokens that the draft knows; they need not sum to one."""
     best_R: Tensor
     """Column of the likeliest token, or -1 where the draft does not know it."""
 
-    def rows(self, index: Tensor | slice) -> "TargetLaws":
-        """Return the laws of some of the positions."""
-        return TargetLaws(self.probs_RD[index], self.best_R[index])
+    def rows(self, index: Tensor | slice) -> "TargetDistributions":
+        """Return the distributions of some of the positions."""
+        return TargetDistributions(self.probs_RD[index], self.best_R[index])
 
 
 class Teacher:
-    """Read texts with the target and tell its features and laws.
+    """Read texts with the target and tell its features and distributions.
 
     Parameters
     ----------
@@ -70,20 +70,20 @@ class Teacher:
             return target.lean(tokens_BL, positions_BL, None, None, target.taps)
 
     @torch.no_grad()
-    def laws(self, features_RF: Tensor) -> TargetLaws:
-        """Return the laws that follow some positions, given by their features."""
+    def distributions(self, features_RF: Tensor) -> TargetDistributions:
+        """Return the distributions that follow some positions, given by their features."""
         rows = max(_CHUNK_BYTES // (4 * self.target.vocab_size), 1)
-        parts = [self._laws(part_RF) for part_RF in features_RF.split(rows)]  # type: ignore[no-untyped-call]
-        return TargetLaws(torch.cat([part.probs_RD for part in parts]), torch.cat([part.best_R for part in parts]))
+        parts = [self._distributions(part_RF) for part_RF in features_RF.split(rows)]  # type: ignore[no-untyped-call]
+        return TargetDistributions(torch.cat([part.probs_RD for part in parts]), torch.cat([part.best_R for part in parts]))
 
-    def _laws(self, features_RF: Tensor) -> TargetLaws:
+    def _distributions(self, features_RF: Tensor) -> TargetDistributions:
         logits_RV = self.target.head(features_RF).float()
         best_R = logits_RV.argmax(-1)
         normaliser_R1 = logits_RV.logsumexp(-1, keepdim=True)
         if self.vocabulary is None or self._column_V is None:
-            return TargetLaws((logits_RV - normaliser_R1).exp(), best_R)
+            return TargetDistributions((logits_RV - normaliser_R1).exp(), best_R)
         short_RD = logits_RV[:, self.vocabulary.tokens_D]
-        return TargetLaws((short_RD - normaliser_R1).exp(), self._column_V[best_R])
+        return TargetDistributions((short_RD - normaliser_R1).exp(), self._column_V[best_R])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,19 +102,19 @@ class Acceptance:
         return f"α@1 {self.greedy_1:.2f}/{self.sampled_1:.2f}, α@4 {self.greedy_4:.2f}/{self.sampled_4:.2f} (T=0/T=1)"
 
 
-def acceptance_of(laws: TargetLaws, logits_RD: Tensor, seed: int = 0) -> Acceptance:
-    """Measure a draft's logits against the target's laws at the same positions.
+def acceptance_of(distributions: TargetDistributions, logits_RD: Tensor, seed: int = 0) -> Acceptance:
+    """Measure a draft's logits against the target's distributions at the same positions.
 
     The rate with four candidates is exact given the candidates: the mass that verification puts on them.
     """
     generator = torch.Generator(logits_RD.device).manual_seed(seed)
     top_R4 = logits_RD.topk(min(_CANDIDATES, logits_RD.shape[1]), dim=-1).indices
-    hits_R4 = top_R4 == laws.best_R[:, None]
+    hits_R4 = top_R4 == distributions.best_R[:, None]
     sampled_1, sampled_4 = [], []
     scheme = RejectionWithoutReplacement()
     for first in range(0, len(logits_RD), _CHUNK_ROWS):
         probs_RD, draft_RD = (
-            laws.probs_RD[first : first + _CHUNK_ROWS],
+            distributions.probs_RD[first : first + _CHUNK_ROWS],
             logits_RD[first : first + _CHUNK_ROWS].float().softmax(-1),
         )
         sampled_1.append(torch.minimum(probs_RD, draft_RD).sum(-1))
@@ -124,8 +124,8 @@ def acceptance_of(laws: TargetLaws, logits_RD: Tensor, seed: int = 0) -> Accepta
         draft_RX = torch.nn.functional.pad(draft_RD, (0, 1))
         uniforms_RK = torch.rand(len(draft_RX), _CANDIDATES, generator=generator, device=generator.device, dtype=torch.float64)
         children_RK = scheme.draw(draft_RX, uniforms_RK)
-        law_RX = scheme.law(target_RX, draft_RX, children_RK)
-        sampled_4.append((law_RX.gather(1, children_RK.clamp(min=0)) * (children_RK >= 0)).sum(-1))
+        distribution_RX = scheme.distribution(target_RX, draft_RX, children_RK)
+        sampled_4.append((distribution_RX.gather(1, children_RK.clamp(min=0)) * (children_RK >= 0)).sum(-1))
     return Acceptance(
         greedy_1=hits_R4[:, 0].double().mean().item(),
         greedy_4=hits_R4.any(-1).double().mean().item(),
@@ -138,7 +138,7 @@ def acceptance_of(laws: TargetLaws, logits_RD: Tensor, seed: int = 0) -> Accepta
 class Lesson:
     """What there is to learn from some texts: R positions in answers, in the order of the text."""
 
-    laws: TargetLaws
+    distributions: TargetDistributions
     follows_R: Tensor
     """Whether the position before is one of them too."""
     outputs: list[tuple[Tensor, Tensor]]
@@ -166,10 +166,10 @@ class Pupil(ABC):
     def logits(self, outputs_RH: Tensor) -> Tensor:
         """Turn outputs into logits of the tokens that the draft knows."""
 
-    def lesson(self, texts: Texts, depths: int) -> tuple[TargetLaws, list[tuple[Tensor, Tensor]]]:
-        """Return the target's laws at the answers' positions, and for each depth rows of these and the draft's logits there."""
+    def lesson(self, texts: Texts, depths: int) -> tuple[TargetDistributions, list[tuple[Tensor, Tensor]]]:
+        """Return the target's distributions at the answers' positions, and for each depth their rows and the draft's logits."""
         lesson = self.study(texts, depths)
-        return lesson.laws, [(rows_R, self.logits(outputs_RH)) for rows_R, outputs_RH in lesson.outputs]
+        return lesson.distributions, [(rows_R, self.logits(outputs_RH)) for rows_R, outputs_RH in lesson.outputs]
 
     @abstractmethod
     def export(self, folder: Path, details: dict[str, Any]) -> None:
@@ -218,9 +218,9 @@ class DraftPupil(Pupil):
         device = self.teacher.target.device
         tokens_BL, answer_BL = texts.tokens_NL.to(device).long(), texts.answer_NL.to(device)
         asked_BL = functional.pad(answer_BL[:, 1:], (0, 1))
-        laws = self.teacher.laws(self.teacher.features(tokens_BL)[asked_BL])
+        distributions = self.teacher.distributions(self.teacher.features(tokens_BL)[asked_BL])
         hidden_BLH = self.model.base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state[asked_BL]
-        return Lesson(laws, _follows(asked_BL), [(torch.arange(len(hidden_BLH), device=device), hidden_BLH)])
+        return Lesson(distributions, _follows(asked_BL), [(torch.arange(len(hidden_BLH), device=device), hidden_BLH)])
 
     def logits(self, outputs_RH: Tensor) -> Tensor:
         """Apply the draft's output head, or a part of it."""
@@ -279,7 +279,7 @@ class HeadPupil(Pupil):
             take_over(self.head, self._start, features_BLF, self._tokenizer)
 
     def study(self, texts: Texts, depths: int) -> Lesson:
-        """Run the head along the texts; entry i (features i, token i + 1) answers for the law after token i + 1.
+        """Run the head along the texts; entry i (features i, token i + 1) answers for the distribution after token i + 1.
 
         At depth d an entry takes the output of depth d − 1 one entry earlier for its features, and attends, as inside a tree,
         to entries of depth 0 up to d places back and to one of each depth between.
@@ -289,9 +289,9 @@ class HeadPupil(Pupil):
         features_BLF = self.teacher.features(tokens_BL)
         # Two entries at the end answer for nothing: products are faster if their sizes are as round as the texts'.
         asked_BL = functional.pad(answer_BL[:, 2:], (0, 2))
-        laws = self.teacher.laws(features_BLF.roll(-1, 1)[asked_BL])
+        distributions = self.teacher.distributions(features_BLF.roll(-1, 1)[asked_BL])
         rows_BL = torch.full(asked_BL.shape, -1, device=device).masked_scatter(
-            asked_BL, torch.arange(len(laws.best_R), device=device)
+            asked_BL, torch.arange(len(distributions.best_R), device=device)
         )
         following_BL = functional.pad(tokens_BL[:, 1:], (0, 1))
         positions_BL = torch.arange(tokens_BL.shape[1], device=device).expand_as(tokens_BL)
@@ -309,7 +309,7 @@ class HeadPupil(Pupil):
             asked_here_BL[:, :depth] = False  # there is no text so far back
             outputs.append((rows_BL[asked_here_BL], outputs_BLH[asked_here_BL]))
             fused_BLH = functional.pad(outputs_BLH[:, :-1], (0, 0, 1, 0))
-        return Lesson(laws, _follows(asked_BL), outputs)
+        return Lesson(distributions, _follows(asked_BL), outputs)
 
     def logits(self, outputs_RH: Tensor) -> Tensor:
         """Apply the target's output head, or a part of it."""

@@ -133,8 +133,8 @@ class TrainSettings:
 class DecisionSettings:
     """What a decision model is trained with."""
 
-    kind: Literal["hidden", "law"] = "law"
-    """Input of the model: the draft's hidden states (hidden), or its probabilities (law)."""
+    kind: Literal["hidden", "distribution"] = "distribution"
+    """Input of the model: the draft's hidden states (hidden), or its probabilities (distribution)."""
     prompts: str = "builtin"
     """Prompts to collect traces from: builtin, or a file."""
     limit: int | None = None

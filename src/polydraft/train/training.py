@@ -214,7 +214,7 @@ def take_step(
 def _loss(settings: TrainSettings, pupil: Pupil, corpus: Corpus, step: int) -> Tensor:
     """Return the mean loss over positions and depths, each weighted by how often drafting comes there."""
     lesson = pupil.study(corpus.batch(step, settings.batch_size, settings.seed), pupil.depths)
-    reach_R = torch.ones_like(lesson.laws.probs_RD[:, 0])
+    reach_R = torch.ones_like(lesson.distributions.probs_RD[:, 0])
     loss = weight = reach_R.new_zeros(())
     tree = settings.size.tree if isinstance(settings.size, HeadSize) else "1"
     counts = [int(part) for part in tree.split("x")] + [1] * len(lesson.outputs)
@@ -225,7 +225,7 @@ def _loss(settings: TrainSettings, pupil: Pupil, corpus: Corpus, step: int) -> T
             reached_R &= (rows_R + depth) % 2 == 0
         rows_R, logits_RD = rows_R[reached_R], pupil.logits(outputs_RH[reached_R])
         wanted = count if last_phase else 1
-        part, found_R = loss_of(settings.loss, lesson.laws.probs_RD[rows_R], logits_RD, reach_R[rows_R], wanted)
+        part, found_R = loss_of(settings.loss, lesson.distributions.probs_RD[rows_R], logits_RD, reach_R[rows_R], wanted)
         loss, weight = loss + part, weight + reach_R[rows_R].sum()
         # As if the other candidates of a tree were independent of the first, until training is for them.
         accepted_R = torch.zeros_like(reach_R).index_put_((rows_R,), 1 - (1 - found_R) ** (count - wanted + 1))
@@ -247,7 +247,7 @@ def evaluate(pupil: Pupil, corpus: Corpus, settings: TrainSettings) -> tuple[Acc
         lesson = pupil.study(corpus.test().rows(slice(_TEST_TEXTS)), pupil.depths)
         some = slice(None, None, max(len(lesson.follows_R) // _TEST_POSITIONS, 1))
         return tuple(
-            acceptance_of(lesson.laws.rows(rows_R[some]), pupil.logits(outputs_RH[some]))
+            acceptance_of(lesson.distributions.rows(rows_R[some]), pupil.logits(outputs_RH[some]))
             for rows_R, outputs_RH in lesson.outputs
         )
 

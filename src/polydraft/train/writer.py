@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polydraft.engine.graphs import Recorder
+from polydraft.engine.graphs import GraphCache
 from polydraft.errors import FailureError
 from polydraft.models.hf import HFModel
 from polydraft.models.language_model import Context
@@ -77,7 +77,7 @@ def enough_memory(task: str, option: str) -> Iterator[None]:
 
 
 class Writer:
-    """Let a model write texts, all rows in step, without a look at the values; on a GPU the step is recorded.
+    """Let a model write texts, all rows in step, without a look at the values; on a GPU the step is captured.
 
     Parameters
     ----------
@@ -138,9 +138,9 @@ class Writer:
         self._choose(page, generator)
         page.temperature_B.copy_(self._temperatures_X[page.choice_B])
         page.noise_BV = torch.empty(rows, target.num_columns, device=device)
-        recorder = Recorder() if device.type == "cuda" and target.graph_obstacle is None else None
-        if recorder is not None:
-            context.span = context.capacity  # a recorded pass serves for all lengths
+        graphs = GraphCache() if device.type == "cuda" and target.graph_obstacle is None else None
+        if graphs is not None:
+            context.span = context.capacity  # a captured pass serves for all lengths
 
         def step() -> Tensor:
             return self._step(page, context)
@@ -148,11 +148,11 @@ class Writer:
         for number in range(length - min(begun)):
             page.noise_BV.exponential_(generator=generator)
             self._choose(page, generator)
-            if recorder is None:
+            if graphs is None:
                 step()
                 context.settle([min(size + number, length - 1) for size in begun])
             else:
-                recorder.run(length, step)
+                graphs.run(length, step)
             advance(rows)
         return Texts(page.tokens_BL.to("cpu", torch.int32), page.answer_BL.cpu())
 
@@ -201,7 +201,7 @@ class Writer:
 
 @dataclass(eq=False)
 class _Page:
-    """Where the rows of a batch stand; a recorded step finds and leaves everything here."""
+    """Where the rows of a batch stand; a captured step finds and leaves everything here."""
 
     tokens_BL: Tensor
     answer_BL: Tensor

@@ -29,7 +29,7 @@ class Block:
     """Which of the uncommitted places each token attends to, its own included; `U = start + T` of them, or more with
     `places_BT`."""
     places_BT: Tensor | None = None
-    """The places themselves, any of the U, where a recorded pass must not know them; `start` does not count then."""
+    """The places themselves, any of the U, where a captured pass must not know them; `start` does not count then."""
     plain: bool = False
     """Whether the tokens are a text: each sees all before it."""
     levels: tuple[int, ...] | None = None

@@ -12,7 +12,7 @@ from polydraft.trees.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Candidate tokens of a batch, one tree a row, with the laws they were drawn from.
+    """Candidate tokens of a batch, one tree a row, with the distributions they were drawn from.
 
     Rows may have trees of different shapes; a static topology is the same view for all.
     """
@@ -25,12 +25,12 @@ class DraftTree:
     """Node ids of children in draw order, 0 for none."""
     depth: int
     """Largest depth in any row, as a static number."""
-    laws: tuple[Tensor, ...] = ()
+    distributions: tuple[Tensor, ...] = ()
     """For each level, draft probabilities `[B, G, V]` exactly as drawn from; empty for schemes that need none."""
-    law_rows_BN: Tensor | None = None
-    """Which of its level's G laws each node's children were drawn from."""
+    distribution_rows_BN: Tensor | None = None
+    """Which of its level's G distributions each node's children were drawn from."""
     vocabulary: PartialVocabulary | None = None
-    """What the columns of the laws mean, where they are not all tokens."""
+    """What the columns of the distributions mean, where they are not all tokens."""
     reach: int | None = None
     """Largest depth of any node that a walk may get to, where the host knows it and it may be less than `depth`."""
     riders: int = 0
@@ -45,8 +45,8 @@ class DraftTree:
         cls,
         topology: Topology,
         tokens_BN: Tensor,
-        laws: tuple[Tensor, ...],
-        law_rows_N: Tensor,
+        distributions: tuple[Tensor, ...],
+        distribution_rows_N: Tensor,
         vocabulary: PartialVocabulary | None = None,
     ) -> "DraftTree":
         """Share one static shape among all rows."""
@@ -58,8 +58,8 @@ class DraftTree:
             tables.ancestors_NN.expand(batch_size, -1, -1),
             tables.child_table_NK.expand(batch_size, -1, -1),
             topology.depth,
-            laws,
-            law_rows_N.expand(batch_size, -1),
+            distributions,
+            distribution_rows_N.expand(batch_size, -1),
             vocabulary,
             levels=tuple(map(len, topology.levels)),
         )
@@ -95,20 +95,20 @@ class DraftTree:
         paths_BNP = torch.full_like(place_BNX[:, :, :1], NO_TOKEN).repeat(1, 1, self.depth + 1)
         return paths_BNP.scatter_(2, place_BNX, tokens_BNX)[:, :, 1:]
 
-    def all_laws(self) -> Tensor:
-        """Return the short law that the children of every node were drawn from, `[B, N, D]`; any law where there are none."""
-        assert self.laws and self.law_rows_BN is not None
-        laws_BGD = torch.cat(self.laws, dim=1)
-        row_BN = self.law_rows_BN
-        for level, laws_of_level in enumerate(self.laws[:-1]):
-            row_BN = torch.add(row_BN, self.depths_BN > level, alpha=laws_of_level.shape[1])
-        row_BN = row_BN.clamp(max=laws_BGD.shape[1] - 1)  # of nodes without children, any
-        return laws_BGD.gather(1, row_BN[:, :, None].expand(-1, -1, laws_BGD.shape[-1]))
+    def all_distributions(self) -> Tensor:
+        """Return the short distribution that each node's children were drawn from, `[B, N, D]`; anything without children."""
+        assert self.distributions and self.distribution_rows_BN is not None
+        distributions_BGD = torch.cat(self.distributions, dim=1)
+        row_BN = self.distribution_rows_BN
+        for level, distributions_of_level in enumerate(self.distributions[:-1]):
+            row_BN = torch.add(row_BN, self.depths_BN > level, alpha=distributions_of_level.shape[1])
+        row_BN = row_BN.clamp(max=distributions_BGD.shape[1] - 1)  # of nodes without children, any
+        return distributions_BGD.gather(1, row_BN[:, :, None].expand(-1, -1, distributions_BGD.shape[-1]))
 
     @property
     def drawn_depth(self) -> int:
         """Levels whose nodes may have drawn children; below them there are further children at most."""
-        return len(self.laws) if self.laws else self.depth
+        return len(self.distributions) if self.distributions else self.depth
 
     def followers(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return node ids and tokens of all children of one node per row, drawn ones first."""
@@ -136,7 +136,7 @@ class DraftTree:
             depths_BN=self.depths_BN[:, :nodes],
             ancestors_BNN=self.ancestors_BNN[:, :nodes, :nodes],
             child_table_BNK=self.child_table_BNK[:, :nodes],
-            law_rows_BN=None if self.law_rows_BN is None else self.law_rows_BN[:, :nodes],
+            distribution_rows_BN=None if self.distribution_rows_BN is None else self.distribution_rows_BN[:, :nodes],
             extra_table_BNK=None if self.extra_table_BNK is None else self.extra_table_BNK[:, :nodes],
             riders=0,
         )
@@ -152,19 +152,23 @@ class DraftTree:
         match_BK = self.child_table_BNK[:, 0] == node_B[:, None]
         return torch.where(node_B > 0, match_BK.to(torch.uint8).argmax(-1), -1)
 
-    def draft_law(self, level: int, node_B: Tensor) -> Tensor:
-        """Return the law that the children of one node per row were drawn from; `[B, 0]` where there is none."""
-        law_BD = self.short_law(level, node_B)
-        return law_BD if self.vocabulary is None or not law_BD.shape[1] else self.vocabulary.spread(law_BD)
+    def draft_distribution(self, level: int, node_B: Tensor) -> Tensor:
+        """Return the distribution that the children of one node per row were drawn from; `[B, 0]` where there is none."""
+        distribution_BD = self.short_distribution(level, node_B)
+        return (
+            distribution_BD
+            if self.vocabulary is None or not distribution_BD.shape[1]
+            else self.vocabulary.spread(distribution_BD)
+        )
 
-    def short_law(self, level: int, node_B: Tensor) -> Tensor:
-        """Return `draft_law` in columns of the draft's own."""
-        if not self.laws or self.law_rows_BN is None:
+    def short_distribution(self, level: int, node_B: Tensor) -> Tensor:
+        """Return `draft_distribution` in columns of the draft's own."""
+        if not self.distributions or self.distribution_rows_BN is None:
             return torch.empty(len(node_B), 0, device=node_B.device)
-        laws_BGV = self.laws[level]
+        distributions_BGV = self.distributions[level]
         # A row whose walk ended higher up asks along with the others: its answer is not used, but must exist.
-        row_B11 = self.law_rows_BN.gather(1, node_B[:, None])[:, :, None].clamp(max=laws_BGV.shape[1] - 1)
-        return laws_BGV.gather(1, row_B11.expand(-1, 1, laws_BGV.shape[-1]))[:, 0]
+        row_B11 = self.distribution_rows_BN.gather(1, node_B[:, None])[:, :, None].clamp(max=distributions_BGV.shape[1] - 1)
+        return distributions_BGV.gather(1, row_B11.expand(-1, 1, distributions_BGV.shape[-1]))[:, 0]
 
 
 def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
@@ -173,8 +177,9 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
     A path of tokens that both trees hold has a node in each. Both nodes stand for the same text, so whatever follows in
     `certain` is a further child of the node in `drawn` too, its *twin*: a walk that is on a drawn path loses nothing.
 
-    Guarantee: a scheme emits a token of the target's law at a node, whatever it drew there. Further children do not depend
-    on the random numbers of the round, and only let the walk go on after that token; each step stays exact given the path.
+    Guarantee: a scheme emits a token of the target's distribution at a node, whatever it drew there. Further children do not
+    depend on the random numbers of the round, and only let the walk go on after that token; each step stays exact given the
+    path.
 
     Parameters
     ----------
@@ -201,7 +206,7 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
     # One row more, without children, stands for "no twin".
     twins_BN = _twins(drawn, certain)
     inherited_BNK = torch.nn.functional.pad(moved_BNK, (0, 0, 0, 1)).gather(1, twins_BN[:, :, None].expand(-1, -1, width))
-    law_rows_BN = drawn.law_rows_BN
+    distribution_rows_BN = drawn.distribution_rows_BN
     return replace(
         drawn,
         tokens_BN=tokens_BN,
@@ -209,7 +214,9 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
         ancestors_BNN=ancestors_BNN,
         child_table_BNK=torch.nn.functional.pad(drawn.child_table_BNK, (0, 0, 0, added)),
         depth=max(drawn.depth, certain.depth),
-        law_rows_BN=None if law_rows_BN is None else torch.nn.functional.pad(law_rows_BN, (0, added)),
+        distribution_rows_BN=None
+        if distribution_rows_BN is None
+        else torch.nn.functional.pad(distribution_rows_BN, (0, added)),
         reach=None if certain.reach is None else max(drawn.depth, certain.reach),
         riders=certain.riders,
         extra_table_BNK=torch.cat([inherited_BNK, moved_BNK[:, 1:]], dim=1),

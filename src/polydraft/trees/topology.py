@@ -106,7 +106,7 @@ class Topology:
         """Build from index paths, as EAGLE lists them: `[0, 1]` is the second child of the first child.
 
         Every path needs its parent path, and every sibling its elder siblings: leaving out a candidate by its rank
-        would change the law of the ones that stay.
+        would change the distribution of the ones that stay.
         """
         listed = [tuple(path) for path in paths]
         for path in listed:
@@ -267,9 +267,9 @@ def parse_tree(text: str) -> Topology:
     ----------
     text : str
         ``"4x2x2x1x1"`` (children per level), ``"chain:5"``, ``"fork:WIDTHxDEPTH"`` (also ``"target-root:..."``:
-        the root, the pending token, comes from the target's law), ``"best:NODESxDEPTH"`` (of all trees of this size the one
-        with the most accepted tokens at temperature 0, if candidates are accepted as often as the shipped head's), a JSON list
-        of index paths, or ``"none"`` for plain decoding.
+        the root, the pending token, comes from the target's distribution), ``"best:NODESxDEPTH"`` (of all trees of this size
+        the one with the most accepted tokens at temperature 0, if candidates are accepted as often as the shipped head's), a
+        JSON list of index paths, or ``"none"`` for plain decoding.
     """
     spec = text.strip().lower()
     shown = text if len(text) <= 60 else f"{text[:57]}..."

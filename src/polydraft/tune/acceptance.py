@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from polydraft.theory import chain_tokens
+from polydraft.draft.speedup import chain_tokens
 
 PROBES = {1: (1,) * 6, 2: (2,) * 4, 4: (4,) * 2, 8: (8,)}
 """Trees that are run to learn what so many children per node give."""

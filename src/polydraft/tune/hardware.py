@@ -17,7 +17,7 @@ _OF_BANDWIDTH = 0.89
 _LAYER_SECONDS = 25e-6
 """Of a layer, beside reading its weights: norms, attention, waiting for each other."""
 _LEVEL_SECONDS, _ROUND_SECONDS = 0.1e-3, 0.1e-3
-"""Of a draft level beside its pass (drawing, masks), and of a round with drafts (walk, commit); as recorded on an H200."""
+"""Of a draft level beside its pass (drawing, masks), and of a round with drafts (walk, commit); as captured on an H200."""
 _ROW_SECONDS = 0.05e-3
 """Of each text in a round with drafts; from batches of 4 to 64 on an H200, whose rounds took longer than all of the above."""
 _CONTEXT = 512

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from polydraft.theory import Costs, cost_curve
+from polydraft.draft.speedup import Costs, cost_curve
 from polydraft.tune.rounds import Rounds
 
 
@@ -23,7 +23,7 @@ class RoundModel(Protocol):
 
 
 def costs_at(model: RoundModel, batch: int) -> Costs:
-    """Return a model's costs at one batch, in plain rounds of that batch, as `polydraft.theory` reckons with them."""
+    """Return a model's costs at one batch, in plain rounds of that batch, as `polydraft.draft.speedup` reckons with them."""
     plain = model.plain(batch)
     level = model.drafted(batch, 4, 2) - model.drafted(batch, 4, 1)
     return Costs(

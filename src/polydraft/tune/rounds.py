@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from polydraft.drafters.costs import recorded, rising, timed
+from polydraft.draft.costs import captured, rising, timed
 from polydraft.engine import Decoder
 from polydraft.models import LanguageModel
 from polydraft.sampling import SamplingParams
@@ -21,7 +21,7 @@ _ROW = 64
 """Most tokens of a row in passes that are timed: larger ones are of several texts, as in rounds."""
 _REPEATS = 5
 _WARM_ROUNDS = 3
-"""First rounds of a text, which set things up: on a GPU they are run, then recorded, then replayed."""
+"""First rounds of a text, which set things up: on a GPU they are run, then captured, then replayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def pass_seconds(target: LanguageModel, sizes: Sequence[int]) -> dict[int, float
     for one in works.values():  # the first time is not like the others
         one()
     if target.device.type == "cuda" and target.graph_obstacle is None:
-        works = {size: recorded(one) for size, one in works.items()}
+        works = {size: captured(one) for size, one in works.items()}
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(_REPEATS):
         for size in reversed(sizes):

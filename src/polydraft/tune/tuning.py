@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from polydraft.drafters import TreeDrafter
+from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.loading import make_decoder, usual_pair
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
@@ -308,7 +308,7 @@ class Tuning:
         """Let settings write all prompts, batch by batch in turns, so that a slow minute hits all of them."""
         self._tell(use, f"getting ready for {batch} at a time", 0, batch)
         for decoder in decoders:
-            if self._place.type == "cuda":  # recordings are of lengths, and one that is made while it counts takes a second
+            if self._place.type == "cuda":  # captures are of lengths, and one that is made while it counts takes a second
                 longest = max(map(len, self._prompts)) + use.max_new_tokens + 1
                 decoder.warm_up(sampling=SamplingParams(temperature=use.temperature), batch_size=batch, longest=longest)
             Run(decoder, use, batch).generate(self._prompts[:batch], most_rounds=None if self._place.type == "cuda" else 2)

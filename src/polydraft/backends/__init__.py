@@ -1,0 +1,1 @@
+"""Faster forms of operations whose reference is plain torch."""

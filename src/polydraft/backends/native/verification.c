@@ -1,0 +1,416 @@
+/* Drawing and verification on a CPU: the largest weights of a row, tokens drawn from it, races between children
+ * (polydraft.verify.contest, where it is explained) and the end of a path (polydraft.verify.block). The same formulas in the
+ * same order, for hundreds of small operations per node that cost more to call than to compute. One row after the other, in
+ * float64.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#define NO_TOKEN (-1)
+#define FEW 64             /* children per node, at most */
+#define SMALLEST 1e-300    /* stands for a denominator of zero */
+#define BELOW_ONE 0x1.fffffffffffffp-1
+#define LESS(a, b) ((a) < (b) ? (a) : (b))
+#define MORE(a, b) ((a) > (b) ? (a) : (b))
+
+typedef struct {
+    const float *target;          /* p, [rows, vocabulary], as it came */
+    const float *draft;           /* q of each row begins `offsets` numbers behind this */
+    const int64_t *offsets;
+    const int64_t *known;         /* tokens of the draft's columns; none: it knows all */
+    const int64_t *column_of;     /* every token's column */
+    const double *others;         /* 1 for every token that the draft does not know */
+    const int64_t *children;      /* tokens, [rows, width] */
+    const int64_t *nodes;
+    const double *uniforms;       /* [rows, uniform_stride] */
+    const uint8_t *state;         /* of each row: 0 its path has ended above, 1 it ends here, 2 a child is picked */
+    double *lumped, *distribution;         /* p and r over columns, [rows, columns]: one more than the draft's where it does not know all */
+    double *ratio, *mass;         /* p(x)/r(x) of the picked child x; the sum of p */
+    int64_t *child;               /* the picked child's node; NO_TOKEN for none */
+    int64_t *fault;               /* 1: the target's distribution is not a number, 2: the draft's */
+    void *memory;                 /* as much as `polydraft_pick_memory` says */
+    int64_t rows, vocabulary, draft_columns, columns, width, uniform_stride, buckets;
+    double threshold;             /* of certain children; infinity: none is certain */
+} Pick;
+
+typedef struct {                  /* one race, over cells */
+    double *target, *weight, *draft, *above, *raised, *selected, *drift, *gains, *losses, *left;
+    int32_t *cell;                /* of each column */
+    int64_t cells, racing;
+} Race;
+
+static double quotient(double numerator, double denominator) { return numerator / MORE(denominator, SMALLEST); }
+
+/* Sums of eight strands side by side: a single one would wait for each addition. */
+#define STRANDS 8
+#define SUM_OF(name, arguments, term)                                                \
+    static double name(arguments, int64_t count) {                                   \
+        double sums[STRANDS] = {0}, sum = 0;                                         \
+        int64_t i = 0;                                                               \
+        for (; i + STRANDS <= count; i += STRANDS)                                   \
+            for (int j = 0; j < STRANDS; j++) sums[j] += term(i + j);                \
+        for (; i < count; i++) sum += term(i);                                       \
+        for (int j = 0; j < STRANDS; j++) sum += sums[j];                            \
+        return sum;                                                                  \
+    }
+#define COMMA ,
+#define NUMBER(i) ((double)number[i])
+#define COUNTED(i) ((double)number[i] * counted[i])
+#define EXCESS(i) MORE(p[i] * share - r[i], 0)
+SUM_OF(sum_of, const double *number, NUMBER)
+SUM_OF(sum_of_floats, const float *number, NUMBER)
+SUM_OF(sum_of_counted, const float *number COMMA const double *counted, COUNTED)
+SUM_OF(sum_of_excess, const double *p COMMA const double *r COMMA double share, EXCESS)
+
+static int64_t rounded_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+int64_t polydraft_pick_memory(int64_t columns, int64_t buckets) {
+    return 10 * rounded_up((buckets + 1) * 8) + rounded_up(columns * 4);
+}
+
+static Race laid_out(const Pick *p) {
+    char *at = p->memory;
+    const int64_t size = rounded_up((p->buckets + 1) * 8);
+    Race race = {.cells = p->buckets + 1};
+    double **tables[] = {&race.target, &race.weight, &race.draft,  &race.above, &race.raised,
+                         &race.selected, &race.drift, &race.gains, &race.losses, &race.left};
+    for (int i = 0; i < 10; i++, at += size) *tables[i] = (double *)at;
+    race.cell = (int32_t *)at;
+    return race;
+}
+
+/* Entries of a rising table that do not exceed a mark. */
+static int64_t searched(const double *table, int64_t count, double mark) {
+    int64_t low = 0, high = count;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (table[middle] <= mark) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* How many of the first children are certain. */
+static int64_t certain_children(const int64_t *child, const double *value, int64_t width, double total, int64_t count,
+                                double threshold) {
+    double running = 0;
+    int64_t certain = 0;
+    for (; certain + 1 < width; certain++) {
+        const int64_t left = count - certain;
+        running += value[certain];
+        const double rest = total - running + value[certain];
+        if (!(value[certain] * (double)left >= rest * threshold && left > 1 && child[certain + 1] != child[certain])) break;
+    }
+    return certain;
+}
+
+/* Equal steps of 1/(1 + q/p), the largest ratio first. */
+static void fill_cells(const double *target, const float *draft, int64_t drawn, int64_t columns, double scale, int64_t buckets,
+                       int32_t *cell) {
+    const double step = scale / (double)buckets, one = 1.0 / (double)buckets, most = (double)buckets;
+    for (int64_t x = 0; x < drawn; x++) {
+        double place = 1.0 / ((double)draft[x] / target[x] * step + one);
+        place = place >= 1 ? place : 1;  /* 0/0 may land anywhere */
+        cell[x] = (int32_t)(place <= most ? place : most);
+    }
+    if (drawn < columns) cell[drawn] = (int32_t)buckets;
+}
+
+static void plan(Race *r) {
+    double above = 0, target = 0, most = 0, gains = 0, losses = 0;
+    double *excess = r->left, *hull = r->gains;
+    for (int64_t c = 0; c < r->cells; c++) {
+        above += r->draft[c], target += r->target[c];
+        double raised = above;
+        for (int64_t power = 1; power < r->racing; power++) raised *= above;
+        r->above[c] = above, r->raised[c] = raised, excess[c] = raised - target;
+        most = c ? MORE(most, excess[c]) : excess[c];
+        hull[c] = most;
+    }
+    for (int64_t c = r->cells - 1; c >= 0; c--) {
+        most = c == r->cells - 1 ? excess[c] : MORE(most, excess[c]);
+        hull[c] = LESS(hull[c], most);
+    }
+    for (int64_t c = r->cells - 1; c >= 0; c--) {
+        const double wanted = r->target[c] + hull[c] - (c ? hull[c - 1] : 0);
+        r->selected[c] = LESS(MORE(wanted, 0), r->draft[c] * (double)r->racing);
+        r->drift[c] = r->selected[c] - r->raised[c] + (c ? r->raised[c - 1] : 0);
+    }
+    for (int64_t c = 0; c < r->cells; c++) {
+        const double gain = MORE(r->drift[c], 0);
+        gains += gain, losses += gain - r->drift[c];
+        r->gains[c] = gains, r->losses[c] = losses;
+    }
+}
+
+/* What winners keep when a mass of `certain` goes from where r exceeds p to certain children. */
+static void hand_over(Race *r, double certain) {
+    double sum = 0;
+    for (int64_t c = 0; c < r->cells; c++) sum += MORE(r->selected[c] - r->target[c], 0);
+    const double share = LESS(quotient(certain, sum), 1);
+    for (int64_t c = 0; c < r->cells; c++) r->left[c] = r->selected[c] - MORE(r->selected[c] - r->target[c], 0) * share;
+}
+
+/* m = sum over j < n of X^j Y^(n-1-j). */
+static double slope(const Race *r, int64_t cell) {
+    const double above = r->above[cell], below = above - r->draft[cell];
+    double sum = 0, power = 1;
+    for (int64_t j = 0; j < r->racing; j++) {
+        double term = power;
+        for (int64_t i = j + 1; i < r->racing; i++) term *= below;
+        sum += term, power *= above;
+    }
+    return sum;
+}
+
+static double place(const Race *r, int64_t cell, double partner, double number) {
+    const double drift = r->drift[cell], size = drift < 0 ? -drift : drift;
+    const int gaining = drift > 0;
+    const double mark = (gaining ? r->gains : r->losses)[cell] - (1 - partner) * size;
+    const int64_t other = LESS(searched(gaining ? r->losses : r->gains, r->cells, mark), r->cells - 1);
+    const double apart = slope(r, other) - slope(r, cell);
+    const double away = LESS(quotient(size, r->draft[cell] * (apart < 0 ? -apart : apart)), 1);
+    const int swapped = number < away;
+    const double below = swapped ? 1 - quotient(number, away) : quotient(1 - number, 1 - away);
+    const int64_t whose = swapped ? other : cell;
+    return r->above[whose] - below * r->draft[whose];
+}
+
+/* Race the children of one row; returns the picked one's number, and r in `distribution`. */
+static int64_t raced(const Pick *p, Race *r, const double *target, const float *draft, const int64_t *column, const double *number,
+                     double *distribution) {
+    const int64_t width = p->width;
+    int64_t token[FEW], cell[FEW], count = 0;
+    double value[FEW], certain[FEW], apart_weight = 0, certain_mass = 0;
+    const double total = sum_of_floats(draft, p->draft_columns);
+    for (int64_t k = 0; k < width; k++) {
+        token[k] = MORE(column[k] != NO_TOKEN ? column[k] : column[0], 0);
+        value[k] = token[k] < p->draft_columns ? (double)draft[token[k]] : 0;
+        count += column[k] != NO_TOKEN;
+    }
+    const int64_t first = certain_children(column, value, width, total, count, p->threshold);
+    for (int64_t k = 0; k < first; k++) apart_weight += value[k];
+    fill_cells(target, draft, p->draft_columns, p->columns, quotient(total, total - apart_weight), p->buckets, r->cell);
+    for (int64_t k = 0; k < width; k++) {
+        const int racing = column[k] != NO_TOKEN && k >= first;
+        cell[k] = racing || !first ? r->cell[token[k]] : 0;  /* whose mass is forgotten */
+    }
+    for (int64_t k = 0; k < width; k++) r->cell[token[k]] = (int32_t)cell[k];
+    memset(r->target, 0, (size_t)r->cells * 8);
+    memset(r->weight, 0, (size_t)r->cells * 8);
+    for (int64_t x = 0; x < p->columns; x++) {
+        r->target[r->cell[x]] += target[x];
+        if (x < p->draft_columns) r->weight[r->cell[x]] += (double)draft[x];
+    }
+    const double mass = sum_of(r->target, r->cells);
+    r->target[0] = r->weight[0] = 0;
+    const double weight = sum_of(r->weight, r->cells);
+    for (int64_t c = 0; c < r->cells; c++) {
+        r->target[c] = quotient(r->target[c], mass);
+        r->draft[c] = quotient(r->weight[c], weight);
+    }
+    r->racing = count - LESS(first, count);
+    plan(r);
+    for (int64_t k = 0; k < width; k++) {
+        certain[k] = k < first ? quotient(target[token[k]], mass) : 0;
+        certain_mass += certain[k];
+    }
+    hand_over(r, certain_mass);
+    for (int64_t k = 0; k < width; k++) value[k] = quotient(r->left[cell[k]], r->selected[cell[k]]);  /* chance to keep */
+    for (int64_t c = 0; c < r->cells; c++) r->weight[c] = quotient(r->left[c], r->weight[c]);
+    for (int64_t x = 0; x < p->draft_columns; x++) distribution[x] = r->weight[r->cell[x]] * (double)draft[x];
+    if (p->draft_columns < p->columns) distribution[p->draft_columns] = 0;
+    for (int64_t k = 0; k < first; k++) distribution[token[k]] += certain[k];
+
+    int64_t winner = NO_TOKEN;
+    double best = -1;
+    for (int64_t k = first; k < width; k++) {
+        if (column[k] == NO_TOKEN) continue;
+        const double where = place(r, cell[k], number[1 + 2 * k], number[2 + 2 * k]);
+        if (winner == NO_TOKEN || where > best) winner = k, best = where;
+    }
+    if (winner == NO_TOKEN || !first || number[0] < value[winner]) return winner;
+    /* A number above the chance to keep is uniform there, so it also tells who takes over. */
+    double running = 0;
+    const double mark = quotient(number[0] - value[winner], 1 - value[winner]) * certain_mass;
+    for (int64_t k = 0; k < width; k++) {
+        running += certain[k];
+        if (running > mark) return k;
+    }
+    return winner;  /* rounding put the mark at the very end */
+}
+
+/* Write p over columns, of which the last stands for all tokens that the draft does not know; return its sum. */
+static double lump(const Pick *p, const float *target, double *lumped) {
+    if (!p->known) for (int64_t x = 0; x < p->columns; x++) lumped[x] = (double)target[x];
+    else {
+        for (int64_t x = 0; x < p->draft_columns; x++) lumped[x] = (double)target[p->known[x]];
+        /* A sum of them, and not all less the known ones: it must be 0 where they are. */
+        lumped[p->draft_columns] = sum_of_counted(target, p->others, p->vocabulary);
+    }
+    return sum_of(lumped, p->columns);
+}
+
+/* Pick a child of one node per row. */
+void polydraft_pick(const Pick *p) {
+    Race race = laid_out(p);
+    for (int64_t row = 0; row < p->rows; row++) {
+        const float *target = p->target + row * p->vocabulary, *draft = p->draft + p->offsets[row];
+        const int64_t *children = p->children + row * p->width;
+        double *lumped = p->lumped + row * p->columns, *distribution = p->distribution + row * p->columns;
+        int64_t column[FEW];
+        p->child[row] = NO_TOKEN, p->ratio[row] = 0, p->mass[row] = 1, p->fault[row] = 0;
+        if (!p->state[row]) continue;
+        const double sum = sum_of_floats(draft, p->draft_columns);
+        p->fault[row] = target[0] != target[0] ? 1 : sum != sum ? 2 : 0;
+        if (p->state[row] == 1 || p->fault[row]) continue;
+        for (int64_t k = 0; k < p->width; k++)
+            column[k] = !p->known || children[k] == NO_TOKEN ? children[k] : p->column_of[children[k]];
+        p->mass[row] = lump(p, target, lumped);
+        const int64_t index = raced(p, &race, lumped, draft, column, p->uniforms + row * p->uniform_stride, distribution);
+        if (index == NO_TOKEN) continue;
+        const int64_t token = MORE(column[index], 0);
+        const double chance = distribution[token] * p->mass[row];
+        p->ratio[row] = chance > 0 ? lumped[token] / chance : 0;
+        for (int64_t k = p->width - 1; k >= 0; k--)  /* the first match: a token drawn twice has equal subtrees in distribution */
+            if (column[k] == token) p->child[row] = p->nodes[row * p->width + k];
+    }
+}
+
+typedef struct {
+    const double *const *lumped, *const *distribution;  /* of each level, [rows, columns] */
+    const float *const *target;                /* of each level, [rows, vocabulary] */
+    const double *weight, *mass;               /* a and the sum of p, [levels + 1, rows] and [levels, rows] */
+    const uint8_t *going;                      /* [levels, rows]: whether the path goes on below */
+    const int64_t *known;
+    const double *uniforms;                    /* two per row: where to stop, and what follows */
+    double *memory;                            /* as `polydraft_draw_memory` says */
+    int64_t *accepted;                         /* NO_TOKEN where there is nothing to draw */
+    int64_t *token;                            /* NO_TOKEN where the distribution behind the last level is needed, too */
+    int64_t rows, levels, vocabulary, draft_columns, columns, uniform_stride;
+} End;
+
+enum { BLOCK = 256 };
+
+static double fill_sums(const double *weight, int64_t count, double *sums) {
+    double total = 0;
+    for (int64_t first = 0, block = 0; first < count; first += BLOCK, block++)
+        total += sums[block] = sum_of(weight + first, LESS(BLOCK, count - first));
+    return total;
+}
+
+/* Find the block that a uniform number falls into, then the token inside it; NO_TOKEN where there is no weight. */
+static int64_t found(const double *weight, int64_t count, const double *sums, double total, double uniform) {
+    const double mark = LESS(uniform, BELOW_ONE) * total;
+    double before = 0;
+    if (!(total > 0)) return NO_TOKEN;
+    for (int64_t first = 0, block = 0; first < count; first += BLOCK, block++) {
+        if (before + sums[block] > mark) {  /* as it is in the end, since these are the very sums that make up the total */
+            int64_t last = NO_TOKEN;
+            for (int64_t i = first; i < LESS(first + BLOCK, count); i++) {
+                before += weight[i];
+                if (weight[i] > 0) last = i;
+                if (before > mark) break;
+            }
+            return last;  /* a token with weight, even if rounding has left the mark at the block's end */
+        }
+        before += sums[block];
+    }
+    return NO_TOKEN;
+}
+
+int64_t polydraft_draw_memory(int64_t count) { return (count + count / BLOCK + 1) * 8; }
+
+static int64_t drawn(double *weight, int64_t count, double uniform) {
+    double *sums = weight + count;
+    const double total = fill_sums(weight, count, sums);
+    return found(weight, count, sums, total, uniform);
+}
+
+/* Draw tokens, with replacement, from weights as they come. */
+void polydraft_draw(const float *weight, int64_t stride, int64_t rows, int64_t count, const double *uniforms,
+                    int64_t uniform_stride, int64_t width, double *memory, int64_t *token) {
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t i = 0; i < count; i++) memory[i] = (double)weight[row * stride + i];
+        const double total = fill_sums(memory, count, memory + count);
+        for (int64_t k = 0; k < width; k++)
+            token[row * width + k] = found(memory, count, memory + count, total, uniforms[row * uniform_stride + k]);
+    }
+}
+
+/* Find the largest weights of each row in order, of equal ones the first; returns whether all could be compared. */
+int32_t polydraft_largest(const float *weight, int64_t stride, int64_t rows, int64_t count, int64_t width, float *value,
+                          int64_t *token) {
+    enum { STEP = 64 };
+    int32_t comparable = 1;
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = weight + row * stride;
+        float *best = value + row * width;
+        int64_t *where = token + row * width, have = 0;
+        for (int64_t first = 0; first < count; first += STEP) {
+            const int64_t stop = LESS(first + STEP, count);
+            int32_t beaten = have < width, strange = 0;
+            const float least = have == width ? best[width - 1] : 0;
+            if (stop == first + STEP)
+                for (int64_t i = 0; i < STEP; i++) beaten |= from[first + i] > least, strange |= from[first + i] != from[first + i];
+            else
+                for (int64_t i = first; i < stop; i++) beaten |= from[i] > least, strange |= from[i] != from[i];
+            if (strange) comparable = 0;
+            if (!beaten) continue;
+            for (int64_t i = first; i < stop; i++) {
+                if (have == width && !(from[i] > best[width - 1])) continue;
+                int64_t at = have < width ? have++ : width - 1;
+                for (; at && from[i] > best[at - 1]; at--) best[at] = best[at - 1], where[at] = where[at - 1];
+                best[at] = from[i], where[at] = i;
+            }
+        }
+    }
+    return comparable;
+}
+
+/* The chance to stop at each depth, from the end upwards. */
+static void fill_stops(const End *e, int64_t row, double *stop) {
+    double passed = 1;
+    for (int64_t level = e->levels; level >= 0; level--) {
+        const double weight = e->weight[level * e->rows + row];
+        const int64_t at = level * e->rows + row;
+        double mass = weight;  /* at a path's end nothing is picked: the excess is all of a p */
+        if (level < e->levels && e->going[at]) {
+            const double *p = e->lumped[level] + row * e->columns, *r = e->distribution[level] + row * e->columns;
+            mass = sum_of_excess(p, r, weight / e->mass[at], e->columns);
+        }
+        const double rest = mass + (1 - weight), chance = rest != 0 ? mass / rest : 0;
+        stop[level] = chance * passed;
+        passed *= 1 - chance;
+    }
+}
+
+/* Say where each row's path stops, and what follows there. */
+void polydraft_end(const End *e) {
+    for (int64_t row = 0; row < e->rows; row++) {
+        double stop[FEW + 1], total = 0, running = 0;
+        fill_stops(e, row, stop);
+        for (int64_t level = 0; level <= e->levels; level++) total += stop[level];
+        e->accepted[row] = e->token[row] = NO_TOKEN;
+        if (!(total > 0)) continue;
+        const double *uniform = e->uniforms + row * e->uniform_stride, mark = LESS(uniform[0], BELOW_ONE) * total;
+        int64_t level = 0;
+        while (level < e->levels && (running += stop[level]) <= mark) level++;
+        e->accepted[row] = level;
+        if (level == e->levels) continue;
+        const float *target = e->target[level] + row * e->vocabulary;
+        const int64_t at = level * e->rows + row;
+        if (!e->going[at]) {
+            polydraft_draw(target, 0, 1, e->vocabulary, uniform + 1, 0, 1, e->memory, e->token + row);
+            continue;
+        }
+        const double *p = e->lumped[level] + row * e->columns, *r = e->distribution[level] + row * e->columns;
+        const double share = e->weight[at] / e->mass[at];
+        if (e->known) {
+            /* Tokens that the draft does not know are never picked: all of a p is left of them. */
+            for (int64_t token = 0; token < e->vocabulary; token++) e->memory[token] = (double)target[token] * share;
+            for (int64_t x = 0; x < e->draft_columns; x++) e->memory[e->known[x]] = MORE(p[x] * share - r[x], 0);
+        } else for (int64_t x = 0; x < e->columns; x++) e->memory[x] = MORE(p[x] * share - r[x], 0);
+        e->token[row] = drawn(e->memory, e->vocabulary, uniform[1]);
+    }
+}

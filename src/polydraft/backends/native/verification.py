@@ -1,0 +1,91 @@
+"""What compiled drawing and verification take, as C lays it out: rows of weights, children of a level, ends of paths."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polydraft.backends.native.arguments import WorkingMemory
+
+MOST_CHILDREN = 64
+_MEMORY = WorkingMemory()
+
+
+class Pick(ctypes.Structure):
+    """Children of one node per row, the target's and the draft's distributions there, and what was picked."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("target", "draft", "offsets", "known", "column_of", "others", "children", "nodes")),
+        *(
+            (name, c_void_p)
+            for name in ("uniforms", "state", "lumped", "distribution", "ratio", "mass", "child", "fault", "memory")
+        ),
+        *((name, c_int64) for name in ("rows", "vocabulary", "draft_columns", "columns", "width", "uniform_stride", "buckets")),
+        ("threshold", c_double),
+    )
+
+
+class End(ctypes.Structure):
+    """Paths, what was found along them, and where they stop."""
+
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in ("lumped", "distribution", "target", "weight", "mass", "going", "known", "uniforms", "memory")
+        ),
+        *((name, c_void_p) for name in ("accepted", "token")),
+        *((name, c_int64) for name in ("rows", "levels", "vocabulary", "draft_columns", "columns", "uniform_stride")),
+    )
+
+
+def declare_verification(library: ctypes.CDLL) -> None:
+    """Say what these functions of a library take and return."""
+    library.polydraft_pick.argtypes, library.polydraft_pick.restype = (POINTER(Pick),), None
+    library.polydraft_pick_memory.argtypes, library.polydraft_pick_memory.restype = (c_int64, c_int64), c_int64
+    library.polydraft_end.argtypes, library.polydraft_end.restype = (POINTER(End),), None
+    library.polydraft_draw.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_int64, c_int64, c_void_p, c_void_p)
+    library.polydraft_draw.restype = None
+    library.polydraft_draw_memory.argtypes, library.polydraft_draw_memory.restype = (c_int64,), c_int64
+    library.polydraft_largest.argtypes = (c_void_p, *(c_int64,) * 4, c_void_p, c_void_p)
+    library.polydraft_largest.restype = c_int32
+
+
+def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
+    """Return where some tensors are, as a list for C."""
+    return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def draw(library: ctypes.CDLL, weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+    """Draw K tokens per row, with replacement, from float32 weights; -1 where there are none."""
+    (rows, count), width = weights_RV.shape, uniforms_RK.shape[1]
+    assert weights_RV.dtype == torch.float32 and weights_RV.stride(1) == 1
+    assert uniforms_RK.dtype == torch.float64 and (width == 1 or uniforms_RK.stride(1) == 1)
+    tokens_RK = torch.empty(rows, width, dtype=torch.long)
+    library.polydraft_draw(
+        weights_RV.data_ptr(), weights_RV.stride(0), rows, count, uniforms_RK.data_ptr(), uniforms_RK.stride(0), width,
+        draw_memory(library, count), tokens_RK.data_ptr(),
+    )  # fmt: skip
+    return tokens_RK
+
+
+def largest_weights(library: ctypes.CDLL, weights_RV: Tensor, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the largest of each row's float32 weights in order, and where they are; None where some are not numbers."""
+    assert weights_RV.dtype == torch.float32 and weights_RV.stride(1) == 1 and 0 < count <= weights_RV.shape[1]
+    rows, size = weights_RV.shape
+    value_RK, token_RK = np.empty((rows, count), np.float32), np.empty((rows, count), np.int64)
+    sizes = (weights_RV.stride(0), rows, size, count)
+    comparable = library.polydraft_largest(weights_RV.data_ptr(), *sizes, value_RK.ctypes.data, token_RK.ctypes.data)
+    return (value_RK, token_RK) if comparable else None
+
+
+def draw_memory(library: ctypes.CDLL, count: int) -> int:
+    """Return where there is room for drawing from so many weights."""
+    return _MEMORY.address(library.polydraft_draw_memory(count))
+
+
+def working_memory(size: int) -> int:
+    """Return where so many bytes are that this thread may write to until it asks again."""
+    return _MEMORY.address(size)

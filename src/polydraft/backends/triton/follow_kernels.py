@@ -1,0 +1,130 @@
+"""Triton kernels of verification at temperature 0; see `polydraft.verify.fused_follow`. Imported only where Triton is there.
+
+`largest_of_parts` finds the largest logit of each part of the vocabulary, `follow` that of each node, and where they lead.
+
+A *key* is a whole number that is larger for a larger logit and, of equal ones, for the smaller token: a logit's place in the
+order of floating-point numbers, from 0 on, above a token's distance from the largest possible one.
+"""
+
+import triton
+import triton.language as tl
+
+from polydraft.backends.triton.order import _in_order
+
+_LAST = tl.constexpr(2**31 - 1)
+_TOKEN_BITS = tl.constexpr(31)
+_HALF = tl.constexpr(2**31)
+"""The place of 0 in the order of floating-point numbers."""
+_MINUS_INFINITY = tl.constexpr(0x007FFFFF)
+_INFINITY = tl.constexpr(0xFF800000)
+_NO_WAY = tl.constexpr(2**62)
+_NODE_BITS = tl.constexpr(32)
+_LOW_BITS = tl.constexpr(2**32 - 1)
+
+
+@triton.jit
+def _keys_of(logits_C, token_C):
+    """Return the keys of some logits; what is not a number has the largest."""
+    return ((_in_order(logits_C).to(tl.int64) + _HALF) << _TOKEN_BITS) | (-token_C + _LAST).to(tl.int64)
+
+
+@triton.jit
+def _token_of(key_N):
+    """Return the tokens that keys stand for; -1 where the logit is infinite or not a number."""
+    score_N = key_N >> _TOKEN_BITS
+    token_N = -(key_N & _LAST) + _LAST
+    return tl.where((score_N > _MINUS_INFINITY) & (score_N < _INFINITY), token_N, -1)
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def largest_of_parts(logits, keys, nodes, size, logits_row, logits_node, BLOCK: tl.constexpr):
+    """Find the largest key of each part of the vocabulary; grid [B · N, parts]."""
+    place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += (place // nodes) * logits_row + (place % nodes) * logits_node
+    token_C = part * BLOCK + tl.arange(0, BLOCK)
+    # Of a part's end, minus infinity: real tokens that have it are smaller.
+    logits_C = tl.load(logits + token_C, mask=token_C < size, other=float("-inf")).to(tl.float32)
+    tl.store(keys + place * tl.num_programs(1) + part, tl.max(_keys_of(logits_C, token_C), 0))
+
+
+@triton.jit
+def _ways(
+    way_N, offered_N, table, tokens, token_N, nodes, count, earlier, table_node, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Look among the children of every node for its token; the first that has it makes the smallest way.
+
+    A *way* is a child's rank above its node.
+    """
+    node_N, rank_K = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    for start in range(0, count, BLOCK_K):
+        real_NK = (node_N < nodes)[:, None] & (start + rank_K < count)[None, :]
+        child_NK = tl.load(table + node_N[:, None] * table_node + (start + rank_K)[None, :], mask=real_NK, other=0)
+        below_NK = tl.load(tokens + child_NK, mask=child_NK > 0, other=-1)
+        offered_N = tl.maximum(offered_N, tl.max((below_NK >= 0).to(tl.int64), 1))
+        rank_NK = (earlier + start + rank_K).to(tl.int64)[None, :]
+        match_NK = (below_NK >= 0) & (below_NK == token_N[:, None])
+        way_NK = tl.where(match_NK, (rank_NK << _NODE_BITS) | child_NK, _NO_WAY)
+        way_N = tl.minimum(way_N, tl.min(way_NK, 1))
+    return way_N, offered_N
+
+
+@triton.jit(
+    do_not_specialize=[
+        "nodes", "count", "extra_count", "depth", "parts",
+        "given_row", "tokens_row", "table_row", "table_node", "extra_row", "extra_node",
+    ]
+)  # fmt: skip
+def follow(
+    given, tokens, table, extra, paths, accepted, emitted, offered, faults,
+    nodes, count, extra_count, depth, parts, given_row, tokens_row, table_row, table_node, extra_row, extra_node,
+    KEYED: tl.constexpr, EXTRA: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write the verdict on the tokens that all nodes emit: as they are given, or by their keys; grid [B]."""
+    row = tl.program_id(0).to(tl.int64)
+    node_N, depth_D = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    given += row * given_row
+    if KEYED:
+        part_M, key_N = tl.arange(0, BLOCK_M), tl.full([BLOCK_N], -1, tl.int64)
+        for start in range(0, parts, BLOCK_M):
+            real_NM = (node_N < nodes)[:, None] & (start + part_M < parts)[None, :]
+            key_NM = tl.load(given + node_N[:, None] * parts + (start + part_M)[None, :], mask=real_NM, other=-1)
+            key_N = tl.maximum(key_N, tl.max(key_NM, 1))
+        token_N = _token_of(key_N)
+    else:
+        token_N = tl.load(given + node_N, mask=node_N < nodes, other=-1)
+
+    # The way on from every node at once.
+    tokens += row * tokens_row
+    way_N, offered_N = tl.full([BLOCK_N], _NO_WAY, tl.int64), tl.zeros([BLOCK_N], tl.int64)
+    way_N, offered_N = _ways(
+        way_N, offered_N, table + row * table_row, tokens, token_N, nodes, count, 0, table_node, BLOCK_N, BLOCK_K
+    )
+    if EXTRA:
+        way_N, offered_N = _ways(
+            way_N, offered_N, extra + row * extra_row, tokens, token_N, nodes, extra_count, count, extra_node, BLOCK_N, BLOCK_K
+        )
+    goes_N = way_N != _NO_WAY
+    next_N = tl.where(goes_N, way_N & _LOW_BITS, node_N.to(tl.int64))
+    # One number per node, so that a step looks up one: where it leads, if it goes on, if it has candidates, its token.
+    fact_N = (((next_N << 1) | goes_N.to(tl.int64)) << 1) | offered_N
+    fact_N = (fact_N << _NODE_BITS) | (token_N + 1)
+
+    node, passed = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    token, some = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    path_D, token_D = tl.zeros([BLOCK_D], tl.int64), tl.zeros([BLOCK_D], tl.int64)
+    for level in range(depth + 1):
+        fact = tl.sum(tl.where(node_N == node, fact_N, 0), 0)
+        token, some = (fact & _LOW_BITS) - 1, (fact >> _NODE_BITS) & 1
+        path_D = tl.where(depth_D == level, node, path_D)
+        token_D = tl.where(depth_D == level, token, token_D)
+        goes = (fact >> (_NODE_BITS + 1)) & 1
+        passed += tl.where(level < depth, goes, 0)
+        node = fact >> (_NODE_BITS + 2)
+
+    places, real_D = row * (depth + 1) + depth_D, depth_D <= depth
+    tl.store(paths + places, path_D, mask=real_D)
+    tl.store(emitted + places, token_D, mask=real_D)
+    tl.store(accepted + row, passed)
+    tl.store(offered + row, passed + some)
+    tl.store(faults + row, (token < 0).to(tl.int64))

@@ -1,0 +1,231 @@
+"""What decides which nodes a draft tree has: the interface of builders, and the distributions that they draw from."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.draft.policy import REST_REASON, RowPolicy
+from polydraft.draft.source import DistributionSource, Source
+from polydraft.sampling import RowParams, Warper
+from polydraft.trees import DraftTree
+from polydraft.verify import Scheme, Verdict, Walk, resolve_walk
+
+
+class Builder(ABC):
+    """Builds the trees of one batch, round by round, out of what a source gives.
+
+    `build` and `learn` run on the device without looking at values, unless `obstacle` says otherwise.
+    """
+
+    source: Source
+    num_nodes: int
+    """Most nodes of a tree, the root included."""
+    depth: int
+    """Levels below the root, the same in every round."""
+    obstacle: str | None = None
+    """Why rounds cannot be captured; None if `build` and `learn` are pure functions of tensors."""
+    static: bool = False
+    """Whether the host knows the shape of every tree, the same for all rows."""
+    on_host: bool = False
+    """Whether `build` is the host's work, and a capture takes its tree as an input."""
+    learns: bool = False
+    """Whether what the host learns of a round may change what the next one does."""
+    elastic: bool = False
+    """Whether the number of rows may change, see `resize`."""
+    movable: bool = False
+    """Whether rows can be swapped, see `swap_rows`."""
+    policy: RowPolicy | None = None
+    """Says which rows rest, where some may."""
+    asked_scheme: str | None = None
+    """The scheme that was asked for by name: a walk that was asked for as well must verify it."""
+
+    @property
+    @abstractmethod
+    def scheme(self) -> Scheme:
+        """How the next tree is drawn, and so how it must be verified: it may change with the rows' parameters."""
+
+    @property
+    @abstractmethod
+    def num_uniforms(self) -> int:
+        """Random numbers per row that the next `build` uses."""
+
+    @property
+    def resting(self) -> bool:
+        """Whether the next tree is the root alone, and the source is not asked."""
+        return False
+
+    @property
+    def rest_reason(self) -> str:
+        """Why a row had no candidates in the last round, if it had none."""
+        return REST_REASON if self.policy is None else self.policy.rest_reason
+
+    def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
+        """Add what the device knows to a tree that the host built; `uniforms_BU` as for `build`."""
+        return tree
+
+    def made_up(self, dtype: torch.dtype) -> DraftTree | None:
+        """Return a tree of the usual form, from made-up logits, so that its kernels are compiled.
+
+        It launches the kernels that `build` does, and touches nothing that rounds do; None where there are none.
+        """
+        return None
+
+    @property
+    def kind(self) -> Hashable:
+        """What a capture of the next round depends on beside tensors: one that the host has chosen."""
+        return None
+
+    @property
+    def num_kinds(self) -> int:
+        """How many kinds there are."""
+        return 1
+
+    def rehearse(self, number: int | None) -> None:  # noqa: B027 (most have one kind)
+        """Let all rounds be of one kind, until told None: so that its capture is there before it is needed."""
+
+    @property
+    def places(self) -> int:
+        """Places that a round's passes take in the source's memory, at most."""
+        return self.num_nodes
+
+    def resolve_walk(self, wish: str) -> Walk:
+        """Return the walk that verifies the trees, where the user wishes for ``"auto"`` or a certain one."""
+        # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
+        return resolve_walk(wish, self.scheme, insist=self.asked_scheme == self.scheme.name)
+
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:  # noqa: B027 (most trees do not depend on it)
+        """Say how many rows share the rounds of each row, which may make smaller trees pay.
+
+        `steady` are rows that must have the same trees whatever pays; None for those that are not at work.
+        """
+
+    @property
+    def limited(self) -> Mapping[int, Sequence[int]]:
+        """Rows that are limited to a part of the next tree, and which of `num_uniforms` they use, in the order they are drawn.
+
+        They use no others, so that what a row's generator gives does not depend on its company.
+        """
+        return {}
+
+    def resize(self, params: RowParams) -> None:
+        """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `begin`.
+
+        Where rows are movable and rounds are captured, those that go sleep and come back as they were.
+        """
+        raise NotImplementedError
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Swap two rows between two rounds, the second of which may sleep."""
+        raise NotImplementedError
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:  # noqa: B027
+        """Take note of the certain texts of new rows, and of all rows' parameters from now on."""
+
+    @abstractmethod
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Return a tree below the pending token, the second of each row's last two tokens."""
+
+    def places_of(self, path_BD: Tensor) -> Tensor:
+        """Return where the source's passes put some nodes of the last tree."""
+        return path_BD
+
+    def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
+        """Compare the verdict with what was expected; whole numbers `[B, X]` that are returned go to `receive`."""
+        return None
+
+    def receive(self, reports: Sequence[Sequence[int]]) -> None:
+        """Take on the host what `learn` returned."""
+        raise NotImplementedError
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:  # noqa: B027 (many look at no text)
+        """Add newly emitted tokens to the certain texts."""
+
+    def took(self, counts: Sequence[int]) -> None:  # noqa: B027 (most learn on the device, if at all)
+        """Take note on the host of how many candidates that depend on the past only each row accepted."""
+
+    def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str] | None:
+        """Say who proposed each of a row's accepted tokens; None if there is only one answer."""
+        return None
+
+
+class DraftDistributions:
+    """A source's distributions after temperature, truncation and penalties, as trees are drawn from them.
+
+    Parameters
+    ----------
+    source : DistributionSource
+    params : RowParams
+        The draft's, at first.
+    vocab_size : int
+        The target's.
+    """
+
+    def __init__(self, source: DistributionSource, params: RowParams, vocab_size: int) -> None:
+        self.vocabulary, self.params = source.vocabulary, params
+        self._vocab_size, self._device = vocab_size, source.device
+        self._warper: Warper | None = None
+
+    @property
+    def num_columns(self) -> int:
+        """Tokens that the distributions speak of, so the most children that a node can have."""
+        return self._vocab_size if self.vocabulary is None else len(self.vocabulary.tokens_D)
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Take note of the certain texts of new rows, as penalties need them, and of all rows' parameters."""
+        self.params = params
+        if self._warper is None:
+            self._warper = Warper(params, self._vocab_size, texts, self._device, of_draft=True, vocabulary=self.vocabulary)
+        else:
+            self._warper.admit(params, rows, [texts[row] for row in rows])
+
+    def resize(self, params: RowParams) -> None:
+        """Have as many rows as there are parameters."""
+        self.params = params
+        if self._warper is not None:
+            self._warper.resize(params)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Swap two rows."""
+        if self._warper is not None:
+            self._warper.swap_rows(first, second)
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Add newly emitted tokens to the certain texts."""
+        assert self._warper is not None, "begin() comes first"
+        self._warper.advance(emitted)
+
+    def probs(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
+        """Return the probabilities after some paths, in columns of the draft's own vocabulary if that is partial."""
+        assert self._warper is not None, "begin() comes first"
+        return self._warper.probs(self._aligned(logits_BWV), paths_BWP)
+
+    def ranking(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
+        """Return weights in the same order, where nothing but the order matters."""
+        assert self._warper is not None, "begin() comes first"
+        return self._warper.ranking(self._aligned(logits_BWV), paths_BWP)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether `ranking` has the order of the logits as they come."""
+        assert self._warper is not None, "begin() comes first"
+        return self._warper.keeps_order
+
+    @property
+    def temperature_B(self) -> Tensor | None:
+        """Temperature of each row, where `probs` are the softmax of the logits over it and nothing else."""
+        assert self._warper is not None, "begin() comes first"
+        return self._warper.temperature_B
+
+    def tokens(self, columns_BX: Tensor) -> Tensor:
+        """Return the tokens that some columns stand for."""
+        return columns_BX if self.vocabulary is None else self.vocabulary.tokens(columns_BX)
+
+    def _aligned(self, logits_BWV: Tensor) -> Tensor:
+        """Return logits whose columns are the target's tokens, or the draft's own few."""
+        if self.vocabulary is not None:
+            return logits_BWV
+        # Padding rows of either model's table never get mass.
+        missing = self._vocab_size - logits_BWV.shape[-1]
+        return torch.nn.functional.pad(logits_BWV, (0, missing), value=-torch.inf) if missing else logits_BWV

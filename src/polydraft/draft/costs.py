@@ -1,0 +1,357 @@
+"""What target passes and draft levels cost on this machine: measured once, and kept.
+
+Kept on disk, because trees that are chosen by costs decide which random number meets which token: with one table for a
+machine the same seed gives the same text there.
+"""
+
+import hashlib
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polydraft.backends.native.build import cpu_features
+from polydraft.draft.assembly import Passes
+from polydraft.draft.candidates import best_children, drawn_children, gains
+from polydraft.draft.fused_growth import FusedGrowth
+from polydraft.draft.speedup import Costs, cost_curve
+from polydraft.draft.trie import Limits, as_draft_tree, grow
+from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.placement import agreed
+from polydraft.ngrams import GramOptions, SuffixCache
+from polydraft.output import cache_root, written_whole
+from polydraft.sampling import draw_one
+from polydraft.trees import Block, DraftTree, DynamicShape, Topology, causal_block
+from polydraft.verify import SCHEMES, Naive, NodeWalk
+from polydraft.verify.arrays import arange, as_array, can_sync, largest
+
+logger = logging.getLogger(__name__)
+
+_SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+_CONTEXT, _BEAM, _DRAWING, _CHILDREN = 128, 8, 2, 4
+_LEAST_REPEATS, _MOST_REPEATS, _SECONDS = 4, 12, 2.0
+_OVERHEAD = 0.7
+"""What a round with drafts takes beside its passes, in draft levels: both are small operations for the most part. Dynamic
+rounds of the bundled pair in int8 take more, 4 ms where a level takes 2.4; reckoned with that, the default would rest where
+it gains."""
+_HOST = 1.6
+"""What every round takes on the host beside its passes and its draw, in draft levels, for the same reason: plain rounds of the
+bundled model take 3.5 to 5 ms more than a pass that follows a pass, in int8 as in float32."""
+_TOGETHER = 4
+"""Runs that are timed together on a GPU, so that the wait for it is not counted with each."""
+_DISTURBED = 1.6
+"""Times of the same work that differ by more, from the first quartile to the third, were taken on a busy machine."""
+_tables: dict[Path, dict[str, Any]] = {}
+"""What this process has read or measured."""
+SCHEMES_MEASURED = ("top", "hybrid")
+"""What trees of a draft are verified by, at temperature 0 and above."""
+GRAMS = "naive"
+"""What n-grams are verified by."""
+_GRAM_HOST = 3.2
+"""The same in walks over a root alone, where there is no draft: 0.9 ms of a plain round of a tiny model, a walk 0.27."""
+_PERIOD = 24
+"""Of the text in which n-grams are looked up to see how long that takes: all of it has been there before."""
+Draft = LanguageModel | FeatureHead | None
+"""Who drafts; None for n-grams."""
+
+
+def measured_costs(target: LanguageModel, draft: Draft, nodes: int, scheme: str) -> Costs:
+    """Return costs of this pair on this machine, measuring them the first time (a second or two).
+
+    Parameters
+    ----------
+    target, draft : the pair
+        No draft where n-grams are proposed.
+    nodes : int
+        Largest tree.
+    scheme : str
+        By which children are drawn and verified: what that costs a level counts.
+    """
+    file = cache_root() / "costs" / f"{_key(target, draft, nodes)}.json"
+    if file in _tables:
+        return costs_of(_tables[file], scheme)
+    table = agreed(_read(file, draft))
+    if table is None:
+        logger.info("measuring what passes of the target and the draft cost here, once ...")
+        table = measure(target, draft, nodes)
+        if table.pop("spread") < _DISTURBED:
+            _write(file, table)
+        else:
+            table["disturbed"] = True
+            logger.info("this machine was busy: costs will be measured again by the next process")
+    _tables[file] = table = agreed(table)
+    return costs_of(table, scheme)
+
+
+def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
+    """Return the costs that a table of seconds means, in plain rounds.
+
+    A plain round is a pass of one token, the draw of the next, and the host's work. The last two are part of every round, so
+    rounds with trees differ less from plain ones than their passes do. A captured round needs no host, and verifies all its
+    levels in one kernel.
+    """
+    level, verification = table["level"][scheme], table["verification"][scheme]
+    captured = table.get("captured", False)
+    host = table["host"] if "host" in table else _HOST * table["level"]["top"]
+    always = table["verification"]["plain"] + (0 if captured else host)
+    passes = rising({int(size): seconds + always for size, seconds in table["target"].items()})
+    plain = passes[min(passes)]
+    small = 0.0 if "host" in table else _OVERHEAD * level  # n-grams are looked up once, which is timed as a level
+    per_level, overhead = (level, verification) if captured else (level + verification, small)
+    return Costs(
+        draft_level=per_level / plain,
+        tree_pass=cost_curve(passes),
+        overhead=overhead / plain,
+        disturbed=table.get("disturbed", False),
+    )
+
+
+def rising(measured: Mapping[int, float]) -> dict[int, float]:
+    """Return the closest times that do not fall as passes grow: that a larger pass seems faster is noise.
+
+    Times that fall are replaced by their common mean (isotonic regression), which believes neither more than the other, where
+    the largest so far would believe whatever was slowed down by chance.
+    """
+    runs: list[tuple[float, list[int]]] = []
+    for size in sorted(measured):
+        mean, members = measured[size], [size]
+        while runs and runs[-1][0] > mean:
+            earlier, others = runs.pop()
+            mean = (earlier * len(others) + mean * len(members)) / (len(others) + len(members))
+            members = others + members
+        runs.append((mean, members))
+    return {size: mean for mean, members in runs for size in members}
+
+
+@torch.inference_mode()
+def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
+    """Time target passes of several sizes, output head included, draft levels and verification; in seconds.
+
+    All take turns, again and again, so that a disturbance hits each of them once and not one of them always, and each comes
+    after what precedes it in decoding, which has emptied the caches for it: a tree's pass after a draft level, a plain one
+    after a pass. Of the times of each the lower quartile counts: disturbances only ever slow down.
+    """
+    largest = next((size for size in _SIZES if size >= nodes), _SIZES[-1])
+    sizes = [size for size in _SIZES if size <= largest]
+    context = target.start(1, _CONTEXT + largest)
+    context.prefill([[index % target.vocab_size for index in range(_CONTEXT)]])
+
+    def target_pass(size: int) -> Callable[[], Any]:
+        tokens_1T = torch.arange(size, device=target.device)[None] % target.vocab_size
+        block = causal_block(1, size, target.device)
+        return lambda: target.head(context.extend(tokens_1T, block))
+
+    turns: list[tuple[str, str, Callable[[], Any]]] = []
+    schemes = _schemes(draft)
+    levels = [("level", name, _draft_level(draft, name) if draft is not None else _lookup(target)) for name in schemes]
+    for turn, size in enumerate(reversed(sizes)):
+        if size > 1:
+            turns.append(levels[turn % len(levels)])
+        turns.append(("target", str(size), target_pass(size)))
+    turns += [level for level in levels if level not in turns]  # small trees have fewer passes than there are levels
+    turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *schemes)]
+    if draft is None:
+        turns.append(("host", "root", _root_walk(target)))
+    in_graphs = target.device.type == "cuda" and target.graph_obstacle is None
+    if in_graphs:
+        turns = [(kind, name, captured(work)) for kind, name, work in turns]
+    times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind, name, _ in turns}
+    for _, _, work in turns:  # the first time is not like the others
+        work()
+    start, done = time.perf_counter(), 0
+    while done < _LEAST_REPEATS or (done < _MOST_REPEATS and time.perf_counter() - start < _SECONDS):
+        for kind, name, work in turns:
+            times[kind, name].append(timed(work, target.device))
+        done += 1
+    table: dict[str, Any] = {"captured": in_graphs}
+    for (kind, name), found in times.items():
+        table.setdefault(kind, {})[name] = sorted(found)[len(found) // 4]
+    if draft is None:
+        table["host"] = _GRAM_HOST * table["host"]["root"]
+    table["spread"] = statistics.median(
+        sorted(found)[3 * len(found) // 4] / sorted(found)[len(found) // 4]
+        for (kind, _), found in times.items()
+        if kind == "target"
+    )
+    return table
+
+
+def captured(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the replay of some work's CUDA graph: rounds are captured there, and launches would be most of what is timed."""
+    work()  # libraries set themselves up, which no capture may contain
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+    except RuntimeError as error:
+        logger.info("costs are measured without CUDA graphs: %s", str(error).splitlines()[0])
+        return work
+
+    def replay(_: Callable[[], Any] = work) -> None:  # holds what the graph reads
+        graph.replay()
+
+    return replay
+
+
+def _schemes(draft: Draft) -> tuple[str, ...]:
+    return (GRAMS,) if draft is None else SCHEMES_MEASURED
+
+
+def _lookup(target: LanguageModel) -> Callable[[], Any]:
+    """Return the work of a round's n-grams: looking them up, and making a tree of them."""
+    name, memory = SuffixCache.name, SuffixCache(GramOptions()).open()
+    memory.read([index % min(_PERIOD, target.vocab_size) for index in range(_CONTEXT)])
+    limits = Limits(nodes=_BEAM, depth=_BEAM, width=_CHILDREN, least=0.0)
+
+    def work() -> None:
+        trie = grow(0, [name], [memory], limits)
+        as_draft_tree([trie], len(trie), _BEAM, target.device)
+
+    return work
+
+
+def _root_walk(target: LanguageModel) -> Callable[[], Any]:
+    """Return a part of a plain round's work on the host: its tree, what it sees, and the walk over it."""
+    distribution_1V = torch.full((1, target.vocab_size), 1 / target.vocab_size, device=target.device)
+    tokens_11 = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    uniforms_1U = torch.full((1, 1), 0.5, dtype=torch.float64, device=target.device)
+
+    def work() -> None:
+        tree = DraftTree.from_topology(Topology(), tokens_11, (), tokens_11[0])
+        tree.block()
+        NodeWalk().run(Naive(), tree, lambda node_B, path_BP: distribution_1V, uniforms_1U)
+
+    return work
+
+
+def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[], Any]:
+    """Return the work of one node: the target's distribution, and a draw from it alone or against the draft's children."""
+    generator = torch.Generator().manual_seed(0)
+    columns = target.vocab_size if draft is None else draft.num_columns
+    logits_1V = 4 * torch.randn(1, target.vocab_size, generator=generator).to(target.device)
+    uniforms_1U = torch.rand(1, 256, generator=generator, dtype=torch.float64).to(target.device)
+    if name == "top":
+        return lambda: _seen(logits_1V.argmax(-1))
+    if name in ("plain", GRAMS):
+        return lambda: _seen(draw_one(torch.softmax(logits_1V, dim=-1), uniforms_1U[:, 0]))
+    scheme, draft_1D = SCHEMES.get(name)(), torch.softmax(logits_1V[:, :columns].clone(), dim=-1)
+    children_1K = scheme.draw(draft_1D, uniforms_1U[:, : min(_BEAM, columns)])
+
+    def work() -> None:
+        target_1D = torch.softmax(logits_1V, dim=-1)[:, :columns]
+        scheme.select(target_1D, draft_1D, children_1K, uniforms_1U)
+
+    return work
+
+
+def _draft_level(draft: LanguageModel | FeatureHead, name: str) -> Callable[[], Any]:
+    """Return one level's work: a pass of its nodes, their distributions, and their children."""
+    width = _BEAM if name == "top" else _DRAWING
+    context: Any = draft.start(1, _CONTEXT + width)
+    size, device = (_CONTEXT, draft.device)
+    tokens_1T = torch.zeros(1, size, dtype=torch.long, device=device)
+    own_1WU = torch.eye(width, dtype=torch.bool, device=device)[None]
+    block = Block(0, torch.zeros(1, width, dtype=torch.long, device=device), own_1WU, levels=(width,))
+    if isinstance(draft, FeatureHead):
+        zeros: Any = {"dtype": draft.dtype, "device": device}
+        context.read(tokens_1T, torch.zeros(1, size, draft.shape.hidden_size, **zeros), causal_block(1, size, device))
+        fused_1WH = torch.zeros(1, width, draft.shape.hidden_size, **zeros)
+
+        def read() -> torch.Tensor:
+            return context.read(tokens_1T[:, :width], fused_1WH, block)  # type: ignore[no-any-return]
+
+    else:
+        context.extend(tokens_1T, causal_block(1, size, device))
+
+        def read() -> torch.Tensor:
+            return context.extend(tokens_1T[:, :width], block)  # type: ignore[no-any-return]
+
+    context.rewind([size])
+    scores_1W = as_array(torch.zeros(1, width, device=device, dtype=torch.float64))
+    counts_1W = 0 * arange(width, scores_1W)[None] + min(_CHILDREN, draft.num_columns)
+    uniforms_1U = torch.rand(1, width * _CHILDREN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    scheme = SCHEMES.get(name)()
+    shape, passes = DynamicShape(nodes=8 * _BEAM + 1, depth=2, beam=_BEAM, branch=2 * _BEAM), Passes(0, 1 + _BEAM)
+    growth = FusedGrowth(shape, passes, getattr(draft, "vocabulary", None), draft.num_columns, device)
+    ones_1, levels_1 = torch.ones(1, device=device), torch.full((1,), shape.depth, device=device)
+
+    def work() -> None:
+        logits_1WD = draft.head(read())
+        if name == "top" and growth.widths[1] == width and growth.fits(logits_1WD):
+            growth.begin(ones_1, levels_1, shape.depth, first=1).grow(logits_1WD)
+            return
+        probs_1WD = torch.softmax(logits_1WD.float(), -1)
+        if name == "top":
+            best_children(scores_1W, probs_1WD, 2 * _BEAM, 8 * _BEAM)
+        else:
+            ranked = largest(probs_1WD.flatten(0, 1), _CHILDREN)
+            gains(ranked[0], scores_1W)
+            drawn_children(scheme, scores_1W, probs_1WD, ranked, counts_1W, uniforms_1U)
+
+    return work
+
+
+def _seen(tokens_1: torch.Tensor) -> object:
+    """Look at tokens where that costs nothing but the look."""
+    return tokens_1.tolist() if can_sync(tokens_1) else tokens_1
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds that some work takes; on a GPU as one of several, as it is where rounds run ahead of the host."""
+    times = _TOGETHER if device.type == "cuda" else 1
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / times
+
+
+def _key(target: LanguageModel, draft: Draft, nodes: int) -> str:
+    """Name what the costs depend on."""
+    place = f"cpu{torch.get_num_threads()}"
+    if target.device.type == "cuda":
+        place = f"{torch.cuda.get_device_name(target.device)} {'captured' if target.graph_obstacle is None else 'eager'}"
+    kind = "int8" if getattr(target, "int8", False) else getattr(target, "dtype", "table")
+    native = "native" if getattr(target, "native", None) is not None else "torch"
+    version = hashlib.sha256(f"{_version()} {torch.__version__} {cpu_features()}".encode()).hexdigest()[:8]
+    words = (target.name, "ngrams" if draft is None else draft.name, kind, native, place, nodes, version)
+    return "_".join("".join(letter if letter.isalnum() else "-" for letter in str(word))[-40:] for word in words)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("polydraft")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "0"
+
+
+def _read(file: Path, draft: Draft) -> dict[str, Any] | None:
+    try:
+        table, schemes = json.loads(file.read_text()), _schemes(draft)
+        good = set(table["level"]) >= set(schemes) and set(table["verification"]) >= {"plain", *schemes}
+        good = good and all(int(size) > 0 for size in table["target"]) and (draft is not None or table["host"] > 0)
+        good = good and all(seconds > 0 for part in ("target", "level", "verification") for seconds in table[part].values())
+        return dict(table) if good and table["target"] else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write(file: Path, table: dict[str, Any]) -> None:
+    """Keep the table, whole or not at all; without room for it the next start measures again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(file) as partial:
+            partial.write_text(json.dumps(table))
+    except OSError as error:
+        logger.warning(
+            "cannot keep the measured costs in %s (%s): dynamic trees, and so sampled texts, may differ from run to run",
+            file,
+            error.strerror,
+        )

@@ -1,0 +1,75 @@
+"""The one interface of everything that proposes tokens."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from polydraft.draft.decision import Decision
+from polydraft.draft.gram_options import GramTreeOptions
+from polydraft.draft.session import DraftSession
+from polydraft.models import FeatureHead, LanguageModel
+from polydraft.registry import Registry
+from polydraft.sampling import RowParams
+from polydraft.trees import DynamicShape, Topology
+
+
+class Drafter(ABC):
+    """Proposes candidates; free of any one text."""
+
+    name: str
+    lossless: bool = True
+    """Whether texts follow the target's distribution; False needs the user's word for it."""
+    model: LanguageModel | FeatureHead | None = None
+    """The draft, if there is one."""
+    topology: Topology | DynamicShape | None = None
+    """Shape of the trees that are drawn from it."""
+    by_load: bool = False
+    """Whether a batch's trees may be smaller than that, by what pays, unless its texts are to be steady."""
+
+    @abstractmethod
+    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+        """Go to work on a batch whose rows are sampled with `params`; `compiled` drawing pays on a GPU."""
+
+
+class Plain(Drafter):
+    """Propose nothing: the engine with an empty tree is plain autoregressive decoding."""
+
+    name = "none"
+
+    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+        """Go to work; there is nothing to prepare."""
+        return DraftSession(self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a drafter can be made of."""
+
+    target: LanguageModel
+    draft: LanguageModel | FeatureHead | None = None
+    topology: Topology
+    scheme: str = "auto"
+    draft_temperature: float | None = None
+    grams: GramTreeOptions = field(default_factory=GramTreeOptions)
+    dynamic: DynamicShape | None = None
+    """Limits of a dynamic tree, which then takes the place of `topology`."""
+    decision: Decision | None = None
+    """Looks between levels whether to go on."""
+    by_load: bool = False
+    """Whether rows that share rounds may have smaller trees than `topology`."""
+    greedy: Topology | DynamicShape | None = None
+    """What stands in for `topology` where one text is decoded at temperature 0."""
+    pauses: bool = False
+    """Whether drafting pauses on a CPU while it does not pay, by measured costs; dynamic trees always do so."""
+
+
+DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")
+"""Ways to make a drafter from parts, by name; the test suite checks that every one of them is lossless."""
+
+LOSSY_DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("lossy drafter")
+"""Drafters that change the distribution of the text; nothing chooses them but their name behind `--lossy`."""
+
+
+@DRAFTERS.register("none")
+def _build_plain(parts: Parts) -> Plain:
+    return Plain()

@@ -1,0 +1,101 @@
+"""What can be set about drafting from n-grams."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from polydraft.draft.riders import RiderOptions
+from polydraft.draft.trie import FEW_STEPS, STEPS
+from polydraft.errors import UsageError
+from polydraft.ngrams import GramOptions, tokenizer_fingerprint
+from polydraft.trees import MAX_NODES
+
+_USUAL_TOKENS, _TOKENS_ON_CPU = 64, 20
+_LEAST_TOKENS = 8
+"""Candidates per round where nothing else was asked for; docs/ngrams.md has the reckoning."""
+_LEAST_CHANCE, _LEAST_CHANCE_ON_CPU = 0.005, 0.04
+"""Where a candidate yields what it costs: a token is worth some 0.4 of a plain pass; one more in the pass costs 0.002 to 0.003
+of it on a GPU, and 0.025 on two cores with matrix units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GramTreeOptions:
+    """Settings of all drafters that propose from n-grams."""
+
+    nodes: int | None = None
+    """Most candidates per round, in nodes of the merged trie; None for as many as pay on the device."""
+    depth: int = 12
+    """Most tokens of a continuation."""
+    least_chance: float | None = None
+    """Least chance, by the caches' own estimate, that a candidate is reached and right; None for what pays on the device."""
+    candidates: int = 8
+    """Most tokens that each cache is asked for at a node (by the paper's rule: continuations)."""
+    riders: RiderOptions | None = None
+    """Branches of `self-draft`, other drafters have none; None for as many as pay on the device."""
+    caches: GramOptions = field(default_factory=GramOptions)
+    context: bool = True
+    """Whether `self-draft` uses its context cache, and so the branches that feed it."""
+    corpus: bool = True
+    """Whether `self-draft` uses a corpus cache."""
+    flat_blocks: bool = False
+    """Verify as the Self-Draft paper words it, which changes the distribution of the text above temperature 0: an ablation."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "depth", "candidates"):
+            value = getattr(self, name)
+            if name == "nodes" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"{name}={value!r} is out of range; allowed: whole numbers from 1")
+        if self.least_chance is not None and not 0 <= self.least_chance <= 1:
+            raise UsageError(f"least_chance={self.least_chance!r} is out of range; allowed: 0 to 1")
+        branch_tokens = (self.riders or RiderOptions()).most
+        if 1 + self.most_nodes + branch_tokens > MAX_NODES:
+            raise UsageError(
+                f"{self.most_nodes} candidates and {branch_tokens} branch tokens are too many for one pass; "
+                f"allowed: below {MAX_NODES} in all"
+            )
+
+    @property
+    def sized(self) -> bool:
+        """Whether sizes were asked for, which are then kept to, whatever pays."""
+        return any(one is not None for one in (self.nodes, self.least_chance, self.riders))
+
+    @property
+    def most_nodes(self) -> int:
+        """Most candidates per round on any device."""
+        return self.nodes or _USUAL_TOKENS
+
+    def beside_a_tree(self) -> "GramTreeOptions":
+        """Return the options of n-grams that share the pass with a draft's tree: further candidates yield next to nothing."""
+        return replace(self, nodes=self.nodes or _LEAST_TOKENS)
+
+    def for_tokenizer(self, tokenizer: Any) -> "GramTreeOptions":
+        """Tie corpus caches to a tokenizer, so that a foreign one is refused."""
+        if tokenizer is None:
+            return self
+        return replace(self, caches=replace(self.caches, fingerprint=tokenizer_fingerprint(tokenizer)))
+
+    def on(self, device: torch.device) -> "Sizes":
+        """Return the sizes on a device."""
+        cpu = device.type == "cpu"
+        riders = self.riders or (RiderOptions(branches=2, length=4) if cpu else RiderOptions())
+        # On a CPU a pass costs by its tokens, so branches take the place of as many candidates.
+        nodes = self.nodes or (max(_TOKENS_ON_CPU - riders.most, _LEAST_TOKENS) if cpu else _USUAL_TOKENS)
+        least = self.least_chance if self.least_chance is not None else _LEAST_CHANCE_ON_CPU if cpu else _LEAST_CHANCE
+        steps = FEW_STEPS if device.type == "cuda" else STEPS
+        return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders, least=least, steps=steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a round may hold."""
+
+    nodes: int
+    depth: int
+    """Levels of the trie: a continuation never has more tokens than there are nodes."""
+    riders: RiderOptions
+    least: float
+    steps: tuple[int, ...]
+    """Numbers of candidates that a round is filled up to."""

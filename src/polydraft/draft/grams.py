@@ -1,0 +1,318 @@
+"""Drafting from n-grams: continuations of the text's end, merged into one trie per row and verified by one draw per node.
+
+Guarantee: candidates depend on the past only. At each node of the trie one token is drawn from the target's distribution, and
+the walk goes on where it is one of the children: exact at every temperature, and no verifier accepts more of candidates that
+are certain (docs/theory.md).
+"""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polydraft.draft.builder import Builder
+from polydraft.draft.costs import GRAMS, measured_costs
+from polydraft.draft.device_trie import DeviceTrieBuilder, on_device
+from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
+from polydraft.draft.gram_options import GramTreeOptions, Sizes
+from polydraft.draft.policy import Plan, RowPolicy
+from polydraft.draft.riders import RiderOptions, Riders
+from polydraft.draft.session import DraftSession
+from polydraft.draft.source import Source
+from polydraft.draft.speedup import Costs
+from polydraft.draft.trie import Limits, TokenTrie, as_draft_tree, check_node_walk, grow, rounded
+from polydraft.errors import UsageError
+from polydraft.models import LanguageModel
+from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.sampling import RowParams
+from polydraft.trees import DraftTree
+from polydraft.verify import FlatBlocksWalk, Naive, NodeWalk, Verdict, Walk
+
+GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
+    "self-draft": ("context", "corpus"),
+    "ngram": ("context",),
+    "lookup": ("lookup",),
+    "suffix": ("suffix",),
+    "corpus": ("corpus",),
+}
+"""Drafters that need no draft model, with the caches they ask; `self-draft` also has riders."""
+NOTHING_FOUND = "n-grams had nothing to propose that would pay"
+
+
+class GramTree(Drafter):
+    """Propose what n-gram caches know.
+
+    Parameters
+    ----------
+    name : str
+        As the user wrote it.
+    caches : sequence of GramCache
+        Where chances are equal, the first ones go first.
+    options : GramTreeOptions
+        Its riders are taken as they are, even if nothing learns from them.
+    pauses : bool
+        On a CPU, propose no more than pays, and nothing while proposals do not pay.
+    costs : Costs, optional
+        What passes cost, for that; measured when first needed, and kept for this machine, if not given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        caches: Sequence[GramCache],
+        options: GramTreeOptions,
+        *,
+        pauses: bool = False,
+        costs: Costs | None = None,
+    ) -> None:
+        self.name, self.lossless = name, not options.flat_blocks
+        self.caches, self.options, self.costs = tuple(caches), options, costs
+        self.pauses = pauses and self.lossless
+
+    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+        """Go to work on a batch."""
+        return DraftSession(self.name, certain=self.builder(len(params), target, self.name))
+
+    def builder(self, batch_size: int, target: LanguageModel, name: str) -> Builder:
+        """Return what builds the tries of a batch, for a drafter of some name."""
+        sizes = self.options.on(target.device)
+        if self.lossless and on_device(self.caches, sizes, target.device):
+            return DeviceTrieBuilder(self.caches, sizes, batch_size, target.device, name)
+        policy = None
+        if self.pauses and target.device.type == "cpu":
+            policy = self._pacing(sizes, batch_size, target)
+            if sizes.riders.branches and policy.hopeless_B.any():  # branches cannot pay for themselves here
+                sizes = dataclasses.replace(sizes, riders=RiderOptions(branches=0))
+                policy = self._pacing(sizes, batch_size, target)
+        source = GramSource(self.caches, Riders(sizes.riders, target, batch_size), self.options.caches.gram, batch_size)
+        return TrieBuilder(source, sizes, self.options, target.device, name, policy)
+
+    def _pacing(self, sizes: Sizes, batch_size: int, target: LanguageModel) -> RowPolicy:
+        """Return what says how many candidates pay; branches ride along whatever they are, and cost what they cost."""
+        most, riders = 1 + sizes.nodes, sizes.riders.most
+        costs = self.costs or measured_costs(target, None, most, GRAMS)
+        overhead = costs.overhead + costs.tree_pass(1 + riders) - costs.tree_pass(1)
+        return RowPolicy(dataclasses.replace(costs, overhead=overhead), batch_size, most, target.device, adaptive=True)
+
+
+class GramSource(Source):
+    """Memories of one batch, one of each cache per row, on the host, and the branches that teach them."""
+
+    learns = True
+
+    def __init__(self, caches: Sequence[GramCache], riders: Riders, gram: int, batch_size: int) -> None:
+        self.names, self.riders, self._gram = [cache.name for cache in caches], riders, gram
+        self._caches = caches
+        self.memories = [[cache.open() for cache in caches] for _ in range(batch_size)]
+        self.read: list[list[int]] = [[] for _ in range(batch_size)]
+        """Text that each row's memories have read."""
+        self.idle = [False] * batch_size
+        self.resting = [False] * batch_size
+        """Rows that draft nothing in this round, because it would not pay."""
+
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows."""
+        self.memories = [*self.memories, *([cache.open() for cache in self._caches] for _ in range(len(self.memories), rows))][
+            :rows
+        ]
+        self.read = [*self.read, *([] for _ in range(rows))][:rows]
+        self.idle = [*self.idle, *([False] * rows)][:rows]
+        self.resting = [*self.resting, *([False] * rows)][:rows]
+        self.riders.resize(rows)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Empty their memories."""
+        for row in rows:
+            self._forget(row)
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
+        """Read the texts; memories of a row that its new text does not continue are emptied first."""
+        for row in rows:
+            text, read = texts[row], self.read[row]
+            if list(text[: len(read)]) != read:
+                self._forget(row)
+            self._remember(row, text[len(self.read[row]) :])
+            self.idle[row] = False
+        self.riders.begin(texts, rows)
+
+    def _forget(self, row: int) -> None:
+        self.read[row] = []
+        for memory in self.memories[row]:
+            memory.reset()
+
+    def _remember(self, row: int, tokens: Sequence[int]) -> None:
+        self.read[row].extend(tokens)
+        for memory in self.memories[row]:
+            memory.read(tokens)
+
+    def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
+        """Let the branches grow, and report them."""
+        return self.riders.commit(features_BNF)
+
+    def receive(self, reports: Sequence[Sequence[int]]) -> None:
+        """Let the context caches learn from the branches."""
+        for memories, report, idle, resting in zip(self.memories, reports, self.idle, self.resting, strict=True):
+            if not idle and not resting:
+                for gram in self.riders.grams(report, self._gram):
+                    for memory in memories:
+                        memory.learn(gram)
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Read what was emitted; a row that got nothing has ended."""
+        for row, tokens in enumerate(emitted):
+            self.idle[row] = not tokens
+            self._remember(row, tokens)
+
+
+class TrieBuilder(Builder):
+    """Merge what the memories of each row propose.
+
+    Depth and random numbers of a round are the same whatever is proposed, so that a row's text does not depend on its
+    neighbours; the number of nodes follows what is proposed, as a pass costs by its tokens.
+    """
+
+    elastic = True
+    on_host = True
+    scheme = Naive()
+    """Tokens follow the target's own draw, whatever was proposed."""
+
+    def __init__(
+        self,
+        source: GramSource,
+        sizes: Sizes,
+        options: GramTreeOptions,
+        device: torch.device,
+        name: str,
+        policy: RowPolicy | None = None,
+    ) -> None:
+        self.source: GramSource = source
+        self._options, self._device, self._name = options, device, name
+        # Who says how many candidates pay knows what each of them costs: there is no filling up.
+        self._steps = sizes.steps if policy is None else tuple(range(sizes.nodes + 1))
+        self._limits = Limits(
+            nodes=sizes.nodes, depth=sizes.depth, width=options.candidates, least=sizes.least, steps=self._steps
+        )
+        self._tries: list[TokenTrie] = []
+        self.policy = policy
+        self._plan: Plan | None = None
+        self.depth, self.num_nodes = sizes.depth, 1 + sizes.nodes + sizes.riders.most
+
+    @property
+    def kind(self) -> Hashable:
+        """A capture draws the first tokens of branches from prompts of one size, where they are."""
+        return self.source.riders.seeds_BT.shape[1]
+
+    @property
+    def num_uniforms(self) -> int:
+        """Random numbers for the first tokens of branches."""
+        return self.source.riders.num_uniforms
+
+    def resize(self, params: RowParams) -> None:
+        """Keep nothing of rows but what was learnt of them: the source does the rest."""
+        if self.policy is not None:
+            self.policy.resize(len(params))
+
+    @property
+    def rest_reason(self) -> str:
+        """What the policy says of rows that rest; others have found nothing."""
+        policy = self.policy if any(self.source.resting) else None
+        return NOTHING_FOUND if policy is None else policy.rest_reason
+
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
+        """Let the policy reckon with it."""
+        if self.policy is not None:
+            self.policy.share(loads)
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Forget what was learnt of earlier texts of these rows."""
+        if self.policy is not None:
+            self.policy.begin(np.isin(np.arange(len(params)), rows))
+
+    def resolve_walk(self, wish: str) -> Walk:
+        """Walk node by node; or as the paper words it, if that was asked for."""
+        check_node_walk(self._name, wish)
+        return FlatBlocksWalk(1 + self._options.most_nodes) if self._options.flat_blocks else NodeWalk()
+
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Merge what the memories know."""
+        source = self.source
+        if self.policy is not None:
+            source.resting = [not drafts for drafts in self.policy.drafting_B.tolist()]
+            source.riders.resting_B = torch.tensor(source.resting, device=self._device)
+        self._tries = [
+            self._trie(memories, read[-1]) if not idle and not resting else TokenTrie(read[-1])
+            for memories, read, idle, resting in zip(source.memories, source.read, source.idle, source.resting, strict=True)
+        ]
+        if self.policy is not None:
+            self._keep_what_pays(self.policy)
+        size = 1 + rounded(max(map(len, self._tries)) - 1, self._limits.nodes, self._steps)
+        return as_draft_tree(self._tries, size, self.depth, self._device)
+
+    def _keep_what_pays(self, policy: RowPolicy) -> None:
+        """Cut the tries to as many candidates as pay, and take note of what they promise."""
+        chances_BM = np.zeros((len(self._tries), max(map(len, self._tries)) - 1))
+        for row, trie in enumerate(self._tries):
+            chances_BM[row, : len(trie) - 1] = trie.chances[1:]
+        counts_B = policy.counts(chances_BM)
+        for trie, count in zip(self._tries, counts_B.tolist(), strict=True):
+            trie.cut(count)
+        promised_B = np.array([sum(trie.chances[1:]) for trie in self._tries])
+        # A row without candidates decodes plainly, unless its branches ride along.
+        drafts_B = ~np.array(self.source.resting) & ((counts_B > 0) | (self.source.riders.num_uniforms > 0))
+        self._plan = Plan(promised_B, counts_B, drafts_B * 1)
+
+    def took(self, counts: Sequence[int]) -> None:
+        """Let the policy compare the round with its plan."""
+        if self.policy is not None and self._plan is not None:
+            self.policy.learn(self._plan, np.array(counts), ~np.array(self.source.idle))
+
+    def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
+        """Let the branches ride along."""
+        return self.source.riders.attach(tree, uniforms_BU)
+
+    def _trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
+        """Propose what is likeliest; by the paper's rule, chains that share nothing, those of the longest prefixes first."""
+        if not self._options.flat_blocks:
+            return grow(root, self.source.names, memories, self._limits)
+        trie, found = TokenTrie(root, shared=False), list[tuple[Match, str]]()
+        for name, memory in zip(self.source.names, memories, strict=True):
+            found += [(match, name) for match in memory.matches(self._options.candidates, self.depth)]
+        found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
+        for match, name in found:
+            trie.add(match.tokens, name, 1 + self._limits.nodes)
+        return trie
+
+    def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str]:
+        """Name the cache that proposed each token."""
+        return self._tries[row].followed(tokens)
+
+
+def gram_tree(names: Sequence[str], options: GramTreeOptions, *, pauses: bool = False) -> GramTree:
+    """Make the drafter that asks the caches of all the named ones."""
+    label = "+".join(names)
+    branches = options.riders if "self-draft" in names and options.context else RiderOptions(branches=0)
+    options = dataclasses.replace(options, riders=branches)
+    dropped = {name for name, kept in (("context", options.context), ("corpus", options.corpus)) if not kept}
+    wanted = dict.fromkeys(cache for name in names for cache in GRAM_DRAFTERS[name] if cache not in dropped)
+    caches = [GRAM_CACHES.get(name)(options.caches) for name in wanted]
+    if "corpus" in names and options.corpus and any(cache.name == "corpus" and cache.is_empty for cache in caches):
+        raise UsageError(
+            "drafter 'corpus' has no corpus cache for this tokenizer; make one with polydraft train corpus-cache, and pass it "
+            "with --corpus FILE"
+        )
+    caches = [cache for cache in caches if not cache.is_empty]
+    if not caches:
+        raise UsageError(f"drafter {label!r} has no cache left to draft from; leave out --no-context or --no-corpus")
+    return GramTree(label, caches, options, pauses=pauses)
+
+
+def _register(name: str) -> None:
+    @DRAFTERS.register(name)
+    def build(parts: Parts) -> GramTree:
+        return gram_tree([name], parts.grams, pauses=parts.pauses and not parts.grams.sized)
+
+
+for _name in GRAM_DRAFTERS:
+    _register(_name)

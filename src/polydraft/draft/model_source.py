@@ -1,0 +1,142 @@
+"""A draft model as a source of distributions (MCSD §3)."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from polydraft.draft.source import DistributionSource
+from polydraft.models import LanguageModel, Memory
+from polydraft.models.memory import NO_TEXT
+from polydraft.row_storage import RowStorage
+from polydraft.trees import Block, SlicedMask, StaticBlock, Topology
+from polydraft.verify import Verdict
+
+
+class ModelSource(DistributionSource):
+    """A draft model's memory of one batch.
+
+    The memory stays two tokens behind the text: the deepest accepted token never went through the draft, so each round
+    starts with the last two. One token more in one pass, and no special case after full acceptance. In a text of one token
+    the place before the root stays empty: nobody sees it, and it is not kept. Rounds without drafts are read later, when
+    drafts are wanted again.
+    """
+
+    lead = 1
+    movable = True
+
+    def __init__(self, model: LanguageModel, batch_size: int) -> None:
+        super().__init__(model.device, model.vocabulary)
+        self._model = model
+        self._memory = Memory(model, batch_size, behind=2, places=2)
+        self.contexts = (self._memory.context,)
+        self._lone_B1: Tensor | None = None
+        """Rows whose text is the root alone; only in a first round."""
+        self._longest = 0
+        self._storage = RowStorage()
+        self._texts: Sequence[Sequence[int]] = [()] * batch_size
+        self._skipped, self._behind = False, False
+        """Whether the last round was without drafts, and whether there is text to be read before the next one with drafts."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Only a first round on a text of one token is unlike the others."""
+        return None if self._lone_B1 is None else "a text has only one token"
+
+    def make_room(self, *, places: int, depth: int, captured: bool) -> None:
+        """Make room for a round's passes."""
+        self._memory.places = self._memory.context.places = places
+
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows."""
+        self._memory.resize(rows, most)
+        self._texts = self._storage.resized_list("texts", self._texts, rows, tuple)
+        if self._lone_B1 is not None:
+            self._lone_B1 = self._storage.resized("lone", self._lone_B1, rows)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Swap two rows."""
+        self._memory.swap_rows(first, second)
+        self._texts = self._storage.swapped_list("texts", self._texts, first, second)
+        if self._lone_B1 is not None:
+            self._storage.swap("lone", self._lone_B1, first, second)
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
+        """Read the texts."""
+        self._longest, self._behind = longest, False
+        self._memory.align(texts, longest)
+        self._note(texts)
+        lone = [row in rows and len(text) == 1 and text is not NO_TEXT for row, text in enumerate(texts)]
+        self._lone_B1 = torch.tensor(lone, device=self.device)[:, None] if any(lone) else None
+
+    def _note(self, texts: Sequence[Sequence[int]]) -> None:
+        self._texts = [list(text) for text in texts]
+
+    def root(self, tail_B2: Tensor) -> Tensor:
+        """Pass the last two tokens."""
+        if self._behind:
+            self._memory.align(self._texts, self._longest)
+            self._behind = False
+        block = self._seen(_pair(self.device).expand(len(tail_B2)))
+        return self._memory.context.extend(tail_B2, block)[:, 1:]
+
+    def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
+        """Pass a level."""
+        return self._memory.context.extend(tokens_BW, self._seen(block))
+
+    def _seen(self, block: Block) -> Block:
+        """Hide the empty place before a root that is the whole text."""
+        if self._lone_B1 is None:
+            return block
+        depths_BT = (block.depths_BT - self._lone_B1.long()).clamp(min=0)
+        visible_BTU = block.visible_BTU.clone()
+        visible_BTU[:, 1 if block.start == 0 else 0 :, 0] &= ~self._lone_B1
+        return Block(block.start, depths_BT, visible_BTU)
+
+    def logits(self, features_BWF: Tensor) -> Tensor:
+        """Apply the output head."""
+        return self._model.head(features_BWF)
+
+    def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Keep the token before the root, the root, and the accepted path but its last token."""
+        self._skipped = False
+        places_BD = torch.nn.functional.pad(places_BD, (1, 0))
+        if self._lone_B1 is not None:
+            without_first_BD = places_BD.roll(-1, dims=1)
+            places_BD = torch.where(self._lone_B1, without_first_BD, places_BD)
+            keep_B = (keep_B - self._lone_B1[:, 0].long()).clamp(min=0)
+            self._lone_B1 = None
+        self._memory.context.commit(places_BD, keep_B)
+
+    def skip(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Leave what was accepted unread."""
+        self._skipped = True
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Take note of the new texts; what a round without drafts added is read later."""
+        if self._skipped:
+            self._behind = True
+            self._note(texts)
+        else:
+            self._memory.settle(texts)
+
+    def catch_up(self, texts: Sequence[Sequence[int]]) -> None:
+        """Read what others proposed, after a round without drafts only when drafts are wanted again."""
+        if self._behind:
+            self._note(texts)
+        else:
+            self._memory.align(texts, self._longest)
+
+    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
+        """Drop what lies beyond the texts; a memory that is behind will find that itself."""
+        if self._behind:
+            self._note(texts)
+        else:
+            self._memory.rewind(texts)
+
+
+@lru_cache(maxsize=4)
+def _pair(device: torch.device) -> StaticBlock:
+    """Return the pass over the last two tokens."""
+    return SlicedMask.of(Topology(), device, lead=1).level(0, 1)

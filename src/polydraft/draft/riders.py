@@ -1,0 +1,170 @@
+"""Self-Draft's branches: tokens that ride along in the target's passes and teach the context cache.
+
+References
+----------
+.. [1] Gao et al. 2025, Multi-Branch Self-Drafting for LLM Inference Acceleration, "Multi-branch drafting", Algorithm 1.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError, unknown_name
+from polydraft.models import LanguageModel
+from polydraft.models.language_model import round_up
+from polydraft.row_storage import resized
+from polydraft.sampling import NO_TOKEN
+from polydraft.transfers import brought
+from polydraft.trees import MAX_NODES, DraftTree
+
+SEEDS = ("vocabulary", "prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RiderOptions:
+    """How many branches ride along, and how they begin."""
+
+    branches: int = 6
+    """N of [1]; 0 for none."""
+    length: int = 6
+    """Most tokens of a branch, L of [1]."""
+    seeds: str = "prompt"
+    """Where the first token of a branch is drawn from: the ``"prompt"``, or the ``"vocabulary"`` as in [1]."""
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("branches", self.branches, 0), ("branch_length", self.length, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"{name}={value!r} is out of range; allowed: whole numbers from {least}")
+        if self.seeds not in SEEDS:
+            raise unknown_name("branch_seeds", self.seeds, SEEDS)
+        if self.most >= MAX_NODES:
+            raise UsageError(
+                f"{self.branches} branches of {self.length} tokens are too many for one pass; allowed: below {MAX_NODES} in all"
+            )
+
+    @property
+    def most(self) -> int:
+        """Most riders in a pass."""
+        return self.branches * self.length
+
+
+class Riders:
+    """Branches of a batch, on the device; X is branches, P tokens along a branch.
+
+    Each branch token sees the text, the pending token included, and its own branch before it. The target's best token after
+    every prefix of a branch is a draft; branches grow by the last one, and beyond their length drop their first token. All
+    of it depends on the past only. The tensors keep their size and address, so that rounds can be captured: tokens that a
+    branch does not have yet are missing nodes.
+
+    Deviation from [1]: drafts are the target's best tokens at any temperature: sampled ones would only make the cache
+    noisier.
+    """
+
+    def __init__(self, options: RiderOptions, target: LanguageModel, batch_size: int) -> None:
+        positions = target.max_positions
+        if positions is not None and options.branches and options.length >= positions:
+            raise UsageError(
+                f"branch_length={options.length} does not fit the model's context of {positions}; allowed: 1 to {positions - 1}"
+            )
+        self.options, self._target = options, target
+        size, device = (batch_size, options.branches, options.length), target.device
+        self.tokens_BXP = torch.full(size, NO_TOKEN, device=device)
+        """Tokens of the branches, first ones first."""
+        self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=device)
+        """Tokens that the branches of each row have; 0 for rows whose first pass is the next one."""
+        self.seeds_BT = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
+        """Prompts from which the first tokens of new rows are drawn."""
+        self.sizes_B = torch.ones(batch_size, device=device, dtype=torch.float64)
+        """How many tokens there are to draw from."""
+        self.resting_B: Tensor | None = None
+        """Rows whose branches stay as they are in this round, on a CPU; where all do, none ride along."""
+
+    @property
+    def num_uniforms(self) -> int:
+        """Random numbers per row and round. Only a row's first round uses them, but its neighbours must not notice when."""
+        return self.options.branches
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Forget the branches of some rows; new ones begin with the next pass."""
+        if not self.options.branches:
+            return
+        from_prompt = self.options.seeds == "prompt"
+        wanted = round_up(max((len(texts[row]) for row in rows), default=1)) if from_prompt else 1
+        if wanted > self.seeds_BT.shape[1]:
+            self.seeds_BT = torch.nn.functional.pad(self.seeds_BT, (0, wanted - self.seeds_BT.shape[1]))
+        for row in rows:
+            self.lengths_B[row].fill_(0)
+            self.sizes_B[row].fill_(len(texts[row]) if from_prompt else self._target.vocab_size)
+            if from_prompt:
+                self.seeds_BT[row, : len(texts[row])].copy_(brought(torch.tensor(list(texts[row])), self.seeds_BT.device))
+
+    def resize(self, rows: int) -> None:
+        """Have so many rows; further ones begin before they are asked."""
+        for name in ("tokens_BXP", "lengths_B", "seeds_BT", "sizes_B"):
+            setattr(self, name, resized(getattr(self, name), rows))
+
+    def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
+        """Add the branches' tokens to a pass, as nodes after all others that no child table names."""
+        branches, length = self.tokens_BXP.shape[1:]
+        if not self._ride:
+            return tree
+        device, riders = tree.tokens_BN.device, branches * length
+        first_BX = (uniforms_BX * self.sizes_B[:, None]).long()
+        if self.options.seeds == "prompt":
+            first_BX = self.seeds_BT.gather(1, first_BX)
+        new_B1 = self._at_work(self.lengths_B == 0)[:, None]
+        self.tokens_BXP.masked_fill_(new_B1[..., None], NO_TOKEN)
+        self.tokens_BXP[:, :, 0] = torch.where(new_B1, first_BX, self.tokens_BXP[:, :, 0])
+        self.lengths_B.add_(new_B1[:, 0])
+        batch_size, nodes = tree.tokens_BN.shape
+        place_X = torch.arange(riders, device=device)
+        branch_X, along_X = place_X // length, place_X % length
+        ancestors_BNN = torch.nn.functional.pad(tree.ancestors_BNN, (0, riders, 0, riders))
+        ancestors_BNN[:, nodes:, 0] = True
+        ancestors_BNN[:, nodes:, nodes:] = (branch_X[:, None] == branch_X) & (along_X[:, None] >= along_X)
+        return replace(
+            tree,
+            tokens_BN=torch.cat([tree.tokens_BN, self.tokens_BXP.flatten(1)], dim=1),
+            depths_BN=torch.cat([tree.depths_BN, (along_X + 1).expand(batch_size, -1)], dim=1),
+            ancestors_BNN=ancestors_BNN,
+            child_table_BNK=torch.nn.functional.pad(tree.child_table_BNK, (0, 0, 0, riders)),
+            riders=riders,
+            levels=None,
+        )
+
+    def commit(self, features_BNF: Tensor) -> Tensor | None:
+        """Let the branches grow; return their tokens, the draft after each, and how many there are, for `grams`."""
+        batch_size, branches, length = self.tokens_BXP.shape
+        if not self._ride:
+            return None
+        logits_BXV = self._target.head(features_BNF[:, -branches * length :])
+        drafts_BXP = logits_BXV.argmax(-1).view(batch_size, branches, length)
+        report_BX = torch.cat([torch.stack([self.tokens_BXP, drafts_BXP], dim=2).flatten(1), self.lengths_B[:, None]], 1)
+        ends_BX1 = self.lengths_B[:, None, None].expand(-1, branches, 1)
+        grown_BXP = torch.nn.functional.pad(self.tokens_BXP, (0, 1), value=NO_TOKEN)
+        grown_BXP = grown_BXP.scatter(2, ends_BX1, drafts_BXP.gather(2, (ends_BX1 - 1).clamp(min=0)))
+        # Full branches drop their first token.
+        kept_P = torch.arange(length, device=features_BNF.device)
+        grown_BXP = grown_BXP.gather(2, kept_P + (ends_BX1 == length))
+        grows_B = self._at_work(self.lengths_B >= 0)
+        self.tokens_BXP.copy_(grown_BXP.where(grows_B[:, None, None], self.tokens_BXP))
+        self.lengths_B.add_(grows_B).clamp_(max=length)
+        return report_BX
+
+    @property
+    def _ride(self) -> bool:
+        """Whether there are branches in this round."""
+        return self.options.branches > 0 and (self.resting_B is None or not bool(self.resting_B.all()))
+
+    def _at_work(self, rows_B: Tensor) -> Tensor:
+        return rows_B if self.resting_B is None else rows_B & ~self.resting_B
+
+    def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
+        """Read n-grams off a row of what `commit` returned: up to `gram` tokens of a branch, and the draft after them."""
+        own, length = report[-1], self.options.length
+        for start in range(0, len(report) - 1, 2 * length):
+            branch, drafts = report[start : start + own], report[start + length : start + length + own]
+            for stop in range(min(gram, own), own + 1):
+                yield [*branch[max(stop - gram, 0) : stop], drafts[stop - 1]]

@@ -1,0 +1,380 @@
+"""One class for every drafter at work: it joins builders, and their sources, to the rounds of a batch."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from polydraft.draft.builder import Builder
+from polydraft.models import Context
+from polydraft.models.language_model import Observer
+from polydraft.sampling import RowParams
+from polydraft.trees import DraftTree, Topology, union
+from polydraft.verify import Naive, Scheme, Verdict, Walk, resolve_walk
+
+_NAIVE = Naive()
+_WITH_STREAMS = ("cuda",)
+"""Devices that work on several things at once."""
+
+
+@dataclass(frozen=True)
+class Capturable:
+    """How much of a session's rounds can be captured as a CUDA graph, and replayed for this text and others."""
+
+    never: str | None = None
+    """Why no round can be; None if they can."""
+    not_now: str | None = None
+    """Why the next round, unlike others, cannot be replayed."""
+    host_tree: Callable[[Tensor, Tensor], DraftTree] | None = None
+    """What the host does first, from last tokens and random numbers: all of a round but this is captured."""
+    waits: bool = True
+    """Whether the next round needs what the host learns of the last one."""
+    kind: Hashable = ()
+    """What the host has chosen for the next round: each choice is a capture of its own."""
+    static: bool = False
+    """Whether the host knows the shape of the next tree."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How new texts are to be read by the target."""
+
+    limits: Sequence[int] | None
+    """How many tokens of each text, read before, need no second look; None for all of them."""
+    observer: Observer | None
+    """Who wants to see features meanwhile."""
+
+
+class DraftSession:
+    """A drafter at work on one batch: a tree that is drawn, a trie of certain candidates, both, or neither.
+
+    `propose` and `commit` run on the device without looking at values, as far as `capturable` says; the others talk to the
+    host. Before the first round of new texts come `prepare`, then the target reads, then `begin`. With both trees the walk may
+    leave the drawn one for the trie, and never comes back.
+
+    Parameters
+    ----------
+    name : str
+        Who is credited with drawn tokens.
+    drawn : Builder, optional
+        Draws candidates from a draft's distributions.
+    certain : Builder, optional
+        Lists candidates that depend on the past only.
+    """
+
+    def __init__(self, name: str, *, drawn: Builder | None = None, certain: Builder | None = None) -> None:
+        self._name, self._drawn, self._certain = name, drawn, certain
+        self._builders = [builder for builder in (drawn, certain) if builder is not None]
+        self.num_nodes = 1 + sum(builder.num_nodes - 1 for builder in self._builders)
+        self.depth = max((builder.depth for builder in self._builders), default=0)
+        """Levels below the root of every proposal."""
+        for builder in self._builders:
+            captured = all(one.obstacle is None for one in self._builders)
+            builder.source.make_room(places=builder.places, depth=self.depth, captured=captured)
+        self._drafted = True
+        """Whether the drawn tree was more than its root."""
+        self._own_nodes = 0 if drawn is None else drawn.num_nodes
+        self._own_kept: list[int] = []
+        """Where there are two trees: how many nodes of the drawn one, root included, each row's last path has."""
+        self._side: torch.cuda.Stream | None = None
+        """Where n-grams are looked up beside a drawn tree, on devices that have streams."""
+        self._widths = [0, 0, 0, 0]
+        """How many numbers each part reports."""
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the next tree is drawn, and so how it must be verified: it may change with the rows' parameters."""
+        return _NAIVE if self._drawn is None else self._drawn.scheme
+
+    @property
+    def num_uniforms(self) -> int:
+        """Random numbers per row that the next `propose` uses."""
+        return sum(builder.num_uniforms for builder in self._builders)
+
+    def own_uniforms(self, count: int) -> Mapping[int, Sequence[int]]:
+        """Return rows that use only some of a round's random numbers, `count` in all, and which ones."""
+        if self._drawn is None:
+            return {}
+        others = range(self._drawn.num_uniforms, count)
+        return {row: [*used, *others] for row, used in self._drawn.limited.items()}
+
+    @property
+    def contexts(self) -> Sequence[Context]:
+        """Memories that rounds write to."""
+        return [context for builder in self._builders for context in builder.source.contexts]
+
+    @property
+    def capturable(self) -> Capturable:
+        """How much of the next round can be captured."""
+        never = next((builder.obstacle for builder in self._builders if builder.obstacle), None)
+        not_now = next((builder.source.obstacle for builder in self._builders if builder.source.obstacle), None)
+        waits = any(builder.learns or builder.source.learns for builder in self._builders) or self._catches_up
+        kind = tuple(builder.kind for builder in self._builders)
+        on_host = self._certain is not None and self._certain.on_host
+        static = all(builder.static for builder in self._builders)
+        return Capturable(never, not_now, self._host_tree if on_host else None, waits, kind, static)
+
+    @property
+    def _catches_up(self) -> bool:
+        """Whether the draft has to read tokens of n-grams between two rounds."""
+        return self._drawn is not None and self._certain is not None and not self._drawn.source.follows_any_path
+
+    @property
+    def num_kinds(self) -> int:
+        """How many captures rounds of as many rows as now need, for memories of one size, whatever the host chooses."""
+        return max((builder.num_kinds for builder in self._builders), default=1)
+
+    def rehearse(self, number: int | None) -> None:
+        """Let all rounds be of one of these kinds, until told None."""
+        for builder in self._builders:
+            builder.rehearse(number)
+
+    def made_up(self, dtype: torch.dtype) -> DraftTree | None:
+        """Return a tree of no meaning; see `Builder.made_up`."""
+        return None if self._drawn is None or self._certain is not None else self._drawn.made_up(dtype)
+
+    def resolve_walk(self, wish: str) -> Walk:
+        """Return the walk that verifies the proposals, where the user wishes for ``"auto"`` or a certain one."""
+        builder = self._certain or self._drawn
+        return resolve_walk(wish, _NAIVE, insist=False) if builder is None else builder.resolve_walk(wish)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of rows may change, see `resize`."""
+        return all(builder.elastic for builder in self._builders)
+
+    @property
+    def movable(self) -> bool:
+        """Whether rows can be swapped, see `swap_rows`."""
+        return self.elastic and all(builder.movable and builder.source.movable for builder in self._builders)
+
+    @property
+    def rest_reason(self) -> str | None:
+        """Why a row had no candidates in the last round, if it had none; None where nobody drafts."""
+        return " and ".join(dict.fromkeys(builder.rest_reason for builder in self._builders)) or None
+
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
+        """Say how many rows share the rounds of each row, as far as that may matter to its drafts.
+
+        `steady` are rows that must have the same trees whatever pays; None for those that are not at work.
+        """
+        for builder in self._builders:
+            builder.share(loads, steady)
+
+    def resize(self, params: RowParams, most: int) -> None:
+        """Have as many rows as there are parameters: the first ones stay as they are, further ones are to `begin`."""
+        for builder in self._builders:
+            builder.source.resize(len(params), most)
+            builder.resize(params)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Swap two rows between two rounds, the second of which may sleep."""
+        for builder in self._builders:
+            builder.source.swap_rows(first, second)
+            builder.swap_rows(first, second)
+
+    def prepare(
+        self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], unread: Sequence[int], keep: bool
+    ) -> Reading:
+        """Say how the target should read the texts of `rows`; the others go on with what they have.
+
+        Parameters
+        ----------
+        texts : sequence of token-id lists, one per row
+        longest : int
+            How long they may become.
+        rows : sequence of int
+        unread : sequence of int
+            Those of them whose texts the target reads from their beginnings, whatever it has read before.
+        keep : bool
+            Whether sources may use what they have learnt of earlier texts; if not, they learn these from their beginnings.
+        """
+        limits, observer = None, None
+        for builder in self._builders:
+            source = builder.source
+            if not keep:
+                source.forget(rows)
+            own = source.prepare(texts, longest, rows)
+            limits, observer = own if limits is None else limits, source.observer or observer
+        if unread:
+            known = [len(text) for text in texts] if limits is None else limits
+            limits = [0 if row in unread else limit for row, limit in enumerate(known)]
+        return Reading(limits, observer)
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
+        """Get ready to continue `texts`, whose last token is pending, up to `longest` tokens.
+
+        Only `rows` are new; the others go on, and what was learnt of them stays. `params` are those of all rows from now on.
+        """
+        for builder in self._builders:
+            builder.source.begin(texts, longest, rows)
+            builder.begin(texts, rows, params)
+
+    def propose(self, tail_B2: Tensor, uniforms_BU: Tensor, host_tree: DraftTree | None = None) -> DraftTree:
+        """Return a tree below the pending token, the second of each row's last two tokens.
+
+        Parameters
+        ----------
+        tail_B2 : Tensor
+            The first is 0 where a text has only one token.
+        uniforms_BU : Tensor
+        host_tree : DraftTree, optional
+            What `capturable.host_tree` returned, if that has been asked already.
+        """
+        if self._drawn is None:
+            if self._certain is None:
+                pending_B1 = tail_B2[:, 1:]
+                return DraftTree.from_topology(Topology(), pending_B1, (), torch.zeros_like(pending_B1[0]))
+            return self._attached(host_tree or self._host_tree(tail_B2, uniforms_BU), uniforms_BU)
+        certain = host_tree
+        self._drafted = not self._drawn.resting
+        with self._beside(tail_B2.device):
+            if certain is None and self._certain is not None:
+                certain = self._host_tree(tail_B2, uniforms_BU)
+        drawn = self._drawn.build(tail_B2, uniforms_BU[:, : self._drawn.num_uniforms])
+        if certain is None:
+            return drawn
+        if self._side is not None:
+            torch.cuda.current_stream(tail_B2.device).wait_stream(self._side)
+        self._own_nodes = drawn.tokens_BN.shape[1]
+        return union(drawn, self._attached(certain, uniforms_BU))
+
+    def _host_tree(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        assert self._certain is not None
+        return self._certain.build(tail_B2, self._certain_uniforms(uniforms_BU))
+
+    def _attached(self, certain: DraftTree, uniforms_BU: Tensor) -> DraftTree:
+        assert self._certain is not None
+        return self._certain.attached(certain, self._certain_uniforms(uniforms_BU))
+
+    def _certain_uniforms(self, uniforms_BU: Tensor) -> Tensor:
+        return uniforms_BU[:, 0 if self._drawn is None else self._drawn.num_uniforms :]
+
+    @contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """Let the device do what is asked here beside what is asked next: n-grams while a draft's passes follow each other.
+
+        What it leaves is used before the next round begins here, so that its memory is not taken too early.
+        """
+        if self._certain is None or self._certain.on_host or device.type not in _WITH_STREAMS:
+            yield
+            return
+        streams = torch.get_device_module(device)
+        self._side = self._side or streams.Stream(device)
+        self._side.wait_stream(streams.current_stream(device))
+        with streams.stream(self._side):
+            yield
+
+    def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
+        """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows.
+
+        `features_BNF` are the target's, of all nodes. Whole numbers `[B, X]` that are returned reach the host with the
+        round's outcome, without a copy of their own, and go to `receive`.
+        """
+        reports: list[Tensor | None] = [None, None, None, None]
+        if self._drawn is not None:
+            own, own_keep_B = verdict, keep_B
+            if self._certain is not None:
+                own, own_keep_B = self._own_path(verdict, keep_B)
+                reports[0] = own_keep_B[:, None]
+            source, own_path_BD = self._drawn.source, own.path_BD
+            if source.follows_any_path:
+                own, own_keep_B = verdict, keep_B
+            if self._drafted:
+                reports[1] = source.commit(own, self._drawn.places_of(own_path_BD), own_keep_B, features_BNF)
+            else:
+                source.skip(own, own_keep_B, features_BNF)
+            reports[2] = self._drawn.learn(own, own_keep_B, features_BNF)
+        if self._certain is not None:
+            reports[3] = self._certain.source.commit(verdict, verdict.path_BD, keep_B, features_BNF)
+        self._widths = [0 if report is None else report.shape[1] for report in reports]
+        told = [report for report in reports if report is not None]
+        return torch.cat(told, dim=1) if told else None
+
+    def _own_path(self, verdict: Verdict, keep_B: Tensor) -> tuple[Verdict, Tensor]:
+        """Return the part of the verdict that lies in the drawn tree."""
+        assert self._drawn is not None
+        steps_D = torch.arange(verdict.path_BD.shape[1], device=keep_B.device)
+        own_keep_B = ((verdict.path_BD < self._own_nodes) & (steps_D < keep_B[:, None])).sum(1)
+        # Entries beyond the path repeat some node of it; which one does not matter.
+        stop = self._drawn.depth + 1
+        path_BD = torch.where(verdict.path_BD < self._own_nodes, verdict.path_BD, 0)[:, :stop]
+        accepted_B = (own_keep_B - 1).clamp(min=0)
+        cut = replace(verdict, path_BD=path_BD, tokens_BD=verdict.tokens_BD[:, :stop], accepted_B=accepted_B)
+        return cut, own_keep_B
+
+    def receive(self, reports: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> list[list[str]]:
+        """Take on the host what `commit` returned, before `settle`; say who proposed each accepted token.
+
+        Parameters
+        ----------
+        reports : sequence of int lists, one per row
+        accepted : sequence of token-id lists, one per row
+            Without the token that the target added.
+        """
+        takers = [
+            self._receive_own,
+            None if self._drawn is None else self._drawn.source.receive,
+            None if self._drawn is None else self._drawn.receive,
+            None if self._certain is None else self._certain.source.receive,
+        ]
+        start = 0
+        for width, take in zip(self._widths, takers, strict=True):
+            if width and take is not None:
+                take([report[start : start + width] for report in reports])
+            start += width
+        names = [self._credits(row, tokens) for row, tokens in enumerate(accepted)]
+        if self._certain is not None:
+            self._certain.took(
+                [
+                    len(found) - self._drawn_of(row, tokens)
+                    for row, (found, tokens) in enumerate(zip(names, accepted, strict=True))
+                ]
+            )
+        return names
+
+    def _receive_own(self, reports: Sequence[Sequence[int]]) -> None:
+        self._own_kept = [report[0] for report in reports]
+
+    def _credits(self, row: int, tokens: Sequence[int]) -> list[str]:
+        """Name the draft for what it drew, and a cache for what follows."""
+        if not tokens:
+            return []
+        drawn = self._drawn_of(row, tokens)
+        own = None if self._drawn is None else self._drawn.credits(row, tokens[:drawn])
+        names = [*(own or [self._name] * len(tokens[:drawn]))]
+        return names if self._certain is None else [*names, *(self._certain.credits(row, tokens) or ())[drawn:]]
+
+    def _drawn_of(self, row: int, tokens: Sequence[int]) -> int:
+        """Return how many of a row's accepted tokens were drawn: they come first."""
+        if self._own_kept:
+            return min(max(self._own_kept[row] - 1, 0), len(tokens))
+        return 0 if self._drawn is None else len(tokens)
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Take note on the host of the texts after the round and of what the round added."""
+        if self._certain is not None:
+            self._certain.source.settle(texts, emitted)
+            self._certain.advance(emitted)
+        if self._drawn is None:
+            return
+        source = self._drawn.source
+        self._drawn.advance(emitted)
+        if self._certain is None or source.follows_any_path:
+            source.settle(texts, emitted)
+            return
+        known = [
+            text[: len(text) - len(tokens) + kept] if tokens else text
+            for text, tokens, kept in zip(texts, emitted, self._own_kept, strict=True)
+        ]
+        behind = [len(text) - len(short) for text, short in zip(texts, known, strict=True)]
+        source.settle(known, [tokens[: len(tokens) - less] for tokens, less in zip(emitted, behind, strict=True)])
+        if any(behind):
+            source.catch_up(texts)
+
+    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
+        """Drop what was committed beyond `texts`, after some were cut off at their end."""
+        for builder in self._builders:
+            builder.source.rewind(texts)

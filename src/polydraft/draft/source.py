@@ -1,0 +1,148 @@
+"""Where a draft's candidates come from, and what is remembered of a batch: the interface of sources."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.models import Context
+from polydraft.models.language_model import Observer
+from polydraft.sampling import PartialVocabulary
+from polydraft.trees import Block
+from polydraft.verify import Verdict
+
+
+class Source:
+    """A draft's memory of one batch of texts.
+
+    `commit` runs on the device without looking at values; the other methods talk to the host. All have a default that
+    remembers nothing.
+    """
+
+    contexts: Sequence[Context] = ()
+    """Memories that rounds write to."""
+    follows_any_path: bool = False
+    """Whether `commit` takes paths over nodes of other sources; if not, `catch_up` reads such text."""
+    learns: bool = False
+    """Whether what the host learns of a round may change what the source gives in the next one."""
+    movable: bool = False
+    """Whether rows can be swapped, see `swap_rows`."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the next round, unlike others, cannot be replayed from a capture."""
+        return None
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether the next round may leave this source out."""
+        return self.obstacle is None
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who wants to see the target's features of new texts, while it reads them."""
+        return None
+
+    def make_room(self, *, places: int, depth: int, captured: bool) -> None:
+        """Get ready for rounds of up to `places` uncommitted tokens and accepted paths of up to `depth`.
+
+        Tensors must stay where they are from round to round if rounds are `captured`.
+        """
+
+    def resize(self, rows: int, most: int) -> None:
+        """Have so many rows from now on, never more than `most`: the first ones stay as they are, further ones are to `begin`.
+
+        Where rows are movable and rounds are captured, those that go sleep and come back as they were.
+        """
+        raise NotImplementedError
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Swap two rows between two rounds, the second of which may sleep."""
+        raise NotImplementedError
+
+    def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
+        """Say how many tokens of each text, read before, need no second look; None for all of them.
+
+        Only `rows` begin new texts; the others go on with what they have.
+        """
+        return None
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Drop what is known of earlier texts of these rows: those to come are somebody else's."""
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
+        """Get ready to continue `texts`, whose last token is pending, up to `longest` tokens; only `rows` are new."""
+
+    def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
+        """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows.
+
+        Parameters
+        ----------
+        verdict : Verdict
+        places_BD : Tensor
+            Where the source's own passes put the nodes of the path.
+        keep_B : Tensor
+        features_BNF : Tensor
+            The target's, of all nodes.
+
+        Returns
+        -------
+        Tensor, optional
+            Whole numbers `[B, X]` that reach the host with the round's outcome and go to `receive`.
+        """
+        return None
+
+    def skip(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Do the same after a round in which nothing was drafted."""
+
+    def receive(self, reports: Sequence[Sequence[int]]) -> None:
+        """Take on the host what `commit` returned, before `settle`."""
+        raise NotImplementedError
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Take note on the host of the texts after the round and of what the round added."""
+
+    def catch_up(self, texts: Sequence[Sequence[int]]) -> None:
+        """Read the end of the texts, which the last round accepted from another source."""
+        raise NotImplementedError
+
+    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
+        """Drop what was committed beyond `texts`, after some were cut off at their end."""
+
+
+class DistributionSource(Source):
+    """A source that gives every node of a growing tree a distribution over the next token.
+
+    Builders call `root` once per round, then `expand` for each further level; places of both count as uncommitted.
+    """
+
+    lead: int = 0
+    """Places before the root in the source's passes."""
+
+    def __init__(self, device: torch.device, vocabulary: PartialVocabulary | None = None) -> None:
+        self.device, self.vocabulary = device, vocabulary
+        """What the columns of `logits` mean, where they are not all tokens."""
+
+    def root(self, tail_B2: Tensor) -> Tensor:
+        """Return features `[B, 1, F]` of the pending token, the second of each row's last two tokens.
+
+        The first of them is 0 where a text has only one token.
+        """
+        raise NotImplementedError
+
+    def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
+        """Return features `[B, W, F]` of a level's nodes.
+
+        Parameters
+        ----------
+        tokens_BW : Tensor
+        parents : Tensor
+            Which node of the last pass is each one's parent: `[B, W]`, or `[W]` for all rows.
+        block : Block
+            Positions of the nodes and what they see, `lead` places before the root included.
+        """
+        raise NotImplementedError
+
+    def logits(self, features_BWF: Tensor) -> Tensor:
+        """Return the logits of the token after each node."""
+        raise NotImplementedError

@@ -1,0 +1,294 @@
+"""Who drafts by which name: trees drawn from a model or a feature head, static or dynamic, alone or beside n-grams."""
+
+from polydraft.backends.triton import triton_obstacle
+from polydraft.draft.builder import Builder
+from polydraft.draft.costs import measured_costs
+from polydraft.draft.decision import Decision
+from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
+from polydraft.draft.dynamic_builder import DynamicBuilder
+from polydraft.draft.grams import GRAM_DRAFTERS, GramTree, gram_tree
+from polydraft.draft.head_source import HeadSource
+from polydraft.draft.model_source import ModelSource
+from polydraft.draft.policy import RowPolicy
+from polydraft.draft.session import DraftSession
+from polydraft.draft.source import DistributionSource
+from polydraft.draft.speedup import Costs
+from polydraft.draft.static_builder import DEFAULT_SCHEME, StaticBuilder
+from polydraft.draft.static_plan import check_tree
+from polydraft.draft.tree_choice import Timings, TreeChoice, smaller_trees
+from polydraft.draft.trie import check_node_walk
+from polydraft.errors import UsageError, unknown_name
+from polydraft.models import FeatureHead, LanguageModel
+from polydraft.sampling import RowParams
+from polydraft.trees import DynamicShape, Topology
+from polydraft.verify import Scheme
+
+_NOMINAL = Costs(draft_level=0.1, tree_pass=lambda nodes: 1 + 0.005 * (nodes - 1))
+"""Costs of a machine with matrix units, roughly: for trees that were asked for without a measurement."""
+
+
+class TreeDrafter(Drafter):
+    """Draw trees from a draft's distributions.
+
+    Parameters
+    ----------
+    model : LanguageModel or FeatureHead
+        The draft: a model with the same tokens as the target, or a head that was trained for it.
+    shape : Topology or DynamicShape
+        A tree of static shape, or limits of one that follows what the draft is sure of (OPT-Tree, EAGLE-2) and is as large
+        as pays.
+    scheme : str or Scheme
+        Of static trees: a registered scheme, ``"auto"``, or a scheme of your own; `top` where the draft temperature is 0.
+    draft_temperature : float, optional
+        Temperature of the draft, the target's otherwise. It changes speed, never the text's distribution.
+    decision : Decision, optional
+        Lets rows stop before the last level.
+    costs : Costs, optional
+        What levels and passes cost, for dynamic trees; measured when first needed, and kept for this machine, if not given.
+    by_load : bool
+        Let rows that share rounds have smaller trees than `shape`, a static one, where these bring more tokens over time.
+    greedy : Topology or DynamicShape, optional
+        Instead of `shape`, a static one, for one text at temperature 0: candidates are then the likeliest ones, so that trees
+        pay that would be slow to draw from. A dynamic one is replaced by the best static one of as many nodes and levels
+        where it would be slow to grow.
+    pauses : bool
+        On a CPU, let rows of static trees rest while drafting does not pay, as those of dynamic ones do.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | FeatureHead,
+        shape: Topology | DynamicShape,
+        scheme: str | Scheme = "auto",
+        *,
+        draft_temperature: float | None = None,
+        decision: Decision | None = None,
+        costs: Costs | None = None,
+        by_load: bool = False,
+        greedy: Topology | DynamicShape | None = None,
+        pauses: bool = False,
+    ) -> None:
+        self.model: LanguageModel | FeatureHead = model
+        self.topology: Topology | DynamicShape = shape
+        self.scheme, self.draft_temperature, self.decision, self.costs = scheme, draft_temperature, decision, costs
+        self.name = "dynamic" if self.dynamic else "head" if isinstance(model, FeatureHead) else "model"
+        self.by_load = by_load and decision is None and not self.dynamic
+        self._timings, self.greedy, self.pauses = Timings(), greedy, pauses
+        if isinstance(shape, Topology):
+            check_tree(shape, scheme, model.num_columns)
+        elif scheme != "auto":
+            raise UsageError(f"scheme {scheme!r} does not work here: dynamic trees choose their own; leave it out")
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether shapes are chosen anew in every round."""
+        return isinstance(self.topology, DynamicShape)
+
+    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+        """Go to work on a batch."""
+        return DraftSession(self.name, drawn=self.builder(params, target, compiled))
+
+    def source(self, batch_size: int) -> DistributionSource:
+        """Return the draft's memory of a batch."""
+        if isinstance(self.model, FeatureHead):
+            return HeadSource(self.model, batch_size)
+        return ModelSource(self.model, batch_size)
+
+    def builder(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> Builder:
+        """Return what builds the trees of a batch."""
+        source, shape = self.source(len(params)), self.topology
+        alone = self.greedy is not None and len(params) == 1 and params.all_greedy
+        if alone and self.greedy is not None:
+            shape = self.greedy
+            if isinstance(shape, DynamicShape) and not grows_fast(params, target):
+                shape = Topology.likeliest(shape.nodes, shape.depth)
+        costs, adaptive = self.costs, shape.adaptive if isinstance(shape, DynamicShape) else self._pauses(target)
+        if costs is None and adaptive:
+            drawn = not params.all_greedy and self.draft_temperature != 0
+            nodes = shape.num_nodes if isinstance(shape, Topology) else shape.nodes
+            costs = measured_costs(target, self.model, nodes, DEFAULT_SCHEME if drawn else "top")
+        if isinstance(shape, Topology):
+            return StaticBuilder(
+                source,
+                shape,
+                params,
+                target.vocab_size,
+                scheme=self.scheme,
+                draft_temperature=self.draft_temperature,
+                decision=self.decision,
+                compiled=compiled,
+                choice=self._choice(shape, len(params)) if self.by_load and not alone else None,
+                policy=RowPolicy(costs, len(params), shape.num_nodes, target.device, adaptive=True)
+                if costs is not None and adaptive
+                else None,
+            )
+        return DynamicBuilder(
+            source,
+            shape,
+            params,
+            target.vocab_size,
+            costs=costs or _NOMINAL,
+            draft_temperature=self.draft_temperature,
+            decision=self.decision,
+        )
+
+    def _pauses(self, target: LanguageModel) -> bool:
+        """Whether static trees rest: on a GPU rounds are captured, and trees by load are what pays there."""
+        return self.pauses and not self.by_load and target.device.type == "cpu"
+
+    def _choice(self, largest: Topology, rows: int) -> TreeChoice:
+        return TreeChoice((*smaller_trees(largest), largest), self._timings, rows)
+
+
+def grows_fast(params: RowParams, target: LanguageModel) -> bool:
+    """Whether dynamic trees of greedy rows grow as fast as static ones: on a GPU by kernels, from logits as they come."""
+    if target.device.type != "cuda":
+        return True
+    return params.keeps_order and target.shape_obstacle is None and triton_obstacle(target.device) is None
+
+
+class Combination(Drafter):
+    """A drawn tree and an n-gram trie in one round: the scheme verifies its own children, n-grams let the walk go on.
+
+    Parameters
+    ----------
+    tree : TreeDrafter
+    grams : GramTree
+    """
+
+    def __init__(self, tree: TreeDrafter, grams: GramTree) -> None:
+        self.tree, self.grams = tree, grams
+        self.name = f"{grams.name}+{tree.name}"
+        self.model, self.topology = tree.model, tree.topology
+
+    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+        """Go to work on a batch."""
+        certain = self.grams.builder(len(params), target, self.name)
+        return DraftSession(self.tree.name, drawn=self.tree.builder(params, target, compiled), certain=certain)
+
+
+def _model(parts: Parts, drafter: str) -> LanguageModel:
+    if not isinstance(parts.draft, LanguageModel):
+        raise UsageError(f"drafter {drafter!r} needs a draft model; pass draft=NAME, a folder, or early-exit:k")
+    return parts.draft
+
+
+def _head(parts: Parts, drafter: str) -> FeatureHead:
+    if not isinstance(parts.draft, FeatureHead):
+        raise UsageError(f"drafter {drafter!r} needs a feature head; make one with: polydraft train head")
+    return parts.draft
+
+
+def _static(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
+    return TreeDrafter(
+        draft,
+        parts.topology,
+        parts.scheme,
+        draft_temperature=parts.draft_temperature,
+        decision=parts.decision,
+        by_load=parts.by_load,
+        greedy=parts.greedy,
+        pauses=parts.pauses,
+    )
+
+
+def _dynamic(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
+    # Costs are measured only for trees that were asked for by name: small models of tests have none worth measuring.
+    shape, costs = (parts.dynamic, None) if parts.dynamic else (DynamicShape.like(parts.topology), _NOMINAL)
+    return TreeDrafter(draft, shape, draft_temperature=parts.draft_temperature, decision=parts.decision, costs=costs)
+
+
+@DRAFTERS.register("model")
+def _build_model(parts: Parts) -> TreeDrafter:
+    return _static(parts, _model(parts, "model"))
+
+
+@DRAFTERS.register("head")
+def _build_head(parts: Parts) -> TreeDrafter:
+    return _static(parts, _head(parts, "head"))
+
+
+@DRAFTERS.register("dynamic")
+def _build_dynamic(parts: Parts) -> TreeDrafter:
+    return _dynamic(parts, _model(parts, "dynamic"))
+
+
+@DRAFTERS.register("dynamic-head")
+def _build_dynamic_head(parts: Parts) -> TreeDrafter:
+    return _dynamic(parts, _head(parts, "dynamic-head"))
+
+
+AUTO = "auto"
+NONE = "none"
+
+
+def split_drafter(name: str) -> tuple[list[str], str | None]:
+    """Return the n-gram drafters that a name combines, and what draws a tree beside them, if anything does.
+
+    Parameters
+    ----------
+    name : str
+        A registered drafter, or several joined by ``+``, of which at most one draws from a draft's distribution.
+    """
+    names = list(dict.fromkeys(name.split("+")))
+    for one in names:
+        if one not in DRAFTERS:
+            raise unknown_name("drafter", one, [AUTO, *DRAFTERS])
+    grams = [one for one in names if one in GRAM_DRAFTERS]
+    trees = [one for one in names if one not in GRAM_DRAFTERS]
+    if len(names) > 1 and NONE in names:
+        raise UsageError(f"drafter {name!r}: 'none' cannot be combined with others; leave it out")
+    if len(trees) > 1:
+        raise UsageError(
+            f"drafter {name!r} has {len(trees)} that draw from a draft ({', '.join(trees)}); allowed: one, with any of "
+            f"{', '.join(GRAM_DRAFTERS)}"
+        )
+    return grams, trees[0] if trees else None
+
+
+def check_drafter(name: str, walk: str) -> None:
+    """Refuse an unknown drafter, or a walk that cannot verify what it proposes."""
+    if name != AUTO and split_drafter(name)[0]:
+        check_node_walk(name, walk)
+
+
+def check_flat_blocks(name: str) -> None:
+    """Refuse a drafter that has candidates other than n-grams, or none of these."""
+    if name == AUTO or split_drafter(name)[1] is not None:
+        raise UsageError(f"flat-blocks cannot verify drafter {name!r}; allowed: n-gram drafters alone, such as self-draft")
+
+
+def needs_draft(name: str) -> bool:
+    """Whether a drafter of that name proposes from a draft's distribution; refuses unknown names."""
+    if name == AUTO:
+        return True
+    return split_drafter(name)[1] not in (None, NONE)
+
+
+def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
+    """Make a drafter by name; ``"auto"`` is what the draft calls for: a head, a model, or none.
+
+    ``"model"`` stands for the draft's tree, whatever kind of draft there is.
+    """
+    if parts.grams.flat_blocks:
+        check_flat_blocks(name)
+    if name == AUTO:
+        missing = parts.draft is None or (parts.topology.depth == 0 and parts.dynamic is None)
+        return DRAFTERS.get(NONE)(parts) if missing else _tree("model", parts)
+    grams, tree = split_drafter(name)
+    pauses = parts.pauses and not parts.grams.sized
+    if tree is None:
+        return gram_tree(grams, parts.grams, pauses=pauses)
+    if not grams:
+        return _tree(tree, parts)
+    drawn = _tree(tree, parts)
+    assert isinstance(drawn, TreeDrafter), drawn
+    return Combination(drawn, gram_tree(grams, parts.grams.beside_a_tree(), pauses=pauses))
+
+
+def _tree(name: str, parts: Parts) -> Drafter:
+    if name != "model":
+        return DRAFTERS.get(name)(parts)
+    kind = "head" if isinstance(parts.draft, FeatureHead) else "model"
+    dynamic = {"head": "dynamic-head", "model": "dynamic"}
+    return DRAFTERS.get(dynamic[kind] if parts.dynamic is not None else kind)(parts)

@@ -1,0 +1,255 @@
+"""Candidate continuations merged into one trie per row, on the host.
+
+A trie grows where the next token is likeliest to be the target's: at every node all memories are asked what may follow the text
+and the path to the node; the likeliest token of all is added, and so on. A long match thus gets a long chain, weak ones a few
+first tokens, and a path that one memory began may be continued by another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+import torch
+
+from polydraft.errors import UsageError
+from polydraft.ngrams import GramMemory
+from polydraft.transfers import brought
+from polydraft.trees import DraftTree
+from polydraft.verify import AUTO, NodeWalk
+
+WIDTH = 8
+"""Most children of a node: a fixed number, so that shapes do not change from round to round."""
+STEPS = (0, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64)
+"""Numbers of candidates that a round may have; a pass costs by its tokens, and each size may be prepared once."""
+FEW_STEPS = (0, 8, 24, 64)
+"""The same where tokens cost little and preparing much: on a GPU, which captures a round of every size."""
+_SPARE = 0.25
+"""Part of the least chance that candidates must have to fill places of the pass that would stay empty."""
+_HOPE = 0.5
+"""Part of a node's chance that its children are thought to have before they are looked for. Looking takes most of the time, and
+for most nodes it does not come to it."""
+
+
+def check_node_walk(name: str, wish: str) -> None:
+    """Refuse walks over whole paths, whose acceptance is reckoned from the distribution that every child was drawn from."""
+    if wish not in (AUTO, NodeWalk.name):
+        raise UsageError(
+            f"walk {wish!r} cannot verify n-grams, which drafter {name!r} proposes; allowed: auto, {NodeWalk.name}"
+        )
+
+
+class TokenTrie:
+    """Continuations of one text: those with a common beginning share its nodes.
+
+    Parameters
+    ----------
+    root : int
+        The pending token.
+    shared : bool
+        Whether common beginnings are shared. If not every continuation is a chain of its own, as the Self-Draft paper
+        verifies them.
+    """
+
+    def __init__(self, root: int, shared: bool = True) -> None:
+        self.tokens, self.parents, self.depths, self.ranks = [root], [0], [0], [0]
+        self.sources = [""]
+        """Who proposed each node first."""
+        self.chances = [1.0]
+        """That each node is reached and right, where its memories say so."""
+        self._children: list[dict[int, int]] = [{}]
+        self._count = [0]
+        self._shared = shared
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, tokens: Sequence[int], source: str, limit: int) -> None:
+        """Add a continuation, as far as the trie may grow to `limit` nodes, the root included."""
+        node = 0
+        for token in tokens:
+            child = self._children[node].get(token) if self._shared else None
+            if child is None:
+                if len(self.tokens) >= limit or (self._shared and self._count[node] >= WIDTH):
+                    return
+                child = self.child(node, token, source)
+            node = child
+
+    def child(self, node: int, token: int, source: str, chance: float = 0.0) -> int:
+        """Add a new child to a node; return its number."""
+        child, rank = len(self.tokens), self._count[node]
+        self._count[node] = rank + 1
+        self._children[node][token] = child
+        self._children.append({})
+        self._count.append(0)
+        self.tokens.append(token)
+        self.parents.append(node)
+        self.depths.append(self.depths[node] + 1)
+        self.ranks.append(rank)
+        self.sources.append(source)
+        self.chances.append(chance)
+        return child
+
+    def cut(self, candidates: int) -> None:
+        """Keep the first so many candidates: parents come before their children."""
+        first = 1 + candidates
+        for parent, token in zip(self.parents[first:], self.tokens[first:], strict=True):
+            if parent < first:
+                del self._children[parent][token]
+                self._count[parent] -= 1
+        for values in (self.tokens, self.parents, self.depths, self.ranks, self.sources, self.chances):
+            del values[first:]
+        del self._children[first:], self._count[first:]
+
+    def followed(self, tokens: Sequence[int]) -> list[str]:
+        """Say who proposed each token of a path, as far as the trie holds it."""
+        sources, reached = [], [0]
+        for token in tokens:
+            if self._shared:
+                reached = [child for node in reached if (child := self._children[node].get(token)) is not None]
+            else:  # chains that begin alike
+                places = enumerate(zip(self.parents, self.tokens, strict=True))
+                reached = [node for node, (parent, other) in places if node and parent in reached and other == token]
+            if not reached:
+                break
+            sources.append(self.sources[reached[0]])
+        return sources
+
+
+def rounded(count: int, limit: int, steps: Sequence[int] = STEPS) -> int:
+    """Return the size of a round that has room for `count` candidates, at most `limit`."""
+    return min(next((step for step in steps if step >= count), -(-count // 16) * 16), limit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How far a trie grows."""
+
+    nodes: int
+    """Most candidates."""
+    depth: int
+    """Most levels."""
+    width: int
+    """Most tokens that each memory is asked for at a node."""
+    least: float
+    """Least chance that a candidate is reached and right; below it, it costs more in the pass than it yields."""
+    steps: tuple[int, ...] = STEPS
+    """Numbers of candidates that a round is filled up to, once it is begun."""
+
+
+def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits: Limits) -> TokenTrie:
+    """Grow a trie below the pending token.
+
+    A node's chance is the product of the chances along its path. Where several memories propose a token it has the highest
+    of their chances, since most have read the same text; chances of siblings never add up to more than 1.
+
+    Parameters
+    ----------
+    root : int
+        The pending token, which the memories have read.
+    names : sequence of str
+        Of the memories. A token is credited to the one that gave it the highest chance.
+    memories : sequence of GramMemory
+    limits : Limits
+    """
+    trie = TokenTrie(root)
+    spare = limits.least * _SPARE
+    # Falling chance; then the order in which they were found. Of each: parent, token, and who proposed it; no token where
+    # the children of a node are yet to be found.
+    waiting: list[tuple[float, int, int, int | None, str]] = [(-1.0, 0, 0, None, "")]
+    places: list[list[Any] | None] = [[memory.end() for memory in memories]]
+    found, room = 0, 0
+    while waiting and len(trie) <= limits.nodes:
+        negative, _, node, token, name = heappop(waiting)
+        if token is None:
+            chance = negative if node == 0 else negative / _HOPE
+            for following, (own, source) in _ways(names, memories, _place(trie, memories, places, node), limits.width).items():
+                if -chance * own >= spare:
+                    found += 1
+                    heappush(waiting, (chance * own, found, node, following, source))
+            continue
+        if len(trie) > room:
+            if -negative < limits.least * _HOPE:
+                break
+            if -negative < limits.least:  # children of a node that waits at less than its chance may still be likely enough
+                continue
+            room = rounded(len(trie), limits.nodes, limits.steps)
+        child = trie.child(node, token, name, -negative)
+        places.append(None)
+        if trie.depths[child] < limits.depth:
+            found += 1
+            heappush(waiting, (negative * _HOPE, found, child, None, ""))
+    return trie
+
+
+def _place(trie: TokenTrie, memories: Sequence[GramMemory], places: list[list[Any] | None], node: int) -> list[Any]:
+    """Return where the memories stand at a node, whose parent has been asked before."""
+    known = places[node]
+    if known is None:
+        before, token = places[trie.parents[node]], trie.tokens[node]
+        assert before is not None
+        known = places[node] = [memory.step(place, token) for memory, place in zip(memories, before, strict=True)]
+    return known
+
+
+def _ways(
+    names: Sequence[str], memories: Sequence[GramMemory], places: Sequence[Any], width: int
+) -> dict[int, tuple[float, str]]:
+    """Put together what the memories propose at a node: the likeliest tokens, as many as a node has room for."""
+    ways: dict[int, tuple[float, str]] = {}
+    for name, memory, place in zip(names, memories, places, strict=True):
+        for token, chance in memory.ways(place, width):
+            known = ways.get(token)
+            if known is None or chance > known[0]:
+                ways[token] = chance, name
+    total = sum([chance for chance, _ in ways.values()])
+    if total > 1:
+        ways = {token: (chance / total, name) for token, (chance, name) in ways.items()}
+    return ways if len(ways) <= WIDTH else dict(sorted(ways.items(), key=_chance, reverse=True)[:WIDTH])
+
+
+def _chance(way: tuple[int, tuple[float, str]]) -> float:
+    return way[1][0]
+
+
+def as_draft_tree(tries: Sequence[TokenTrie], size: int, depth: int, device: torch.device) -> DraftTree:
+    """Turn tries into one tree per row, padded to `size` nodes.
+
+    Padding is children of the root that no table names: a walk never gets there.
+
+    Parameters
+    ----------
+    tries : sequence of TokenTrie
+        One per row.
+    size : int
+        Nodes, the root included.
+    depth : int
+        As a static number; no trie is deeper.
+    device : torch.device
+    """
+    batch_size = len(tries)
+    width = max(WIDTH, *(max(trie.ranks) + 1 for trie in tries))
+    # Tokens, depths and child table in one array, for one copy to the device.
+    packed_BNX = np.zeros((batch_size, size, 2 + width), dtype=np.int64)
+    ancestors_BNN = np.zeros((batch_size, size, size), dtype=np.bool_)
+    packed_BNX[:, 1:, 1] = 1
+    nodes_N = np.arange(size)
+    ancestors_BNN[:, nodes_N, nodes_N] = True
+    ancestors_BNN[:, :, 0] = True
+    for row, trie in enumerate(tries):
+        count = len(trie)
+        packed_NX, ancestors_NN = packed_BNX[row], ancestors_BNN[row]
+        packed_NX[:count, 0] = trie.tokens
+        if count == 1:
+            continue
+        packed_NX[:count, 1] = trie.depths
+        parents_N = np.array(trie.parents)
+        packed_NX[parents_N[1:], 2 + np.array(trie.ranks[1:])] = nodes_N[1:count]
+        above_N = parents_N
+        for _ in range(max(trie.depths) - 1):
+            ancestors_NN[nodes_N[:count], above_N] = True
+            above_N = parents_N[above_N]
+    packed, ancestors = (brought(torch.from_numpy(array), device) for array in (packed_BNX, ancestors_BNN))
+    reach = max(max(trie.depths) for trie in tries)
+    return DraftTree(packed[..., 0], packed[..., 1], ancestors, packed[..., 2:], depth, reach=reach)

@@ -1,0 +1,1 @@
+"""The laboratory: benchmarks, the papers' experiments, analyses and theory. The product never imports it."""

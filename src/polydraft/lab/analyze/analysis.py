@@ -1,0 +1,211 @@
+"""From a pair of models to the table: text, probabilities (kept on disk, so that another scheme runs no model), figures."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from polydraft.engine import Decoder
+from polydraft.lab.analyze._distributions import Distributions, Observer, collect
+from polydraft.lab.analyze._settings import AnalyzeSettings, Pair
+from polydraft.lab.analyze.comparison import Comparison, Row, takes, work
+from polydraft.models import check_prompts
+from polydraft.models.fingerprint import digest_of
+from polydraft.output import written_whole
+from polydraft.prompts import load_prompts
+from polydraft.verify import SCHEMES
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_NAMES = ("target", "draft", "prompt")
+
+
+class DistributionStore:
+    """Keep distributions by what they were computed from.
+
+    A file says in its header what it was made of and what its numbers sum up to. One that says anything else, or cannot be
+    read to the end, is not there for all purposes, and is written anew.
+
+    Parameters
+    ----------
+    folder : Path
+        Made when something is kept.
+    most_bytes : int, optional
+        Remove the oldest files beyond that; none if not given.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
+        self._folder, self._most_bytes = folder, most_bytes
+
+    def file(self, origin: dict[str, Any]) -> Path:
+        """Return where the distributions of an origin are kept."""
+        return self._folder / f"distributions-{digest_of(origin)}.safetensors"
+
+    def load(self, origin: dict[str, Any]) -> Distributions | None:
+        """Return the distributions of an origin, or None where they are not kept, or not whole."""
+        file = self.file(origin)
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, "pt") as opened:
+                header = opened.metadata() or {}
+                target_RV, draft_RV, prompt_R = (opened.get_tensor(name) for name in _NAMES)
+        except (OSError, SafetensorError, ValueError) as error:
+            logger.info("%s cannot be read (%s): collecting its distributions again", file, str(error).splitlines()[0])
+            return None
+        if header != _header(origin, target_RV, draft_RV, prompt_R):
+            logger.info("%s does not hold what it should: collecting its distributions again", file)
+            return None
+        return Distributions(target_RV, draft_RV, prompt_R)
+
+    def save(self, origin: dict[str, Any], distributions: Distributions) -> None:
+        """Keep distributions, whole or not at all; where there is no room for them, they are not kept."""
+        tensors = [tensor.contiguous() for tensor in (distributions.target_RV, distributions.draft_RV, distributions.prompt_R)]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with written_whole(self.file(origin)) as partial:
+                save_file(dict(zip(_NAMES, tensors, strict=True)), partial, _header(origin, *tensors))
+            self._make_room()
+        except (OSError, SafetensorError) as error:
+            logger.info("distributions are not kept: cannot write to %s (%s)", self._folder, error)
+
+    def _make_room(self) -> None:
+        if self._most_bytes is None:
+            return
+        newest_first = sorted(
+            self._folder.glob("distributions-*.safetensors"), key=lambda file: file.stat().st_mtime_ns, reverse=True
+        )
+        kept = 0
+        for file in newest_first:
+            kept += file.stat().st_size
+            if kept > self._most_bytes and file is not newest_first[0]:
+                file.unlink(missing_ok=True)
+
+
+def _header(origin: dict[str, Any], *tensors: Tensor) -> dict[str, str]:
+    """Say what the numbers were computed from, and what they sum up to."""
+    checksum = hashlib.sha256()
+    for tensor in tensors:
+        checksum.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        checksum.update(tensor.numpy().tobytes())
+    return {"format": str(_FORMAT), "origin": json.dumps(origin, sort_keys=True), "checksum": checksum.hexdigest()}
+
+
+@dataclass(frozen=True)
+class SampleSize:
+    """On how much the rows of one temperature rest."""
+
+    temperature: float
+    positions: int
+    prompts: int
+
+
+class Analysis:
+    """Compare schemes with their optima on the distributions of one pair of models.
+
+    Parameters
+    ----------
+    settings : AnalyzeSettings
+    store : DistributionStore, optional
+        Where distributions are kept for the next time; nowhere if not given.
+    observer : callable, optional
+        Told `(what, done, total)` while there is work.
+
+    Notes
+    -----
+    As in §6 of [1]: the target answers prompts, both models' distributions are taken along the answers, and acceptance is
+    averaged over positions. Deviations: errors are over prompts, as positions of one answer are alike; a random part of the
+    positions stands for all; acceptance is computed, not sampled, as far as `polydraft.lab.theory` can; the optimum of drawing
+    without replacement is that of drawing one after the other.
+
+    References
+    ----------
+    .. [1] Hu et al., Towards Optimal Multi-Draft Speculative Decoding.
+    """
+
+    def __init__(
+        self, settings: AnalyzeSettings, store: DistributionStore | None = None, observer: Observer | None = None
+    ) -> None:
+        self.settings, self._store = settings, store
+        self._observer: Observer = observer or (lambda what, done, total: None)
+        self._prompts = load_prompts(settings.source, settings.limit, settings.categories)
+        self.pair = Pair(settings.target, settings.draft, settings.device, settings.dtype)
+        self.sizes: list[SampleSize] = []
+        """Of the temperatures done so far."""
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows, temperature by temperature, then by number of drafts; a scheme that cannot take as many has none."""
+        settings = self.settings
+        for temperature in dict.fromkeys(settings.temperatures):
+            distributions = self.distributions(temperature)
+            self.sizes.append(SampleSize(temperature, len(distributions), len(set(distributions.prompt_R.tolist()))))
+            comparison = Comparison(
+                distributions,
+                temperature,
+                device=self.pair.device,
+                seed=settings.seed,
+                paper_bound=settings.paper_bound,
+                advance=self._counter(temperature, len(distributions)),
+            )
+            for count in dict.fromkeys(settings.drafts):
+                for name in settings.scheme_names:
+                    if takes(SCHEMES.get(name), count):
+                        yield comparison.row(name, count)
+
+    def _counter(self, temperature: float, positions: int) -> Callable[[int], None]:
+        """Return what counts up, for progress."""
+        settings, done = self.settings, 0
+        total = positions * work(settings.scheme_names, settings.drafts, settings.paper_bound)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            self._observer(f"T={temperature:g}: acceptance", done, total)
+
+        return advance
+
+    def distributions(self, temperature: float) -> Distributions:
+        """Return the distributions at one temperature, kept ones where they are of these models, prompts and settings."""
+        origin = self._origin(temperature)
+        kept = self._store.load(origin) if self._store is not None and origin is not None else None
+        if kept is not None:
+            return kept
+        distributions = collect(self.settings, self.pair.target, self.pair.draft, self._encoded(), temperature, self._observer)
+        # Only now are the files of a model there that had to be downloaded.
+        origin = self._origin(temperature)
+        if self._store is not None and origin is not None:
+            self._store.save(origin, distributions)
+        return distributions
+
+    def _encoded(self) -> list[list[int]]:
+        target = self.pair.target
+        encoder = Decoder(target.model, tokenizer=target.tokenizer)
+        prompts = [encoder.encode(prompt.content, chat=not self.settings.raw) for prompt in self._prompts]
+        check_prompts(prompts, target.model.max_positions, target.model.vocab_size)
+        return prompts
+
+    def _origin(self, temperature: float) -> dict[str, Any] | None:
+        """Return everything that the distributions depend on."""
+        settings, models = self.settings, self.pair.fingerprint()
+        if models is None:
+            return None
+        return {
+            "models": models,
+            "prompts": digest_of([json.dumps(prompt.content) if prompt.messages else prompt.text for prompt in self._prompts]),
+            "raw": settings.raw,
+            "temperature": temperature,
+            "draft_temperature": settings.draft_temperature,
+            "max_new_tokens": settings.max_new_tokens,
+            "positions": settings.positions,
+            "seed": settings.seed,
+            "torch": torch.__version__,
+        }

@@ -1,0 +1,243 @@
+"""Schemes against their optima on given probabilities: one row per scheme and number of drafts."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from polydraft.lab.analyze._distributions import Distributions
+from polydraft.lab.theory import (
+    acceptance,
+    conditional_poisson_optimum,
+    greedy_optimum,
+    hybrid_optimum,
+    top_optimum,
+    with_replacement_optimum,
+    without_replacement_optimum,
+)
+from polydraft.verify import SCHEMES, Greedy, Hybrid, Naive, Scheme, SpecHub, Top
+
+_ROWS = 16
+"""Positions worked on before progress is told."""
+
+Advance = Callable[[int], None]
+Optimum = Callable[[Tensor, Tensor, int], Tensor]
+"""Target and draft probabilities and the number of drafts, to the largest acceptance of each row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a scheme accepts, and what could be accepted of its drafts."""
+
+    scheme: str
+    drafts: int
+    temperature: float
+    acceptance: float
+    """α: mean chance that one of the drafts is accepted."""
+    standard_error: float | None
+    """Of the acceptance, over prompts; None with a single prompt."""
+    optimum: float | None
+    """α*: the most that any exact verifier could accept of drafts drawn like that; None where the drawing is not known."""
+    gap: float | None
+    """α* − α."""
+    gap_standard_error: float | None
+    """Of the gap, position by position, so that what both have in common does not count."""
+    drawing: str | None
+    """How the drafts are drawn."""
+    paper_bound: float | None = None
+    """What the paper prints for α*, which for distinct drafts belongs to another drawing."""
+
+    def as_dict(self, *, paper_bound: bool) -> dict[str, Any]:
+        """Return the fields by name, the paper's bound only if asked for."""
+        fields = asdict(self)
+        if not paper_bound:
+            del fields["paper_bound"]
+        return fields
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A way of drawing drafts."""
+
+    name: str
+    optimum: Optimum
+    published: Optimum | None = None
+    """What the paper prints for it; None where it has nothing."""
+
+
+WITH_REPLACEMENT = Drawing("independent", with_replacement_optimum, with_replacement_optimum)
+WITHOUT_REPLACEMENT = Drawing("distinct", without_replacement_optimum, conditional_poisson_optimum)
+GREEDY = Drawing("greedy", greedy_optimum, greedy_optimum)
+TOP = Drawing("top", top_optimum)
+
+
+def drawing_of(scheme: Scheme) -> Drawing | None:
+    """Return how a scheme draws, or None where that is not known.
+
+    `child_distribution` is the way of drawing, so a subclass that keeps it keeps the optimum, and one that replaces it has to
+    say by `replacement` what it draws.
+    """
+    distribution = type(scheme).child_distribution
+    if distribution is Hybrid.child_distribution:
+        return Drawing("hybrid", _own_optimum(cast(Hybrid, scheme)))
+    known = {
+        Greedy.child_distribution: GREEDY,
+        SpecHub.child_distribution: GREEDY,
+        Top.child_distribution: TOP,
+        Naive.child_distribution: WITHOUT_REPLACEMENT,
+    }
+    declared = {True: WITH_REPLACEMENT, False: WITHOUT_REPLACEMENT, None: None}
+    return known.get(distribution, declared[scheme.replacement])
+
+
+class Comparison:
+    """Compute rows of the table from distributions at one temperature.
+
+    Parameters
+    ----------
+    distributions : Distributions
+    temperature : float
+        For the rows.
+    device : torch.device
+        Where to compute.
+    seed : int
+        Of the sampled drawings, where acceptance is not exact.
+    paper_bound : bool
+        Compute the paper's bound too.
+    advance : callable
+        Told how many positions have been looked at once more.
+    """
+
+    def __init__(
+        self,
+        distributions: Distributions,
+        temperature: float,
+        *,
+        device: torch.device,
+        seed: int,
+        paper_bound: bool,
+        advance: Advance,
+    ) -> None:
+        self._distributions, self._temperature, self._device = distributions, temperature, device
+        self._seed, self._paper_bound, self._advance = seed, paper_bound, advance
+        self._optima: dict[tuple[Optimum, int], Tensor] = {}
+
+    def row(self, name: str, count: int) -> Row:
+        """Measure one scheme with one number of drafts, which it must be able to take."""
+        scheme = SCHEMES.get(name)()
+        # A generator of its own makes a scheme's figures the same whichever others are asked for.
+        generator = torch.Generator().manual_seed(self._seed % 2**32)
+        value_R = self._over_rows(lambda one, other: acceptance(scheme, one, other, count, generator=generator).value_R)
+        drawing = drawing_of(scheme)
+        mean, error = clustered_mean(value_R, self._distributions.prompt_R)
+        optimum = gap = gap_error = None
+        if drawing is not None:
+            optimum_R = self._optimum(drawing.optimum, count)
+            optimum = float(optimum_R.mean())
+            gap, gap_error = clustered_mean(optimum_R - value_R, self._distributions.prompt_R)
+        return Row(
+            scheme=name,
+            drafts=count,
+            temperature=self._temperature,
+            acceptance=mean,
+            standard_error=error,
+            optimum=optimum,
+            gap=gap,
+            gap_standard_error=gap_error,
+            drawing=None if drawing is None else drawing.name,
+            paper_bound=self._published(drawing, count),
+        )
+
+    def _published(self, drawing: Drawing | None, count: int) -> float | None:
+        if not self._paper_bound or drawing is None or drawing.published is None:
+            return None
+        return float(self._optimum(drawing.published, count).mean())
+
+    def _optimum(self, optimum: Optimum, count: int) -> Tensor:
+        """Compute an optimum once for all schemes that share it."""
+        if (optimum, count) not in self._optima:
+            self._optima[optimum, count] = self._over_rows(lambda one, other: optimum(one, other, count))
+        return self._optima[optimum, count]
+
+    def _over_rows(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        parts = []
+        for first in range(0, len(self._distributions), _ROWS):
+            rows = slice(first, first + _ROWS)
+            target_RV, draft_RV = (
+                distribution_RV[rows].to(self._device)
+                for distribution_RV in (self._distributions.target_RV, self._distributions.draft_RV)
+            )
+            parts.append(function(target_RV, draft_RV).cpu())
+            self._advance(len(parts[-1]))
+        return torch.cat(parts)
+
+
+def takes(scheme: type[Scheme], count: int) -> bool:
+    """Whether a scheme can have so many drafts."""
+    return scheme.max_children is None or count <= scheme.max_children
+
+
+def work(names: tuple[str, ...], counts: tuple[int, ...], paper_bound: bool) -> int:
+    """Return how many times all positions will be looked at, for progress."""
+    passes: set[tuple[object, int]] = set()
+    for name in names:
+        scheme = SCHEMES.get(name)
+        for count in filter(lambda count: takes(scheme, count), counts):
+            drawing = drawing_of(scheme())
+            passes.add((name, count))
+            if drawing is not None:
+                passes.add((drawing.optimum, count))
+                if paper_bound and drawing.published is not None:
+                    passes.add((drawing.published, count))
+    return len(passes)
+
+
+def clustered_mean(values_R: Tensor, cluster_R: Tensor) -> tuple[float, float | None]:
+    """Return the mean of all values and its standard error over clusters.
+
+    Parameters
+    ----------
+    values_R : Tensor
+        One per position, float64.
+    cluster_R : Tensor
+        Which cluster each belongs to.
+
+    Returns
+    -------
+    mean : float
+    standard_error : float or None
+        √(C/(C − 1) Σ_c (Σ_{i∈c} (x_i − mean))²)/R, the linearised error of a mean whose clusters differ in size; None with a
+        single cluster, which tells nothing of others.
+    """
+    mean = float(values_R.mean())
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(cluster_R.tolist()))}
+    clusters = len(numbers)
+    if clusters < 2:
+        return mean, None
+    index_R = torch.tensor([numbers[name] for name in cluster_R.tolist()])
+    sums_C = torch.zeros(clusters, dtype=torch.float64).index_add_(0, index_R, values_R.double() - mean)
+    return mean, math.sqrt(float(sums_C.square().sum()) * clusters / (clusters - 1)) / len(values_R)
+
+
+def _own_optimum(scheme: Hybrid) -> Optimum:
+    """Return the optimum for as many certain drafts as this scheme takes at each position: those that are a single token."""
+
+    def optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
+        rows = len(draft_probs_RV)
+        certain_R = torch.zeros(rows, dtype=torch.long, device=draft_probs_RV.device)
+        raised_RV = draft_probs_RV.double()
+        for rank in range(count):
+            distribution_RV = scheme.child_distribution(draft_probs_RV.double(), certain_R.new_zeros(rows, rank), count)
+            sure_R = (certain_R == rank) & (distribution_RV.amax(-1) == 1)
+            if not sure_R.any():
+                break
+            certain_R += sure_R
+            # Of equally likely tokens it is the scheme's that are certain: put above the others, whose distribution that leaves
+            # alone.
+            raised_RV = raised_RV.scatter_add(1, distribution_RV.argmax(-1, keepdim=True), sure_R[:, None].double())
+        return hybrid_optimum(target_probs_RV, raised_RV / raised_RV.sum(-1, keepdim=True), count, certain_R)
+
+    return optimum

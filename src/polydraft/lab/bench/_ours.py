@@ -1,0 +1,234 @@
+"""Our own methods: plain decoding, draft trees, n-grams alone or beside a tree, and beams."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from polydraft.beam import BeamDecoder
+from polydraft.draft import GRAM_DRAFTERS, Parts, make_drafter
+from polydraft.draft.tree_drafter import needs_draft
+from polydraft.engine import Decoder, Stats
+from polydraft.errors import UsageError, unknown_name
+from polydraft.lab.bench.method import COMBINED, METHODS, Bench, Method, MethodSpec, Token, Tokens
+from polydraft.lab.bench.options import OF_DRAFTS, method_options
+from polydraft.lab.papers.flat import FlatModel
+from polydraft.loading import make_decoder
+from polydraft.models import LanguageModel
+from polydraft.options import AUTO, LoadOptions, NgramOptions
+from polydraft.trees import parse_tree
+
+_TREES: dict[str, Callable[[str], str]] = {
+    "sd": lambda argument: f"chain:{argument or 5}",
+    "mcsd": lambda argument: argument or "4x2x2x1x1",
+    "fork": lambda argument: f"fork:{argument or '16x5'}",
+}
+"""Methods with a static tree, which a combination may have beside n-grams, and the tree that their argument means."""
+_BEAM_SHARED = ("length_penalty", "early_stopping")
+_BEAM_DRAFTS = ("width", "depth", "draft")
+_BEAM_SAMPLING = ("draws", "verification")
+_BEAM_NAMES = {"width": "draft_width", "depth": "draft_depth", "threshold": "width_threshold", "min": "min_width"}
+_BEAM_FLAGS = {"one": ("cache", "one_cache"), "draft": ("twins", "twins")}
+_BEAM_NUMBERS = {"draft_width": int, "draft_depth": int, "width_threshold": float, "min_width": int, "length_penalty": float}
+
+
+@METHODS.register("ar")
+def plain(spec: MethodSpec, bench: Bench) -> Method:
+    """Plain autoregressive decoding on our engine, the baseline."""
+    spec.take_nothing()
+    return _decoded(spec, bench, LoadOptions(tree="none"))
+
+
+@METHODS.register("sd")
+@METHODS.register("mcsd")
+@METHODS.register("fork")
+def static_tree(spec: MethodSpec, bench: Bench) -> Method:
+    """Decode with a chain, ``sd:5``, any tree, ``mcsd:4x2x2x1x1``, or a fork of chains, ``fork:16x5`` (16 of length 5)."""
+    options = _options(spec, bench, "attention", skip=("lossy",), tree=_TREES[spec.name](spec.argument))
+    attention = spec.options.get("attention", "tree")
+    if attention not in ("tree", "flat"):
+        raise UsageError(f"method {spec.text!r}: attention={attention!r}; allowed: tree, flat")
+    target = None if attention == "tree" else FlatModel(bench.target.model, options.shape[1])
+    return _decoded(spec, bench, options, target=target)
+
+
+@METHODS.register("dynamic")
+def dynamic(spec: MethodSpec, bench: Bench) -> Method:
+    """Decode with a tree that every round chooses anew: ``dynamic:64``, ``dynamic:64:6``, ``dynamic:64:6:fixed``."""
+    tree = f"dynamic:{spec.argument}" if spec.argument else "dynamic"
+    return _decoded(spec, bench, _options(spec, bench, skip=("scheme", "lossy"), tree=tree))
+
+
+@METHODS.register("target-init")
+def target_init(spec: MethodSpec, bench: Bench) -> Method:
+    """Keep the longest of several chains behind tokens of the target, as improved-MCSD does. Lossy: ``target-init:16x5``."""
+    spec.take()
+    return _decoded(spec, bench, _options(spec, bench, tree=f"fork:{spec.argument or '16x5'}", lossy="target-init"))
+
+
+def _check_draft(spec: MethodSpec, bench: Bench) -> None:
+    if bench.draft is None:
+        raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
+
+
+def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...] = (), **fixed: Any) -> LoadOptions:
+    """Read the options behind a method, but for those that its name has fixed; n-grams have theirs too."""
+    values = spec.read(method_options(grams="drafter" in fixed, skip=(*skip, *fixed)), *others)
+    if needs_draft(fixed.get("drafter", AUTO)):
+        _check_draft(spec, bench)
+    with spec.named_in_errors():
+        names = values.keys() & NgramOptions.__dataclass_fields__.keys()
+        grams = NgramOptions(**{name: values.pop(name) for name in names}).grams_asked_for()
+        grams = replace(grams, caches=replace(grams.caches, corpus=bench.corpus))
+        return LoadOptions(**fixed, **values, grams=grams)
+
+
+def _ngrams(spec: MethodSpec, bench: Bench) -> Method:
+    """Make a method of n-grams alone: ``self-draft:6x6,nodes=32``, ``lookup``, ``corpus+suffix``."""
+    if spec.argument and spec.name != "self-draft":
+        raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name},nodes=20")
+    if spec.argument:
+        branches, separator, length = spec.argument.partition("x")
+        if not separator:
+            raise UsageError(f"method {spec.text!r}: {spec.argument!r} is not a size of branches; write self-draft:6x6")
+        spec = replace(spec, options={**spec.options, "branches": branches, "length": length})
+    options = _options(spec, bench, skip=OF_DRAFTS, drafter=spec.name, tree="none")
+    return _decoded(spec, bench, options)
+
+
+for _name in GRAM_DRAFTERS:
+    METHODS.register(_name)(_ngrams)
+
+
+@METHODS.register(COMBINED)
+def combined(spec: MethodSpec, bench: Bench) -> Method:
+    """Combine n-grams and a draft's tree, whose argument it takes: ``lookup+mcsd:4x2x1``, ``self-draft+sd:3,branches=2``."""
+    names = spec.name.split("+")
+    for name in names:
+        if name not in GRAM_DRAFTERS and name not in _TREES:
+            raise unknown_name(f"method in {spec.text!r}:", name, [*GRAM_DRAFTERS, *_TREES])
+    trees = [name for name in names if name in _TREES]
+    if not trees:
+        return _ngrams(spec, bench)
+    if "+" in spec.argument:  # a second name behind the first one's argument would read as part of a tree
+        raise UsageError(
+            f"method {spec.text!r}: {spec.argument!r} is not an argument; allowed: one tree, with its argument last, as in "
+            "lookup+mcsd:4x2x1"
+        )
+    if len(trees) > 1:
+        raise UsageError(f"method {spec.text!r} has {len(trees)} trees; allowed: one of {', '.join(_TREES)}")
+    drafter = "+".join("model" if name in _TREES else name for name in names)
+    return _decoded(spec, bench, _options(spec, bench, drafter=drafter, tree=_TREES[trees[0]](spec.argument)))
+
+
+@METHODS.register("beam")
+def beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
+    """Beam sampling without drafts: ``beam:4``, with ``,draws=distinct|iid|hf``."""
+    spec.take("draws", *_BEAM_SHARED)
+    return _beams(spec, bench, "sample", with_draft=False)
+
+
+@METHODS.register("dsbd")
+def speculative_beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
+    """Beam sampling with drafts: ``dsbd:4,width=8,depth=3``, with ``,threshold=0.7,min=1`` for dynamic widths, ``,one=cache``.
+
+    With ``,draft=twins`` it does without a draft model.
+    Layers of the paper's ``iid`` beams unless ``,draws=`` or ``,verification=`` say otherwise.
+    """
+    spec.take("threshold", "min", "one", *_BEAM_DRAFTS, *_BEAM_SAMPLING, *_BEAM_SHARED)
+    return _beams(spec, bench, "sample", with_draft=True)
+
+
+@METHODS.register("beam-search")
+def beam_search(spec: MethodSpec, bench: Bench) -> Method:
+    """Deterministic beam search: ``beam-search:4``; with drafts ``beam-search:4,width=8,depth=3``, the same text.
+
+    With ``,draft=twins`` drafts need no draft model.
+    """
+    spec.take(*_BEAM_DRAFTS, *_BEAM_SHARED)
+    return _beams(spec, bench, "search", with_draft=bool({*_BEAM_DRAFTS} & {*spec.options}))
+
+
+def _beams(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Method:
+    if mode == "sample" and bench.params.temperature == 0:
+        raise UsageError(f"method {spec.text!r} samples; pass --temperature above 0, or use beam-search")
+    with_model = with_draft and "draft" not in spec.options
+    drafter = None
+    if with_model:
+        _check_draft(spec, bench)
+        drafter = make_drafter(Parts(target=bench.target.model, draft=bench.draft, topology=parse_tree("1")))
+    decoder = BeamDecoder(Decoder(bench.target.model, drafter, eos_token_ids=bench.target.eos_token_ids))
+    options = {"mode": mode, "beams": spec.count(default=4), **_beam_options(spec, mode, with_draft)}
+    decoder.check(**options)
+    if mode == "sample":
+        options["sampling"] = bench.params
+    return _streamed(spec, bench, decoder.stream, comparable=False, **options)
+
+
+def _beam_options(spec: MethodSpec, mode: str, with_draft: bool) -> dict[str, Any]:
+    """Turn what was written behind a method's name into options of beams."""
+    found: dict[str, Any] = {"draws": "iid"} if mode == "sample" and with_draft else {}
+    for key, text in spec.options.items():
+        name = _BEAM_NAMES.get(key, key)
+        if name in _BEAM_FLAGS:
+            word, option = _BEAM_FLAGS[name]
+            if text != word:
+                raise UsageError(f"method {spec.text!r}: {name}={text!r}; allowed: {name}={word}")
+            found[option] = True
+        elif name == "early_stopping":
+            found[name] = {"true": True, "false": False}.get(text, text)
+        elif name in _BEAM_NUMBERS:
+            try:
+                found[name] = _BEAM_NUMBERS[name](text)
+            except ValueError:
+                raise UsageError(f"method {spec.text!r}: {key}={text!r} is not a number; use one such as 4") from None
+        else:
+            found[name] = text
+    return found
+
+
+def _decoded(spec: MethodSpec, bench: Bench, options: LoadOptions, target: LanguageModel | None = None) -> Method:
+    """Decode as the options say, on the benchmark's target unless another is given."""
+    with spec.named_in_errors():
+        decoder = make_decoder(options, bench.target, bench.draft if needs_draft(options.drafter) else None)
+    # Texts are measured in tokens: without a tokenizer nothing is spent on their words.
+    decoder = decoder.replace(tokenizer=None, target=decoder.target if target is None else target)
+    topology = options.shape[1]
+    parents = topology.parents if topology.depth else None
+    method = _streamed(spec, bench, decoder.stream, parents, comparable=decoder.lossless, sampling=bench.params)
+    longest = bench.longest_prompt + bench.max_new_tokens
+
+    def generate_batch(prompts: list[list[int]], seed: int) -> tuple[list[list[Token]], Stats]:
+        # A decoder of its own, because its memories, which a GPU's decoder keeps, are as large as the batch. Rows have random
+        # numbers of their own: with equal seeds a text is the one that it is alone.
+        seeds = [seed] * len(prompts)
+        stream = decoder.replace().stream(prompts, max_new_tokens=bench.max_new_tokens, seed=seeds, sampling=bench.params)
+        texts: list[list[Token]] = [[] for _ in prompts]
+        for event in stream:
+            texts[event.row].append(Token(event.token_id, event.source, event.round))
+        return texts, stream.stats
+
+    return replace(
+        method,
+        generate_batch=generate_batch,
+        warm_up=lambda: decoder.warm_up(sampling=bench.params, longest=longest),
+    )
+
+
+def _streamed(
+    spec: MethodSpec,
+    bench: Bench,
+    start: Callable[..., Any],
+    parents: tuple[int, ...] | None = None,
+    comparable: bool = True,
+    **options: Any,
+) -> Method:
+    """Make a method of a decoder's `stream`."""
+
+    def generate(prompt: list[int], seed: int) -> Tokens:
+        stream = start(prompt, max_new_tokens=bench.max_new_tokens, seed=seed, **options)
+        for event in stream:
+            yield Token(event.token_id, event.source, event.round)
+        stats: Stats = stream.stats
+        return stats
+
+    return Method(name=spec.text, generate=generate, parents=parents, comparable=comparable)

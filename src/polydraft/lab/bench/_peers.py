@@ -1,0 +1,262 @@
+"""Others' methods, for comparison: Hugging Face `generate` in its ways, compiled too, and llama.cpp in its."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polydraft.errors import FailureError, UsageError
+from polydraft.lab.bench.libllama import VARIABLE, LlamaCpp, find_build, find_wheel
+from polydraft.lab.bench.method import METHODS, Bench, Method, MethodSpec, Token, Tokens
+from polydraft.models.bundled import BUNDLED, weights_file
+from polydraft.models.hf import HFModel
+
+_BACKEND = "inductor"
+_WITHOUT_COMPILER = ("No working C++ compiler found", "Failed to find C compiler")
+"""What torch and triton say where there is none."""
+_COMPILED_TOKENS = 3
+"""One from the prompt, which is not compiled, and two from compiled passes."""
+_SEEDS = 2**32 - 1
+"""llama.cpp takes 32 bits, of which the highest number means "draw one"."""
+_PLAIN_DISTRIBUTION = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repeat_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+"""Each at the value that switches it off: the package's own defaults truncate."""
+
+
+@METHODS.register("hf")
+def plain(spec: MethodSpec, bench: Bench) -> Method:
+    """Hugging Face `generate`."""
+    spec.take_nothing()
+    return _hugging_face(spec, bench, dict, one_token_per_pass=True)
+
+
+@METHODS.register("hf-assisted")
+def assisted(spec: MethodSpec, bench: Bench) -> Method:
+    """Hugging Face assisted generation with the same draft; ``hf-assisted:5`` fixes the number of drafted tokens."""
+    spec.take()
+    count = spec.count(default=0)
+    if bench.draft is None:
+        raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
+    if not isinstance(bench.draft, HFModel):
+        raise UsageError(f"method {spec.text!r} needs a draft that is a language model; {bench.draft.name!r} is a feature head")
+    assistant = bench.draft.hf_model
+
+    def options() -> dict[str, Any]:
+        if count:
+            assistant.generation_config.num_assistant_tokens = count
+            assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        return {"assistant_model": assistant}
+
+    return _hugging_face(spec, bench, options)
+
+
+@METHODS.register("hf-lookup")
+def lookup(spec: MethodSpec, bench: Bench) -> Method:
+    """Hugging Face prompt lookup; ``hf-lookup:10`` drafts ten tokens."""
+    spec.take()
+    count = spec.count(default=10)
+    return _hugging_face(spec, bench, lambda: {"prompt_lookup_num_tokens": count})
+
+
+@METHODS.register("hf-beam")
+def hugging_face_beam(spec: MethodSpec, bench: Bench) -> Method:
+    """Beams of Hugging Face `generate`: ``hf-beam:4``; search at temperature 0, sampling above."""
+    spec.take()
+    width = spec.count(default=4)
+    peer = _hugging_face(spec, bench, lambda: {"num_beams": width}, one_token_per_pass=True)
+    return Method(name=spec.text, generate=peer.generate, comparable=False)
+
+
+@METHODS.register("hf-beam-search")
+def hugging_face_beam_search(spec: MethodSpec, bench: Bench) -> Method:
+    """Deterministic beam search of Hugging Face `generate` at any temperature: ``hf-beam-search:4``."""
+    spec.take()
+    width = spec.count(default=4)
+    sampling_off = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    peer = _hugging_face(spec, bench, lambda: {"num_beams": width}, one_token_per_pass=True, override=sampling_off)
+    return Method(name=spec.text, generate=peer.generate, comparable=False)
+
+
+def _hugging_face(
+    spec: MethodSpec,
+    bench: Bench,
+    options: Callable[[], dict[str, Any]],
+    *,
+    one_token_per_pass: bool = False,
+    override: dict[str, Any] | None = None,
+) -> Method:
+    """Make a method of `generate` with some options.
+
+    Parameters
+    ----------
+    spec : MethodSpec
+    bench : Bench
+    options : callable
+        Gives the further arguments of `generate`, anew for each text.
+    one_token_per_pass : bool
+        Whether every token has a target pass of its own; `generate` does not tell.
+    override : dict, optional
+        In place of the settings of sampling.
+    """
+    model, params = bench.target.model.hf_model, bench.params
+    settings: dict[str, Any] = {"do_sample": False}
+    if params.temperature > 0:
+        # top_k=0: `generate` would otherwise keep 50 tokens by default and sample from another distribution than we do.
+        settings = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+    settings = settings if override is None else override
+    eos = list(bench.target.eos_token_ids)
+
+    def generate(prompt: list[int], seed: int) -> Tokens:
+        ids_1T = torch.tensor([prompt], device=model.device)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            output = model.generate(
+                ids_1T,
+                attention_mask=torch.ones_like(ids_1T),
+                max_new_tokens=bench.max_new_tokens,
+                eos_token_id=eos or None,
+                pad_token_id=eos[0] if eos else 0,
+                **settings,
+                **options(),
+            )
+        tokens = output[0, len(prompt) :].tolist()
+        for index, token in enumerate(tokens[: bench.max_new_tokens]):
+            yield Token(token, "target" if one_token_per_pass else "unknown", index if one_token_per_pass else None)
+        return None
+
+    return Method(name=spec.text, generate=generate)
+
+
+@METHODS.register("hf-compiled")
+def compiled(spec: MethodSpec, bench: Bench) -> Method:
+    """Hugging Face `generate` with a static cache and a compiled forward; compiled once, before anything is measured."""
+    spec.take_nothing()
+    peer = _hugging_face(spec, bench, lambda: _compiled_options(bench), one_token_per_pass=True)
+    ready = False
+
+    def generate(prompt: list[int], seed: int) -> Tokens:
+        nonlocal ready
+        if not ready:  # the first call is the warm-up's
+            _compile(prompt, bench)
+            ready = True
+        return (yield from peer.generate(prompt, seed))
+
+    return Method(name=spec.text, generate=generate)
+
+
+def _compiled_options(bench: Bench) -> dict[str, Any]:
+    from transformers import CompileConfig
+
+    # reduce-overhead means CUDA graphs, which is what transformers itself chooses on a GPU.
+    mode = "reduce-overhead" if bench.target.model.device.type == "cuda" else "default"
+    config = CompileConfig(backend=_BACKEND, mode=mode)
+    config._compile_all_devices = True  # CPUs too: by itself transformers compiles on GPUs only
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+def _compile(prompt: list[int], bench: Bench) -> None:
+    """Compile for the longest text of all: transformers never shrinks a static cache, so no later text compiles again."""
+    model, length = bench.target.model.hf_model, bench.longest_prompt + bench.max_new_tokens
+    text = (prompt * (length // len(prompt) + 1))[: max(1, length - _COMPILED_TOKENS)]
+    ids_1T = torch.tensor([text], device=model.device)
+    try:
+        model.generate(
+            ids_1T,
+            attention_mask=torch.ones_like(ids_1T),
+            max_new_tokens=length - len(text),
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **_compiled_options(bench),
+        )
+    except RuntimeError as problem:
+        if any(words in str(problem) for words in _WITHOUT_COMPILER):
+            raise FailureError("method 'hf-compiled' needs a C++ compiler and found none; install one, such as g++") from None
+        raise
+
+
+@METHODS.register("llama.cpp")
+def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
+    """llama.cpp on the bundled model's own 4-bit weights: another distribution, so texts differ.
+
+    ``llama.cpp,lib=PATH`` or the environment variable `POLYDRAFT_LLAMA_CPP` names a build; without, it is `llama-cpp-python`'s.
+    """
+    place = spec.take("lib").get("lib") or os.environ.get(VARIABLE, "")
+    if spec.argument:
+        raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name} or {spec.name},lib=PATH")
+    weights = _gguf(spec, bench)
+    if place:
+        with spec.named_in_errors():
+            return _library(spec, bench, find_build(place), weights)
+    threads = torch.get_num_threads()
+    engine = _llama_cpp_library().Llama(
+        str(weights),
+        n_ctx=bench.longest_prompt + bench.max_new_tokens,
+        n_threads=threads,
+        n_threads_batch=threads,  # prompts too: by itself it takes every core
+        verbose=False,
+    )
+
+    def tokens(prompt: list[int], seed: int) -> Iterator[int]:
+        engine.reset()  # or it would keep what a prompt shares with the one before it
+        engine.set_seed(seed % _SEEDS)
+        yield from engine.generate(prompt, temp=bench.params.temperature, **_PLAIN_DISTRIBUTION)  # temp=0 is its greedy sampler
+
+    return _one_by_one(spec, bench, tokens)
+
+
+@METHODS.register("xllamacpp")
+def xllamacpp(spec: MethodSpec, bench: Bench) -> Method:
+    """llama.cpp as the wheel `xllamacpp` brings it, compiled for any CPU; on the same weights as the method llama.cpp."""
+    spec.take_nothing()
+    weights = _gguf(spec, bench)
+    with spec.named_in_errors():
+        return _library(spec, bench, find_wheel(), weights)
+
+
+def _gguf(spec: MethodSpec, bench: Bench) -> Path:
+    weights = weights_file()
+    if bench.target.model.name != BUNDLED or weights is None:
+        raise UsageError(f"method {spec.name!r} reads GGUF weights; it works with --target {BUNDLED} only")
+    return weights
+
+
+def _library(spec: MethodSpec, bench: Bench, file: Path, weights: Path) -> Method:
+    capacity = bench.longest_prompt + bench.max_new_tokens
+    engine = LlamaCpp(file, weights, capacity=capacity, threads=torch.get_num_threads())
+    return _one_by_one(spec, bench, lambda prompt, seed: engine.generate(prompt, bench.params, seed))
+
+
+def _one_by_one(spec: MethodSpec, bench: Bench, endless: Callable[[list[int], int], Iterator[int]]) -> Method:
+    """Make a method of an engine that yields tokens without end, one per pass, by weights of its own."""
+    eos = set(bench.target.eos_token_ids)
+
+    def generate(prompt: list[int], seed: int) -> Tokens:
+        for index, token in enumerate(endless(prompt, seed)):
+            yield Token(token, "target", index)
+            if token in eos or index + 1 == bench.max_new_tokens:
+                break
+        return None
+
+    return Method(name=spec.text, generate=generate, comparable=False)
+
+
+def _llama_cpp_library() -> Any:
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as problem:  # its shared library can be missing or another machine's
+        reason = str(problem).splitlines()[0][:200]
+        raise UsageError(
+            f"method 'llama.cpp' needs the package llama-cpp-python, which cannot be loaded ({reason}); "
+            f"get it with: pip install llama-cpp-python, or give a build of llama.cpp with lib=PATH or {VARIABLE}"
+        ) from None
+    return llama_cpp

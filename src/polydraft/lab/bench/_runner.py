@@ -1,0 +1,304 @@
+"""Measure methods against each other, arms interleaved, prompt by prompt, in one process; and keep what was measured."""
+
+import itertools
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polydraft.engine import Stats
+from polydraft.errors import FailureError, PolydraftError
+from polydraft.lab.bench.meters import EnergyMeter, MemoryMeter, synchronised_clock
+from polydraft.lab.bench.method import Method, Token
+from polydraft.output import cannot_write, check_folder, check_same, read_settings, written_whole
+from polydraft.prompts import Prompt
+
+_WARM_UP_TOKENS = 8
+_WARM_UPS_OF_GPUS = 2
+"""Whole texts: a kind of pass is recorded when it comes for the second time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one method did with one prompt, once."""
+
+    method: str
+    prompt: str
+    """Id of the prompt."""
+    category: str
+    repeat: int
+    seconds: float
+    first_token_seconds: float | None
+    token_ids: list[int]
+    sources: list[str]
+    passes: list[int] | None
+    """Target pass of each token; None where unknown."""
+    stats: dict[str, Any] | None
+    """The engine's own figures, where it has some."""
+    peak_bytes: int | None
+    joules: float | None
+    error: str | None = None
+    log_likelihood: float | None = None
+    """The target's log-probability of the text, where it was asked for."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What tells measurements apart."""
+        return self.method, self.prompt, self.repeat
+
+
+def read_measurements(path: Path) -> Iterator[Measurement]:
+    """Read a `runs.jsonl`; a line cut off by a kill is left out."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            yield Measurement(**json.loads(line))
+        except (json.JSONDecodeError, TypeError):
+            continue
+
+
+class Journal:
+    """Measurements on disk, one JSON line each, appended as they are made: what a killed run leaves is whole lines.
+
+    Parameters
+    ----------
+    folder : Path
+    settings : dict
+        What the run was asked for; a journal goes on only with the same.
+    resume : bool
+        Go on with what is there, instead of refusing to touch it.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], resume: bool) -> None:
+        self._path = folder / "runs.jsonl"
+        settings_path = folder / "settings.json"
+        try:
+            check_folder(folder, resume=resume)
+            folder.mkdir(parents=True, exist_ok=True)
+            if resume and settings_path.exists():
+                # More methods or repeats may be added; anything else would mix what cannot be compared.
+                check_same(read_settings(settings_path), settings, folder, free={"methods", "repeat"})
+            with written_whole(settings_path) as partial:
+                partial.write_text(json.dumps(settings, indent=1))
+            self._path.touch()
+            if (written := self._path.read_bytes()) and not written.endswith(b"\n"):
+                self._append("\n")  # a kill tore the last line: leave it alone
+        except OSError as error:
+            raise cannot_write(folder, error) from None
+
+    def __iter__(self) -> Iterator[Measurement]:
+        """Read what is there."""
+        return read_measurements(self._path)
+
+    def add(self, measurement: Measurement) -> None:
+        """Append one measurement."""
+        try:
+            self._append(json.dumps(asdict(measurement)) + "\n")
+        except OSError as error:
+            raise FailureError(f"cannot write to {self._path} ({error.strerror}); what was measured so far is kept") from None
+
+    def _append(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+class Runner:
+    """Run every method on every prompt, `repeat` times, and write each measurement down at once.
+
+    Within a prompt the arms follow each other directly, in an order that turns from prompt to prompt, so that a slow
+    minute of a shared machine hits all of them alike. With a batch above 1, methods that can decode so many texts side by
+    side do, one method after the other: that is for counting what is accepted, not for timing.
+    """
+
+    def __init__(
+        self,
+        methods: Sequence[Method],
+        prompts: Sequence[tuple[Prompt, list[int]]],
+        *,
+        repeat: int,
+        seed: int,
+        device: torch.device,
+        batch: int = 1,
+        alone: bool = True,
+        likelihood: Callable[[list[int], list[int]], float] | None = None,
+    ) -> None:
+        self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), repeat, seed
+        self._batch = batch
+        self._device = device
+        self._likelihood = likelihood
+        self._memory = MemoryMeter(device)
+        # The counters are the machine's: beside other shards they would count the others' work too.
+        self._energy = EnergyMeter(device) if alone else None
+
+    @property
+    def total(self) -> int:
+        """Measurements of a complete run."""
+        return len(self.methods) * len(self.prompts) * self.repeat
+
+    def run(self, journal: Journal, progress: Callable[[Measurement | None], None]) -> None:
+        """Measure what the journal does not hold yet; `progress` hears of every measurement, old ones as None."""
+        done = {measurement.key: measurement for measurement in journal}
+        failed = {measurement.method for measurement in done.values() if measurement.error}
+        warm: set[str] = set()
+        if self._batch > 1:
+            self._run_batches(journal, progress, done.keys(), failed)
+            return
+        for repeat, index, method in self._schedule():
+            prompt, token_ids = self.prompts[index]
+            if (method.name, prompt.id, repeat) in done or method.name in failed:
+                progress(None)
+                continue
+            if method.name not in warm:
+                self._warm_up(method, token_ids)
+                warm.add(method.name)
+            measurement = self._measure(method, prompt, token_ids, repeat)
+            journal.add(measurement)
+            if measurement.error:
+                failed.add(method.name)
+            progress(measurement)
+
+    def _run_batches(
+        self,
+        journal: Journal,
+        progress: Callable[[Measurement | None], None],
+        done: Collection[tuple[str, str, int]],
+        failed: set[str],
+    ) -> None:
+        for repeat, method in itertools.product(range(self.repeat), self.methods):
+            missing = [pair for pair in self.prompts if (method.name, pair[0].id, repeat) not in done]
+            for _ in range(len(self.prompts) - len(missing)):
+                progress(None)
+            size = self._batch if method.generate_batch is not None else 1
+            for pairs in (missing[start : start + size] for start in range(0, len(missing), size)):
+                found = [] if method.name in failed else self._measure_batch(method, pairs, repeat)
+                for measurement in found:
+                    journal.add(measurement)
+                    if measurement.error:
+                        failed.add(method.name)
+                for number in range(len(pairs)):
+                    progress(found[number] if number < len(found) else None)
+
+    def _measure_batch(self, method: Method, pairs: Sequence[tuple[Prompt, list[int]]], repeat: int) -> list[Measurement]:
+        """Decode some prompts side by side; the first one's measurement holds the figures of all."""
+        if method.generate_batch is None:
+            return [self._measure(method, *pair, repeat) for pair in pairs]
+        start = synchronised_clock(self._device)
+        texts: list[list[Token]] = []
+        stats: Stats | None = None
+        error: str | None = None
+        try:
+            texts, stats = method.generate_batch([token_ids for _, token_ids in pairs], self.seed + repeat)
+        except Exception as problem:  # as for single texts
+            error = _one_line(problem)
+        seconds = (synchronised_clock(self._device) - start) / len(pairs)
+        if error is not None:
+            texts = [[]]
+        found = []
+        for number, ((prompt, token_ids), tokens) in enumerate(zip(pairs, texts, strict=error is None)):
+            token_list = [token.token_id for token in tokens]
+            scored = self._likelihood is not None and bool(tokens)
+            found.append(
+                Measurement(
+                    method=method.name,
+                    prompt=prompt.id,
+                    category=prompt.category,
+                    repeat=repeat,
+                    seconds=seconds,
+                    first_token_seconds=None,
+                    token_ids=token_list,
+                    sources=[token.source for token in tokens],
+                    passes=[token.target_pass for token in tokens if token.target_pass is not None] or None,
+                    stats=_figures(stats) | {"texts": len(pairs)} if stats is not None and number == 0 else None,
+                    peak_bytes=None,
+                    joules=None,
+                    error=error,
+                    log_likelihood=self._likelihood(token_ids, token_list) if scored and self._likelihood else None,
+                )
+            )
+        return found
+
+    def _schedule(self) -> Iterator[tuple[int, int, Method]]:
+        for repeat in range(self.repeat):
+            for index in range(len(self.prompts)):
+                turn = (index + repeat) % len(self.methods)
+                for method in self.methods[turn:] + self.methods[:turn]:
+                    yield repeat, index, method
+
+    def _warm_up(self, method: Method, token_ids: list[int]) -> None:
+        """Let a method load, compile and allocate before it counts; a failure shows in its first measurement."""
+        records = self._device.type == "cuda"
+        try:
+            if method.warm_up is not None and records:
+                method.warm_up()
+            for _ in range(_WARM_UPS_OF_GPUS if records else 1):
+                for count, _ in enumerate(method.generate(token_ids, self.seed), start=1):
+                    if count >= _WARM_UP_TOKENS and not records:
+                        break
+        except Exception:  # of whatever kind, as in a measurement
+            return
+
+    def _measure(self, method: Method, prompt: Prompt, token_ids: list[int], repeat: int) -> Measurement:
+        tokens: list[Token] = []
+        first: float | None = None
+        stats: Stats | None = None
+        error: str | None = None
+        self._memory.start()
+        joules = self._joules()
+        start = synchronised_clock(self._device)
+        try:
+            # The same seed in every arm; repeats differ.
+            stream = method.generate(token_ids, self.seed + repeat)
+            while True:
+                try:
+                    tokens.append(next(stream))
+                except StopIteration as end:
+                    stats = end.value
+                    break
+                if first is None:
+                    first = synchronised_clock(self._device) - start
+        except Exception as problem:  # a peer's failure of whatever kind is a result, and the other arms go on
+            error = _one_line(problem)
+        seconds = synchronised_clock(self._device) - start
+        spent = self._joules()
+        token_list = [token.token_id for token in tokens]
+        scored = self._likelihood is not None and bool(tokens) and error is None
+        known = bool(tokens) and all(token.target_pass is not None for token in tokens)
+        return Measurement(
+            method=method.name,
+            prompt=prompt.id,
+            category=prompt.category,
+            repeat=repeat,
+            seconds=seconds,
+            first_token_seconds=first if stats is not None else None,
+            token_ids=token_list,
+            sources=[token.source for token in tokens],
+            passes=[token.target_pass for token in tokens if token.target_pass is not None] if known else None,
+            stats=_figures(stats) if stats else None,
+            peak_bytes=self._memory.peak(),
+            joules=spent - joules if spent is not None and joules is not None else None,
+            error=error,
+            log_likelihood=self._likelihood(token_ids, token_list) if scored and self._likelihood is not None else None,
+        )
+
+    def _joules(self) -> float | None:
+        return self._energy.joules() if self._energy is not None else None
+
+
+def _figures(stats: Stats) -> dict[str, Any]:
+    """Return the engine's figures, with the counts that summaries over many texts add up."""
+    return stats.as_dict() | {
+        "offers": stats.offers_by_depth,
+        "accepts": stats.accepts_by_depth,
+        "path_tokens": stats.path_tokens,
+        "accepted_tokens": stats.block_tokens - stats.passes,
+        "wins": stats.wins_by_branch,
+        "win_tokens": stats.accepts_by_branch,
+    }
+
+
+def _one_line(problem: Exception) -> str:
+    said = " ".join(str(problem).split())
+    # Our own messages say everything; others often mean little without their kind.
+    return said if isinstance(problem, PolydraftError) else f"{type(problem).__name__}: {said}"[:400]

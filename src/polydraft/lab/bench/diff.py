@@ -1,0 +1,274 @@
+"""What changed between two benchmarks, and what noise can explain."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from polydraft.errors import UsageError
+from polydraft.lab.bench import BASELINE, SCHEMA
+from polydraft.lab.bench.report.values import finite, interval
+
+TOKENS_PER_PASS_SHARE = 0.02
+"""Relative change of tokens per pass that counts over all prompts."""
+ACCEPTANCE_STEP = 0.01
+"""Change of an acceptance rate that counts over all prompts."""
+CATEGORY_FACTOR = 3.0
+"""A category has about a tenth of the prompts, so about three times the scatter."""
+BASELINE_SHARE = 0.05
+"""Relative change of the baseline's tokens/s that gets a warning."""
+
+
+class Verdict(StrEnum):
+    """What a pair of figures says."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    ADDED = "added"
+    REMOVED = "removed"
+    CHANGED = "changed"
+    STILL = "still differs"
+    NOISE = "within noise"
+    UNKNOWN = "cannot tell"
+    WARNING = "warning"
+
+
+_COUNTED = {Verdict.BETTER, Verdict.WORSE, Verdict.ADDED, Verdict.REMOVED, Verdict.CHANGED}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One figure, setting or method, before and after.
+
+    Parameters
+    ----------
+    method : str
+        Empty for a warning about the two runs as a whole.
+    category : str
+        Empty for all prompts.
+    what : str
+        The figure or setting.
+    before, after : str
+        As a reader sees them; a dash where there is none.
+    verdict : Verdict
+    """
+
+    method: str = ""
+    category: str = ""
+    what: str
+    before: str
+    after: str
+    verdict: Verdict
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a change beyond noise."""
+        return self.verdict in _COUNTED
+
+
+def load_results(path: Path) -> dict[str, Any]:
+    """Read `results.json`.
+
+    Parameters
+    ----------
+    path : Path
+        The file, or the folder that `polydraft bench --out` wrote.
+
+    Raises
+    ------
+    UsageError
+        Where there is no such file, or it holds something else.
+    """
+    file = path / "results.json" if path.is_dir() else path
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = (error.strerror or "unreadable").lower()
+        raise UsageError(
+            f"cannot read {file}: {reason}; give a results.json, or the folder of `polydraft bench --out`"
+        ) from None
+    except ValueError as error:  # not UTF-8, or not JSON
+        first = str(error).splitlines()[0]
+        raise UsageError(f"{file} is not JSON ({first}); give a results.json of `polydraft bench`") from None
+    if not isinstance(results, dict) or not isinstance(results.get("methods"), dict):
+        raise UsageError(f"{file} holds no benchmark results; give a results.json of `polydraft bench`")
+    if results.get("schema") != SCHEMA:
+        found = results.get("schema", "none")
+        raise UsageError(f"{file} has schema {found!r}; this version reads {SCHEMA}; run the benchmark again")
+    return results
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+    """Compare two results.
+
+    A speed-up changed when the two 95 % intervals do not overlap. That is stricter than a test at 5 %: with equal intervals it
+    asks for 2.8 standard errors of the difference. Tokens per pass and acceptance change beyond fixed thresholds. Whatever
+    concerns identity with plain decoding is always reported.
+
+    Parameters
+    ----------
+    before, after : dict
+        What `results.json` holds.
+
+    Returns
+    -------
+    list of Change
+        Warnings first; then methods in the order of `before`, new ones last.
+    """
+    old, new = before["methods"], after["methods"]
+    changes = [*_surroundings(before, after), *_baseline(old, new)]
+    for name in [*old, *(name for name in new if name not in old)]:
+        if name in old and name in new:
+            changes += _method(name, old[name], new[name])
+        else:
+            verdict = Verdict.ADDED if name in new else Verdict.REMOVED
+            told = _speedup_text(new.get(name) or old.get(name) or {})
+            pair = ("–", told) if name in new else (told, "–")
+            changes.append(Change(method=name, what="method", before=pair[0], after=pair[1], verdict=verdict))
+    return changes
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Name settings within settings by dotted name."""
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found.update(_flat(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item})
+    return found
+
+
+def _surroundings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+    """Differences that make the figures hard to compare."""
+    for part in ("settings", "machine", "versions"):
+        old, new = _flat(before.get(part) or {}), _flat(after.get(part) or {})
+        for key in [*old, *(key for key in new if key not in old)]:
+            if old.get(key) != new.get(key):
+                pair = {"before": _plain(old.get(key)), "after": _plain(new.get(key))}
+                yield Change(what=f"{part}.{key}", verdict=Verdict.WARNING, **pair)
+
+
+def _plain(value: object) -> str:
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _baseline(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    """Warn where speed-ups are over baselines of different speed."""
+    pair = [finite((methods.get(BASELINE) or {}).get("tokens_per_second")) for methods in (old, new)]
+    if pair[0] and pair[1] and abs(pair[1] / pair[0] - 1) > BASELINE_SHARE:
+        told = {"before": f"{pair[0]:.1f}", "after": f"{pair[1]:.1f}"}
+        yield Change(what=f"tokens/s of the baseline {BASELINE}", verdict=Verdict.WARNING, **told)
+
+
+def _method(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    if old.get("status") != new.get("status"):
+        verdict = Verdict.WORSE if new.get("status") == "failed" else Verdict.BETTER
+        pair = {"before": _plain(old.get("status")), "after": _plain(new.get("status"))}
+        yield Change(method=name, what="status", verdict=verdict, **pair)
+    yield from _identity(name, old, new)
+    yield from _figures(name, "", old, new)
+    old_parts, new_parts = old.get("categories") or {}, new.get("categories") or {}
+    for category in old_parts:
+        if category in new_parts:  # the prompts' categories are settings: what differs there has its warning
+            yield from _figures(name, category, old_parts[category], new_parts[category])
+
+
+def _identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    """Differences from plain decoding: reported when they change, and as long as there are any."""
+    counts = [[finite(side.get(key)) for key in ("near_tie_differences", "differences")] for side in (old, new)]
+    told = {"before": _identity_text(old), "after": _identity_text(new)}
+    if counts[0] != counts[1]:
+        known = None not in counts[0] and None not in counts[1]
+        pairs = [((one[1] or 0), (one[0] or 0)) for one in counts]  # real differences weigh more than near-ties
+        verdict = Verdict.CHANGED if not known else Verdict.WORSE if pairs[1] > pairs[0] else Verdict.BETTER
+        yield Change(method=name, what="identity", verdict=verdict, **told)
+    elif counts[1][1]:
+        yield Change(method=name, what="identity", verdict=Verdict.STILL, **told)
+
+
+def _identity_text(side: Mapping[str, Any]) -> str:
+    same = finite(side.get("identical"))
+    if same is None:
+        return "not checked"
+    ties, wrong = (int(finite(side.get(key)) or 0) for key in ("near_tie_differences", "differences"))
+    return f"{same:.0f}/{_plain(side.get('prompts'))} same, {ties} near-tie, {wrong} different"
+
+
+def _speedup_text(side: Mapping[str, Any]) -> str:
+    value, bounds = finite(side.get("speedup")), interval(side)
+    if value is None:
+        return "–"
+    return f"{value:.2f}×" + (f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "")
+
+
+def _figures(name: str, category: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    place = {"method": name, "category": category}
+    if name != BASELINE:
+        told = {"before": _speedup_text(old), "after": _speedup_text(new)}
+        if told["before"] != "–" or told["after"] != "–":
+            yield Change(**place, what="speed-up", verdict=_speedup_verdict(old, new), **told)
+    factor = CATEGORY_FACTOR if category else 1.0
+    for key, what, digits in (("tokens_per_pass", "tokens/pass", 2), ("acceptance_rate", "acceptance", 3)):
+        first, second = finite(old.get(key)), finite(new.get(key))
+        if first is None and second is None:
+            continue
+        told = {side: "–" if value is None else f"{value:.{digits}f}" for side, value in (("before", first), ("after", second))}
+        if first is None or second is None:
+            verdict = Verdict.UNKNOWN
+        else:
+            allowed = factor * (TOKENS_PER_PASS_SHARE * first if key == "tokens_per_pass" else ACCEPTANCE_STEP)
+            moved = second - first
+            verdict = Verdict.NOISE if abs(moved) <= allowed else Verdict.BETTER if moved > 0 else Verdict.WORSE
+        yield Change(**place, what=what, verdict=verdict, **told)
+
+
+def _speedup_verdict(old: Mapping[str, Any], new: Mapping[str, Any]) -> Verdict:
+    first, second = interval(old), interval(new)
+    if first is None or second is None:
+        return Verdict.UNKNOWN
+    if second[0] > first[1]:
+        return Verdict.BETTER
+    return Verdict.WORSE if second[1] < first[0] else Verdict.NOISE
+
+
+def format_diff(changes: Sequence[Change], *, everything: bool = False) -> str:
+    """Write changes as plain text: warnings, a table, one line that sums up.
+
+    Parameters
+    ----------
+    changes : sequence of Change
+        From `compare`.
+    everything : bool
+        Also show what is within noise; otherwise only each method's overall speed-up is shown when it is.
+    """
+    warnings = [change for change in changes if change.verdict is Verdict.WARNING]
+    figures = [change for change in changes if change.verdict is not Verdict.WARNING]
+    quiet = {Verdict.NOISE, Verdict.UNKNOWN}
+    shown = [c for c in figures if everything or c.verdict not in quiet or (c.what == "speed-up" and not c.category)]
+    lines = [f"warning: {change.what} differs: {change.before} -> {change.after}" for change in warnings]
+    lines += [""] * bool(warnings) + _table(shown)
+    if hidden := len(figures) - len(shown):
+        lines.append(f"({hidden} more figures within noise or not comparable)")
+    lines += [""] * bool(lines) + [_summary(changes)]
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Change]) -> list[str]:
+    if not rows:
+        return []
+    cells = [("method", "prompts", "figure", "before", "after", "verdict")]
+    cells += [(c.method, c.category or "all", c.what, c.before, c.after, c.verdict.value) for c in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _summary(changes: Sequence[Change]) -> str:
+    count = sum(change.counts for change in changes)
+    still = sum(change.verdict is Verdict.STILL for change in changes)
+    said = f"{count} change{'' if count == 1 else 's'}" if count else "nothing changed beyond noise"
+    wrong = (
+        f"; {still} method{'' if still == 1 else 's'} still differ{'s' if still == 1 else ''} from plain decoding"
+        if still
+        else ""
+    )
+    return said + wrong

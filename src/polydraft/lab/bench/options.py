@@ -1,0 +1,70 @@
+"""What a benchmark measures, and what its methods can be told; nothing here imports torch before something is checked."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from polydraft.described import Option, options_in
+from polydraft.errors import UsageError
+from polydraft.options import CpuOptions, LoadOptions, NgramOptions, PairOptions, PlaceOptions
+
+OF_DRAFTS = ("scheme", "walk", "draft_temperature", "decision", "stop_below")
+"""Options of drafts and their trees, which n-grams alone have no use for."""
+_SETTLED = ("target", "draft", "device", "dtype", "device_map", "profile", "native", "corpus", "tree", "drafter")
+"""Options that the whole benchmark or a method's name and argument settle."""
+
+
+def method_options(*, grams: bool, skip: Collection[str] = ()) -> list[Option]:
+    """Return the options that may stand behind a method, with those of n-grams or without."""
+    found = [*options_in(LoadOptions), *(options_in(NgramOptions) if grams else [])]
+    return [option for option in found if option.has_text and option.name not in (*_SETTLED, *skip)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
+    """What to measure."""
+
+    source: str = "builtin"
+    """builtin, a file, or hf:NAME[:SPLIT]."""
+    limit: int | None = None
+    """Use this many prompts, spread over the categories  [default: all]."""
+    shard: str | None = None
+    """Measure only the I-th of N parts of these prompts; join them with: polydraft bench merge."""
+    methods: tuple[str, ...]
+    """Methods, separated by spaces."""
+    corpus: str = "auto"
+    """Corpus cache: a file, none, or auto."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 decodes greedily."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that together reach this probability."""
+    log_likelihood: bool = False
+    """Also score every text with the target; this is not timed."""
+    max_new_tokens: int = 64
+    """Generate at most this many tokens per text."""
+    repeat: int = 1
+    """Measure everything this many times."""
+    batch: int = 1
+    """Decode this many texts at a time, to count what is accepted; above 1 nothing is warmed up, so speeds mean little."""
+    seed: int = 0
+    """Seed of the first repeat; each later one adds 1."""
+    raw: bool = False
+    """Use prompts as they are, without the chat template."""
+    threads: int | None = None
+    """Number of CPU threads  [default: torch's choice]."""
+
+    def __post_init__(self) -> None:
+        from polydraft.lab.bench import _ours, _peers  # noqa: F401  (they register the methods)
+        from polydraft.lab.bench.method import check_method_names
+        from polydraft.lab.bench.shards import Shard
+
+        for name in ("repeat", "batch", "max_new_tokens", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value} is out of range; allowed: whole numbers from 1")
+        if not self.methods:
+            raise UsageError("no methods given; name at least one, such as ar")
+        check_method_names(list(self.methods))
+        if self.shard is not None:
+            Shard.parse(self.shard)

@@ -1,0 +1,186 @@
+"""A paper measured again: its runs one after the other, each in a folder of its own, and its tables at the end."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polydraft.errors import UsageError, unknown_name
+from polydraft.lab.analyze import Analysis, AnalyzeSettings
+from polydraft.lab.bench.diff import load_results
+from polydraft.lab.bench.meters import machine
+from polydraft.lab.bench.options import BenchOptions
+from polydraft.lab.bench.session import BenchSession, Models
+from polydraft.lab.bench.shards import Shard, merge_shards
+from polydraft.lab.papers.pages import FILE, drawings, keep, reproduction, write_kept
+from polydraft.lab.papers.paper import LARGE_TARGET, PAPERS, SIZES, DistributionRun, Results, Run
+from polydraft.models.fingerprint import digest_of
+from polydraft.models.placement import resolve_device
+from polydraft.output import check_folder, read_settings, write_text
+
+_ROWS = "analysis.json"
+RunBench = Callable[[BenchSession, Path], dict[str, Any]]
+"""Makes a benchmark in a folder and returns its results; shows progress as it likes."""
+
+
+class Reproduction:
+    """Measure a paper's tables and figures again.
+
+    Parameters
+    ----------
+    name : str
+        Of the paper.
+    size : str
+        One of `SIZES`: how many prompts and tokens.
+    options : mapping
+        Fields of `BenchOptions`, all of them.
+    given : collection of str
+        Those that the user chose, which go before the size's.
+    models : Models
+        Shared with other papers.
+    """
+
+    def __init__(self, name: str, size: str, options: Mapping[str, Any], given: Collection[str], models: Models) -> None:
+        if size not in SIZES:
+            raise unknown_name("size", size, SIZES)
+        self.name, self.paper, self.size = name, PAPERS.get(name), SIZES[size]
+        self._options, self._given = dict(options), set(given)
+        self._models = models
+        self._on_gpu = resolve_device(options["device"]).type == "cuda"
+        for run in self.paper.runs:
+            self._source(run)
+
+    def check(self, out: Path, *, resume: bool) -> None:
+        """Refuse a folder that cannot be written to, before anything is loaded."""
+        for run in self.paper.runs:
+            check_folder(out / run.name, resume=resume)
+
+    def run(self, out: Path, run_bench: RunBench, *, untimed: bool) -> dict[str, dict[str, Any]]:
+        """Make all runs, without the timed ones if asked for, and return the results of the benchmarks among them.
+
+        Finished ones are not made again; other benchmarks go on where they were interrupted.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        kept = Results()
+        for run in self.paper.runs:
+            if untimed and run.timed:
+                continue
+            if isinstance(run, Run):
+                options, place = self.bench_options(run), out / run.name
+                results = _finished(options, place)
+                found[run.name] = results or run_bench(BenchSession(options, self._models), place)
+                kept[run.name] = keep(found[run.name], timed=run.timed)
+            elif (rows := self._distributions(run, out / run.name)) is not None:
+                kept[run.name] = rows
+        write_tables(self.name, kept, out)
+        return found
+
+    def bench_options(self, run: Run) -> BenchOptions:
+        """Return the options of one benchmark."""
+        size = self.size
+        of_size: dict[str, Any] = {
+            "limit": size.timed_prompts if run.timed else size.prompts,
+            "max_new_tokens": size.timed_tokens if run.timed else size.tokens,
+            "batch": 1 if run.timed else size.batch,
+        }
+        if run.timed and self._on_gpu:
+            of_size["target"] = LARGE_TARGET
+        chosen = {key: value for key, value in of_size.items() if key not in self._given}
+        if run.timed:
+            chosen["batch"] = 1
+        chosen |= {key: value for key, value in run.settings.items() if key not in self._given}
+        fixed = {"source": self._source(run), "methods": run.methods, "temperature": run.temperature}
+        return BenchOptions(**{**self._options, **chosen, **fixed})
+
+    def _source(self, run: Run | DistributionRun) -> str:
+        """Return the file of a run's prompts, or the one source that the user gave for all."""
+        source = str(self._options["source"])
+        if not Path(source).is_dir():
+            return source
+        file = Path(source) / f"{run.prompts}.jsonl"
+        if not file.exists():
+            names = sorted({f"{one.prompts}.jsonl" for one in self.paper.runs})
+            raise UsageError(f"{source} holds no {file.name}; --reproduce {self.name} needs {', '.join(names)} there")
+        return str(file)
+
+    def _distributions(self, run: DistributionRun, out: Path) -> dict[str, Any] | None:
+        """Compute the rows of an analysis, or read them where they are there; None in shards that leave them to the first."""
+        shard = self._options["shard"]
+        if shard is not None and Shard.parse(shard).index > 1:
+            return None
+        options = self._options
+        whole_set = Path(str(options["source"])).is_dir()
+        settings = AnalyzeSettings(
+            **{key: options[key] for key in ("target", "draft", "raw", "seed", "device", "dtype", "threads")},
+            source=self._source(run),
+            categories=run.categories if whole_set else (),
+            limit=options["limit"] if "limit" in self._given else self.size.prompts,
+            max_new_tokens=options["max_new_tokens"] if "max_new_tokens" in self._given else self.size.tokens,
+            positions=self.size.positions,
+            batch_size=self.size.batch,
+            temperatures=run.temperatures,
+            drafts=run.drafts,
+            schemes=run.schemes,
+            paper_bound=True,
+        )
+        mark = digest_of(json.loads(json.dumps(dataclasses.asdict(settings))))
+        path = out / _ROWS
+        if path.exists() and (before := json.loads(path.read_text(encoding="utf-8")))["mark"] == mark:
+            return {"settings": before["settings"], "rows": before["rows"]}
+        analysis = Analysis(settings)
+        rows = [row.as_dict(paper_bound=True) for row in analysis.rows()]
+        place = machine(analysis.pair.device)
+        shown = {
+            "target": settings.target,
+            "draft": analysis.pair.draft_name,
+            "dtype": str(analysis.pair.dtype).removeprefix("torch."),
+            "max_new_tokens": settings.max_new_tokens,
+            "machine": place["gpu"] or f"{place['threads']} threads of {place['cpu']}",
+            "prompts": max(size.prompts for size in analysis.sizes),
+            "positions": max(size.positions for size in analysis.sizes),
+            "source": Path(settings.source).name.removesuffix(".jsonl") + "".join(f" ({one})" for one in settings.categories),
+        }
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"mark": mark, "settings": shown, "rows": rows}, indent=1))
+        return {"settings": shown, "rows": rows}
+
+
+def _finished(options: BenchOptions, folder: Path) -> dict[str, Any] | None:
+    """Return the results of a benchmark that was made with these very options; None where there is none, or a part of one."""
+    if not (folder / "results.json").exists():
+        return None
+    asked, before = json.loads(json.dumps(dataclasses.asdict(options))), read_settings(folder / "settings.json")
+    if str(before.get("shard")).startswith("all/"):  # shards that were merged
+        before["shard"] = None
+    if {"shard": None} | before != asked:
+        return None
+    results = load_results(folder)
+    whole = results["settings"]["repeat"] == options.repeat and list(results["methods"]) == list(dict.fromkeys(options.methods))
+    return results if whole else None
+
+
+def write_tables(name: str, kept: Results, out: Path) -> None:
+    """Write a paper's kept figures, its tables and its drawings into a folder that exists."""
+    paper = PAPERS.get(name)
+    out.mkdir(parents=True, exist_ok=True)
+    write_kept(kept, out / f"{name}.json")
+    for drawing in drawings(paper, kept):
+        write_text(out / drawing.file, drawing.content)
+    write_text(out / FILE, reproduction(paper, kept))
+
+
+def merge_reproduction(name: str, out: Path, folders: Sequence[Path], command: list[str]) -> dict[str, dict[str, Any]]:
+    """Join the shards of a reproduction, as far as they were made, and return the results of its benchmarks."""
+    found: dict[str, dict[str, Any]] = {}
+    kept = Results()
+    for run in PAPERS.get(name).runs:
+        parts = [folder / run.name for folder in folders]
+        if isinstance(run, Run) and any(part.exists() for part in parts):
+            found[run.name] = merge_shards(out / run.name, parts, command)
+            kept[run.name] = keep(found[run.name], timed=run.timed)
+        for part in parts:
+            if isinstance(run, DistributionRun) and (part / _ROWS).exists():
+                kept[run.name] = {key: value for key, value in json.loads((part / _ROWS).read_text()).items() if key != "mark"}
+    write_tables(name, kept, out)
+    return found

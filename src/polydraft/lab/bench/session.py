@@ -1,0 +1,213 @@
+"""A whole benchmark: load, measure, summarise, write."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import polydraft
+from polydraft.beam import text_log_probs
+from polydraft.certify.greedy_identity import IdentityCheck, Likeness
+from polydraft.engine import Decoder
+from polydraft.errors import UsageError
+from polydraft.lab.bench import BASELINE, SCHEMA
+from polydraft.lab.bench._results import summarise, write_results
+from polydraft.lab.bench._runner import Journal, Measurement, Runner
+from polydraft.lab.bench.meters import git_revision, machine
+from polydraft.lab.bench.method import Bench, build_methods
+from polydraft.lab.bench.options import BenchOptions
+from polydraft.lab.bench.shards import Shard
+from polydraft.loading import usual_pair
+from polydraft.models import check_prompts
+from polydraft.models.inflated import InflatedModel
+from polydraft.models.loading import Loaded, load_draft, load_model
+from polydraft.models.placement import check_device_map, resolve_device, resolve_dtype
+from polydraft.prompts import Prompt, load_prompts
+from polydraft.sampling import SamplingParams
+
+
+class Models:
+    """Targets with their drafts, so that several benchmarks of one process load them once."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[Any, ...], tuple[Loaded, Any]] = {}
+
+    def load(self, options: BenchOptions, device: torch.device, draft: str) -> tuple[Loaded, Any]:
+        """Return target and draft, as loaded before where they are the same."""
+        key = (options.target, draft, str(device), options.dtype, options.device_map, options.native)
+        if key not in self._pairs:
+            dtype = resolve_dtype(options.dtype, device)
+            target = load_model(options.target, device, dtype, options.device_map, options.native)
+            self._pairs[key] = target, load_draft(draft, target)
+        return self._pairs[key]
+
+
+class BenchSession:
+    """Load models and prompts, then measure.
+
+    Parameters
+    ----------
+    options : BenchOptions
+    models : Models, optional
+        Shared with other sessions.
+    """
+
+    def __init__(self, options: BenchOptions, models: Models | None = None) -> None:
+        self.options = options
+        params = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+        prompts = load_prompts(options.source, options.limit)
+        if options.shard is not None:
+            prompts = Shard.parse(options.shard).select(prompts)
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        check_device_map(options.device_map, options.device)
+        device = resolve_device(options.device)
+        usual, _ = usual_pair(options.target)
+        draft_name = usual if options.draft == "auto" else options.draft
+        self.loaded, draft = (models or Models()).load(options, device, draft_name)
+        encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)
+        encoded = [(prompt, encoder.encode(prompt.content, chat=not options.raw)) for prompt in prompts]
+        check_prompts([ids for _, ids in encoded], self.loaded.model.max_positions, self.loaded.model.vocab_size)
+        longest = max(len(ids) for _, ids in encoded)
+        _check_room(longest, options.max_new_tokens, self.loaded.model.max_positions)
+        self.prompts: list[tuple[Prompt, list[int]]] = encoded
+        self.bench = Bench(
+            target=self.loaded,
+            draft=draft,
+            params=params,
+            max_new_tokens=options.max_new_tokens,
+            longest_prompt=longest,
+            corpus=options.corpus,
+        )
+        self.methods = build_methods(list(options.methods), self.bench)
+        self.runner = Runner(
+            self.methods,
+            encoded,
+            repeat=options.repeat,
+            seed=options.seed,
+            device=device,
+            batch=options.batch,
+            alone=options.shard is None,
+            likelihood=self._likelihood if options.log_likelihood else None,
+        )
+        self.draft_name = draft_name
+
+    def run(
+        self,
+        out: Path,
+        *,
+        resume: bool,
+        command: list[str],
+        progress: Callable[[Measurement | None], None],
+        begin: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """Measure, write `runs.jsonl` while measuring and `results.json` and `report.html` at the end; return the results.
+
+        `begin` is called before the first measurement, `progress` with each.
+        """
+        settings = dataclasses.asdict(self.options)
+        journal = Journal(out, json.loads(json.dumps(settings)), resume)
+        begin()
+        self.runner.run(journal, progress)
+        results = self.results(list(journal), command)
+        write_results(results, out)
+        return results
+
+    def results(self, measurements: list[Measurement], command: list[str]) -> dict[str, Any]:
+        """Summarise measurements as docs/bench-results.md says."""
+        options, model = self.options, self.loaded.model
+        categories: dict[str, int] = {}
+        for prompt, _ in self.prompts:
+            categories[prompt.category] = categories.get(prompt.category, 0) + 1
+        likeness = self._likeness(measurements)
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+        return {
+            "schema": SCHEMA,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": command,
+            "git_revision": git_revision(),
+            "machine": machine(model.device),
+            "versions": {"polydraft": polydraft.__version__, "python": platform.python_version(), **versions},
+            "settings": {
+                "target": options.target,
+                **({"inflated": model.note} if isinstance(model, InflatedModel) else {}),
+                "draft": self.draft_name,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": str(model.device),
+                "temperature": options.temperature,
+                **({"top_k": options.top_k} if options.top_k else {}),
+                **({"top_p": options.top_p} if options.top_p < 1 else {}),
+                "max_new_tokens": options.max_new_tokens,
+                "repeat": options.repeat,
+                **({"batch": options.batch} if options.batch > 1 else {}),
+                "seed": options.seed,
+                "template": "raw" if options.raw else "chat",
+                "prompts": {"source": options.source, "count": len(self.prompts), "categories": categories},
+                **({"shard": options.shard} if options.shard is not None else {}),
+            },
+            "methods": summarise(measurements, [method.name for method in self.methods], likeness),
+            "differing": [
+                {"method": method, "prompt": prompt, "likeness": kind}
+                for (method, prompt), kind in (likeness or {}).items()
+                if kind != Likeness.IDENTICAL
+            ],
+            "trees": {method.name: {"parents": list(method.parents)} for method in self.methods if method.parents},
+            "samples": self._samples(measurements),
+        }
+
+    def _likelihood(self, prompt: list[int], tokens: list[int]) -> float:
+        """Return the target's log-probability of a text."""
+        return sum(text_log_probs(self.loaded.model, prompt, [tokens])[0])
+
+    def _likeness(self, measurements: list[Measurement]) -> dict[tuple[str, str], str] | None:
+        """At temperature 0, compare every text with the baseline's."""
+        if self.options.temperature > 0:
+            return None
+        check = IdentityCheck(self.loaded.model)
+        prompts = {prompt.id: ids for prompt, ids in self.prompts}
+        comparable = {method.name for method in self.methods if method.comparable}
+        first = {(one.method, one.prompt): one.token_ids for one in reversed(measurements) if not one.error}
+        return {
+            (method, prompt): check.compare(prompts[prompt], first[BASELINE, prompt], tokens).value
+            for (method, prompt), tokens in first.items()
+            if method in comparable and (BASELINE, prompt) in first and prompt in prompts
+        }
+
+    def _samples(self, measurements: list[Measurement]) -> list[dict[str, Any]]:
+        """Return the first prompt of each category with each method, token by token."""
+        texts: dict[str, Prompt] = {}
+        for prompt, _ in reversed(self.prompts):
+            texts[prompt.category] = prompt
+        chosen = {prompt.id: prompt for prompt in texts.values()}
+        return [
+            {
+                "method": one.method,
+                "category": one.category,
+                "prompt": chosen[one.prompt].text,
+                "tokens": self._sample_tokens(one),
+            }
+            for one in measurements
+            if one.prompt in chosen and one.repeat == 0 and not one.error
+        ]
+
+    def _sample_tokens(self, one: Measurement) -> list[dict[str, Any]]:
+        passes: Sequence[int | None] = one.passes if one.passes is not None else [None] * len(one.token_ids)
+        return [
+            {"text": self.loaded.tokenizer.decode([token]), "source": source, "pass": number}
+            for token, source, number in zip(one.token_ids, one.sources, passes, strict=True)
+        ]
+
+
+def _check_room(longest: int, new: int, positions: int | None) -> None:
+    """Refuse texts that the context would cut: our engine ends there, peers go on, and texts would seem to differ."""
+    if positions is not None and longest + new > positions:
+        raise UsageError(
+            f"max_new_tokens={new} does not fit after the longest prompt of {longest} tokens in the model's context of "
+            f"{positions}; use {positions - longest} at most, or shorter prompts"
+        )

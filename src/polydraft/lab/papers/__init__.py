@@ -1,0 +1,29 @@
+"""The papers this package implements: what to run for their tables and figures, and their lossy rules.
+
+`polydraft bench --reproduce NAME` measures a paper again; docs/papers has a page on each: what it claims, where each piece of
+it lives, which test proves it, and what we measured. The experiments name methods and read results, so that they need no
+benchmark; the lossy rules are drafters like any other, found by the name behind `--lossy`.
+"""
+
+from polydraft.lab.papers.dsbd import DSBD
+from polydraft.lab.papers.improved import IMPROVED
+from polydraft.lab.papers.mcsd import MCSD
+from polydraft.lab.papers.optimal import OPTIMAL
+from polydraft.lab.papers.pages import FILE
+from polydraft.lab.papers.paper import PAPERS, Comparison, DistributionRun, Paper, Results, Run
+from polydraft.lab.papers.self_draft import SELF_DRAFT
+
+__all__ = [
+    "DSBD",
+    "FILE",
+    "IMPROVED",
+    "MCSD",
+    "OPTIMAL",
+    "PAPERS",
+    "SELF_DRAFT",
+    "Comparison",
+    "DistributionRun",
+    "Paper",
+    "Results",
+    "Run",
+]

@@ -1,0 +1,173 @@
+"""What was measured, kept small, and written into a paper's page: tables between marks, and drawings beside it.
+
+A page is written by hand, but for what stands between `<!-- KEY -->` and `<!-- end -->`: that is the comparison of that key.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polydraft.lab.papers._charts import Drawing
+from polydraft.lab.papers.paper import UNKNOWN, Comparison, Paper, Results, table, text_of
+
+FILE = "reproduction.md"
+"""All tables of a reproduction, in its folder."""
+_END = "<!-- end -->"
+_KEPT = (
+    "prompts",
+    "tokens_per_pass",
+    "acceptance_rate",
+    "accepted_share",
+    "acceptance_by_depth",
+    "log_likelihood_per_token",
+)
+_KEPT_OF_TIME = ("tokens_per_second", "speedup", "speedup_low", "speedup_high", "joules_per_token")
+_KEPT_OF_CATEGORIES = ("tokens_per_pass", "speedup")
+_BRANCHES = 8
+
+
+def keep(results: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
+    """Return the few figures of a `results.json` that tables need, rounded; times only where they count."""
+    settings, machine = results["settings"], results["machine"]
+    categories = len(settings["prompts"]["categories"]) > 1
+    keys = (*_KEPT, *(_KEPT_OF_TIME if timed else ()))
+    methods = {}
+    for name, figures in results["methods"].items():
+        kept = {key: _rounded(figures[key]) for key in keys if figures.get(key) not in (None, [])}
+        if figures.get("winning_branches"):
+            kept["winning_branches"] = _rounded(figures["winning_branches"][:_BRANCHES])
+        if categories:
+            kept["categories"] = {
+                category: {key: _rounded(one[key]) for key in _KEPT_OF_CATEGORIES[: 1 + timed] if one.get(key) is not None}
+                for category, one in figures["categories"].items()
+            }
+        methods[name] = kept
+    return {
+        "settings": {
+            **{key: settings[key] for key in ("target", "draft", "dtype", "temperature", "max_new_tokens")},
+            **{key: settings[key] for key in ("top_k", "top_p", "batch") if key in settings},
+            "machine": machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}",
+            "prompts": settings["prompts"]["count"],
+            "source": Path(settings["prompts"]["source"]).name.removesuffix(".jsonl"),
+            "created": results["created"][:10],
+        },
+        "methods": methods,
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Round all numbers to five significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return {key: _rounded(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def read_kept(path: Path) -> Results:
+    """Read a paper's file of kept figures."""
+    return Results(json.loads(path.read_text(encoding="utf-8")))
+
+
+def write_kept(results: Results, path: Path) -> None:
+    """Write it, one method per line, so that changes can be read."""
+    lines = []
+    for name, run in results.items():
+        lines.append(f' {json.dumps(name)}: {{\n  "settings": {json.dumps(run["settings"], ensure_ascii=False)},')
+        if "rows" in run:
+            rows = ",\n   ".join(json.dumps(_rounded(row)) for row in run["rows"])
+            lines.append(f'  "rows": [\n   {rows}]\n }},')
+        else:
+            methods = ",\n   ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in run["methods"].items())
+            lines.append(f'  "methods": {{\n   {methods}}}\n }},')
+    path.write_text("{\n" + "\n".join(lines).removesuffix(",") + "\n}\n", encoding="utf-8")
+
+
+def drawings(paper: Paper, results: Results) -> list[Drawing]:
+    """Return the drawings of what was measured."""
+    return [one for comparison in paper.tables(results) if measured(comparison) for one in comparison.drawings]
+
+
+def measured(comparison: Comparison) -> list[Sequence[str]]:
+    """Return the rows that lack nothing or have a figure of ours all the same; what stands in the first column is a label."""
+    return [row for row in comparison.ours if "–" not in " ".join(row) or any(re.search(r"\d\.\d", cell) for cell in row[1:])]
+
+
+def section(comparison: Comparison, results: Results, drawn_in: str = "") -> list[str]:
+    """Write a comparison in Markdown; ours and the paper's never share a table. Of what was not measured, say only that."""
+    lines = ["**Ours**: not measured yet."]
+    if rows := measured(comparison):
+        lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, rows)]
+        lines += [line for one in comparison.drawings for line in ("", f"![{one.caption}]({drawn_in}{one.file})")]
+    if comparison.published:
+        lines += ["", f"**Published** ({comparison.published_note})", ""]
+        lines += table(comparison.published_columns, comparison.published)
+    if comparison.remark and rows:
+        lines += ["", comparison.remark]
+    return lines
+
+
+def reproduction(paper: Paper, results: Results) -> str:
+    """Write all tables of a paper as one text."""
+    lines = [
+        f"# {paper.title}: measured again",
+        "",
+        "The paper's own figures come from other models and machines: compare the pattern, not the numbers.",
+    ]
+    for comparison in paper.tables(results):
+        lines += ["", f"## {comparison.title}", "", *section(comparison, results)]
+    return "\n".join(lines) + "\n"
+
+
+def filled(page: str, sections: Mapping[str, Sequence[str]]) -> str:
+    """Return a page with these lines between its marks.
+
+    Raises
+    ------
+    ValueError
+        If a mark is missing, or one is there that nothing belongs to.
+    """
+    marks = re.findall(r"<!-- ([a-z0-9-]+) -->\n", page)
+    marks = [mark for mark in marks if mark != "end"]
+    if sorted(marks) != sorted(sections):
+        raise ValueError(f"marks of the page: {sorted(marks)}; what belongs there: {sorted(sections)}")
+    for key, lines in sections.items():
+        start = page.index(f"<!-- {key} -->\n") + len(f"<!-- {key} -->\n")
+        page = page[:start] + "\n".join(lines) + "\n" + page[page.index(_END, start) :]
+    return page
+
+
+def page_sections(paper: Paper, results: Results, drawn_in: str) -> dict[str, list[str]]:
+    """Return what belongs between the marks of a paper's page."""
+    return {one.key: [f"### {one.title}", "", *section(one, results, drawn_in)] for one in paper.tables(results)}
+
+
+def orderings(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
+    """Write the table of what papers say is better than what."""
+    rows = [[f"[{name}]({name}.md)", *row] for name, (paper, results) in papers.items() for row in paper.orderings(results)]
+    known, unknown = ([row for row in rows if (row[-1] == UNKNOWN) is missing] for missing in (False, True))
+    said = [f"Not measured yet: {'; '.join(f'{row[0]}, {row[1]}' for row in unknown)}."] if unknown else []
+    return [*table(["paper", "what it reports", "here", "holds"], known), "", *said]
+
+
+def contest(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
+    """Write the table of all papers' methods on the same prompts, machine and target."""
+    rows = []
+    abouts = set()
+    for name, (paper, results) in papers.items():
+        for label, run, method in paper.contest:
+            if not results.figures(run, method):
+                continue
+            low, high = (results.get_figure(run, method, key) for key in ("speedup_low", "speedup_high"))
+            interval = f" ({low:.2f}–{high:.2f})" if low is not None and high is not None else ""
+            temperature = f"{results[run]['settings']['temperature']:g}"
+            cells = [results.text(run, method, key) for key in ("tokens_per_pass", "tokens_per_second", "joules_per_token")]
+            speedup = text_of(results.get_figure(run, method, "speedup"), "×") + interval
+            rows.append([f"[{name}]({name}.md)", label, temperature, f"`{method}`", *cells, speedup])
+            abouts.add(results.about(run))
+    columns = ["paper", "method", "T", "as a benchmark method", "tokens per pass", "tokens/s", "J/token", "speed-up (95 %)"]
+    if not rows:
+        return ["Not measured yet."]
+    return [*(f"{about}." for about in sorted(abouts)), "", *table(columns, rows)]

@@ -1,0 +1,55 @@
+"""What could be accepted at best, what is accepted, and what that makes of speed: formulas, not decoding.
+
+`*_optimum` bound every exact verifier for one way of drawing drafts. `acceptance` tells what a scheme attains. `speedup`
+and `fastest_tree` turn acceptance into time. All work at full vocabulary on tensors of probabilities, one row per position,
+but `linear_program_optimum`, `subset_optimum` and `product_optimum`, which are for tiny ones.
+"""
+
+from polydraft.draft.speedup import (
+    Costs,
+    RatedTree,
+    chain_tokens,
+    cost_curve,
+    fastest_tree,
+    improvement_factor,
+    largest_tree,
+    speedup,
+    token_acceptance,
+    tree_tokens,
+)
+from polydraft.lab.theory.acceptance import Estimate, acceptance, naive_acceptance
+from polydraft.lab.theory.lp import DraftDistribution, linear_program_optimum, product_optimum, subset_optimum
+from polydraft.lab.theory.optimum import (
+    conditional_poisson_optimum,
+    greedy_optimum,
+    hybrid_optimum,
+    top_optimum,
+    with_replacement_optimum,
+    without_replacement_optimum,
+)
+
+__all__ = [
+    "Costs",
+    "DraftDistribution",
+    "Estimate",
+    "RatedTree",
+    "acceptance",
+    "chain_tokens",
+    "conditional_poisson_optimum",
+    "cost_curve",
+    "fastest_tree",
+    "greedy_optimum",
+    "hybrid_optimum",
+    "improvement_factor",
+    "largest_tree",
+    "linear_program_optimum",
+    "naive_acceptance",
+    "product_optimum",
+    "speedup",
+    "subset_optimum",
+    "token_acceptance",
+    "top_optimum",
+    "tree_tokens",
+    "with_replacement_optimum",
+    "without_replacement_optimum",
+]

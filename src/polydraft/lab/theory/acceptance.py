@@ -1,0 +1,210 @@
+"""How often a scheme's emitted token is one of its children: exact where a formula is known, sampled otherwise.
+
+References
+----------
+.. [1] Hu et al., Towards Optimal Multi-Draft Speculative Decoding.
+.. [2] Sun et al., SpecTr: Fast Speculative Decoding via Optimal Transport, NeurIPS 2023.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError
+from polydraft.lab.theory._formulas import (
+    Formula,
+    by_rows,
+    check_pair,
+    chunk_size,
+    gumbel_of_one,
+    gumbel_race,
+    rejection_of_two,
+    rejection_with_replacement,
+    rejection_without_replacement,
+    sequential_acceptance,
+)
+from polydraft.lab.theory.optimum import greedy_optimum, top_optimum, with_replacement_optimum
+from polydraft.lab.theory.without_replacement import MAX_COUNT, inclusion
+from polydraft.sampling import NO_TOKEN
+from polydraft.verify import SCHEMES, Race, Scheme
+from polydraft.verify.arrays import normalised, ratio
+
+Sampled = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Target and draft probabilities and uniforms_KRX, to the acceptance of each row in each of X drawings of K children."""
+
+_LOOKUP_SAMPLES, _DISTRIBUTION_SAMPLES, _RACE_SAMPLES = 1024, 64, 16
+"""Drawings per row: where one costs some look-ups; passes over the vocabulary; where next to nothing is random."""
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """Acceptance of each row."""
+
+    value_R: Tensor
+    """Chance that the emitted token is one of the children, float64."""
+    standard_error_R: Tensor
+    """Of the value, over the sampled drawings; 0 where it is exact. It cannot know of what was not drawn once."""
+
+
+def acceptance(
+    scheme: str | Scheme,
+    target_probs_RV: Tensor,
+    draft_probs_RV: Tensor,
+    count: int,
+    *,
+    generator: torch.Generator | None = None,
+    samples: int | None = None,
+) -> Estimate:
+    """Tell how much a scheme accepts at each of many positions.
+
+    Parameters
+    ----------
+    scheme : str or Scheme
+        A registered name, or a scheme with options of your own.
+    target_probs_RV, draft_probs_RV : Tensor
+        Distributions, one row per position; each sums to one.
+    count : int
+        Children of each node.
+    generator : torch.Generator, optional
+        Of the random numbers, on the host; without one, a new one of seed 0, so that values repeat.
+    samples : int, optional
+        Drawings per row where the value is not exact, at least 2. By default 1024 where a drawing costs some look-ups
+        (rrs-wor, gumbel), 16 for races with buckets (race-bucketed, hybrid), where next to nothing is random, else 64.
+
+    Returns
+    -------
+    Estimate
+        Exact for speculative, naive, top, rrs-wr, kseq, greedy, spechub and race, for rrs-wor up to two children and for
+        gumbel with one. For every other scheme children are drawn by `Scheme.draw` and the mass of `Scheme.distribution` on
+        them is averaged, which is exact given the children (Rao-Blackwell).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from polydraft.lab.theory import acceptance
+    >>> target_probs, draft_probs = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.25, 0.25, 0.5]])
+    >>> acceptance("rrs-wr", target_probs, draft_probs, 2).value_R
+    tensor([0.7500], dtype=torch.float64)
+    """
+    instance = SCHEMES.get(scheme)() if isinstance(scheme, str) else scheme
+    check_pair(target_probs_RV, draft_probs_RV, count, most=instance.max_children)
+    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 2):
+        raise UsageError(f"samples is {samples!r}; allowed: whole numbers from 2; one drawing has no standard error")
+    # A subclass verifies in its own way, so that the formulas of its name are not its own.
+    name = instance.name if instance.name in SCHEMES and type(instance) is SCHEMES.get(instance.name) else ""
+    exact = _EXACT.get(name, _EXACT_FOR_FEW.get((name, count)))
+    if exact is not None:
+        value_R = exact(target_probs_RV, draft_probs_RV, count)
+        return Estimate(value_R, torch.zeros_like(value_R))
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    estimate = _looked_up(_SAMPLED[name], generator, samples) if name in _SAMPLED else _drawn(instance, generator, samples)
+    moments_RX = by_rows(estimate, target_probs_RV, draft_probs_RV, count)
+    return Estimate(moments_RX[:, 0], moments_RX[:, 1])
+
+
+def naive_acceptance(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int, *, replacement: bool) -> Tensor:
+    """Return the acceptance of drawing the token from the target and looking whether it was drafted: Σ p(i) P(i drafted).
+
+    Parameters
+    ----------
+    target_probs_RV, draft_probs_RV : Tensor
+        Distributions, one row per position; each sums to one.
+    count : int
+        Drafts per position; at most 64 without replacement.
+    replacement : bool
+        Whether drafts are independent, with P(i drafted) = 1 − (1 − q(i))ⁿ, or distinct as in the scheme naive; then the
+        sum over all drawings is one integral, see `without_replacement.inclusion`.
+
+    Returns
+    -------
+    Tensor
+        Acceptance of each row, float64.
+    """
+    check_pair(target_probs_RV, draft_probs_RV, count, most=None if replacement else MAX_COUNT)
+    formula = _independent_inclusion if replacement else inclusion
+    return by_rows(formula, target_probs_RV, draft_probs_RV, count).clamp(0, 1)
+
+
+def _independent_inclusion(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
+    drafted_RV = -torch.expm1(count * torch.log1p(-draft_RV.clamp(max=1)))
+    return (target_RV * drafted_RV).sum(-1)
+
+
+def _looked_up(formula: Sampled, generator: torch.Generator, samples: int | None) -> Formula:
+    """Mean and standard error over drawings that cost a few look-ups each."""
+
+    def moments(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
+        shape = (count, len(draft_RV), samples or _LOOKUP_SAMPLES)
+        uniforms_KRX = torch.rand(*shape, generator=generator, dtype=torch.float64).to(draft_RV.device)
+        return _moments(formula(target_RV, draft_RV, uniforms_KRX))
+
+    return moments
+
+
+def _drawn(scheme: Scheme, generator: torch.Generator, samples: int | None) -> Formula:
+    """Mean and standard error over drawn children, for any scheme: given these, `Scheme.distribution` is summed exactly."""
+    drawings = samples or (_RACE_SAMPLES if isinstance(scheme, Race) else _DISTRIBUTION_SAMPLES)
+    picks = scheme.select_uniforms or 0 if isinstance(scheme, Race) else 0
+
+    def moments(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
+        rows, device, values = len(draft_RV), draft_RV.device, []
+        at_once = max(1, chunk_size(device) // draft_RV.numel())
+        for begin in range(0, drawings, at_once):
+            copies = min(at_once, drawings - begin)
+            many_target_RV, many_draft_RV = target_RV.repeat(copies, 1), draft_RV.repeat(copies, 1)
+            uniforms_RU = torch.rand(copies * rows, count + picks, generator=generator, dtype=torch.float64).to(device)
+            children_RK = scheme.draw(many_draft_RV, uniforms_RU[:, :count])
+            if picks:
+                value_R = _race_acceptance(scheme, many_target_RV, many_draft_RV, children_RK, uniforms_RU[:, count:])
+            else:
+                value_R = _mass(scheme.distribution(many_target_RV, many_draft_RV, children_RK), children_RK)
+            values.append(value_R.view(copies, rows).T)
+        return _moments(torch.cat(values, dim=1))
+
+    return moments
+
+
+def _moments(values_RX: Tensor) -> Tensor:
+    """Mean and its standard error over X, side by side."""
+    return torch.stack([values_RX.mean(-1), values_RX.std(-1) / values_RX.shape[1] ** 0.5], dim=1)
+
+
+def _race_acceptance(scheme: Scheme, target_RV: Tensor, draft_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
+    """Return the acceptance of a race, with far less noise than by its distribution.
+
+    The selected child is accepted with chance Σ min(p, r), whatever is drawn. All that hangs on the children is whether the
+    residual hits another of them after a rejection: never if cells are single tokens, seldom if they are buckets.
+    """
+    selection = scheme.select(target_RV, draft_RV, children_RK, uniforms_RU)
+    target_RV, token_R1 = normalised(target_RV), selection.token_R.clamp(min=0)[:, None]
+    accepted_R = ratio(target_RV.gather(1, token_R1), selection.distribution_RV.gather(1, token_R1)).clamp(max=1.0)[:, 0]
+    residual_RV = normalised((target_RV - selection.distribution_RV).clamp(min=0))
+    return torch.minimum(target_RV, selection.distribution_RV).sum(-1) + (1 - accepted_R) * _mass(residual_RV, children_RK)
+
+
+def _mass(distribution_RV: Tensor, children_RK: Tensor) -> Tensor:
+    """Mass on the children; one drawn twice counts once."""
+    again_RKK = (children_RK[:, :, None] == children_RK[:, None, :]).tril(-1)
+    counted_RK = (children_RK != NO_TOKEN) & ~again_RKK.any(-1)
+    return (distribution_RV.gather(1, children_RK.clamp(min=0)) * counted_RK).sum(-1)
+
+
+_EXACT: dict[str, Formula] = {
+    "speculative": with_replacement_optimum,
+    "naive": partial(naive_acceptance, replacement=False),
+    "top": top_optimum,
+    "rrs-wr": partial(by_rows, rejection_with_replacement),
+    "kseq": partial(by_rows, sequential_acceptance),
+    "greedy": greedy_optimum,
+    "spechub": greedy_optimum,
+    "race": with_replacement_optimum,
+}
+_EXACT_FOR_FEW: dict[tuple[str, int], Formula] = {
+    ("rrs-wor", 1): with_replacement_optimum,
+    ("rrs-wor", 2): partial(by_rows, rejection_of_two),
+    ("gumbel", 1): partial(by_rows, gumbel_of_one),
+}
+_SAMPLED: dict[str, Sampled] = {"rrs-wor": rejection_without_replacement, "gumbel": gumbel_race}

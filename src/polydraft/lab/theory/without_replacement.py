@@ -1,0 +1,198 @@
+"""Drawing one after the other without replacement, summed exactly over all drawings by one integral.
+
+Let token i arrive at an exponential time of rate q(i). The first n arrivals, in order, are a drawing without replacement.
+So the drawing stays inside a set H if n tokens of H arrive before the first token outside, and token i is drawn if fewer
+than n others arrive before it. Given the time t, arrivals are independent: their number has the coefficients of
+∏ (e^{−q(i)t} + (1 − e^{−q(i)t}) x), and what is left is an integral over t.
+
+The likeliest n − 1 tokens are kept apart. Without them the odds e^{q(i)t} − 1 of a single arrival stay below e^{s t}, where s
+is the mass of the others and no t beyond a few dozen / s matters, so nothing overflows even where s is 1e-40 (a draft at low
+temperature); all terms are positive, so nothing cancels either.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_COUNT = 64
+"""Most drafts: time grows with their square, and beyond about 200 the odds would overflow."""
+
+_LOWEST = -3.3
+"""exp(u − exp(−u)) is 5e-14 here: an integral of a probability density that starts here misses no more than that."""
+
+
+def escape_chances(draft_RV: Tensor, count: int) -> Tensor:
+    """Chance that `count` distinct draws do not all fall among the first k tokens, for each k from 1 to V.
+
+    Parameters
+    ----------
+    draft_RV : Tensor
+        Distributions as float64, in the order in which prefixes are wanted.
+
+    Notes
+    -----
+    1 − Q_k = s_k ∫ e^{−t} Σ_{j<n} e_j({e^{q(i)t} − 1}_{i≤k}) dt with s_k the mass behind k and e_j the elementary symmetric
+    sums, j-fold running sums here. Closed forms for n = 1 (s_k) and n = 2 (s_k (1 + Σ_{i≤k} q(i)/(1 − q(i)))). With a
+    support of n or fewer every token is drawn, and only the whole support holds a drawing.
+    """
+    total_R1 = draft_RV.sum(-1, keepdim=True)
+    behind_RV = torch.nn.functional.pad(draft_RV.flip(-1).cumsum(-1).flip(-1)[:, 1:], (0, 1))
+    if count == 1:
+        return behind_RV / total_R1
+    if count == 2:
+        seconds_RV = (draft_RV / _others(draft_RV)).cumsum(-1)
+        escape_RV = torch.where(behind_RV > 0, behind_RV * (1 + seconds_RV), 0.0) / total_R1
+    else:
+        escape_RV = behind_RV * _prefix_integral(draft_RV, count)
+    drawn_whole_R1 = (draft_RV > 0).sum(-1, keepdim=True) <= count
+    return torch.where(drawn_whole_R1, (behind_RV > 0).double(), escape_RV.clamp(0, 1))
+
+
+def inclusion(weight_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
+    """Sum of the weights of the drawn tokens, in expectation: Σ_i w(i) P(i is among `count` distinct draws).
+
+    Notes
+    -----
+    P(i drawn) = ∫ q(i) e^{−q(i)t} P(fewer than n others by t) dt. Leaving out one token at a time would cost V² or cancel;
+    carried instead is, beside each coefficient, its derivative when every factor gets w(i) q(i) e^{−q(i)t} added.
+    """
+    drawn_whole_R = (draft_RV > 0).sum(-1) <= count
+    whole_R = torch.where(draft_RV > 0, weight_RV, 0.0).sum(-1)
+    if count == 1:
+        return torch.where(drawn_whole_R, whole_R, (weight_RV * draft_RV).sum(-1) / draft_RV.sum(-1))
+    race = _Race.of(draft_RV, count)
+    gain_RV = weight_RV * draft_RV
+    light_gain_RV = gain_RV.scatter(1, race.heavy_RX, 0.0)
+    heavy_gain_RX = gain_RV.gather(1, race.heavy_RX)
+    first_RV = light_gain_RV.cumsum(-1)
+    sum_R = torch.zeros_like(whole_R)
+    for step in range(race.steps):
+        time_R1, weight_R1 = race.times_RX[:, step, None], race.weights_RX[:, step, None]
+        stay_RX = torch.exp(-race.heavy_draft_RX * time_R1)
+        heavy_RK, heavy_gain_RK = _heavy_coefficients(stay_RX, heavy_gain_RX * stay_RX, count)
+        odds_RV = race.odds(step)
+        sums_RV: Tensor | None = None
+        gains_RV = first_RV
+        value_R1 = gains_RV[:, -1:] * heavy_RK[:, count - 1 :] + heavy_gain_RK[:, count - 1 :]
+        for order in range(1, count):
+            before_RV = torch.ones_like(odds_RV) if sums_RV is None else _shifted(sums_RV)
+            sums_RV = (odds_RV * before_RV).cumsum(-1)
+            gains_RV = (odds_RV * _shifted(gains_RV) + light_gain_RV * _shifted(sums_RV)).cumsum(-1)
+            rank = count - 1 - order
+            value_R1 = value_R1 + gains_RV[:, -1:] * heavy_RK[:, rank : rank + 1]
+            value_R1 = value_R1 + sums_RV[:, -1:] * heavy_gain_RK[:, rank : rank + 1]
+        sum_R = sum_R + (weight_R1 * value_R1)[:, 0]
+    return torch.where(drawn_whole_R, whole_R, sum_R)
+
+
+@dataclass(frozen=True, eq=False)
+class _Race:
+    """The likeliest n − 1 tokens apart from the others, and the times at which the integrand is taken."""
+
+    heavy_RX: Tensor
+    """Places of the likeliest n − 1 tokens, in ascending order."""
+    heavy_draft_RX: Tensor
+    light_RV: Tensor
+    """The distribution with zeros at those places."""
+    order_RV: Tensor
+    """Places of the light tokens, likeliest first."""
+    times_RX: Tensor
+    weights_RX: Tensor
+    """Quadrature weights, with e^{−s t} of the light tokens inside."""
+    expected: list[float]
+    """For each time, s t: how many light arrivals there could be in any row."""
+
+    @property
+    def steps(self) -> int:
+        """Number of times."""
+        return len(self.expected)
+
+    def odds(self, step: int) -> Tensor:
+        """e^{q(i)t} − 1 of the light tokens, by a short series for all but the few with q(i)t above the limit below."""
+        limit = 0.01  # the term left out of the series is 2e-16 of the sum there
+        rate_RV = self.light_RV * self.times_RX[:, step, None]
+        odds_RV = rate_RV * (1 / 6) + 1
+        for divisor in (5, 4, 3, 2):
+            odds_RV.mul_(rate_RV).mul_(1 / divisor).add_(1)
+        odds_RV.mul_(rate_RV)
+        few = min(int(self.expected[step] / limit) + 1, rate_RV.shape[1])  # rates sum to `expected` at most
+        places_RX = self.order_RV[:, :few]
+        return odds_RV.scatter_(1, places_RX, torch.expm1(rate_RV.gather(1, places_RX)))
+
+    @classmethod
+    def of(cls, draft_RV: Tensor, count: int) -> "_Race":
+        """Split the distribution and lay out the grid.
+
+        The substitution t = exp(u − exp(−u)) turns the integrand into one that falls off doubly exponentially at both ends,
+        for which equal steps converge exponentially; the arrival of the n-th token is a step of width 1/√n in log t.
+        """
+        heavy_RX = draft_RV.topk(min(count - 1, draft_RV.shape[1]), dim=1).indices.sort(-1).values
+        light_RV = draft_RV.scatter(1, heavy_RX, 0.0)
+        mass_R1 = light_RV.sum(-1, keepdim=True)
+        mass_R1 = torch.where(mass_R1 > 0, mass_R1, 1.0)  # support below n: the caller does not use the result
+        last_R1 = torch.log((45 + 3 * count) / mass_R1)
+        widest = min(0.25, 0.6 / math.sqrt(count))
+        steps = int((last_R1.max().item() - _LOWEST) / widest) + 2
+        width_R1 = (last_R1 - _LOWEST) / (steps - 1)
+        place_RX = _LOWEST + width_R1 * torch.arange(steps, dtype=torch.float64, device=draft_RV.device)
+        times_RX = torch.exp(place_RX - torch.exp(-place_RX))
+        weights_RX = width_R1 * times_RX * (1 + torch.exp(-place_RX)) * torch.exp(-mass_R1 * times_RX)
+        order_RV = light_RV.argsort(dim=-1, descending=True)
+        expected = (mass_R1 * times_RX).amax(0).tolist()
+        return cls(heavy_RX, draft_RV.gather(1, heavy_RX), light_RV, order_RV, times_RX, weights_RX, expected)
+
+
+def _prefix_integral(draft_RV: Tensor, count: int) -> Tensor:
+    """∫ e^{−t} Σ_{j<n} e_j dt for every prefix: light tokens by running sums, heavy ones by a small table."""
+    race = _Race.of(draft_RV, count)
+    arrived_RV = torch.zeros_like(draft_RV, dtype=torch.long).scatter_(1, race.heavy_RX, 1).cumsum(-1)
+    integral_RV = torch.zeros_like(draft_RV)
+    for step in range(race.steps):
+        time_R1, weight_R1 = race.times_RX[:, step, None], race.weights_RX[:, step, None]
+        table_RKX = weight_R1[:, :, None] * _heavy_table(torch.exp(-race.heavy_draft_RX * time_R1), count)
+        odds_RV = race.odds(step)
+        integral_RV += table_RKX[:, count - 1].gather(1, arrived_RV)
+        sums_RV = odds_RV.cumsum(-1)
+        for order in range(1, count):
+            integral_RV.addcmul_(sums_RV, table_RKX[:, count - 1 - order].gather(1, arrived_RV))
+            if order + 1 < count:
+                sums_RV = (odds_RV * _shifted(sums_RV)).cumsum(-1)
+    return integral_RV
+
+
+def _heavy_table(stay_RX: Tensor, count: int) -> Tensor:
+    """Chance of at most k arrivals (axis K) among the first m heavy tokens (axis X) and of none among the others."""
+    rows, heavies = stay_RX.shape
+    chance_RK = torch.nn.functional.pad(stay_RX.new_ones(rows, 1), (0, count - 1))
+    silent_RX = torch.nn.functional.pad(stay_RX.flip(-1).cumprod(-1).flip(-1), (0, 1), value=1.0)
+    columns = [chance_RK.cumsum(-1)]
+    for heavy in range(heavies):
+        stay_R1 = stay_RX[:, heavy, None]
+        chance_RK = chance_RK * stay_R1 + _shifted(chance_RK) * (1 - stay_R1)
+        columns.append(chance_RK.cumsum(-1))
+    return torch.stack(columns, dim=-1) * silent_RX[:, None, :]
+
+
+def _heavy_coefficients(stay_RX: Tensor, gain_RX: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Chance of at most k arrivals among the heavy tokens, and its derivative when each factor gets its gain added."""
+    chance_RK = torch.nn.functional.pad(stay_RX.new_ones(len(stay_RX), 1), (0, count - 1))
+    slope_RK = torch.zeros_like(chance_RK)
+    for heavy in range(stay_RX.shape[1]):
+        stay_R1, gain_R1 = stay_RX[:, heavy, None], gain_RX[:, heavy, None]
+        slope_RK = slope_RK * stay_R1 + _shifted(slope_RK) * (1 - stay_R1) + gain_R1 * chance_RK
+        chance_RK = chance_RK * stay_R1 + _shifted(chance_RK) * (1 - stay_R1)
+    return chance_RK.cumsum(-1), slope_RK.cumsum(-1)
+
+
+def _others(draft_RV: Tensor) -> Tensor:
+    """Mass of all tokens but one, without cancellation where that one has nearly everything."""
+    place_R1 = draft_RV.argmax(-1, keepdim=True)
+    rest_R1 = draft_RV.scatter(1, place_R1, 0.0).sum(-1, keepdim=True)
+    return (draft_RV.sum(-1, keepdim=True) - draft_RV).scatter(1, place_R1, rest_R1)
+
+
+def _shifted(values_RV: Tensor) -> Tensor:
+    """Move every column one to the right; zeros enter."""
+    return torch.nn.functional.pad(values_RV[:, :-1], (1, 0))

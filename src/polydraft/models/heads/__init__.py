@@ -1,0 +1,1 @@
+"""Feature heads: drafts that read the target's features."""

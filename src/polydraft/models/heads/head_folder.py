@@ -1,0 +1,195 @@
+"""A feature head on disk: `config.json` and `model.safetensors`, like any other model."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from polydraft.errors import FailureError, UsageError, shown
+from polydraft.models.heads.feature_head import FeatureHead, HeadShape, TapNorm
+from polydraft.models.hf import HFModel
+from polydraft.sampling import PartialVocabulary
+
+
+def check_header(file: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a file that does not hold tensors of exactly these names and shapes; only its header is read.
+
+    Parameters
+    ----------
+    file : Path
+        A safetensors file.
+    expected : mapping
+        Such as the state of a module on the meta device, which takes no memory however large it is.
+
+    Raises
+    ------
+    ValueError
+        That says which tensor is missing, not expected, or of another shape.
+    OSError, SafetensorError
+        If the file cannot be read.
+    """
+    found = shapes_in(file)
+    for name, tensor in expected.items():
+        if name not in found:
+            raise ValueError(f"{name} is missing")
+        if found[name] != tuple(tensor.shape):
+            raise ValueError(f"{name} has the shape {list(found[name])}, where config.json asks for {list(tensor.shape)}")
+    if others := sorted({*found} - {*expected}):
+        raise ValueError(f"{others[0]} is not part of it")
+
+
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors in a safetensors file; only its header is read."""
+    with safe_open(file, "pt") as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+
+
+def weightless(module: type[nn.Module], *arguments: object) -> Mapping[str, torch.Tensor]:
+    """Return the state that a module made from these arguments would have, without memory for it."""
+    try:
+        with torch.device("meta"):
+            state: Mapping[str, torch.Tensor] = module(*arguments).state_dict()
+    except (RuntimeError, TypeError, OverflowError):  # torch has no such sizes
+        raise ValueError("config.json asks for impossible sizes") from None
+    return state
+
+
+MODEL_TYPE = "polydraft_feature_head"
+VOCABULARY_FILE = "draft_vocabulary.safetensors"
+"""In a draft's folder: which of the target's tokens it drafts."""
+_MOST = 2**31
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return a short mark of which number means which token."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+
+
+def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | None, name: str) -> FeatureHead:
+    """Build an untrained head on a target's tables."""
+    tables = target.hf_model.get_input_embeddings().weight, target.hf_model.get_output_embeddings().weight
+    # An inflated target's tables are wider than its features.
+    if any(table.is_meta or type(table).__name__ == "DTensor" for table in tables):
+        raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")
+    embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].to(target.device).contiguous() for table in tables)
+    head = FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
+    head.native = target.native is not None
+    return head
+
+
+def save_head(head: FeatureHead, folder: Path, fingerprint: str, details: dict[str, Any]) -> None:
+    """Write a head's weights in bfloat16, and what is needed to load them, into an existing folder."""
+    weights = {key: value.detach().to("cpu", torch.bfloat16).contiguous() for key, value in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": MODEL_TYPE, "tokenizer_fingerprint": fingerprint, **asdict(head.shape), **details}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    if head.vocabulary is not None:
+        save_vocabulary(head.vocabulary, folder)
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds a feature head."""
+    try:
+        return bool(json.loads((folder / "config.json").read_text()).get("model_type") == MODEL_TYPE)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def checked_shape(config: Any) -> HeadShape:
+    """Read sizes, refusing what no head can have: a `ValueError` says what."""
+    if not isinstance(config, dict):
+        raise ValueError("it is not an object")
+    fields = {field: config[field] for field in HeadShape.__dataclass_fields__ if field in config}
+    for field in ("hidden_size", "num_heads", "num_key_heads", "head_size", "mlp_size", "window"):
+        if not _is_count(fields.get(field)):
+            raise ValueError(f"{field} is {shown(fields.get(field))}, not a whole number from 1 to {_MOST}")
+    taps = fields.setdefault("taps", [])
+    if not isinstance(taps, list) or not all(_is_count(tap) for tap in taps):
+        raise ValueError(f"taps is {shown(taps)}, not a list of layers, counted from 1")
+    for field in ("rope_theta", "rope_gain", "norm_epsilon"):
+        if not _is_positive(fields.get(field, 1.0)):
+            raise ValueError(f"{field} is {shown(fields[field])}, not a number above 0")
+    for field, default in HeadShape.__dataclass_fields__.items():
+        if isinstance(default.default, bool) and not isinstance(fields.get(field, True), bool):
+            raise ValueError(f"{field} is {shown(fields[field])}, not true or false")
+    if (norm := fields.get("tap_norm", "none")) not in [*TapNorm]:
+        raise ValueError(f"tap_norm is {shown(norm)}, not one of {', '.join(TapNorm)}")
+    if fields["num_heads"] % fields["num_key_heads"] or fields["head_size"] % 2:
+        raise ValueError("num_heads is no multiple of num_key_heads, or head_size is odd")
+    if not taps and not fields.get("reads_last", True):
+        raise ValueError("it reads neither taps nor the last hidden states")
+    turns = fields.get("rope_frequencies", [])
+    if not isinstance(turns, list) or not all(map(_is_positive, turns)) or len(turns) not in (0, fields["head_size"] // 2):
+        raise ValueError(f"rope_frequencies is {shown(turns)}, not a list of {fields['head_size'] // 2} numbers above 0")
+    return HeadShape(**{**fields, "taps": tuple(taps), "rope_frequencies": tuple(turns), "tap_norm": TapNorm(norm)})
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
+
+
+def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
+    """Load a head for its target, and let the target show the features it reads."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        shape = checked_shape(config)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"draft {name!r} has no usable config.json ({error}); train it again or get another copy") from None
+    if config.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
+        raise UsageError(
+            f"feature head {name!r} was trained for another tokenizer than that of target {target.name!r}; use the head's own "
+            "target, or train one with: polydraft train head"
+        )
+    if shape.hidden_size != target.hidden_size or max(shape.taps, default=0) > target.num_layers:
+        raise UsageError(
+            f"feature head {name!r} reads hidden states of size {shape.hidden_size}, but target {target.name!r} has "
+            f"{target.hidden_size} and {target.num_layers} layers; use the head's own target"
+        )
+    vocabulary = load_vocabulary(folder, target.vocab_size, target.device)
+    try:
+        # First, because sizes that are wrong may be more than the memory holds.
+        check_header(folder / "model.safetensors", weightless(FeatureHead, shape, torch.empty(0), torch.empty(0)))
+        head = new_head(shape, target, vocabulary, name)
+        head.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise FailureError(
+            f"cannot read the weights of draft {name!r} ({reason}); train it again or get another copy"
+        ) from None
+    target.tap(shape.taps)
+    # Of a draft, fewer bits change speed and never the text's distribution: on a CPU it is read in int8, whatever the target
+    # is.
+    head.int8 = head.native
+    return head.to(target.device, target.dtype).requires_grad_(False).eval()
+
+
+def save_vocabulary(vocabulary: PartialVocabulary, folder: Path) -> None:
+    """Write which tokens a draft knows."""
+    save_file({"tokens": vocabulary.tokens_D.to("cpu", torch.int32).contiguous()}, folder / VOCABULARY_FILE)
+
+
+def load_vocabulary(folder: Path, size: int, device: torch.device) -> PartialVocabulary | None:
+    """Read which tokens a draft knows; None where it knows all."""
+    if not (folder / VOCABULARY_FILE).exists():
+        return None
+    try:
+        tokens_D = load_file(folder / VOCABULARY_FILE)["tokens"].long()
+    except (OSError, SafetensorError, KeyError) as error:
+        raise FailureError(f"cannot read {folder / VOCABULARY_FILE} ({error}); train the draft again") from None
+    if tokens_D.ndim != 1 or len(tokens_D) == 0 or int(tokens_D.min()) < 0 or int(tokens_D.max()) >= size:
+        raise UsageError(f"the draft vocabulary in {folder} does not fit a target of {size} tokens; use the draft's own target")
+    return PartialVocabulary(tokens_D.to(device), size)

@@ -1,0 +1,1 @@
+"""Models that count positions themselves or carry state from token to token."""

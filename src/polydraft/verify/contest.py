@@ -1,0 +1,329 @@
+"""One node's race: the vocabulary in cells, the optimal plan (RACE, in closed form), and the race itself.
+
+**Cells.** Tokens of like draft-to-target ratio q/p share a cell, largest ratio first, after an empty cell 0. The plan treats
+a cell as one token. That is exact whatever the cells are, as long as no token of a later cell has a larger ratio than one of
+an earlier cell: independent children that fall into one cell are told apart by the draft distribution only.
+
+**Plan.** Every child gets a place x in [0, 1], uniform over the draft's randomness; the largest wins. A child of cell k, whose
+own places are [X_{k−1}, X_k], X the running draft mass, would win with chance q_k m_k,
+m_k = (X_kⁿ − X_{k−1}ⁿ) / (X_k − X_{k−1}). Wanted is r = p + ΔE, where E = min(prefix max, suffix max) of e = Xⁿ − P
+over cells of falling q/p: then Σ min(p, r) = 1 − max e, the most that any verifier of n independent children accepts
+([1], Theorem 3). Cells that want more (d = r − q m > 0) and cells that want less exchange places, equally many both ways,
+so that x stays uniform and the chance to win becomes r.
+
+**Certain children** (the draft's top tokens T, see `Hybrid`) do not race. The race is then planned for the target's mass
+outside T, and a winner i hands over to t ∈ T, in proportion to p_t, so often that t is selected with chance p_t:
+r'_i = r_i − (r_i − p_i)₊ P(T) / Σ(r − p)₊, taken where there was more than p anyway. Without certain children r' = r.
+
+References
+----------
+.. [1] Towards Optimal Multi-draft Speculative Decoding, eq. 8 and Theorem 3 (the optimum; the race is ours).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polydraft.sampling import NO_TOKEN
+from polydraft.verify.arrays import (
+    Array,
+    add_to,
+    arange,
+    as_array,
+    as_tensor,
+    at_least,
+    at_most,
+    backwards,
+    put,
+    quietly,
+    quotient,
+    raised,
+    ratio,
+    running_max,
+    searchsorted,
+    sums_by,
+    take,
+    xp,
+)
+
+BUCKETS = 4096
+"""Costs less than 1e-4 of acceptance, most where target and draft are nearly equal."""
+CertainChildren = Callable[[Array, Array, Array, Array], Array]
+"""`(child_RK, draft_RK, total_R1, count_R1) -> certain_R1`: how many of the first children are not drawn, from the children,
+their draft weights, the draft's total and the number of children."""
+
+
+def ranked_cells(target_RV: Tensor, draft_RV: Tensor) -> tuple[Array, int]:
+    """Give every ratio a cell of its own, by sorting; return each token's cell and the number of cells."""
+    return _dense(draft_RV.double() / target_RV.double())
+
+
+def bucketed_cells(
+    target_RV: Tensor, draft_RV: Tensor, scale_R1: Array | None = None, buckets: int = BUCKETS
+) -> tuple[Array, int]:
+    """Give ratios that are nearly the same one cell, without sorting: equal steps of p/(p + q). To be called `quietly`.
+
+    Steps of that, and not of the ratio's logarithm, are fine where p and q are alike and leave out no ratio. It is computed as
+    1/(1 + q/p), by operations of which each keeps the order even as it rounds; p/(p + q) or a logarithm would not.
+
+    Parameters
+    ----------
+    target_RV, draft_RV : Tensor
+        Weights as they come; 0/0 may land anywhere, it weighs nothing.
+    scale_R1 : Array, optional
+        What to multiply draft weights by, to compare them with target weights; how well they compare only matters for
+        acceptance.
+    """
+    assert 0 < buckets < 2**15
+    if draft_RV.dtype.itemsize < 4:
+        draft_RV, target_RV = draft_RV.float(), target_RV.float()
+    ratio_RV = as_array(draft_RV) / as_array(target_RV)
+    # buckets / (1 + q/p) in as few passes as there are.
+    ratio_RV *= 1 / buckets if scale_R1 is None else scale_R1 / buckets
+    ratio_RV += 1 / buckets
+    if isinstance(ratio_RV, np.ndarray):
+        bucket_RV = np.reciprocal(ratio_RV, out=ratio_RV).astype(np.int64)
+        np.minimum(np.maximum(bucket_RV, 1, out=bucket_RV), buckets, out=bucket_RV)
+    else:
+        bucket_RV = ratio_RV.reciprocal_().long().clamp_(1, buckets)
+    if bucket_RV.shape[1] < buckets:
+        return _dense(-as_tensor(bucket_RV))  # most buckets are empty, and emptiness would cost more than a short sort
+    return bucket_RV, buckets + 1
+
+
+def _dense(key_RV: Tensor) -> tuple[Array, int]:
+    """Return the rank of each key among the distinct ones of its row, the largest first and numbered 1."""
+    sorted_RV, order_RV = key_RV.sort(dim=1, descending=True)
+    rank_RV = (sorted_RV[:, 1:] != sorted_RV[:, :-1]).cumsum(-1)
+    return as_array(torch.ones_like(order_RV).scatter_(1, order_RV[:, 1:], rank_RV + 1)), key_RV.shape[1] + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A race for each row; C cells, the first of them without mass, so that running sums start at 0."""
+
+    draft_RC: Array
+    """q: places of a cell's own."""
+    above_RC: Array
+    """X, where a cell's places end."""
+    count_R1: Array
+    """n, the number of children that race."""
+    selected_RC: Array
+    """r: distribution of the winner."""
+    drift_RC: Array
+    """d: what a cell wins beyond what its own places give."""
+    gains_RC: Array
+    """Running sum of the positive part of d."""
+    losses_RC: Array
+    """Running sum of the negative part of d. The same stretch of gains and losses belongs to cells that exchange places."""
+
+
+def make_plan(target_RC: Array, draft_RC: Array, count_R1: Array) -> Plan:
+    """Plan races of `count_R1` children drawn from the draft distribution.
+
+    Parameters
+    ----------
+    target_RC, draft_RC : Array
+        Mass of each cell, largest draft-to-target ratio first, after an empty one; the draft's sums to one, the target's to
+        at most one.
+    """
+    above_RC = draft_RC.cumsum(-1)
+    raised_RC = raised(above_RC, count_R1)
+    excess_RC = raised_RC - target_RC.cumsum(-1)
+    hull_RC = xp(excess_RC).minimum(running_max(excess_RC), backwards(running_max(backwards(excess_RC))))
+    selected_RC = target_RC + hull_RC
+    selected_RC[:, 1:] -= hull_RC[:, :-1]
+    # At most n q: rounding must leave nothing to cells without draft mass, nor to any where there are no children.
+    selected_RC = xp(selected_RC).minimum(at_least(selected_RC, 0), draft_RC * count_R1)
+    # q m is X_kⁿ − X_{k−1}ⁿ.
+    drift_RC = selected_RC - raised_RC
+    drift_RC[:, 1:] += raised_RC[:, :-1]
+    gain_RC = at_least(drift_RC, 0)
+    return Plan(draft_RC, above_RC, count_R1, selected_RC, drift_RC, gain_RC.cumsum(-1), (gain_RC - drift_RC).cumsum(-1))
+
+
+def places(plan: Plan, cell_RK: Array, partner_RK: Array, place_RK: Array) -> Array:
+    """Give each child its place, by two uniform numbers: one for the partner, one for whose place and where in it."""
+    where, width = xp(cell_RK).where, cell_RK.shape[1]
+    drift_RK, draft_RK = take(plan.drift_RC, cell_RK), take(plan.draft_RC, cell_RK)
+    gaining_RK, size_RK = drift_RK > 0, abs(drift_RK)
+    end_RK = where(gaining_RK, take(plan.gains_RC, cell_RK), take(plan.losses_RC, cell_RK))
+    mark_RK = end_RK - (1 - partner_RK) * size_RK
+    other_RK = where(gaining_RK, searchsorted(plan.losses_RC, mark_RK), searchsorted(plan.gains_RC, mark_RK))
+    other_RK = at_most(other_RK, plan.draft_RC.shape[1] - 1)
+    both_RX = xp(cell_RK).concatenate([cell_RK, other_RK], 1)
+    above_RX, own_RX = take(plan.above_RC, both_RX), take(plan.draft_RC, both_RX)
+    slope_RX = slopes(above_RX, above_RX - own_RX, plan.count_R1, width)
+    away_RK = at_most(quotient(size_RK, draft_RK * abs(slope_RX[:, width:] - slope_RX[:, :width])), 1)
+    swapped_RK = place_RK < away_RK
+    # How far below the end of the cell: what is left of a number that has decided whose place it is.
+    below_RK = where(swapped_RK, 1 - quotient(place_RK, away_RK), quotient(1 - place_RK, 1 - away_RK))
+    above_RK, own_RK = (where(swapped_RK, table_RX[:, width:], table_RX[:, :width]) for table_RX in (above_RX, own_RX))
+    return above_RK - below_RK * own_RK
+
+
+def slopes(above_RX: Array, below_RX: Array, count_R1: Array, most: int) -> Array:
+    """Return m = Σ_{j<n} X_k^j X_{k−1}^{n−1−j}, n at most `most`: the quotient of differences without their cancellation."""
+    rank_J = arange(most, above_RX)
+    other_RJ = count_R1 - 1 - rank_J
+    below_RXJ = below_RX[:, :, None] ** at_least(other_RJ, 0)[:, None]
+    return (above_RX[:, :, None] ** rank_J * below_RXJ * (other_RJ >= 0)[:, None]).sum(-1)
+
+
+def winning_chances(plan: Plan, cell_RK: Tensor, exists_RK: Tensor) -> Tensor:
+    """Return each child's chance to have the largest place, given all children; exact, for tests, in K · C per row.
+
+    A child's place is uniform in each cell, with some chance for each: the chance that all others are lower is a
+    polynomial there, and Gauss–Legendre integration of enough points is exact.
+    """
+    mass_RKC = _chances_of_cells(Plan(*map(as_tensor, vars(plan).values())), cell_RK)
+    lower_RKC = mass_RKC.cumsum(-1) - mass_RKC
+    points, weights = np.polynomial.legendre.leggauss(cell_RK.shape[1] // 2 + 1)
+    chance_RK = torch.zeros_like(mass_RKC[..., 0])
+    for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
+        below_RKC = torch.where(exists_RK[..., None], lower_RKC + mass_RKC * (1 + point) / 2, 1.0)
+        for child in range(cell_RK.shape[1]):
+            others_RC = torch.cat([below_RKC[:, :child], below_RKC[:, child + 1 :]], dim=1).prod(dim=1)
+            chance_RK[:, child] += weight / 2 * (mass_RKC[:, child] * others_RC).sum(-1)
+    return chance_RK * exists_RK
+
+
+def _chances_of_cells(plan: Plan, cell_RK: Tensor) -> Tensor:
+    """Return in which cell's places a child of each cell ends up, over the numbers that `places` takes."""
+
+    def of_children(table_RC: Tensor) -> Tensor:
+        return table_RC.gather(1, cell_RK)[..., None]
+
+    size_RK1, gaining_RK1 = of_children(plan.drift_RC).abs(), of_children(plan.drift_RC) > 0
+    end_RK1 = torch.where(gaining_RK1, of_children(plan.gains_RC), of_children(plan.losses_RC))
+    other_end_RKC = torch.where(gaining_RK1, plan.losses_RC[:, None], plan.gains_RC[:, None])
+    other_begin_RKC = torch.nn.functional.pad(other_end_RKC[..., :-1], (1, 0))
+    overlap_RKC = torch.minimum(other_end_RKC, end_RK1) - torch.maximum(other_begin_RKC, end_RK1 - size_RK1)
+    slope_RC = slopes(plan.above_RC, plan.above_RC - plan.draft_RC, plan.count_R1, cell_RK.shape[1])
+    slope_RKC = slope_RC[:, None] - of_children(slope_RC)
+    away_RKC = quotient(size_RK1, of_children(plan.draft_RC) * slope_RKC.abs()).clamp(max=1.0)
+    mass_RKC = quotient(overlap_RKC.clamp(min=0), size_RK1) * away_RKC
+    stay_RK1 = 1 - mass_RKC.sum(-1, keepdim=True)
+    return as_tensor(mass_RKC.scatter_add(2, cell_RK[..., None], stay_RK1))
+
+
+@dataclass(frozen=True, eq=False)
+class Contest:
+    """The race of each row's children."""
+
+    plan: Plan
+    token_RK: Array
+    """The children; where one is missing, the first again."""
+    cell_RK: Array
+    """Their cells."""
+    racing_RK: Array
+    """Children that race: there, and not certain."""
+    distribution_RV: Tensor
+    """r': distribution of the selected child over drawing and race; a zero row where there are no children."""
+    certain_RK: Array | None = None
+    """Target distribution p_t of the certain children, 0 at the others; None where no row has any."""
+    keep_RK: Array | None = None
+    """Chance r'/r that a winner does not hand over."""
+
+    @classmethod
+    @quietly
+    def of(
+        cls,
+        target_probs_RV: Tensor,
+        draft_probs_RV: Tensor,
+        children_RK: Tensor,
+        certain: CertainChildren | None = None,
+        buckets: int | None = None,
+    ) -> "Contest":
+        """Plan the race.
+
+        Parameters
+        ----------
+        target_probs_RV, draft_probs_RV : Tensor
+            Weights in any scale.
+        certain : function, optional
+            Tells how many of the first children are certain; the others are independent draws from the rest of the draft
+            distribution.
+        buckets : int, optional
+            How many cells; without it the vocabulary is sorted.
+        """
+        child_RK = as_array(children_RK)
+        where, width = xp(child_RK).where, child_RK.shape[1]
+        exists_RK = child_RK != NO_TOKEN
+        token_RK = at_least(where(exists_RK, child_RK, child_RK[:, :1]), 0)
+        target_RV, draft_RV = as_array(target_probs_RV.double()), as_array(draft_probs_RV.double())
+        racing_RK, apart_RK, scale_R1 = exists_RK, None, None
+        if certain is not None:
+            total_R1 = draft_RV.sum(-1, keepdims=True)
+            draft_RK = take(draft_RV, token_RK)
+            apart_RK = arange(width, exists_RK) < certain(child_RK, draft_RK, total_R1, exists_RK.sum(-1, keepdims=True))
+            racing_RK = exists_RK & ~apart_RK
+            rest_R1 = total_R1 - (draft_RK * apart_RK).sum(-1, keepdims=True)
+            scale_R1 = quotient(total_R1, rest_R1)
+        if buckets is None:
+            cell_RV, cells = ranked_cells(target_probs_RV, draft_probs_RV)
+        else:
+            cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, scale_R1, buckets)
+        cell_RK = take(cell_RV, token_RK)
+        if apart_RK is not None:
+            # Certain ones go into cell 0, whose mass is forgotten. A missing child repeats the first, so does as that does.
+            cell_RK = cell_RK * (racing_RK | ~apart_RK[:, :1])
+            put(cell_RV, token_RK, cell_RK)
+        target_RC, weight_RC = sums_by(cell_RV, target_RV, cells), sums_by(cell_RV, draft_RV, cells)
+        target_mass_R1 = target_RC.sum(-1, keepdims=True)
+        if apart_RK is not None:
+            target_RC[:, 0] = 0.0
+            weight_RC[:, 0] = 0.0
+        target_RC = quotient(target_RC, target_mass_R1)
+        # Not by `rest_R1`, a difference, of which something may be left where nothing is.
+        draft_RC = quotient(weight_RC, weight_RC.sum(-1, keepdims=True))
+        plan = make_plan(target_RC, draft_RC, racing_RK.sum(-1, keepdims=True))
+        left_RC, certain_RK, keep_RK = plan.selected_RC, None, None
+        if apart_RK is not None:
+            certain_RK = quotient(take(target_RV, token_RK), target_mass_R1) * apart_RK
+            left_RC = _handed_over(plan.selected_RC, target_RC, certain_RK.sum(-1, keepdims=True))
+            keep_RK = quotient(take(left_RC, cell_RK), take(plan.selected_RC, cell_RK))
+        distribution_RV = take(quotient(left_RC, weight_RC), cell_RV)
+        distribution_RV *= draft_RV
+        if certain_RK is not None:
+            add_to(distribution_RV, token_RK, certain_RK)
+        return cls(plan, token_RK, cell_RK, racing_RK, as_tensor(distribution_RV), certain_RK, keep_RK)
+
+    @quietly
+    def select(self, uniforms_RU: Tensor) -> Tensor:
+        """Run the race and return one child of each row, by one number, and two more per child."""
+        where, width = xp(self.token_RK).where, self.token_RK.shape[1]
+        number_RU = as_array(uniforms_RU.double())
+        # Pairs side by side: which numbers are a child's must not depend on how many columns the batch has.
+        partner_RK, place_RK = number_RU[:, 1 : 1 + 2 * width : 2], number_RU[:, 2 : 2 + 2 * width : 2]
+        place_RK = where(self.racing_RK, places(self.plan, self.cell_RK, partner_RK, place_RK), -1.0)
+        index_R1 = place_RK.argmax(-1, keepdims=True)
+        if self.certain_RK is not None:
+            keep_R1, number_R1 = take(self.keep_RK, index_R1), number_RU[:, :1]
+            # A number above `keep` is uniform there, so it also tells who takes over.
+            running_RK = self.certain_RK.cumsum(-1)
+            mark_R1 = quotient(number_R1 - keep_R1, 1 - keep_R1) * running_RK[:, -1:]
+            heir_R1 = searchsorted(running_RK, mark_R1)
+            # Rounding may put a mark at the very end; the winner then keeps its place, with a chance of 1e-16.
+            index_R1 = where((number_R1 < keep_R1) | (heir_R1 == width), index_R1, at_most(heir_R1, width - 1))
+        token_R1 = where(self.racing_RK.any(-1, keepdims=True), take(self.token_RK, index_R1), NO_TOKEN)
+        return as_tensor(token_R1)[:, 0]
+
+    def chances(self) -> Tensor:
+        """Return each child's chance to be selected, given all children; exact and slow, for tests."""
+        win_RK = winning_chances(self.plan, as_tensor(self.cell_RK), as_tensor(self.racing_RK))
+        if self.certain_RK is None:
+            return win_RK
+        certain_RK = as_tensor(self.certain_RK)
+        kept_RK = win_RK * as_tensor(self.keep_RK)
+        handed_R1 = (win_RK - kept_RK).sum(-1, keepdim=True)
+        return kept_RK + handed_R1 * ratio(certain_RK, certain_RK.sum(-1, keepdim=True))
+
+
+def _handed_over(selected_RC: Array, target_RC: Array, certain_R1: Array) -> Array:
+    """Return r', what winners keep when a mass of `certain_R1` goes from where r exceeds p to certain children."""
+    beyond_RC = at_least(selected_RC - target_RC, 0)
+    return selected_RC - beyond_RC * at_most(quotient(certain_R1, beyond_RC.sum(-1, keepdims=True)), 1)

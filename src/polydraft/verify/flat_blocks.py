@@ -1,0 +1,97 @@
+"""Self-Draft's verification as its paper words it: an ablation that changes the distribution of the text above temperature 0.
+
+References
+----------
+.. [1] Gao et al. 2025, Multi-Branch Self-Drafting for LLM Inference Acceleration, "Candidate drafts verification".
+"""
+
+import torch
+from torch import Tensor
+
+from polydraft.sampling import NO_TOKEN, draw_one
+from polydraft.trees import DraftTree
+from polydraft.verify.scheme import Scheme
+from polydraft.verify.walk import Fault, TargetDistribution, Verdict, Walk, fault_of
+
+
+class FlatBlocksWalk(Walk):
+    """Draw a token after every node by itself, and keep the longest candidate that agrees with its own draws.
+
+    Lossy: candidates that begin alike have several tries at the same place, and the longest is kept, which favours tokens with
+    long continuations. With one token drawn at each place of a trie instead (`NodeWalk`) the text keeps its distribution. At
+    temperature 0 all draws agree and both walks give the same text. Not registered: every registered walk is lossless.
+
+    Parameters
+    ----------
+    num_nodes : int
+        Most nodes of a tree, the root included.
+    """
+
+    name = "flat-blocks"
+
+    def __init__(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @classmethod
+    def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
+        """Only candidates that are certain; the drafter sees to that."""
+        return False
+
+    def uniforms(self, scheme: Scheme, depth: int) -> int:
+        """One per node."""
+        return self._num_nodes
+
+    def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:
+        """Draw everywhere, then see how far each candidate agrees."""
+        nodes_BN, device = draft.tokens_BN, draft.tokens_BN.device
+        batch_size, nodes = nodes_BN.shape[0], nodes_BN.shape[1] - draft.riders
+        rows_B = torch.arange(batch_size, device=device)
+        parents_BN, named_BN = _parents(draft)
+        drawn_BN = torch.full((batch_size, nodes), NO_TOKEN, device=device)
+        agrees_BN = torch.zeros(batch_size, nodes, dtype=torch.bool, device=device)
+        agrees_BN[:, 0] = True
+        path_BND = torch.zeros(batch_size, nodes, draft.depth + 1, dtype=torch.long, device=device)
+        tokens_BND = torch.full_like(path_BND, NO_TOKEN)
+        fault_B = torch.zeros(batch_size, dtype=torch.long, device=device)
+        for node in range(nodes):  # parents come before their children
+            parent_B, depth_B = parents_BN[:, node], draft.depths_BN[:, node]
+            if node:
+                agrees_BN[:, node] = (
+                    named_BN[:, node] & agrees_BN[rows_B, parent_B] & (drawn_BN[rows_B, parent_B] == nodes_BN[:, node])
+                )
+                path_BND[:, node] = path_BND[rows_B, parent_B]
+                tokens_BND[:, node] = tokens_BND[rows_B, parent_B]
+                # Entries beyond the path repeat its last node.
+                beyond_BD = torch.arange(draft.depth + 1, device=device) >= depth_B[:, None]
+                path_BND[:, node] = torch.where(beyond_BD, node, path_BND[:, node])
+            distribution_BV = _distribution(target_distribution, node, tokens_BND[:, node], depth_B)
+            drawn_BN[:, node] = draw_one(distribution_BV, uniforms_BU[:, node])
+            tokens_BND[rows_B, node, depth_B] = drawn_BN[:, node]
+            broken_B = fault_of(distribution_BV, distribution_BV)[:, 0]
+            fault_B = torch.where(agrees_BN[:, node] & (fault_B == Fault.NONE), broken_B, fault_B)
+        length_BN = torch.where(agrees_BN, draft.depths_BN[:, :nodes], -1)
+        best_B = length_BN.argmax(1)
+        accepted_B = draft.depths_BN[rows_B, best_B]
+        offers_B = (draft.children(best_B)[1] != NO_TOKEN).any(-1)
+        return Verdict(path_BND[rows_B, best_B], accepted_B, tokens_BND[rows_B, best_B], accepted_B + offers_B, fault_B)
+
+
+def _distribution(target_distribution: TargetDistribution, node: int, tokens_BD: Tensor, depth_B: Tensor) -> Tensor:
+    """Ask for the distribution at one node of every row; rows may have it at different depths."""
+    distribution_BV: Tensor | None = None
+    for depth in range(int(depth_B.max()) + 1):
+        node_B = torch.full_like(depth_B, node)
+        at_BV = target_distribution(node_B, tokens_BD[:, :depth])
+        distribution_BV = at_BV if distribution_BV is None else torch.where((depth_B == depth)[:, None], at_BV, distribution_BV)
+    assert distribution_BV is not None
+    return distribution_BV
+
+
+def _parents(draft: DraftTree) -> tuple[Tensor, Tensor]:
+    """Return each node's parent, and whether it is in the child table at all."""
+    batch_size, nodes, width = draft.child_table_BNK.shape
+    nodes_BX = torch.arange(nodes, device=draft.tokens_BN.device).repeat_interleave(width).expand(batch_size, -1)
+    table_BX = draft.child_table_BNK.flatten(1)
+    parents_BN = torch.zeros_like(draft.tokens_BN).scatter_(1, table_BX, nodes_BX)
+    parents_BN[:, 0] = 0
+    return parents_BN, torch.zeros_like(draft.tokens_BN, dtype=torch.bool).scatter_(1, table_BX, True)

@@ -1,0 +1,271 @@
+"""What verifying a tree takes and gives: the target's distributions, the verdict, the interface of walks and their choice."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError, unknown_name
+from polydraft.registry import Registry
+from polydraft.sampling import NO_TOKEN, Warper
+from polydraft.trees import DraftTree
+from polydraft.verify.arrays import as_array, as_tensor, can_sync, xp
+from polydraft.verify.scheme import SCHEMES, Scheme
+
+_MOST_BYTES = 2**28
+"""Most room for one table of all nodes' distributions."""
+TargetDistribution = Callable[[Tensor, Tensor], Tensor]
+"""`(node_B, path_BP) -> probs_BV`: the target's distribution at one node per row, given the path below the root."""
+LEAST_WEIGHT = 2**-6
+"""Chance that a node is kept below which walks over whole paths do not look at its children.
+
+A look costs some passes over the vocabulary, up to a hundredth of a round, and gains no more than that chance. Any number is
+exact, because that chance depends on nothing below the node.
+"""
+AUTO = "auto"
+_PREFERRED = ("block", "node")
+"""Traversal accepts more than node by node too, but tries one node after the other: off the CPU, where it may not look whether
+it is done, that is twice as many steps as the tree has nodes."""
+
+
+class TreeDistributions(ABC):
+    """A `TargetDistribution` that knows more: walks take short cuts with it."""
+
+    greedy: bool
+    """Whether every distribution is one token, `likeliest`."""
+
+    @abstractmethod
+    def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return the distribution at one node per row, given the tokens of the path below the root."""
+
+    @abstractmethod
+    def everywhere(self, draft: DraftTree) -> Tensor | None:
+        """Return the distributions at all nodes, `[B, N, V]`; None where that is too much to ask."""
+
+    @abstractmethod
+    def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return the token of largest probability at one node per row; `NO_TOKEN` where the distribution is not a number."""
+
+    @abstractmethod
+    def likeliest_everywhere(self, draft: DraftTree) -> Tensor | None:
+        """Return `likeliest` of all nodes, `[B, N]`; None where that is too much to ask."""
+
+    def logits_in_order(self) -> Tensor | None:
+        """Return numbers of all nodes of which the largest is `likeliest`, `[B, N, V]`; None where there are none such."""
+        return None
+
+
+class TargetDistributions(TreeDistributions):
+    """The target's distributions in a tree, from the features of its nodes.
+
+    Parameters
+    ----------
+    features_BNF : Tensor
+        The target's, of all nodes.
+    head : function
+        From features to logits, of any rows.
+    warper : Warper
+        From logits to distributions.
+    whole : bool
+        Whether to compute all logits at once; else those of each node as it is visited.
+    """
+
+    def __init__(self, features_BNF: Tensor, head: Callable[[Tensor], Tensor], warper: Warper, *, whole: bool) -> None:
+        self.greedy = warper.params.all_greedy
+        self._features_BNF, self._head, self._warper = features_BNF, head, warper
+        self._logits_BNV = head(features_BNF) if whole else None
+
+    def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return the distribution at one node per row."""
+        return self._warper.probs(self._logits(node_B), path_BP[:, None])[:, 0]
+
+    def everywhere(self, draft: DraftTree) -> Tensor | None:
+        """Return the distributions at all nodes, where their logits are there."""
+        return None if self._logits_BNV is None else self._warper.probs(self._logits_BNV, self._paths(draft))
+
+    def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return the token of largest logit at one node per row."""
+        return self._warper.likeliest(self._logits(node_B), path_BP[:, None])[:, 0]
+
+    def likeliest_everywhere(self, draft: DraftTree) -> Tensor | None:
+        """Return the token of largest logit of all nodes, where their logits are there."""
+        return None if self._logits_BNV is None else self._warper.likeliest(self._logits_BNV, self._paths(draft))
+
+    def ranking(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return weights that order the tokens at one node per row, where a distribution is one token; see `Warper.ranking`."""
+        return self._warper.ranking(self._logits(node_B), path_BP[:, None])[:, 0]
+
+    def logits_in_order(self) -> Tensor | None:
+        """Return the logits of all nodes, where they are there and nothing changes their order."""
+        return self._logits_BNV if self._warper.keeps_order else None
+
+    def _logits(self, node_B: Tensor) -> Tensor:
+        if self._logits_BNV is not None:
+            return _rows(self._logits_BNV, node_B)
+        return self._head(_rows(self._features_BNF, node_B))
+
+    def _paths(self, draft: DraftTree) -> Tensor:
+        """Return paths to all nodes, as far as anybody reads them."""
+        return draft.paths() if self._warper.params.needs_history else draft.tokens_BN[..., None][..., :0]
+
+
+def distributions_everywhere(draft: DraftTree, target_distribution: TargetDistribution, columns: int) -> Tensor | None:
+    """Return the target's distributions at all nodes, where the host may not look and float64 tables of so many columns fit."""
+    fits = 8 * draft.tokens_BN.numel() * columns <= _MOST_BYTES
+    if can_sync(draft.tokens_BN) or not fits or not isinstance(target_distribution, TreeDistributions):
+        return None
+    return target_distribution.everywhere(draft)
+
+
+def _rows(table_BNX: Tensor, node_B: Tensor) -> Tensor:
+    """Return the entry of one node per row, `[B, 1, X]`."""
+    if len(table_BNX) == 1 and can_sync(node_B):
+        return table_BNX[:, int(node_B)][:, None]
+    if len(table_BNX) == 1:
+        return table_BNX.index_select(1, node_B)
+    return table_BNX[torch.arange(len(node_B), device=node_B.device), node_B][:, None]
+
+
+class Fault(IntEnum):
+    """What makes a round worthless, found on the device and reported by the host.
+
+    Tensors are compared with `.value`: where a graph is traced, no tensor equals an enum.
+    """
+
+    NONE = 0
+    TARGET = 1
+    """The target's distribution was not a number."""
+    DRAFT = 2
+    """The draft's distribution was not a number."""
+    SCHEME = 3
+    """The distributions were numbers, and yet no token came out."""
+
+
+def fault_of(target_probs_BV: Tensor, draft_probs_BV: Tensor) -> Tensor:
+    """Return the `Fault` of each row's distributions at one node, `[B, 1]`."""
+    # A target's distribution that is not a number is none anywhere; a draft's may lack tokens, which are 0 all the same.
+    target_B1, draft_B1 = as_array(_widened(target_probs_BV))[:, :1], as_array(_widened(draft_probs_BV)).sum(-1, keepdims=True)
+    where = xp(target_B1).where
+    # What is not a number does not equal itself.
+    fault_B1 = where(draft_B1 != draft_B1, Fault.DRAFT.value, Fault.NONE.value)
+    return as_tensor(where(target_B1 != target_B1, Fault.TARGET.value, fault_B1))
+
+
+def _widened(probs_BV: Tensor) -> Tensor:
+    """Return a distribution in a dtype that numpy has too."""
+    return probs_BV if probs_BV.dtype.itemsize >= 4 else probs_BV.float()
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """The outcome of one round, on the device."""
+
+    path_BD: Tensor
+    """Accepted nodes, root first; entries beyond `accepted_B` repeat the last one."""
+    accepted_B: Tensor
+    """Accepted draft tokens."""
+    tokens_BD: Tensor
+    """Emitted tokens, `accepted_B + 1` of them valid; the last of these is the next pending token."""
+    offered_B: Tensor
+    """Nodes on the accepted path that had candidates: `accepted_B`, or one more where the last node had some, in vain."""
+    fault_B: Tensor
+    """`Fault` of each row."""
+
+    def where(self, rows_B: Tensor, other: "Verdict") -> "Verdict":
+        """Return this outcome for some rows, another one for the others."""
+        rows_B1 = rows_B[:, None]
+        return Verdict(
+            self.path_BD.where(rows_B1, other.path_BD),
+            self.accepted_B.where(rows_B, other.accepted_B),
+            self.tokens_BD.where(rows_B1, other.tokens_BD),
+            self.offered_B.where(rows_B, other.offered_B),
+            self.fault_B.where(rows_B, other.fault_B),
+        )
+
+
+def lone_root(draft: DraftTree, token_B: Tensor) -> Verdict:
+    """Return the verdict on trees of which only the root is there, when the target adds a token to it."""
+    root_B = torch.zeros_like(token_B)
+    tokens_BD = torch.nn.functional.pad(token_B[:, None], (0, draft.depth), value=NO_TOKEN)
+    fault_B = torch.where(token_B == NO_TOKEN, Fault.TARGET, Fault.NONE)
+    return Verdict(torch.zeros_like(tokens_BD), root_B, tokens_BD, root_B, fault_B)
+
+
+def followed(next_BN: Tensor, depth: int) -> Tensor:
+    """Return the nodes that one comes by from the root, `[B, depth + 1]`, when each node's successor is given."""
+    nodes = [torch.zeros_like(next_BN[:, :1])]
+    for _ in range(depth):
+        nodes.append(next_BN.gather(1, nodes[-1]))
+    return torch.cat(nodes, dim=1)
+
+
+class Walk(ABC):
+    """Verification of a whole tree by means of a scheme; runs without looking at values on the host."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
+        """Whether this walk can verify trees that the scheme has drawn."""
+
+    @abstractmethod
+    def uniforms(self, scheme: Scheme, depth: int) -> int:
+        """Random numbers per row that `run` uses on a tree of that depth."""
+
+    def has_kernels(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution) -> bool:
+        """Whether `run` has kernels of its own for this, where the trees are, so that nobody need compile it."""
+        return False
+
+    @abstractmethod
+    def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:
+        """Decide which path is kept and which tokens are emitted."""
+
+
+WALKS: Registry[type[Walk]] = Registry("walk")
+
+
+def check_walk(name: str, scheme: str) -> None:
+    """Refuse an unknown walk, or one that does not fit a scheme, both given by name."""
+    if name != AUTO and name not in WALKS:
+        raise unknown_name("walk", name, [AUTO, *WALKS])
+    if scheme != AUTO:
+        resolve_walk(name, SCHEMES.get(scheme)())
+
+
+def resolve_walk(name: str, scheme: Scheme, *, insist: bool = True) -> Walk:
+    """Return the walk of that name, or the best one for the scheme.
+
+    Parameters
+    ----------
+    name : str
+        A registered walk, or ``"auto"``: `block` where the scheme can pick a child before accepting it, else `node`.
+    scheme : Scheme
+        The one that trees are drawn by.
+    insist : bool
+        Whether a walk that does not fit the scheme is an error. If not, the best one that fits takes its place: for schemes
+        that nobody asked for, as where drafts of temperature 0 are the likeliest tokens, whatever the scheme.
+    """
+    check_walk(name, AUTO)
+    if name != AUTO and WALKS.get(name).fits(scheme):
+        return WALKS.get(name)()
+    if name != AUTO and insist:
+        fitting = ", ".join(other for other in WALKS if WALKS.get(other).fits(scheme))
+        raise UsageError(f"walk {name!r} cannot verify what scheme {scheme.name!r} draws; allowed: auto, {fitting}")
+    return next(walk() for walk in map(WALKS.get, _PREFERRED) if walk.fits(scheme))
+
+
+_MOST_SHAPES = 64
+"""Of trees and batches that one function is compiled for; further ones run as they are."""
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled form of a function, the same each time: compiling takes seconds."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_SHAPES)
+    return torch.compile(function, dynamic=False)

@@ -1,0 +1,83 @@
+"""Continuations merged into tries, and tries turned into trees."""
+
+import random
+
+import torch
+
+from polydraft.draft.trie import FEW_STEPS, WIDTH, TokenTrie, as_draft_tree, rounded
+from polydraft.sampling import NO_TOKEN
+
+CPU = torch.device("cpu")
+
+
+def paths_of(trie: TokenTrie) -> set[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(trie)):
+        paths.append((*paths[trie.parents[node]], trie.tokens[node]))
+    return set(paths[1:])
+
+
+def test_common_beginnings_share_nodes() -> None:
+    trie = TokenTrie(7)
+    for tokens in ([1, 2, 3], [1, 2, 4], [1, 5], [6]):
+        trie.add(tokens, "here", 99)
+    assert len(trie) == 7
+    assert paths_of(trie) == {(1,), (1, 2), (1, 2, 3), (1, 2, 4), (1, 5), (6,)}
+
+
+def test_the_budget_is_in_nodes_and_the_first_come_first() -> None:
+    trie = TokenTrie(7)
+    trie.add([1, 2, 3], "one", 5)
+    trie.add([1, 4, 5, 6], "two", 5)
+    trie.add([8], "two", 5)
+    assert paths_of(trie) == {(1,), (1, 2), (1, 2, 3), (1, 4)}
+    assert trie.followed([1, 4, 5]) == ["one", "two"]
+
+
+def test_a_node_has_no_more_children_than_a_table_has_room_for() -> None:
+    trie = TokenTrie(7)
+    for token in range(WIDTH + 3):
+        trie.add([token, 50], "here", 99)
+    assert len(trie) == 1 + 2 * WIDTH
+
+
+def test_chains_that_share_nothing_keep_their_sources() -> None:
+    trie = TokenTrie(7, shared=False)
+    trie.add([1, 2], "one", 99)
+    trie.add([1, 3, 4], "two", 99)
+    assert len(trie) == 6
+    assert trie.followed([1, 3, 4]) == ["one", "two", "two"]
+
+
+def test_rounds_have_few_sizes_and_nothing_to_propose_is_one_token() -> None:
+    assert [rounded(count, 20) for count in (0, 1, 4, 5, 12, 17, 20)] == [0, 4, 4, 8, 12, 20, 20]
+    assert [rounded(count, 64, FEW_STEPS) for count in (0, 1, 9, 25, 64)] == [0, 8, 24, 64, 64]
+    assert rounded(3, 2) == 2 and rounded(65, 100) == 80 and rounded(97, 100) == 100
+
+
+def test_trees_hold_what_the_tries_hold() -> None:
+    generator = random.Random(4)
+    tries = []
+    for row in range(12):
+        trie = TokenTrie(row)
+        for _ in range(row):
+            trie.add([generator.randrange(3) for _ in range(generator.randrange(1, 7))], "here", 30)
+        tries.append(trie)
+    tree = as_draft_tree(tries, 30, 6, CPU)
+    assert tree.tokens_BN[:, 0].tolist() == list(range(12))
+    for row, trie in enumerate(tries):
+        reached = {(): 0}
+        for path in sorted(paths_of(trie), key=len):
+            node_B = torch.zeros(12, dtype=torch.long)
+            node_B[row] = reached[path[:-1]]
+            nodes_BK, tokens_BK = tree.children(node_B)
+            place = tokens_BK[row].tolist().index(path[-1])
+            node = reached[path] = int(nodes_BK[row, place])
+            assert tree.depths_BN[row, node] == len(path)
+            ancestors = {reached[path[:length]] for length in range(len(path) + 1)}
+            assert set(tree.ancestors_BNN[row, node].nonzero()[:, 0].tolist()) == ancestors
+        # Padding sees the root and itself, and no table names it.
+        assert int((tree.child_table_BNK[row] > 0).sum()) == len(trie) - 1
+        for node in range(len(trie), 30):
+            assert tree.ancestors_BNN[row, node].nonzero()[:, 0].tolist() == [0, node]
+    assert (tree.children(torch.zeros(12, dtype=torch.long))[1][0] == NO_TOKEN).all()
