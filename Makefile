@@ -40,7 +40,6 @@ test: lint
 
 test-all: lint
 	-$(PIP) install 'ray[serve,data]>=2.50'  # replicas of the server and batches on a cluster are tested where it is installed
-	-$(PIP) install triton  # its interpreter and its compiler test the GPU kernels; absent on some platforms
 	$(PYTHON) -m pytest -n 2 -m "not gpu"
 
 bench: $(READY)

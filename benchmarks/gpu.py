@@ -34,7 +34,6 @@ from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.trees import Block, parse_tree
 from polydraft.verify import AUTO
-from polydraft.verify.walk import compiled
 
 SHAPE_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 32, "vocab_size": 49152, "max_position_embeddings": 65536}  # fmt: skip
@@ -192,7 +191,7 @@ def parts() -> dict[str, float]:
 
 def pieces(target: HFModel, drafter: TreeDrafter, params: SamplingParams) -> dict[str, float]:
     """Time what a round consists of, each as a graph of its own, and the whole of it."""
-    decoder = Decoder(target, drafter, compiled=True)
+    decoder = Decoder(target, drafter)
     whole, device, workspace = round_seconds(decoder, params, 512)
     walk = workspace.session.resolve_walk(AUTO)
     uniforms_BU = torch.rand(1, workspace.num_uniforms(walk), dtype=torch.float64, device="cuda")
@@ -216,7 +215,7 @@ def pieces(target: HFModel, drafter: TreeDrafter, params: SamplingParams) -> dic
         def verify():
             restore()
             target_probs = distributions(workspace.state, features_BNF)
-            return compiled(type(walk).run)(walk, session.scheme, draft, target_probs, uniforms_BU[:, session.num_uniforms :])
+            return walk.run(session.scheme, draft, target_probs, uniforms_BU[:, session.num_uniforms :])
 
         verifying = graph_seconds(verify)
         head_pass = graph_seconds(lambda: target.head(features_BNF))

@@ -202,11 +202,11 @@ def rounds() -> None:
     """Time whole captured rounds of a model of the bundled one's sizes, with random weights, in turns."""
     target = random_model(SHAPE_135M)
     drafter = TreeDrafter(random_head(target), parse_tree(TREE))
-    arms = [(0.0, "kernels"), (0.7, "kernels"), (1.0, "kernels"), (0.7, "torch"), (1.0, "torch"), (1.0, "compiled")]
+    arms = [(0.0, "kernels"), (0.7, "kernels"), (1.0, "kernels"), (0.7, "torch"), (1.0, "torch")]
     found: dict[tuple[float, str], list[float]] = {}
     for _ in range(2):
         for temperature, form in arms:
-            decoder = Decoder(target, drafter, compiled=form == "compiled")
+            decoder = Decoder(target, drafter)
             start = time.perf_counter()
             with nullcontext() if form == "kernels" else without_kernels():
                 whole, _, _ = round_seconds(decoder, SamplingParams(temperature=temperature), 512)

@@ -15,6 +15,7 @@ ROOMS = [
     "errors",
     "output",
     "registry",
+    "operations",
     "described",
     "prompts",
     "transfers",

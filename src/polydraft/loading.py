@@ -146,7 +146,6 @@ def make_decoder(
         walk=options.walk,
         lossless=options.lossless and options.lossy is None,
         graphs=options.graphs,
-        compiled=options.compiled,
     )
 
 

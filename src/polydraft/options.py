@@ -179,9 +179,6 @@ class GpuOptions:
 
     graphs: bool = True
     """On a GPU, replay whole rounds as CUDA graphs."""
-    compiled: bool = False
-    """On a GPU, compile drawing and verification for schemes without kernels of their own: 20 seconds once, then faster above
-    T=0."""
     invariant: bool | None = None
     """On a GPU, compute the same bits for a token whatever is computed beside it, so that greedy text equals plain decoding's
     [default: in bfloat16, where the model can].

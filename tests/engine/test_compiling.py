@@ -102,10 +102,11 @@ def test_they_launch_what_rounds_do(
     new_gpu: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from polydraft.backends.triton import block_kernels as _kernels
     from polydraft.backends.triton import draw_kernels as drawing
+    from polydraft.backends.triton import follow_kernels as _follow_kernels
     from polydraft.backends.triton import growth_kernels as _growth_kernels
     from polydraft.backends.triton import layer_kernels as layers
-    from polydraft.verify import _follow_kernels, _kernels
 
     seen: dict[str, set[str]] = {"ahead": set(), "round": set()}
     turns = ["round"]

@@ -20,9 +20,8 @@ FIELDS = {
     "tokenizer": (object(), None),
     "eos_token_ids": ((3,), ()),
     "defaults": (object(), None),
-    "walk": ("traversal", "node"),
+    "walk": ("block", "node"),
     "graphs": (False, True),
-    "compiled": (True, False),
     "ahead": (False, True),
 }
 """Values that are not the defaults, and others."""

@@ -27,8 +27,8 @@ class Drafter(ABC):
     """Whether a batch's trees may be smaller than that, by what pays, unless its texts are to be steady."""
 
     @abstractmethod
-    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
-        """Go to work on a batch whose rows are sampled with `params`; `compiled` drawing pays on a GPU."""
+    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
+        """Go to work on a batch whose rows are sampled with `params`."""
 
 
 class Plain(Drafter):
@@ -36,7 +36,7 @@ class Plain(Drafter):
 
     name = "none"
 
-    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Go to work; there is nothing to prepare."""
         return DraftSession(self.name)
 

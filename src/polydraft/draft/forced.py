@@ -44,10 +44,10 @@ class Forced(Drafter):
         self.tree, self.name, self.lossless = tree, f"{NAME}+{tree.name}", tree.lossless
         self.model, self.topology, self.by_load = tree.model, tree.topology, tree.by_load
 
-    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Go to work on a batch."""
         certain = ForcedBuilder(len(params), target.device)
-        return DraftSession(self.tree.name, drawn=self.tree.builder(params, target, compiled), certain=certain)
+        return DraftSession(self.tree.name, drawn=self.tree.builder(params, target), certain=certain)
 
 
 class _NoMemory(Source):

@@ -71,7 +71,7 @@ class GramTree(Drafter):
         self.caches, self.options, self.costs = tuple(caches), options, costs
         self.pauses = pauses and self.lossless
 
-    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Go to work on a batch."""
         return DraftSession(self.name, certain=self.builder(len(params), target, self.name))
 

@@ -21,7 +21,6 @@ from polydraft.transfers import assign
 from polydraft.trees import DraftTree, SlicedMask, Topology
 from polydraft.verify import SCHEMES, Scheme, Verdict
 from polydraft.verify.arrays import as_array, as_tensor
-from polydraft.verify.walk import compiled
 
 DEFAULT_SCHEME = "hybrid"
 """What ``"auto"`` means."""
@@ -52,8 +51,6 @@ class StaticBuilder(Builder):
         Temperature of the draft, the target's otherwise.
     decision : Decision, optional
         Lets rows stop before the last level.
-    compiled : bool
-        Draw in a few kernels, compiled when first used, where it takes dozens otherwise.
     choice : TreeChoice, optional
         Chooses among smaller trees, and `topology`, from round to round.
     policy : RowPolicy, optional
@@ -72,7 +69,6 @@ class StaticBuilder(Builder):
         scheme: str | Scheme = "auto",
         draft_temperature: float | None = None,
         decision: Decision | None = None,
-        compiled: bool = False,
         choice: TreeChoice | None = None,
         policy: RowPolicy | None = None,
     ) -> None:
@@ -82,7 +78,6 @@ class StaticBuilder(Builder):
         named = _automatic(topology) if scheme == "auto" else scheme
         self._usual = named if isinstance(named, Scheme) else SCHEMES.get(named)()
         self.asked_scheme = scheme if isinstance(scheme, str) else None
-        self._compiled = compiled and decision is None
         self._storage, self._limits = RowStorage(), False
         """`_limits`: whether rehearsed rounds are such as have limited rows."""
         self._greedy_B = torch.zeros(len(params), dtype=torch.bool, device=source.device)
@@ -319,11 +314,7 @@ class StaticBuilder(Builder):
             tokens_BN[:, child : child + 1] = torch.where(limited_B1, first, tokens_BN[:, child : child + 1])
 
     def _draw(self, distribution_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        scheme = self.scheme
-        if not self._compiled or scheme.needs_order_only or scheme.draws_by_kernels(distribution_RV):
-            children_RK = scheme.draw(distribution_RV, uniforms_RK)
-        else:
-            children_RK = compiled(type(scheme).draw)(scheme, distribution_RV, uniforms_RK)
+        children_RK = self.scheme.draw(distribution_RV, uniforms_RK)
         if not self._distributions.params.mixed:
             return children_RK
         greedy_R1 = self._greedy_B.repeat_interleave(len(distribution_RV) // len(self._greedy_B))[:, None]

@@ -84,9 +84,9 @@ class TreeDrafter(Drafter):
         """Whether shapes are chosen anew in every round."""
         return isinstance(self.topology, DynamicShape)
 
-    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Go to work on a batch."""
-        return DraftSession(self.name, drawn=self.builder(params, target, compiled))
+        return DraftSession(self.name, drawn=self.builder(params, target))
 
     def source(self, batch_size: int) -> DistributionSource:
         """Return the draft's memory of a batch."""
@@ -94,7 +94,7 @@ class TreeDrafter(Drafter):
             return HeadSource(self.model, batch_size)
         return ModelSource(self.model, batch_size)
 
-    def builder(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> Builder:
+    def builder(self, params: RowParams, target: LanguageModel) -> Builder:
         """Return what builds the trees of a batch."""
         source, shape = self.source(len(params)), self.topology
         alone = self.greedy is not None and len(params) == 1 and params.all_greedy
@@ -116,7 +116,6 @@ class TreeDrafter(Drafter):
                 scheme=self.scheme,
                 draft_temperature=self.draft_temperature,
                 decision=self.decision,
-                compiled=compiled,
                 choice=self._choice(shape, len(params)) if self.by_load and not alone else None,
                 policy=RowPolicy(costs, len(params), shape.num_nodes, target.device, adaptive=True)
                 if costs is not None and adaptive
@@ -161,10 +160,10 @@ class Combination(Drafter):
         self.name = f"{grams.name}+{tree.name}"
         self.model, self.topology = tree.model, tree.topology
 
-    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Go to work on a batch."""
         certain = self.grams.builder(len(params), target, self.name)
-        return DraftSession(self.tree.name, drawn=self.tree.builder(params, target, compiled), certain=certain)
+        return DraftSession(self.tree.name, drawn=self.tree.builder(params, target), certain=certain)
 
 
 def _model(parts: Parts, drafter: str) -> LanguageModel:

@@ -48,8 +48,6 @@ class Decoder:
         How trees are verified: a registered walk, or ``"auto"`` for the best one that fits the scheme.
     graphs : bool
         On a GPU, replay whole rounds as CUDA graphs; of beams, their passes.
-    compiled : bool
-        On a GPU, compile drawing and verification of schemes without kernels of their own: some 20 seconds at first.
     ahead : bool
         On a GPU, launch a replayed round before looking at the last one's outcome, where nothing depends on it. Same texts.
     lossless : bool
@@ -77,7 +75,6 @@ class Decoder:
         defaults: GenerationDefaults | None = None,
         walk: str = AUTO,
         graphs: bool = True,
-        compiled: bool = False,
         ahead: bool = True,
         lossless: bool = True,
     ) -> None:
@@ -89,7 +86,7 @@ class Decoder:
             )
         self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
-        self.graphs, self.compiled, self.ahead = graphs, compiled, ahead
+        self.graphs, self.ahead = graphs, ahead
         self._grammars: Grammars | None = None
         """Made when first asked for: that takes a second."""
         self._with_forced = with_forced(self.drafter)
@@ -358,7 +355,7 @@ class Decoder:
                 if _fits(found, drafter, params) and found[1].ownership.idle:
                     self._spare.remove(found)
                     return found[1]
-        return Workspace(self.target, drafter, params, self.graphs, self.compiled, self.ahead)
+        return Workspace(self.target, drafter, params, self.graphs, self.ahead)
 
     def _put_back(self, drafter: Drafter, workspace: Workspace, keep: bool) -> None:
         """Let later calls find memories that a run has taken."""

@@ -1,7 +1,6 @@
 """A round: propose, extend, verify, commit, as one function of tensors."""
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from polydraft.transfers import assign
 from polydraft.trees import DraftTree
 from polydraft.verify import TargetDistributions, Walk
 from polydraft.verify.node import greedy_verdict
-from polydraft.verify.walk import compiled as compiled_form
 
 _LOGITS_BYTES = 2**28
 """Most room for the logits of a whole tree."""
@@ -39,8 +37,6 @@ class State:
     """Rows that take part."""
     greedy_B: Tensor
     """Rows that take the likeliest token."""
-    compiled: bool = False
-    """Whether verification is compiled."""
     watched: bool = False
     """Whether the host wants to see what follows."""
     path_features_BDF: Tensor | None = None
@@ -91,9 +87,7 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
             state.warper.foresee(paths)
         target_distributions = distributions(state, features_BNF[:, : features_BNF.shape[1] - draft.riders])
         candidates = draft.without_riders()
-        compiled = state.compiled and not walk.has_kernels(session.scheme, candidates, target_distributions)
-        run = partial(compiled_form(type(walk).run), walk) if compiled else walk.run
-        verdict = run(session.scheme, candidates, target_distributions, walk_BU)
+        verdict = walk.run(session.scheme, candidates, target_distributions, walk_BU)
         if state.warper.params.mixed:
             verdict = greedy_verdict(candidates, target_distributions).where(state.greedy_B, verdict)
     with stats.clock("commit"):

@@ -25,9 +25,8 @@ _FEWER = 4
 """Each size of captured rounds has this many times fewer rows than the one before."""
 _PRACTISED = 8
 """Rounds of some rows after which the next ones are hardly new."""
-_WORTH_A_MOVE, _WORTH_A_CAPTURE, _WORTH_COMPILING = 8, 32, 10_000
-"""Tokens left from which fewer rows pay: where rounds of that size have run before, where they must be captured first, and
-where they must be compiled as well."""
+_WORTH_A_MOVE, _WORTH_A_CAPTURE = 8, 32
+"""Tokens left from which fewer rows pay: where rounds of that size have run before, and where they must be captured first."""
 
 
 class Owner(Protocol):
@@ -91,8 +90,6 @@ class Workspace:
         One `SamplingParams` per row.
     graphs : bool
         Capture rounds where the device can.
-    compiled : bool
-        Compile drawing and verification before they are captured: a third of their launches, for some seconds once.
     ahead : bool
         Allow a replayed round to be launched before the outcome of the last one is known.
     """
@@ -103,14 +100,12 @@ class Workspace:
         drafter: Drafter,
         params: RowParams,
         graphs: bool = True,
-        compiled: bool = False,
         ahead: bool = True,
     ) -> None:
         captures = graphs and target.device.type == "cuda"
         self.target, self.params, self.asked = target, params, params
         """What rows at work ask for, and what all of them were made for."""
-        self._compiled = compiled and captures
-        self.session = drafter.start(params, target, self._compiled)
+        self.session = drafter.start(params, target)
         self.memory = Memory(target, len(params), behind=1, places=self.session.num_nodes)
         self.ownership = Ownership()
         """Whose texts are in the memories."""
@@ -119,7 +114,7 @@ class Workspace:
         self.state: State | None = None
         """What rounds work on, once there are texts."""
         # Compilation takes a second run to see what varies.
-        self.launcher = Launcher(GraphCache(before=3 if compiled else 1) if captures else None, ahead)
+        self.launcher = Launcher(GraphCache() if captures else None, ahead)
 
     @property
     def contexts(self) -> tuple[Context, ...]:
@@ -233,7 +228,6 @@ class Workspace:
             tail_B2=torch.zeros(len(params), 2, dtype=torch.long, device=self.target.device),
             active_B=torch.ones(len(params), dtype=torch.bool, device=self.target.device),
             greedy_B=torch.zeros(len(params), dtype=torch.bool, device=self.target.device),
-            compiled=self._compiled,
         )
 
     def activate(self, active: Sequence[bool]) -> None:
@@ -248,7 +242,7 @@ class Workspace:
         """Return how many tokens some text must have left for it to pay to shrink to so many rows."""
         if not self.has_graphs or self._rounds[rows] >= _PRACTISED:
             return _WORTH_A_MOVE
-        return _WORTH_COMPILING if self._compiled else _WORTH_A_CAPTURE
+        return _WORTH_A_CAPTURE
 
     def launch(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
         """Launch a round."""

@@ -63,7 +63,7 @@ class TargetInit(Drafter):
         self.decision = decision
         self.topology: Topology = Topology.fork(len(topology.children[0]), topology.depth + 1)
 
-    def start(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> DraftSession:
+    def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Go to work on a batch."""
         if params.mixed:
             raise UsageError("--lossy target-init cannot mix rows of temperature 0 with others; decode them apart")

@@ -245,7 +245,7 @@ class Lane:
         if self._engine is None:
             decoder, options = self.decoder, self._options
             params = RowParams((IDLE,) * options.slots)
-            workspace = Workspace(decoder.target, decoder.drafter, params, decoder.graphs, decoder.compiled, decoder.ahead)
+            workspace = Workspace(decoder.target, decoder.drafter, params, decoder.graphs, decoder.ahead)
             self._wipe()
             workspace.adopt(self._memory)
             self._workspace = workspace

@@ -76,7 +76,7 @@ class _Tracing(TreeDrafter):
         self._recorder, self._traces = _Recorder(), traces
         super().__init__(draft, chain, scheme, decision=self._recorder)
 
-    def builder(self, params: RowParams, target: LanguageModel, compiled: bool = False) -> Builder:
+    def builder(self, params: RowParams, target: LanguageModel) -> Builder:
         """Build chains as usual, and take them down."""
         temperature, topology = params.rows[0].temperature, self.topology
         assert isinstance(topology, Topology)

@@ -4,8 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -258,14 +257,3 @@ def resolve_walk(name: str, scheme: Scheme, *, insist: bool = True) -> Walk:
         fitting = ", ".join(other for other in WALKS if WALKS.get(other).fits(scheme))
         raise UsageError(f"walk {name!r} cannot verify what scheme {scheme.name!r} draws; allowed: auto, {fitting}")
     return next(walk() for walk in map(WALKS.get, _PREFERRED) if walk.fits(scheme))
-
-
-_MOST_SHAPES = 64
-"""Of trees and batches that one function is compiled for; further ones run as they are."""
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled form of a function, the same each time: compiling takes seconds."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_SHAPES)
-    return torch.compile(function, dynamic=False)
