@@ -15,8 +15,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from polydraft.errors import FailureError, UsageError
-from polydraft.serve.connections import listen
 from polydraft.serve.options import ServeOptions
+from polydraft.serve.server import listen
 from polydraft.serve.service import surely_exceeds
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -237,7 +237,7 @@ def test_counting_the_tokens_of_long_texts_keeps_nobody_waiting(shared, monkeypa
 def test_a_full_queue_is_a_429_that_says_when(serving):
     server = serving(slots=1, max_queue=1)
     scheduler, short, go = server.service.scheduler, {"messages": MESSAGES, "max_tokens": 2}, threading.Event()
-    lane = scheduler._lanes["auto"]
+    lane = scheduler.lanes["auto"]
     step = lane.step
 
     def held(*awaited: bool):
@@ -247,12 +247,12 @@ def test_a_full_queue_is_a_429_that_says_when(serving):
     answers: list[httpx.Response] = []
     posting = [threading.Thread(target=lambda: answers.append(server.post(CHAT, short))) for _ in range(2)]
     posting[0].start()
-    eventually(lambda: sum(scheduler._open.values()) == 1)
+    eventually(lambda: scheduler.unfinished == 1)
     with pytest.raises(httpx.ReadTimeout):
         server.post(CHAT, short, timeout=0.2)
-    eventually(lambda: sum(scheduler._open.values()) == 1)  # it waited, and left: its place is free again
+    eventually(lambda: scheduler.unfinished == 1)  # it waited, and left: its place is free again
     posting[1].start()
-    eventually(lambda: sum(scheduler._open.values()) == 2)
+    eventually(lambda: scheduler.unfinished == 2)
     answer = server.post(CHAT, short)
     assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
     assert answer.json()["error"]["type"] == "rate_limit_error"
@@ -321,7 +321,7 @@ def test_leaving_lets_answers_end_and_refuses_new_ones(serving):
     with httpx.stream("POST", server.url + CHAT, json={**LONG, "max_tokens": 250, "stream": True}, timeout=120) as running:
         lines = running.iter_lines()
         next(lines)
-        server.server.leave()
+        server.server.drain()
         eventually(lambda: not server.service.scheduler.ready)
         assert httpx.get(f"{server.url}/ready").status_code == 503
         refused = server.post(CHAT, {"messages": MESSAGES})
@@ -335,14 +335,14 @@ def test_who_is_not_done_in_time_is_told(serving):
     with httpx.stream("POST", server.url + CHAT, json={**LONG, "stream": True}, timeout=120) as running:
         lines = running.iter_lines()
         next(lines)
-        server.server.leave()
+        server.server.drain()
         rest = list(lines)
     assert any("stopped before the answer was complete" in line for line in rest) or "data: [DONE]" in rest
 
 
 def test_out_of_memory_is_a_503_and_the_server_goes_on(serving):
     server = serving()
-    lane = server.service.scheduler._lanes["auto"]
+    lane = server.service.scheduler.lanes["auto"]
     step = lane.step
 
     def broken(awaited: bool):

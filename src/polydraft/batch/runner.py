@@ -14,7 +14,7 @@ from polydraft.prompts import prompt_of
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator, row_seed
 from polydraft.serve.lane import Lane, LaneOptions
-from polydraft.serve.ticket import Ticket
+from polydraft.serve.request import Request
 
 _LEAST_WINDOW = 1024
 """Rows that may be ready before an earlier one, at least: they wait in memory."""
@@ -68,7 +68,7 @@ def texts_of(decoder: Decoder, wanted: Iterable[Row], task: BatchTask, options: 
     check_params(task.sampling, decoder.target.vocab_size)
     slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
     lane = Lane(decoder, LaneOptions(slots=options.slots, slot_tokens=slot_tokens, chunk_tokens=options.chunk_tokens))
-    rows, running = enumerate(wanted), dict[Ticket, tuple[int, Row]]()
+    rows, running = enumerate(wanted), dict[Request, tuple[int, Row]]()
     ready: dict[int, dict[str, Any]] = {}
     """Results by their place, until all before them are there."""
     written, window, ended = 0, max(64 * options.slots, _LEAST_WINDOW), False
@@ -79,16 +79,16 @@ def texts_of(decoder: Decoder, wanted: Iterable[Row], task: BatchTask, options: 
                 ended = True
                 break
             try:
-                ticket = Ticket([_sequence(decoder, row, task, slot_tokens)])
+                request = Request([_sequence(decoder, row, task, slot_tokens)])
             except (UsageError, FailureError) as error:
                 ready[place] = {"row": row.number, "error": str(error)}
                 continue
-            running[ticket] = place, row
-            lane.waiting.add(ticket)
-        for ticket, progress in lane.step() if lane.busy else ():
+            running[request] = place, row
+            lane.waiting.add(request)
+        for request, progress in lane.step() if lane.busy else ():
             if progress.emitted.stop_reason is not None:
-                place, row = running.pop(ticket)
-                ready[place] = _result(row, ticket)
+                place, row = running.pop(request)
+                ready[place] = _result(row, request)
         if written in ready:
             whole = []
             while written in ready:
@@ -129,8 +129,8 @@ def _rests(sequence: TokenSequence) -> dict[str, Any]:
     return {"resting_passes": found.resting_rounds, "rested_because": found.rested_because}
 
 
-def _result(row: Row, ticket: Ticket) -> dict[str, Any]:
-    sequence = ticket.sequences[0]
+def _result(row: Row, request: Request) -> dict[str, Any]:
+    sequence = request.sequences[0]
     assert sequence.stop_reason is not None
     known = {"id": row.record["id"]} if "id" in row.record else {}
     if sequence.failure is not None:
@@ -146,5 +146,5 @@ def _result(row: Row, ticket: Ticket) -> dict[str, Any]:
         "passes": speculation.rounds,
         "tokens_per_pass": round(speculation.mean_acceptance_length, 3),
         **_rests(sequence),
-        "seconds": round(time.perf_counter() - ticket.admitted.get(0, ticket.arrived), 4),
+        "seconds": round(time.perf_counter() - request.admitted.get(0, request.arrived), 4),
     }

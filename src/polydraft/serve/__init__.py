@@ -1,1 +1,1 @@
-"""A server: continuous batching on the engine's one loop, behind the API that everybody speaks."""
+"""A server: continuous batching on the engine's loop, behind the OpenAI API."""

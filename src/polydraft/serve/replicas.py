@@ -24,14 +24,13 @@ from polydraft.described import options_in
 from polydraft.errors import FailureError, unknown_name
 from polydraft.loading import load_with
 from polydraft.options import LoadOptions
+from polydraft.serve import errors
 from polydraft.serve.app import make_app
 from polydraft.serve.cluster import cluster_with_room
-from polydraft.serve.errors import error_object, too_slow
-from polydraft.serve.guard import refuse
 from polydraft.serve.logs import log_as
 from polydraft.serve.options import ReplicaOptions, ServeOptions, host_and_port
 from polydraft.serve.service import Service
-from polydraft.serve.ticket import UnavailableError
+from polydraft.serve.streaming import disconnected
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _NAME, _REPLICA, _FRONT = "polydraft", "polydraft-replica", "polydraft-front"
@@ -41,7 +40,6 @@ _AHEAD = 8
 """Messages that a replica may be ahead of the front: a client that does not read holds its own text back."""
 _TO = "replica:"
 """Begins the key of a request for one replica."""
-_LOST = "the replica that wrote this answer is gone; ask again"
 
 
 class KeepConversations(RequestRouter):
@@ -140,7 +138,7 @@ class Front:
             async with asyncio.timeout(self._options.client_seconds):
                 body = await _body(receive, self._options.max_body_bytes)
         except TimeoutError:
-            await refuse(too_slow(), send)
+            await errors.send_error(errors.request_too_slow(), send)
             return
         passed = {name: scope[name] for name in _PASSED if name in scope}
         if scope["path"] == "/metrics":
@@ -150,7 +148,7 @@ class Front:
 
     async def _hand_on(self, key: str, scope: dict[str, Any], body: bytes, receive: Receive, send: Send) -> None:
         answer = self._replicas.remote(key, scope, body)
-        gone, started = asyncio.create_task(_left(receive)), False
+        gone, started = asyncio.create_task(disconnected(receive)), False
         work = asyncio.create_task(_relay(answer, send))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -161,13 +159,11 @@ class Front:
             if error is None:
                 return
             _LOGGER.error("a replica did not answer: %s", str(error).splitlines()[0] if str(error) else type(error).__name__)
-            told = UnavailableError(_LOST)
+            lost = errors.replica_lost()
             if started:
-                await send(
-                    {"type": "http.response.body", "body": b"data: " + json.dumps(error_object(told)).encode() + b"\n\n"}
-                )
+                await send({"type": "http.response.body", "body": errors.error_event(lost)})
             else:
-                await refuse(told, send, ((b"retry-after", b"1"),))
+                await errors.send_error(lost, send, ((b"retry-after", b"1"),))
         finally:
             for task in (work, gone):
                 task.cancel()
@@ -224,11 +220,6 @@ async def _live(receive: Receive, send: Send) -> None:
     while kind != "lifespan.shutdown":
         kind = (await receive())["type"]
         await send({"type": f"{kind}.complete"})
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _conversation(body: bytes) -> str:
