@@ -14,8 +14,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from polydraft.errors import PolydraftError
-from polydraft.serve import errors
+from polydraft.errors import PolydraftError, shown, unknown_name
+from polydraft.serve.errors import RequestError, error_object, reason_of, status_of
 from polydraft.serve.middleware import AdmissionMiddleware
 from polydraft.serve.protocol import read_request
 from polydraft.serve.service import Service
@@ -23,6 +23,8 @@ from polydraft.serve.streaming import CompletionResponse
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /metrics"
+_EXAMPLE = '{"prompt": "..."} or {"messages": [...]}'
 _TOKENIZE_NAMES = ("prompt", "messages", "model")
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -41,20 +43,22 @@ class Handlers:
         """Continue texts."""
         return CompletionResponse(self._service, read_request(await self._body(request), chat=False))
 
-    async def _body(self, request: Request) -> Any:
+    async def _body(self, request: Request) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self._service.options.client_seconds):
                 body = await request.body()
         except TimeoutError:
-            raise errors.request_too_slow() from None
+            raise RequestError("request_too_slow") from None
         try:
             content = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
             if _SURROGATE.search(body):  # unpaired ones parse, but can be neither tokenized nor sent back
                 json.dumps(content, ensure_ascii=False).encode()
         except UnicodeError:
-            raise errors.not_utf8() from None
+            raise RequestError("invalid_utf8") from None
         except (ValueError, RecursionError) as error:
-            raise errors.not_json(error) from None
+            raise RequestError("invalid_json", why=error, example=_EXAMPLE) from None
+        if not isinstance(content, dict):
+            raise RequestError("invalid_json", why=f"a JSON {type(content).__name__}", example=_EXAMPLE)
         return content
 
     async def models(self, request: Request) -> Response:
@@ -81,11 +85,10 @@ class Handlers:
     async def tokenize(self, request: Request) -> Response:
         """Turn a text or a conversation into tokens."""
         body = await self._body(request)
-        if not isinstance(body, dict):
-            raise errors.not_an_object('{"prompt": "..."} or {"messages": [...]}')
         for name in body:
             if name not in _TOKENIZE_NAMES:
-                raise errors.unknown_parameter(name, _TOKENIZE_NAMES)
+                message = unknown_name("parameter", name, _TOKENIZE_NAMES)
+                raise RequestError("unknown_parameter", param=name, message=message)
         wanted = read_request(body, chat="messages" in body)
         return Response(await self._service.tokenize(wanted), media_type="application/json")
 
@@ -114,14 +117,16 @@ def _refuse_constant(name: str) -> float:
 
 async def _expected_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = errors.unknown_path(request.url.path, error.status_code, error.detail)
-    request.scope["state"]["reason"] = errors.reason_of(error)
-    return JSONResponse(errors.error_object(error), status_code=errors.status_of(error))
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        names = {"path": shown(request.url.path), "method": request.method, "paths": _PATHS}
+        error = RequestError(code, reason=error.detail, **names)
+    request.scope["state"]["reason"] = reason_of(error)
+    return JSONResponse(error_object(error), status_code=status_of(error))
 
 
 async def _unforeseen_error(request: Request, error: Exception) -> Response:
-    request.scope["state"]["reason"] = errors.reason_of(error)
-    return JSONResponse(errors.error_object(errors.unforeseen()), status_code=500)
+    request.scope["state"]["reason"] = reason_of(error)
+    return JSONResponse(error_object(RequestError("unexpected")), status_code=500)
 
 
 def make_app(service: Service) -> ASGIApp:

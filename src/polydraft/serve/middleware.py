@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from polydraft.serve import errors
+from polydraft.errors import shown
+from polydraft.serve.errors import RequestError, reason_of, send_error
 from polydraft.serve.logs import as_text, request_fields
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions, host_and_port, is_local
@@ -68,18 +69,18 @@ class AdmissionMiddleware:
         try:
             self._check(scope["path"], scope["method"], headers)
             await self._app(scope, body, send_with_id)
-        except errors.RequestError as error:
-            reason = errors.reason_of(error)
+        except RequestError as error:
+            reason = reason_of(error)
             if status:  # the response has begun
                 raise
-            await errors.send_error(error, send_with_id)
+            await send_error(error, send_with_id)
         except asyncio.CancelledError:  # uvicorn would log a traceback
-            cancelled = errors.cancelled()
+            cancelled = RequestError("cancelled")
             reason = str(cancelled)
             if not status:
-                await errors.send_error(cancelled, send_with_id)
+                await send_error(cancelled, send_with_id)
         except Exception as error:
-            status, reason = status or 500, errors.reason_of(error)
+            status, reason = status or 500, reason_of(error)
             raise
         finally:
             self._budget.held -= body.read
@@ -109,17 +110,17 @@ class AdmissionMiddleware:
     def _check(self, path: str, method: str, headers: Mapping[str, str]) -> None:
         host = _host(headers.get("host", ""))
         if self._checks_host and host and not is_local(host):
-            raise errors.wrong_host()
+            raise RequestError("wrong_host")
         if method == "OPTIONS":
             return
         if self._keys and path not in _OPEN_PATHS and not self._has_key(headers.get("authorization", "")):
-            raise errors.invalid_api_key()
+            raise RequestError("invalid_api_key")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > _MOST_DIGITS or int(length) > self._options.max_body_bytes:
-            raise errors.request_too_large(self._options.max_body_bytes)
+            raise RequestError("request_too_large", most=self._options.max_body_bytes)
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
-            raise errors.wrong_content_type(kind)
+            raise RequestError("wrong_content_type", kind=shown(kind))
 
     def _has_key(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
@@ -149,9 +150,9 @@ class _LimitedBody:
         self.read += size
         self._budget.held += size
         if self.read > self._most:
-            raise errors.request_too_large(self._most)
+            raise RequestError("request_too_large", most=self._most)
         if self._budget.held > self._budget.most:
-            raise errors.too_many_bytes()
+            raise RequestError("too_many_bytes")
         return message
 
 

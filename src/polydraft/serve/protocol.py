@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, unknown_name
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.grammar import LARK, REGEX, Grammar
-from polydraft.serve import errors
+from polydraft.serve.errors import RequestError, from_library, invalid_value, unsupported
 from polydraft.serve.request import AUTO, OFF
 
 _MOST_LOGPROBS = 20
@@ -67,10 +67,8 @@ class CompletionRequest:
         return self.n * (1 if self.chat else len(self.prompts))
 
 
-def read_request(body: Any, *, chat: bool) -> CompletionRequest:
+def read_request(body: dict[str, Any], *, chat: bool) -> CompletionRequest:
     """Read the body of a request for a chat or for completions."""
-    if not isinstance(body, dict):
-        raise errors.not_an_object('{"messages": [...]}' if chat else '{"prompt": "..."}')
     # Every reader below removes what it has read; whatever is left over is refused.
     left = {str(name): value for name, value in body.items() if value is not None}
     wants: dict[str, Any] = {"chat": chat}
@@ -102,8 +100,9 @@ def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
         if name in _NEUTRAL and type(value) is type(neutral) and value == neutral:
             continue
         if name in KNOWN_ELSEWHERE:
-            raise errors.unsupported_parameter(name)
-        raise errors.unknown_parameter(name, CHAT_NAMES if chat else COMPLETION_NAMES)
+            raise unsupported(name)
+        message = unknown_name("parameter", name, CHAT_NAMES if chat else COMPLETION_NAMES)
+        raise RequestError("unknown_parameter", param=name, message=message)
 
 
 def _whole(left: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:
@@ -111,7 +110,7 @@ def _whole(left: dict[str, Any], name: str, low: int, high: int, default: Any) -
     if value is default:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise errors.invalid_value(name, value, f"whole numbers from {low} to {high}")
+        raise invalid_value(name, value, f"whole numbers from {low} to {high}")
     return value
 
 
@@ -122,20 +121,20 @@ def _number(name: str, value: Any, allowed: str) -> float:
             return value
     except OverflowError:
         pass
-    raise errors.invalid_value(name, value, allowed)
+    raise invalid_value(name, value, allowed)
 
 
 def _flag(left: dict[str, Any], name: str) -> bool:
     value = left.pop(name, False)
     if not isinstance(value, bool):
-        raise errors.invalid_value(name, value, "true, false")
+        raise invalid_value(name, value, "true, false")
     return value
 
 
 def _text(left: dict[str, Any], name: str) -> str | None:
     value = left.pop(name, None)
     if value is not None and not isinstance(value, str):
-        raise errors.invalid_value(name, value, "a string")
+        raise invalid_value(name, value, "a string")
     return value
 
 
@@ -143,31 +142,32 @@ def _max_tokens(left: dict[str, Any]) -> Any:
     old = _whole(left, "max_tokens", 1, 10**9, None)
     new = _whole(left, "max_completion_tokens", 1, 10**9, None)
     if old is not None and new is not None and old != new:
-        raise errors.conflicting_parameters(["max_completion_tokens", "max_tokens"])
+        raise RequestError("conflicting_parameters", param="max_tokens", names="max_tokens and max_completion_tokens")
     return old if new is None else new
 
 
 def _chat_logprobs(left: dict[str, Any]) -> int | None:
     wanted, top = _flag(left, "logprobs"), _whole(left, "top_logprobs", 0, _MOST_LOGPROBS, None)
     if top is not None and not wanted:
-        raise errors.invalid_value("top_logprobs", top, 'none without "logprobs": true')
+        raise invalid_value("top_logprobs", top, 'none without "logprobs": true')
     return (top or 0) if wanted else None
 
 
 def _messages(value: Any) -> Messages:
     if not isinstance(value, list) or not value:
-        raise errors.missing_parameter("messages", 'a list such as [{"role": "user", "content": "..."}]')
+        example = 'a list such as [{"role": "user", "content": "..."}]'
+        raise RequestError("missing_parameter", param="messages", name="messages", example=example)
     return [_message(message, f"messages[{number}]") for number, message in enumerate(value)]
 
 
 def _message(message: Any, where: str) -> dict[str, str]:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        raise errors.invalid_value(where, message, f"objects with content and a role of {', '.join(_ROLES)}")
+        raise invalid_value(where, message, f"objects with content and a role of {', '.join(_ROLES)}")
     for name, value in message.items():
         if name not in ("role", "content", "name") and value not in (None, [], ""):
-            raise errors.unsupported_parameter(f"{where}.{name}")
+            raise unsupported(f"{where}.{name}")
     if not isinstance(message.get("name"), str | None):
-        raise errors.invalid_value(f"{where}.name", message["name"], "a string")
+        raise invalid_value(f"{where}.name", message["name"], "a string")
     role = "system" if message["role"] == "developer" else message["role"]
     return {"role": role, "content": _content(message.get("content"), where)}
 
@@ -179,7 +179,7 @@ def _content(content: Any, where: str) -> str:
         parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
         if all(isinstance(part, str) for part in parts):
             return "".join(map(str, parts))
-    raise errors.invalid_value(f"{where}.content", content, "a string, or a list of parts of type text")
+    raise invalid_value(f"{where}.content", content, "a string, or a list of parts of type text")
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -187,7 +187,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if value in (None, []):
-        raise errors.missing_parameter("prompt", allowed)
+        raise RequestError("missing_parameter", param="prompt", name="prompt", example=allowed)
     if isinstance(value, list):
         if all(isinstance(one, int) and not isinstance(one, bool) for one in value):
             return [list(value)]
@@ -195,16 +195,16 @@ def _prompts(value: Any) -> list[str | list[int]]:
             return list(value)
         if all(isinstance(one, list) and one and all(type(token) is int for token in one) for one in value):
             return [list(one) for one in value]
-    raise errors.invalid_value("prompt", value, allowed)
+    raise invalid_value("prompt", value, allowed)
 
 
 def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > _MOST_STOPS:
-        raise errors.invalid_value("stop", value, f"a string, or up to {_MOST_STOPS} of them")
+        raise invalid_value("stop", value, f"a string, or up to {_MOST_STOPS} of them")
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= _LONGEST_STOP:
-            raise errors.invalid_value("stop", stop, f"strings of 1 to {_LONGEST_STOP} characters")
+            raise invalid_value("stop", stop, f"strings of 1 to {_LONGEST_STOP} characters")
     return tuple(stops)
 
 
@@ -212,12 +212,12 @@ def _stream_options(value: Any, stream: bool) -> bool:
     if value is None:
         return False
     if not stream:
-        raise errors.invalid_value("stream_options", value, 'none without "stream": true')
+        raise invalid_value("stream_options", value, 'none without "stream": true')
     if not isinstance(value, dict) or not set(value) <= {"include_usage", "include_obfuscation"}:
-        raise errors.invalid_value("stream_options", value, '{"include_usage": true}')
+        raise invalid_value("stream_options", value, '{"include_usage": true}')
     wanted = dict(value)
     if _flag(wanted, "include_obfuscation"):
-        raise errors.unsupported_parameter("stream_options.include_obfuscation")
+        raise unsupported("stream_options.include_obfuscation")
     return _flag(wanted, "include_usage")
 
 
@@ -226,10 +226,10 @@ def _speculative(value: Any) -> tuple[str, bool]:
     if value in (AUTO, OFF):
         return value, False
     if not isinstance(value, dict) or not set(value) <= {"tree", "trace"}:
-        raise errors.invalid_value("speculative", value, allowed)
+        raise invalid_value("speculative", value, allowed)
     tree, trace = value.get("tree", AUTO), value.get("trace", False)
     if not isinstance(tree, str) or not isinstance(trace, bool):
-        raise errors.invalid_value("speculative", value, allowed)
+        raise invalid_value("speculative", value, allowed)
     return (OFF if tree == "none" else tree), trace
 
 
@@ -239,7 +239,7 @@ def _grammar(left: dict[str, Any]) -> Grammar | None:
     for name in (REGEX, LARK):
         text = _text(left, name)
         if text == "":
-            raise errors.invalid_value(name, text, "a non-empty string; leave it out for no grammar")
+            raise invalid_value(name, text, "a non-empty string; leave it out for no grammar")
         if text is not None:
             found[name] = Grammar(name, text)
     response = left.pop("response_format", None)
@@ -256,9 +256,9 @@ def _grammar(left: dict[str, Any]) -> Grammar | None:
             found["response_format"] = Grammar.json_schema(schema)
         case _:
             allowed = '{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}}}'
-            raise errors.invalid_value("response_format", response, allowed)
+            raise invalid_value("response_format", response, allowed)
     if len(found) > 1:
-        raise errors.conflicting_parameters(found)
+        raise RequestError("conflicting_parameters", param=list(found)[-1], names=" and ".join(found))
     return next(iter(found.values()), None)
 
 
@@ -273,7 +273,7 @@ def _sampling(left: dict[str, Any]) -> SamplingParams:
     try:
         return SamplingParams(**given)
     except UsageError as error:
-        raise errors.from_library(error, sampling_name(error)) from None
+        raise from_library(error, sampling_name(error)) from None
 
 
 def sampling_name(error: UsageError) -> str | None:
@@ -284,31 +284,19 @@ def sampling_name(error: UsageError) -> str | None:
 def _bias(value: Any) -> dict[int, float]:
     allowed = f'up to {_MOST_BIASED} token ids with numbers, such as {{"5": -1.5}}'
     if not isinstance(value, dict) or len(value) > _MOST_BIASED:
-        raise errors.invalid_value("logit_bias", value, allowed)
+        raise invalid_value("logit_bias", value, allowed)
     bias = {}
     for token, number in value.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= _MOST_DIGITS):
-            raise errors.invalid_value("logit_bias", {token: number}, allowed)
+            raise invalid_value("logit_bias", {token: number}, allowed)
         bias[int(token)] = float(_number("logit_bias", number, allowed))
     return bias
 
 
 _SHARED_NAMES = {
-    "model",
-    "n",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "speculative",
-    "response_format",
-    "grammar",
-    "regex",
-    "user",
-    "top_k",
-    "logit_bias",
-    *_NUMBERS,
-}
+    "model", "n", "seed", "stop", "stream", "stream_options", "speculative", "response_format", "grammar", "regex", "user",
+    "top_k", "logit_bias", *_NUMBERS,
+}  # fmt: skip
 CHAT_NAMES = {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", *_SHARED_NAMES}
 COMPLETION_NAMES = {"prompt", "max_tokens", "logprobs", *_SHARED_NAMES}
 KNOWN_ELSEWHERE = {

@@ -24,9 +24,9 @@ from polydraft.described import options_in
 from polydraft.errors import FailureError, unknown_name
 from polydraft.loading import load_with
 from polydraft.options import LoadOptions
-from polydraft.serve import errors
 from polydraft.serve.app import make_app
 from polydraft.serve.cluster import cluster_with_room
+from polydraft.serve.errors import RequestError, error_event, send_error
 from polydraft.serve.logs import log_as
 from polydraft.serve.options import ReplicaOptions, ServeOptions, host_and_port
 from polydraft.serve.service import Service
@@ -138,7 +138,7 @@ class Front:
             async with asyncio.timeout(self._options.client_seconds):
                 body = await _body(receive, self._options.max_body_bytes)
         except TimeoutError:
-            await errors.send_error(errors.request_too_slow(), send)
+            await send_error(RequestError("request_too_slow"), send)
             return
         passed = {name: scope[name] for name in _PASSED if name in scope}
         if scope["path"] == "/metrics":
@@ -159,11 +159,11 @@ class Front:
             if error is None:
                 return
             _LOGGER.error("a replica did not answer: %s", str(error).splitlines()[0] if str(error) else type(error).__name__)
-            lost = errors.replica_lost()
+            lost = RequestError("replica_lost")
             if started:
-                await send({"type": "http.response.body", "body": errors.error_event(lost)})
+                await send({"type": "http.response.body", "body": error_event(lost)})
             else:
-                await errors.send_error(lost, send, ((b"retry-after", b"1"),))
+                await send_error(lost, send, ((b"retry-after", b"1"),))
         finally:
             for task in (work, gone):
                 task.cancel()

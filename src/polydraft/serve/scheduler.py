@@ -16,7 +16,7 @@ from polydraft.engine import Decoder, StopReason
 from polydraft.engine.sequence import Emitted
 from polydraft.errors import FailureError
 from polydraft.sampling import SamplingParams
-from polydraft.serve import errors
+from polydraft.serve.errors import RequestError
 from polydraft.serve.followers import Lockstep
 from polydraft.serve.lane import Lane, LaneOptions, most_places, with_speculation
 from polydraft.serve.request import AUTO, OFF, Progress, Request
@@ -150,16 +150,14 @@ class Scheduler:
 
         Raises
         ------
-        BusyError
-            If the queue is full.
-        UnavailableError
-            If the scheduler is draining, or its thread has ended.
+        RequestError
+            If the queue is full, the scheduler is draining, or its thread has ended.
         """
         with self._changed:
             if self._draining or not self.alive:
-                raise errors.shutting_down()
+                raise RequestError("shutting_down")
             if self.unfinished + len(request.sequences) > self._limit:
-                raise errors.queue_full(self._limit)
+                raise RequestError("queue_full", limit=self._limit)
             self._unfinished[request] = len(request.sequences)
             self._arrived.append(request)
             self._changed.notify()
@@ -204,7 +202,7 @@ class Scheduler:
                     self._publish(events)
         left = [pair for lane in self.lanes.values() for pair in (*lane.reset(), *lane.waiting.clear())]
         left += [pair for request in self._second_queue for pair in _sequences_of(request)]
-        self._publish(_failed(left, errors.stopped()))
+        self._publish(_failed(left, RequestError("stopped")))
 
     def _warm_up(self) -> None:
         start, lane = time.perf_counter(), self.lanes[AUTO]
@@ -298,7 +296,7 @@ class Scheduler:
     def _fail_running(self, lane: Lane, error: Exception) -> Events:
         """Drop what was running in a lane; waiting sequences go on in wiped memory."""
         _LOGGER.error("a round failed: %s: %s", type(error).__name__, error, exc_info=error)
-        return _failed(lane.reset(), errors.out_of_memory() if _is_about_memory(error) else errors.round_failed())
+        return _failed(lane.reset(), RequestError("out_of_memory" if _is_about_memory(error) else "round_failed"))
 
     def _publish(self, events: Events) -> None:
         """Hand events to the observer and to the requests' event loops, with one call per loop."""

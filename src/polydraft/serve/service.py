@@ -9,13 +9,13 @@ from typing import Any
 
 from polydraft.draft import Plain
 from polydraft.engine import Decoder, TokenSequence
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, shown
 from polydraft.models import check_prompts
 from polydraft.models.placement import is_shared
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator, row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
-from polydraft.serve import errors
+from polydraft.serve.errors import RequestError, from_library, unsupported
 from polydraft.serve.followers import Lockstep
 from polydraft.serve.lane import LaneOptions, with_speculation
 from polydraft.serve.metrics import Metrics
@@ -78,7 +78,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model."""
         if name is not None and name != self.model:
-            raise errors.model_not_found(name, self.model)
+            raise RequestError("model_not_found", param="model", name=shown(name), served=self.model)
 
     async def submit(self, wanted: CompletionRequest) -> tuple[Request, ResponseBuilder]:
         """Queue a request."""
@@ -93,11 +93,12 @@ class Service:
         if speculative in (AUTO, OFF):
             return
         if not self.options.own_trees:
-            raise errors.own_trees_off(speculative)
+            where = "by a server that runs with --no-own-trees"
+            raise RequestError("unsupported_parameter", param="speculative", name="speculative.tree", where=where)
         try:
             with_speculation(self.decoder, speculative)
         except UsageError as error:
-            raise errors.from_library(error, "speculative") from None
+            raise from_library(error, "speculative") from None
 
     async def tokenize(self, wanted: CompletionRequest) -> bytes:
         """Return the tokens of one prompt of any length, and their texts, as JSON.
@@ -115,7 +116,7 @@ class Service:
             self._counter = Decoder(self.decoder.target, tokenizer=own), TokenTexts(own)
         encoder, texts = self._counter
         if len(wanted.prompts) > 1:
-            raise errors.several_prompts()
+            raise RequestError("too_many_texts", param="prompt", count=len(wanted.prompts), most=1)
         prompts = self._tokens(encoder, wanted)
         self._check_prompts(prompts, wanted)
         (tokens,) = prompts
@@ -131,15 +132,13 @@ class Service:
             if most is not None and any(surely_exceeds(text, most, encoder.tokenizer) for text in texts):
                 raise self._too_long(f"more than {most}", wanted)
             return [encoder.encode_chat(texts[0])] if wanted.chat else [encoder.encode(prompt) for prompt in wanted.prompts]
-        except errors.RequestError:
-            raise
         except UsageError as error:
-            raise errors.from_library(error, wanted.prompt_name) from None
+            raise from_library(error, wanted.prompt_name) from None
 
     def prepare(self, wanted: CompletionRequest, loop: asyncio.AbstractEventLoop) -> Request:
         """Tokenize the prompts of a request, check what depends on the model, and make its sequences."""
         if wanted.num_texts > self.options.max_choices:
-            raise errors.too_many_texts(wanted.num_texts, self.options.max_choices)
+            raise RequestError("too_many_texts", param="n", count=wanted.num_texts, most=self.options.max_choices)
         with self._encoding:
             prompts = self._tokens(self._encoder, wanted, self.slot_tokens)
         self._check_prompts(prompts, wanted)
@@ -160,7 +159,7 @@ class Service:
             check_prompts(prompts, None, vocab_size)
             check_params(wanted.params, vocab_size)
         except UsageError as error:
-            raise errors.from_library(error, sampling_name(error) or wanted.prompt_name) from None
+            raise from_library(error, sampling_name(error) or wanted.prompt_name) from None
 
     def _limit(self, length: int, wanted: CompletionRequest) -> int:
         """Return how many tokens a text may get; refuse what does not fit into a slot."""
@@ -169,14 +168,15 @@ class Service:
             raise self._too_long(str(length), wanted)
         return room if wanted.max_new_tokens is None else wanted.max_new_tokens
 
-    def _too_long(self, length: str, wanted: CompletionRequest) -> errors.RequestError:
-        return errors.context_length_exceeded(wanted.prompt_name, length, wanted.max_new_tokens, self.slot_tokens)
+    def _too_long(self, length: str, wanted: CompletionRequest) -> RequestError:
+        new = "" if wanted.max_new_tokens is None else f" and {wanted.max_new_tokens} new ones"
+        return RequestError("context_length_exceeded", param=wanted.prompt_name, length=length, new=new, most=self.slot_tokens)
 
     def _compiled(self, grammar: Grammar) -> str:
         """Compile a grammar."""
         name = "response_format" if grammar.kind.startswith("json") else grammar.kind
         if self.scheduler.lockstep is not None:
-            raise errors.grammars_off(name)
+            raise unsupported(name, "where several processes share a model")
         try:
             with self._encoding:
                 if self._grammars is None:
@@ -184,7 +184,7 @@ class Service:
                     self._grammars = Grammars(self._encoder.tokenizer, decoder.target.vocab_size, decoder.eos_token_ids)
             return self._grammars.compiled(grammar)
         except UsageError as error:
-            raise errors.from_library(error, name, private=True) from None
+            raise from_library(error, name, private=True) from None
 
     def _sequence(
         self, prompt: list[int], limit: int, seed: int, wanted: CompletionRequest, grammar: str | None

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from polydraft.errors import PolydraftError
-from polydraft.serve import errors
+from polydraft.serve.errors import RequestError, error_event, reason_of, send_error
 from polydraft.serve.protocol import CompletionRequest
 from polydraft.serve.request import Progress, Request
 from polydraft.serve.responses import ResponseBuilder
@@ -81,19 +81,19 @@ class CompletionResponse:
             raise
         except Exception as raised:
             self._cancel()
-            error = errors.timed_out(self._options.request_seconds) if timeout.expired() else raised
-            scope["state"]["reason"] = errors.reason_of(error)
-            if not isinstance(error, PolydraftError | TimeoutError):
+            error = RequestError("timed_out", seconds=self._options.request_seconds) if timeout.expired() else raised
+            scope["state"]["reason"] = reason_of(error)
+            if not isinstance(error, PolydraftError):
                 _LOGGER.error("request %s failed", scope["state"]["request_id"], exc_info=error)
             if begun:
                 scope["state"]["level"] = logging.ERROR  # the status, which is already sent, says 200
-                await self._send(send, errors.error_event(error))
+                await self._send(send, error_event(error))
                 await send(_END)
             else:
-                await errors.send_error(error, send, self._headers(error))
+                await send_error(error, send, self._headers(error))
 
     def _headers(self, error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
-        if isinstance(error, errors.UnavailableError):
+        if isinstance(error, RequestError) and error.may_retry:
             return ((b"retry-after", str(self._service.scheduler.retry_after()).encode()),)
         return ()
 
