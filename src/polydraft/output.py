@@ -108,8 +108,8 @@ def _lock(folder: Path) -> int | None:
 def written_whole(path: Path) -> Iterator[Path]:
     """Make a name to write a file under, which replaces `path` at the end of the block.
 
-    After an exception or a kill, `path` is what it was; only a kill leaves a hidden partial file. Of several writers the last to
-    finish wins.
+    After an exception or a kill, `path` is what it was; only a kill leaves a hidden partial file. Of several writers the last
+    to finish wins.
 
     Parameters
     ----------
