@@ -27,11 +27,11 @@ from polydraft.serve.scheduler import Scheduler
 
 
 class Following(Lockstep):
-    """Keeps what it is told of, as it forgets answered requests."""
+    """Keeps the requests that it hears of; a lockstep forgets finished ones."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder)
-        self.leads, self.seen = False, list[Request]()
+    def __init__(self, decoder: Decoder, broadcast) -> None:
+        super().__init__(decoder, leads=False, broadcast=broadcast)
+        self.seen = list[Request]()
 
     def agree(self, *arguments):
         found = super().agree(*arguments)
@@ -39,18 +39,17 @@ class Following(Lockstep):
         return found
 
 
-def test_a_follower_writes_what_the_leader_writes(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_writes_what_the_leader_writes(tiny: str) -> None:
     decoders = [load(tiny, "early-exit:1", tree="2x1", device="cpu", dtype="float32") for _ in range(2)]
     wire: queue.Queue[bytes] = queue.Queue()
 
-    def agreed(value):
+    def broadcast(value):
         if value is None:
             return pickle.loads(wire.get(timeout=30))
         wire.put(pickle.dumps(value))
         return value
 
-    monkeypatch.setattr("polydraft.serve.followers.agreed", agreed)
-    leading, following = Lockstep(decoders[0]), Following(decoders[1])
+    leading, following = Lockstep(decoders[0], leads=True, broadcast=broadcast), Following(decoders[1], broadcast)
     size = LaneOptions(slots=2, slot_tokens=96, chunk_tokens=16)
     first, second = (
         Scheduler(one, size, max_queue=8, lockstep=own) for one, own in zip(decoders, (leading, following), strict=True)

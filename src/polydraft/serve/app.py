@@ -58,7 +58,7 @@ class Handlers:
         except (ValueError, RecursionError) as error:
             raise RequestError("invalid_json", why=error, example=_EXAMPLE) from None
         if not isinstance(content, dict):
-            raise RequestError("invalid_json", why=f"a JSON {type(content).__name__}", example=_EXAMPLE)
+            raise RequestError("invalid_json", why=f"it is a {type(content).__name__}", example=_EXAMPLE)
         return content
 
     async def models(self, request: Request) -> Response:
@@ -124,7 +124,7 @@ async def _expected_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error_object(error), status_code=status_of(error))
 
 
-async def _unforeseen_error(request: Request, error: Exception) -> Response:
+async def _unexpected_error(request: Request, error: Exception) -> Response:
     request.scope["state"]["reason"] = reason_of(error)
     return JSONResponse(error_object(RequestError("unexpected")), status_code=500)
 
@@ -147,7 +147,7 @@ def make_app(service: Service) -> ASGIApp:
         exception_handlers={
             PolydraftError: _expected_error,
             HTTPException: _expected_error,
-            Exception: _unforeseen_error,
+            Exception: _unexpected_error,
         },
     )
     app = AdmissionMiddleware(app, service.options, service.metrics)

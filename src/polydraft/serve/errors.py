@@ -83,6 +83,11 @@ def invalid_value(name: str, value: object, allowed: str) -> RequestError:
     return RequestError("invalid_value", param=name, message=f"{name}={shown(value)}{rest}", reason=name + rest)
 
 
+def missing(name: str, example: str) -> RequestError:
+    """Refuse a request with nothing to continue."""
+    return RequestError("missing_parameter", param=name, name=name, example=example)
+
+
 def unsupported(name: str, where: str = "here") -> RequestError:
     """Refuse a parameter that the API or another server has, and this one has not."""
     return RequestError("unsupported_parameter", param=name, name=shown(name), where=where)

@@ -1,13 +1,13 @@
 """Tensor-parallel processes: the leader's scheduler takes requests, the followers' do the same."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from polydraft.engine import Decoder, TokenSequence
-from polydraft.models.placement import agreed, is_follower
+from polydraft.models.placement import agreed
 from polydraft.serve.request import Request
 
 _CARRIED = [one.name for one in fields(TokenSequence) if one.init and one.name not in ("row", "generator", "assembler")]
@@ -23,12 +23,14 @@ class Lockstep:
     Parameters
     ----------
     decoder : Decoder
+    leads : bool
+        Whether requests come to this process.
+    broadcast : callable
+        Returns the leader's argument in every process.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder, self._last = decoder, 0
-        self.leads = not is_follower()
-        """Whether requests come to this process."""
+    def __init__(self, decoder: Decoder, *, leads: bool, broadcast: Callable[[Any], Any] = agreed) -> None:
+        self._decoder, self.leads, self._broadcast, self._last = decoder, leads, broadcast, 0
         self._requests: dict[int, Request] = {}
         """By numbers that all processes share."""
 
@@ -44,9 +46,9 @@ class Lockstep:
             self._last += len(new)
             self._requests |= new
             gone = [number for number, request in self._requests.items() if request in cancelled]
-            agreed(({number: _packed(request) for number, request in new.items()}, gone, stopping))
+            self._broadcast(({number: _packed(request) for number, request in new.items()}, gone, stopping))
             return arrived, cancelled, stopping
-        packed, gone, stopping = agreed(None)
+        packed, gone, stopping = self._broadcast(None)
         new = {number: self._unpacked(*one) for number, one in packed.items()}
         self._requests |= new
         return list(new.values()), [self._requests[number] for number in gone if number in self._requests], stopping

@@ -8,7 +8,7 @@ from typing import Any
 from polydraft.errors import UsageError, unknown_name
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.grammar import LARK, REGEX, Grammar
-from polydraft.serve.errors import RequestError, from_library, invalid_value, unsupported
+from polydraft.serve.errors import RequestError, from_library, invalid_value, missing, unsupported
 from polydraft.serve.request import AUTO, OFF
 
 _MOST_LOGPROBS = 20
@@ -154,9 +154,11 @@ def _chat_logprobs(left: dict[str, Any]) -> int | None:
 
 
 def _messages(value: Any) -> Messages:
-    if not isinstance(value, list) or not value:
-        example = 'a list such as [{"role": "user", "content": "..."}]'
-        raise RequestError("missing_parameter", param="messages", name="messages", example=example)
+    allowed = 'a list such as [{"role": "user", "content": "..."}]'
+    if value in (None, []):
+        raise missing("messages", allowed)
+    if not isinstance(value, list):
+        raise invalid_value("messages", value, allowed)
     return [_message(message, f"messages[{number}]") for number, message in enumerate(value)]
 
 
@@ -187,7 +189,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if value in (None, []):
-        raise RequestError("missing_parameter", param="prompt", name="prompt", example=allowed)
+        raise missing("prompt", allowed)
     if isinstance(value, list):
         if all(isinstance(one, int) and not isinstance(one, bool) for one in value):
             return [list(value)]

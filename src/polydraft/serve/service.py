@@ -11,7 +11,7 @@ from polydraft.draft import Plain
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import UsageError, shown
 from polydraft.models import check_prompts
-from polydraft.models.placement import is_shared
+from polydraft.models.placement import is_follower, is_shared
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator, row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
@@ -61,7 +61,7 @@ class Service:
             max_queue=options.max_queue,
             observer=self.metrics.observe,
             warm_up=_USUAL_PARAMS if warm_up else (),
-            lockstep=Lockstep(decoder) if is_shared() else None,
+            lockstep=Lockstep(decoder, leads=not is_follower()) if is_shared() else None,
         )
         self.scheduler.reserve()
         self.metrics.watch(self.scheduler)
