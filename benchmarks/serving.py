@@ -26,8 +26,8 @@ from polydraft.engine import Decoder, TokenSequence
 from polydraft.prompts import load_prompts
 from polydraft.sampling.categorical import row_generator
 from polydraft.serve.lane import LaneOptions
+from polydraft.serve.request import AUTO, OFF, Request
 from polydraft.serve.scheduler import Scheduler
-from polydraft.serve.ticket import AUTO, OFF, Ticket
 
 LONGEST, CHUNK = 512, 256
 
@@ -74,10 +74,10 @@ async def one_client(
             max_positions=LONGEST,
             steady=False,
         )
-        ticket, last = Ticket([text], arm, asyncio.get_running_loop()), 0.0
-        scheduler.submit(ticket)
+        request, last = Request([text], arm, asyncio.get_running_loop()), 0.0
+        scheduler.submit(request)
         while True:
-            progress = await ticket.next()
+            progress = await request.next()
             now = time.perf_counter()
             if progress.error is not None:
                 raise progress.error
@@ -157,9 +157,9 @@ def ask_over_http(url: str, prompts: list[list[int]], count: int, options: argpa
 
 def overhead(options: argparse.Namespace, decoder: Decoder, prompts: list[list[int]]) -> dict[str, Any]:
     """Time clients of a server against those of its scheduler."""
-    from polydraft.serve.connections import listen
+    from polydraft.serve.app import make_app
     from polydraft.serve.options import ServeOptions
-    from polydraft.serve.server import server_of
+    from polydraft.serve.server import Server, listen
     from polydraft.serve.service import Service
 
     found: dict[str, Any] = {}
@@ -167,9 +167,9 @@ def overhead(options: argparse.Namespace, decoder: Decoder, prompts: list[list[i
     for count in options.streams:
         serve = ServeOptions(slots=count, slot_tokens=LONGEST, chunk_tokens=CHUNK, port=0, max_queue=count)
         service, listening, address = Service(decoder, serve), listen(serve), queue.Queue[str]()
-        server = server_of(service, listening, address.put)
+        server = Server(make_app(service), service, listening, address.put)
         server.install_signal_handlers = lambda: None
-        serving = threading.Thread(target=server.run_until_left)
+        serving = threading.Thread(target=server.serve_until_drained)
         serving.start()
         url = address.get()
         while not service.scheduler.ready:
@@ -178,7 +178,7 @@ def overhead(options: argparse.Namespace, decoder: Decoder, prompts: list[list[i
         clients = context.Process(target=ask_over_http, args=(url, prompts, count, options, seconds))
         clients.start()
         clients.join()
-        server.leave()
+        server.drain()
         serving.join()
         new = sum(length_of(number, turn, options.tokens) for number in range(count) for turn in range(options.turns))
         direct = asyncio.run(timed_clients(options, decoder, prompts, count))["tokens_per_second"]

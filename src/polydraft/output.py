@@ -1,4 +1,4 @@
-"""What a command leaves behind: files written whole, in folders that may hold work to go on with."""
+"""Output files that are either complete or absent, and folders with work that can be resumed."""
 
 import errno
 import json
@@ -16,15 +16,15 @@ from typing import Any
 from polydraft.errors import FailureError, UsageError
 
 _PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}")
-"""Hidden names that `partial_beside` lends."""
+"""Hidden names that `partial_beside` makes."""
 _LONGEST_NAME = 100
 _YOUNG_SECONDS = 60
-"""A folder that is younger may not have been locked yet."""
+"""Younger folders may not be locked yet."""
 
 
 @contextmanager
 def partial_beside(path: Path) -> Iterator[Path]:
-    """Lend a name beside a path for what is not ready yet, and remove what is left under it.
+    """Make a hidden name next to a path for unfinished output; remove what is left under it.
 
     Parameters
     ----------
@@ -34,14 +34,14 @@ def partial_beside(path: Path) -> Iterator[Path]:
     Yields
     ------
     Path
-        A hidden name on the same file system, so that it can be renamed to `path`, and one that no other writer is given.
-        Nothing is there yet: what is written has the permissions that any new file has.
+        On the same file system, so that it can be renamed to `path`, and different for every writer. Nothing exists there
+        yet, so what is written gets the usual permissions of new files.
     """
     partial = path.with_name(f".{path.name[:_LONGEST_NAME]}.{uuid.uuid4().hex[:16]}")
     try:
         yield partial
     finally:
-        with suppress(OSError):  # what made the block fail is what the caller must hear of
+        with suppress(OSError):  # the caller must see the error of the block, not this one
             if partial.is_dir():
                 shutil.rmtree(partial)
             else:
@@ -50,9 +50,9 @@ def partial_beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
-    """Lend a new folder beside a path, to be renamed to it, and remove what is left of it.
+    """Make an empty folder next to a path, to be renamed to it; remove what is left of it.
 
-    A kill leaves it behind; the next one to write the same removes it then, and `remove_leftovers` does.
+    A killed process leaves its folder behind; the next writer of the same path, or `remove_leftovers`, removes it.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
     Yields
     ------
     Path
-        An empty folder, locked while the block runs.
+        Locked while the block runs.
     """
     remove_leftovers(path.parent, path.name[:_LONGEST_NAME])
     with partial_beside(path) as partial:
@@ -76,7 +76,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove partial folders in a folder whose writers are dead: all of them, or those of one name."""
+    """Remove partial folders whose writers are dead: all in a folder, or those of one name."""
     with suppress(OSError):
         for leftover in list(folder.iterdir()):
             found = _PARTIAL.fullmatch(leftover.name)
@@ -89,7 +89,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder until what is returned is closed or this process ends; None where it is locked, or locks do not work."""
+    """Lock a folder until the returned descriptor is closed; None if it is locked already, or cannot be."""
     try:
         import fcntl
 
@@ -106,10 +106,10 @@ def _lock(folder: Path) -> int | None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Lend a name to write a file under, which takes the place of `path` at the end of the block.
+    """Make a name to write a file under, which replaces `path` at the end of the block.
 
-    An exception in the block leaves the old file, or none, and nothing beside it. After a kill the old file is there too;
-    what had been written stays under its hidden name. Of several writers the last to end wins.
+    After an exception or a kill, `path` is what it was; only a kill leaves a hidden partial file. Of several writers the last
+    to finish wins.
 
     Parameters
     ----------
@@ -121,8 +121,8 @@ def written_whole(path: Path) -> Iterator[Path]:
     Path
         Where to write.
     """
-    path = Path(os.path.realpath(path))  # of a link, what it points to
-    if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
+    path = Path(os.path.realpath(path))  # replace what a link points to, not the link
+    if path.exists() and not path.is_file():  # write to a pipe or a device, do not replace it
         yield path
         return
     with partial_beside(path) as partial:
@@ -136,11 +136,11 @@ def write_text(path: Path, text: str, *, remedy: str = "what was measured is in 
     Raises
     ------
     FailureError
-        If it cannot be written, with the remedy; of a benchmark the journal is there already.
+        If it cannot be written, with the remedy.
     """
     try:
         with written_whole(path) as partial:
-            # Half of a surrogate pair, which a byte-level tokenizer can produce, has no UTF-8: it becomes a question mark.
+            # Unpaired surrogates, which byte-level tokenizers can produce, become question marks.
             partial.write_bytes(text.encode("utf-8", "replace"))
     except OSError as error:
         raise FailureError(f"cannot write {path} ({error.strerror}); {remedy}") from None
@@ -152,7 +152,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     Raises
     ------
     UsageError
-        If it holds a benchmark that is not to be resumed, or is no folder that can be written to.
+        If it holds a benchmark that is not to be resumed, or cannot be written to.
     """
     try:
         if not resume and (folder / "runs.jsonl").exists():
@@ -160,14 +160,14 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        with tempfile.TemporaryDirectory(prefix=".polydraft-", dir=there):  # what may be written to is seen by doing so
+        with tempfile.TemporaryDirectory(prefix=".polydraft-", dir=there):  # the only reliable test is to write
             pass
     except OSError as error:
         raise cannot_write(folder, error) from None
 
 
 def check_empty(folder: Path, *, remedy: str = "choose another --out") -> None:
-    """Refuse a folder that cannot be written to or that holds something, before anything is loaded."""
+    """Refuse a folder that is not empty or cannot be written to, before anything is loaded."""
     check_folder(folder, resume=True)
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty; {remedy}")
@@ -183,12 +183,12 @@ def check_file(file: Path) -> None:
 
 
 def cannot_write(folder: Path, error: OSError) -> UsageError:
-    """Return the error that says so, to be raised."""
+    """Return the error for a folder that cannot be written to."""
     return UsageError(f"cannot write to {folder} ({error.strerror}); choose another --out")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read what work in a folder was started with, which somebody may have torn since."""
+    """Read the settings that work in a folder was started with; the file may be damaged."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
@@ -201,7 +201,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: set[str]) -> None:
-    """Refuse to go on with work that was started with other settings, but for those that are `free` to change."""
+    """Refuse to resume work that was started with other settings, except those that are `free` to change."""
     changed = [key for key in sorted({*before, *now} - free) if before.get(key) != now.get(key)]
     if changed:
         key = changed[0]
@@ -212,7 +212,7 @@ def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: 
 
 
 def cache_root() -> Path:
-    """Return the folder for what is made once: `POLYDRAFT_CACHE`, or `polydraft` in the user's cache folder."""
+    """Return the cache folder: `POLYDRAFT_CACHE`, or `polydraft` in the user's."""
     if chosen := os.environ.get("POLYDRAFT_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polydraft"

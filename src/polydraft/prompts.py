@@ -1,7 +1,7 @@
 """Prompts: our own, a file of a known dataset, or a dataset of the Hugging Face hub.
 
-What a file is (JSON lines, JSON, text) and whose records it holds are told by its content. All commands read prompts by this
-module; `polydraft batch` asks it for one line at a time.
+The content of a file tells whether it is JSON lines, JSON or text, and which dataset its records come from. All commands read
+prompts with this module; `polydraft batch` gives it one line at a time.
 """
 
 import gzip
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.errors import UsageError, unknown_name
-from polydraft.registry import Registry
 
 BUILTIN = "builtin"
 """The source that needs neither a file nor the network."""
@@ -34,16 +33,16 @@ Placed = tuple[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt to measure with."""
+    """One prompt."""
 
     id: str
     """Unique within its source."""
     category: str
     """What results are grouped by."""
     text: str
-    """What the user says, exactly as the dataset has it; a chat template is applied elsewhere."""
+    """What the user says, exactly as in the dataset; chat templates are applied elsewhere."""
     messages: tuple[Record, ...] = field(default=(), hash=False)
-    """A conversation that the answer is to follow, where the prompt is one; `text` is then what its messages say."""
+    """The conversation, if the prompt is one; `text` is then what its messages say."""
 
     @property
     def content(self) -> str | list[Record]:
@@ -51,34 +50,18 @@ class Prompt:
         return list(self.messages) or self.text
 
 
-PromptFormat = Callable[[Record], Prompt | None]
-"""Turns a record into a prompt; None where the record is not of this format. An empty `id` is filled in by the reader."""
-FORMATS: Registry[PromptFormat] = Registry("prompt format")
-"""Tried in order of registration: a format with more telling keys stands before one that would also fit."""
-_KEYS: dict[str, str] = {}
+@dataclass(frozen=True)
+class PromptFormat:
+    """How the records of a dataset hold their prompts."""
+
+    keys: str
+    """Keys that a record needs, for error messages."""
+    text: Callable[[Record], object]
+    """Returns the prompt, or anything but a non-empty string if the record has another format."""
+    id_key: str = "id"
 
 
-def _format(name: str, *keys: str) -> Callable[[PromptFormat], PromptFormat]:
-    """Register a format, and the keys that an error message says it needs."""
-    _KEYS[name] = "+".join(keys)
-    return FORMATS.register(name)
-
-
-def _prompt(record: Record, name: str, text: object, id_key: str = "id") -> Prompt | None:
-    """Build the prompt if `text` is one; the category falls back to the format's name."""
-    if not isinstance(text, str) or not text.strip():
-        return None
-    known = record.get(id_key)
-    return Prompt(
-        id="" if known is None else str(known).strip(),
-        category=" ".join(str(record.get("category") or "").split()) or name,
-        text=text,
-    )
-
-
-@_format("messages", "messages")
-def conversation(record: Record) -> Prompt | None:
-    """Chat: messages as the OpenAI API has them."""
+def _conversation(record: Record) -> object:
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
@@ -86,66 +69,51 @@ def conversation(record: Record) -> Prompt | None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise UsageError(f"has no role and content in message {number} of its messages; allowed: objects with both")
     said = [message["content"] for message in messages if isinstance(message["content"], str)]
-    prompt = _prompt(record, "messages", "\n\n".join(said) or json.dumps(messages, ensure_ascii=False))
-    return None if prompt is None else replace(prompt, messages=tuple(messages))
+    return "\n\n".join(said) or json.dumps(messages, ensure_ascii=False)
 
 
-@_format("mt_bench", "question_id", "turns")
-def mt_bench(record: Record) -> Prompt | None:
-    """Spec-Bench and MT-bench: the first turn."""
+def _first_turn(record: Record) -> object:
     turns = record.get("turns")
-    return _prompt(record, "mt_bench", turns[0], "question_id") if isinstance(turns, list) and turns else None
+    return turns[0] if isinstance(turns, list) and turns else None
 
 
-@_format("squad", "context", "question")
-def squad(record: Record) -> Prompt | None:
-    """SQuAD: the passage, then the question."""
+def _passage_and_question(record: Record) -> object:
     context, question = record.get("context"), record.get("question")
-    if not all(isinstance(part, str) and part.strip() for part in (context, question)):
-        return None
-    return _prompt(record, "squad", f"{context}\n\nQuestion: {question}")
+    return f"{context}\n\nQuestion: {question}" if _is_text(context) and _is_text(question) else None
 
 
-@_format("gsm8k", "question", "answer")
-def gsm8k(record: Record) -> Prompt | None:
-    """GSM8K: the question."""
-    return _prompt(record, "gsm8k", record.get("question")) if "answer" in record else None
-
-
-@_format("alpaca", "instruction")
-def alpaca(record: Record) -> Prompt | None:
-    """Alpaca: the instruction and, where there is one, its input; without the preamble that Alpaca's own model wants."""
+def _instruction(record: Record) -> object:
+    """Return the instruction and its input, if it has one, without the preamble that Alpaca's own model was trained with."""
     instruction, extra = record.get("instruction"), record.get("input")
-    if isinstance(instruction, str) and instruction.strip() and isinstance(extra, str) and extra.strip():
-        instruction = f"{instruction}\n\n{extra}"
-    return _prompt(record, "alpaca", instruction)
+    return f"{instruction}\n\n{extra}" if _is_text(instruction) and _is_text(extra) else instruction
 
 
-@_format("mbpp", "task_id", "text")
-def mbpp(record: Record) -> Prompt | None:
-    """MBPP: the task in words; the sanitized edition calls it `prompt` and is told by its `test_list`."""
+def _task(record: Record) -> object:
+    """Return the task in words; the sanitized edition of MBPP calls it `prompt`, and differs from HumanEval by `test_list`."""
     if "task_id" not in record:
         return None
-    text = record.get("text") or (record.get("prompt") if "test_list" in record else None)
-    return _prompt(record, "mbpp", text, "task_id")
+    return record.get("text") or (record.get("prompt") if "test_list" in record else None)
 
 
-@_format("humaneval", "task_id", "prompt")
-def humaneval(record: Record) -> Prompt | None:
-    """HumanEval: the function's head and docstring."""
-    return _prompt(record, "humaneval", record.get("prompt"), "task_id") if "task_id" in record else None
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-@_format("prompt", "prompt")
-def own(record: Record) -> Prompt | None:
-    """Our own: `prompt`, with an `id` and a `category` if it likes."""
-    return _prompt(record, "prompt", record.get("prompt"))
-
-
-@_format("text", "text")
-def text(record: Record) -> Prompt | None:
-    """Plain text: what a line of a text file becomes."""
-    return _prompt(record, "text", record.get("text"))
+_CONVERSATION = "messages"
+FORMATS = {
+    _CONVERSATION: PromptFormat("messages", _conversation),
+    "mt_bench": PromptFormat("question_id+turns", _first_turn, "question_id"),  # and Spec-Bench
+    "squad": PromptFormat("context+question", _passage_and_question),
+    "gsm8k": PromptFormat("question+answer", lambda record: record.get("question") if "answer" in record else None),
+    "alpaca": PromptFormat("instruction", _instruction),
+    "mbpp": PromptFormat("task_id+text", _task, "task_id"),
+    "humaneval": PromptFormat(
+        "task_id+prompt", lambda record: record.get("prompt") if "task_id" in record else None, "task_id"
+    ),
+    "prompt": PromptFormat("prompt", lambda record: record.get("prompt")),
+    "text": PromptFormat("text", lambda record: record.get("text")),
+}
+"""By name, which is also the category of records without one. The first that fits is used: more specific ones come first."""
 
 
 def _from_records(placed: Iterable[Placed], source: str) -> list[Prompt]:
@@ -165,23 +133,30 @@ def _from_records(placed: Iterable[Placed], source: str) -> list[Prompt]:
 
 
 def prompt_of(record: object, where: str) -> Prompt:
-    """Turn a record into a prompt by the first format that fits; `where` is what an error calls its place."""
+    """Turn a record into a prompt by the first format that fits; `where` is what errors call its place."""
     if not isinstance(record, Mapping):
         raise UsageError(f"{where} is a JSON {_json_type(record)}; allowed: a JSON object; fix or remove it")
-    for name in FORMATS:
+    for name, form in FORMATS.items():
         try:
-            prompt = FORMATS.get(name)(record)
+            text = form.text(record)
         except UsageError as error:
             raise UsageError(f"{where} {error}; fix or remove it") from None
-        if prompt is None:
+        if not isinstance(text, str) or not text.strip():
             continue
+        known, category = record.get(form.id_key), " ".join(str(record.get("category") or "").split())
+        prompt = Prompt(
+            id="" if known is None else str(known).strip(),
+            category=category or name,
+            text=text,
+            messages=tuple(record["messages"]) if name == _CONVERSATION else (),
+        )
         try:  # JSON's \ud800 escapes pass the parser and would only fail in the tokenizer or the report
             f"{prompt.id}{prompt.category}{prompt.text}".encode()
         except UnicodeEncodeError:
             raise UsageError(f"{where} has half a surrogate pair; allowed: valid Unicode; fix or remove it") from None
         return prompt
     found = ", ".join(repr(str(key)[:40]) for key in itertools.islice(record, 12)) or "none"
-    keys = ", ".join(f"{keys} ({name})" for name, keys in _KEYS.items())
+    keys = ", ".join(f"{form.keys} ({name})" for name, form in FORMATS.items())
     raise UsageError(f"{where} has no prompt; its keys: {found}; expected non-empty: {keys}; fix or remove it")
 
 
@@ -220,7 +195,7 @@ def record_in(line: str, is_json: bool, place: str, source: str) -> Any:
 
 
 def _is_json_lines(lines: list[Placed]) -> bool:
-    """Tell JSON lines from one JSON object: a line that does not ask to be continued, then one that opens an object."""
+    """Tell JSON lines from one JSON object: a line that is complete, then one that opens an object."""
     return len(lines) > 1 and not lines[0][1].endswith(("{", "[", ",", ":")) and lines[1][1].startswith("{")
 
 
@@ -229,7 +204,7 @@ def _loads(content: str, place: str | None, source: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or (str(error).splitlines() or [type(error).__name__])[0]
+        reason = getattr(error, "msg", None) or _first_line(error)
         column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         where = place or f"line {getattr(error, 'lineno', 1)}"
         raise UsageError(
@@ -250,7 +225,7 @@ def _document_records(document: Any, start: str) -> Iterator[Placed]:
 
 
 def _flattened(place: str, record: Any) -> Iterator[Placed]:
-    """Unfold an article of the original SQuAD files: paragraphs → qas, each with its paragraph's context."""
+    """Flatten an article of the original SQuAD files: paragraphs → qas, each with its paragraph's context."""
     paragraphs = record.get("paragraphs") if isinstance(record, dict) else None
     if not isinstance(paragraphs, list):
         yield place, record
@@ -282,8 +257,8 @@ def load_prompts(source: str, limit: int | None = None, categories: Sequence[str
     Returns
     -------
     list of Prompt
-        At least one, in the source's order; with a limit, one of each category in turn, so that categories count alike as far
-        as they reach, and a smaller limit gives the beginning of what a larger one gives.
+        At least one, in the source's order. With a limit, one of each category in turn: categories count alike as far as they
+        go, and a smaller limit gives the beginning of what a larger one gives.
 
     Raises
     ------
@@ -319,7 +294,7 @@ def _round_robin(prompts: list[Prompt], limit: int) -> list[Prompt]:
 
 
 def _load(source: str) -> list[Prompt]:
-    """Find out what kind of source it is, and read all of it."""
+    """Read all prompts of a source."""
     if source == BUILTIN:
         content = resources.files("polydraft").joinpath(_BUILTIN_FILE).read_text(encoding="utf-8")
         return _from_records(_placed_records(content, source, json_expected=True), source)
@@ -393,6 +368,6 @@ def _load_from_hub(source: str) -> list[Prompt]:
 
 
 def _first_line(error: Exception) -> str:
-    """Shorten what an error says to one line."""
+    """Return the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

@@ -14,7 +14,7 @@ import pytest
 
 from covering import keeping
 from polydraft.batch.results import ResultFile
-from polydraft.batch.rows import BatchOptions, Prompts
+from polydraft.batch.rows import BatchOptions, PromptFile
 from polydraft.batch.runner import BatchTask, run_batch
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
@@ -41,7 +41,7 @@ def prompts_file(folder: Path, count: int = 14) -> Path:
 
 def ran(decoder: Decoder, file: Path, out: Path, *, resume: bool = False, task: BatchTask = TASK, after: int | None = None):
     """Run to the end, or to an exception once so many rows are written."""
-    prompts = Prompts(file, OPTIONS.max_row_bytes)
+    prompts = PromptFile(file, OPTIONS.max_row_bytes)
     results = ResultFile(out, {"seed": task.seed, "prompts": prompts.digest}, resume=resume)
     seen: list[int] = []
 
@@ -180,7 +180,7 @@ def test_a_full_disk_leaves_whole_rows_and_says_how_to_go_on(
 ) -> None:
     file, out = prompts_file(tmp_path, 8), tmp_path / "out.jsonl"
     whole = ran(decoder, file, tmp_path / "whole.jsonl")
-    results = ResultFile(out, {"seed": 5, "prompts": Prompts(file, 2**20).digest}, resume=False)
+    results = ResultFile(out, {"seed": 5, "prompts": PromptFile(file, 2**20).digest}, resume=False)
     real = results._file
 
     class Full:
@@ -198,7 +198,7 @@ def test_a_full_disk_leaves_whole_rows_and_says_how_to_go_on(
 
     results._file = Full()
     with pytest.raises(FailureError, match=r"No space left.*--resume"):
-        run_batch(decoder, Prompts(file, 2**20), results, TASK, OPTIONS, lambda row, totals: None)
+        run_batch(decoder, PromptFile(file, 2**20), results, TASK, OPTIONS, lambda row, totals: None)
     results.close()
     assert out.stat().st_size == 700
     assert [one["text"] for one in ran(decoder, file, out, resume=True)] == [one["text"] for one in whole]
@@ -244,7 +244,7 @@ def test_two_processes_do_not_write_to_one_file(tmp_path: Path) -> None:
 def test_files_that_are_no_batch(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "file").write_text(content)
     with pytest.raises(UsageError, match=says):
-        Prompts(tmp_path / "file", 2**20)
+        PromptFile(tmp_path / "file", 2**20)
 
 
 def test_memory_does_not_grow_with_rows(decoder: Decoder, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_memory_does_not_grow_with_rows(decoder: Decoder, tmp_path: Path) -> Non
             gc.collect()
             most = max(most, sum(type(one) is TokenSequence for one in gc.get_objects()))
 
-    prompts = Prompts(file, 2**20)
+    prompts = PromptFile(file, 2**20)
     results = ResultFile(tmp_path / "out.jsonl", {}, resume=False)
     run_batch(decoder, prompts, results, BatchTask(sampling=WARM, max_new_tokens=2, seed=0, raw=True), OPTIONS, observe)
     results.close()

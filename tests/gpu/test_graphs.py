@@ -18,7 +18,7 @@ from polydraft.models.hf import HFModel
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
 from polydraft.serve.lane import Lane, LaneOptions
-from polydraft.serve.ticket import Ticket
+from polydraft.serve.request import Request
 from polydraft.trees import DynamicShape, parse_tree
 
 from .test_round import COSTS, PROMPTS, head_tree, perturbed
@@ -325,7 +325,7 @@ def test_lanes_hand_their_storage_on() -> None:
             TokenSequence(prompt=prompt, params=greedy, generator=row_generator(0), max_new_tokens=30, max_positions=256)
             for prompt in prompts
         ]
-        lane.waiting.add(Ticket(texts))
+        lane.waiting.add(Request(texts))
         while lane.busy:
             lane.step()
         assert [text.new_tokens for text in texts] == [one.token_ids for one in expected], drafter.name

@@ -12,9 +12,9 @@ import pytest
 
 from polydraft.engine import Decoder
 from polydraft.loading import load
-from polydraft.serve.connections import listen
+from polydraft.serve.app import make_app
 from polydraft.serve.options import ServeOptions
-from polydraft.serve.server import Server, server_of
+from polydraft.serve.server import Server, listen
 from polydraft.serve.service import Service
 
 CLIENT = httpx.Client(verify=False, timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
@@ -40,7 +40,7 @@ class Live:
 
     def idle(self) -> bool:
         """Whether nobody's text is left."""
-        return not self.service.scheduler._open and not self.service.scheduler.running
+        return not self.service.scheduler.unfinished and not self.service.scheduler.running
 
 
 @contextmanager
@@ -58,14 +58,14 @@ def live(decoder: Decoder, **options: object) -> Iterator[Live]:
         address.append(url)
         started.set()
 
-    server = server_of(service, listening, announce)
-    thread = threading.Thread(target=server.run_until_left, daemon=True)
+    server = Server(make_app(service), service, listening, announce)
+    thread = threading.Thread(target=server.serve_until_drained, daemon=True)
     thread.start()
     assert started.wait(30)
     try:
         yield Live(service, address[0], server)
     finally:
-        server.leave()
+        server.drain()
         thread.join(20)
         assert not thread.is_alive()
 

@@ -277,7 +277,7 @@ def test_a_text_of_the_server_is_the_librarys(shared, tiny_decoder):
 
 
 def test_texts_without_a_grammar_keep_to_themselves(shared):
-    lanes = shared.service.scheduler._lanes
+    lanes = shared.service.scheduler.lanes
     shared.post("/v1/completions", {"prompt": "x", "max_tokens": 20, "response_format": schema_format(SCHEMA)})
     assert "auto+grammar" in lanes and lanes["auto+grammar"] is not lanes["auto"]
 

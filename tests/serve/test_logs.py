@@ -61,7 +61,9 @@ def test_a_line_of_text(shared, capsys):
     (line,) = lines_of(capsys, "text", lambda: shared.post(CHAT, {"messages": MESSAGES, "max_tokens": 4}))
     assert re.fullmatch(rf"{TIME} INFO 127\.0\.0\.1:\d+ [0-9a-f]{{24}} POST {CHAT} 200 \d+\.\d{{3}}s \d+\+\d tokens", line)
     (line,) = lines_of(capsys, "text", lambda: shared.post(CHAT, {"messages": []}, headers={"x-request-id": "mine-1"}))
-    assert re.fullmatch(rf"{TIME} WARNING 127\.0\.0\.1:\d+ mine-1 POST {CHAT} 400 \d\.\d{{3}}s: messages are missing; .*", line)
+    assert re.fullmatch(
+        rf"{TIME} WARNING 127\.0\.0\.1:\d+ mine-1 POST {CHAT} 400 \d\.\d{{3}}s: messages is missing or empty; .*", line
+    )
 
 
 def test_a_line_of_json(shared, capsys):

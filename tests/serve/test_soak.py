@@ -16,7 +16,7 @@ import pytest
 
 from polydraft.loading import load
 from polydraft.sampling import SamplingParams
-from polydraft.serve.ticket import Ticket
+from polydraft.serve.request import Request
 
 from .test_command import process
 
@@ -113,8 +113,8 @@ def test_soak(serving, tiny_decoder, count):
         threading.Event().wait(0.01)
     assert server.idle()
     gc.collect()
-    tickets = [one for one in gc.get_objects() if type(one) is Ticket]
-    assert len(tickets) < 50, "requests that are over are forgotten"
+    requests = [one for one in gc.get_objects() if type(one) is Request]
+    assert len(requests) < 50, "requests that are over are forgotten"
     assert len(checked) > count / 3
     for body, text in sample(checked, 60 if count > 100 else 15):
         assert text == expected_text(tiny_decoder, body)

@@ -1,1 +1,1 @@
-"""Generation for a whole file of prompts."""
+"""Generation for a whole file of prompts: `rows` in, `runner` through one lane of the server, `results` out, in order."""

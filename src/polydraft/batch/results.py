@@ -1,4 +1,4 @@
-"""Results in the order of their rows, in a file that may be cut off anywhere and gone on with."""
+"""Results in the order of their rows, in a file that can be resumed wherever it was cut off."""
 
 import json
 import os
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.output import check_same, read_settings, write_text
 
 _FREE = {"slots", "slot_tokens", "chunk_tokens"}
-"""What may be another when a run goes on: it changes speed, not results, but for texts that do not fit."""
+"""Settings that a resumed run may change: they change speed, and results only for texts that do not fit."""
 
 
 @dataclass(kw_only=True)
 class Totals:
-    """What has come of all rows so far, those of earlier runs included."""
+    """Totals of all rows so far, including those of earlier runs."""
 
     rows: int = 0
     bad: int = 0
@@ -25,7 +25,7 @@ class Totals:
     new_tokens: int = 0
     passes: int = 0
     resting_passes: int = 0
-    """Those of them in which drafting rested."""
+    """Passes in which drafting rested."""
     rested_because: str | None = None
     seconds: float = 0.0
     """Of this run."""
@@ -45,73 +45,66 @@ class Totals:
         """New tokens of this run, per second."""
         return (self.new_tokens - self.earlier_tokens) / self.seconds if self.seconds > 0 else 0.0
 
-
-class Results(Protocol):
-    """Where results go, in the order of the rows."""
-
-    totals: Totals
-    last: int
-    """Number of the last row that there is a result of."""
-
-    def write(self, results: list[dict[str, Any]]) -> None:
-        """Add results."""
-
-    def close(self, *, quietly: bool = False) -> None:
-        """Write down what has come of it, and let it go; `quietly` after something else has gone wrong."""
+    def figures(self) -> dict[str, Any]:
+        """Return all of it for JSON."""
+        return {**asdict(self), "tokens_per_second": round(self.tokens_per_second, 2)}
 
 
-class Nowhere:
-    """Results of a process that computes slices of a model for another one, which writes."""
+class Results:
+    """Results that are dropped, in tensor-parallel followers: the leader writes them."""
 
     def __init__(self) -> None:
-        self.totals, self.last = Totals(), 0
+        self.totals = Totals()
+        self.last = 0
+        """Number of the last row that has a result."""
 
     def write(self, results: list[dict[str, Any]]) -> None:
-        """Drop results."""
+        """Add results, in the order of the rows."""
 
     def close(self, *, quietly: bool = False) -> None:
-        """Do nothing."""
+        """Finish; `quietly` after something else has failed."""
 
 
-class ResultFile:
-    """Results as JSON lines, in the order of the rows; it may be cut off anywhere, and gone on with.
+class ResultFile(Results):
+    """Results as JSON lines.
 
     Parameters
     ----------
     path : Path
     settings : mapping
-        What results depend on; kept beside the file, so that a run goes on with the same only.
+        What results depend on. They are kept next to the file; a resumed run must have the same.
     resume : bool
-        Go on behind the last whole line.
+        Continue after the last complete line.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
-        self.path, self._beside = path, path.with_name(f"{path.name}.run.json")
+        super().__init__()
+        self.path, self._settings_path = path, path.with_name(f"{path.name}.run.json")
         self._settings = json.loads(json.dumps(settings))
-        self.totals, self.last = Totals(), 0
-        """What the file holds, and the number of its last row."""
-        there = path.is_file() and path.stat().st_size > 0
-        if there and not resume:
+        exists = path.is_file() and path.stat().st_size > 0
+        if exists and not resume:
             raise UsageError(f"{path} already exists; pass --resume to continue it, or choose another --out")
-        if there:
-            if not self._beside.exists():
-                raise UsageError(f"{self._beside}, the settings that {path} was started with, is missing; choose another --out")
-            check_same(read_settings(self._beside).get("settings", {}), self._settings, path, _FREE)
+        if exists:
+            if not self._settings_path.exists():
+                raise UsageError(
+                    f"{self._settings_path}, the settings that {path} was started with, is missing; choose another --out"
+                )
+            check_same(read_settings(self._settings_path).get("settings", {}), self._settings, path, _FREE)
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UsageError(f"cannot write to {path} ({error.strerror}); choose another --out") from None
         try:
             self._lock()
-            if there:
-                os.truncate(path, self._whole())
-            self._note()
+            if exists:
+                os.truncate(path, self._read())
+            self._write_settings()
         except BaseException:
             self._file.close()
             raise
 
     def _lock(self) -> None:
-        """Refuse to write where another process writes; the lock goes with its process."""
+        """Refuse a file that another process writes to; the lock ends with its process."""
         with suppress(ImportError):  # not on every system
             import fcntl
 
@@ -120,8 +113,8 @@ class ResultFile:
             except BlockingIOError:
                 raise UsageError(f"another process is writing to {self.path}; wait for it, or choose another --out") from None
 
-    def _whole(self) -> int:
-        """Read what is there, and return how many bytes of it are whole results; a last line may be torn."""
+    def _read(self) -> int:
+        """Count the results that are there; return how many bytes they take, without an incomplete last line."""
         length = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -142,11 +135,9 @@ class ResultFile:
         self.totals.earlier_tokens = self.totals.new_tokens
         return length
 
-    def _note(self, totals: Totals | None = None) -> None:
-        content: dict[str, Any] = {"settings": self._settings}
-        if totals is not None:
-            content["totals"] = {**asdict(totals), "tokens_per_second": round(totals.tokens_per_second, 2)}
-        write_text(self._beside, json.dumps(content, indent=1) + "\n", remedy="make room there, or choose another --out")
+    def _write_settings(self, **more: Any) -> None:
+        content = {"settings": self._settings, **more}
+        write_text(self._settings_path, json.dumps(content, indent=1) + "\n", remedy="make room there, or choose another --out")
 
     def write(self, results: list[dict[str, Any]]) -> None:
         """Add results."""
@@ -162,7 +153,7 @@ class ResultFile:
             ) from None
 
     def close(self, *, quietly: bool = False) -> None:
-        """Write down what has come of it, and let the file go; `quietly` after something else has gone wrong."""
+        """Write the totals and close the file; `quietly` after something else has failed."""
         with suppress(FailureError) if quietly else nullcontext():
-            self._note(self.totals)
+            self._write_settings(totals=self.totals.figures())
         self._file.close()

@@ -1,4 +1,4 @@
-"""Rows of a file of prompts, one at a time, however large the file; and how a batch goes through them."""
+"""A file of prompts of any size, read row by row, and the options of a batch."""
 
 import gzip
 import hashlib
@@ -53,24 +53,24 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the prompts' file: its number, counted from 1, and what stands there, or why it cannot be used."""
+    """A line of the file: its number, counted from 1, and its record, or why it cannot be used."""
 
     number: int
     record: Mapping[str, Any]
     error: str | None = None
 
 
-class Prompts:
-    """Prompts of a file, a line at a time: JSON lines in any format of `polydraft.prompts`, or plain text.
+class PromptFile:
+    """A file of prompts, read a line at a time: JSON lines in any format of `polydraft.prompts`, or plain text.
 
-    A record with `messages` is a conversation. Empty lines count as lines and are no rows.
+    A record with `messages` is a conversation. Empty lines are counted, but are not rows.
 
     Parameters
     ----------
     path : Path
         Possibly gzipped.
     max_row_bytes : int
-        Longer lines are bad rows, and are not kept in memory.
+        Longer lines are bad rows, and are never in memory as a whole.
     """
 
     def __init__(self, path: Path, max_row_bytes: int) -> None:
@@ -106,7 +106,7 @@ class Prompts:
             raise UsageError(f"cannot read {self.path} ({error}); give a whole file of prompts, one per line") from None
 
     def rows(self, after: int = 0) -> Iterator[Row]:
-        """Yield the rows behind a line."""
+        """Yield the rows after a line."""
         with self._opened() as file:
             for number in itertools.count(1):
                 line = file.readline(self._most + 2)

@@ -1,4 +1,4 @@
-"""The texts of all rows: slots are filled again as texts end, by the lane that a server uses."""
+"""Generation for all rows: a free slot takes the next row, in the lane that a server uses."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polydraft.batch.results import Results, Totals
-from polydraft.batch.rows import BatchOptions, Prompts, Row
+from polydraft.batch.rows import BatchOptions, PromptFile, Row
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import check_prompts
@@ -14,63 +14,65 @@ from polydraft.prompts import prompt_of
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator, row_seed
 from polydraft.serve.lane import Lane, LaneOptions
-from polydraft.serve.ticket import Ticket
+from polydraft.serve.request import Request
 
 _LEAST_WINDOW = 1024
-"""Rows that may be ready before an earlier one, at least: they wait in memory."""
+"""Least number of rows in memory: results wait there for those of earlier rows."""
 
 Observer = Callable[[int, Totals], None]
-"""Told the number of the last row that is written, and what has come of all."""
+"""Called with the number of the last row written, and the totals."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTask:
-    """What every row is asked for."""
+    """What to generate for every row."""
 
     sampling: SamplingParams
     max_new_tokens: int
     seed: int
     stop: tuple[str, ...] = ()
     raw: bool = False
-    """Prompts as they are, without the chat template."""
+    """Use prompts as they are, without the chat template."""
 
 
 def run_batch(
-    decoder: Decoder, prompts: Prompts, results: Results, task: BatchTask, options: BatchOptions, observer: Observer
+    decoder: Decoder, prompts: PromptFile, results: Results, task: BatchTask, options: BatchOptions, observer: Observer
 ) -> Totals:
-    """Write the texts of all rows behind the last one of the results.
+    """Generate text for all rows after the last one that has a result.
 
     Parameters
     ----------
     decoder : Decoder
-    prompts : Prompts
+    prompts : PromptFile
     results : Results
     task : BatchTask
     options : BatchOptions
     observer : callable
         For progress.
     """
-    return keep(texts_of(decoder, prompts.rows(results.last), task, options), results, observer)
+    return write_all(generate_rows(decoder, prompts.rows(results.last), task, options), results, observer)
 
 
-def keep(found: Iterable[list[dict[str, Any]]], results: Results, observer: Observer) -> Totals:
+def write_all(groups: Iterable[list[dict[str, Any]]], results: Results, observer: Observer) -> Totals:
     """Write results as they come."""
     start = time.perf_counter()
-    for whole in found:
+    for group in groups:
         results.totals.seconds = time.perf_counter() - start
-        results.write(whole)
-        observer(whole[-1]["row"], results.totals)
+        results.write(group)
+        observer(group[-1]["row"], results.totals)
     return results.totals
 
 
-def texts_of(decoder: Decoder, wanted: Iterable[Row], task: BatchTask, options: BatchOptions) -> Iterator[list[dict[str, Any]]]:
-    """Yield the results of rows in their order, some at a time, with full slots as long as there are rows."""
+def generate_rows(
+    decoder: Decoder, wanted: Iterable[Row], task: BatchTask, options: BatchOptions
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the results of rows in their order, some at a time."""
     check_params(task.sampling, decoder.target.vocab_size)
     slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
     lane = Lane(decoder, LaneOptions(slots=options.slots, slot_tokens=slot_tokens, chunk_tokens=options.chunk_tokens))
-    rows, running = enumerate(wanted), dict[Ticket, tuple[int, Row]]()
+    rows, running = enumerate(wanted), dict[Request, tuple[int, Row]]()
     ready: dict[int, dict[str, Any]] = {}
-    """Results by their place, until all before them are there."""
+    """Results by place, until all earlier ones are there."""
     written, window, ended = 0, max(64 * options.slots, _LEAST_WINDOW), False
     while not ended or lane.busy:
         while not ended and len(lane.waiting) < options.slots and len(ready) + len(running) < window:
@@ -79,26 +81,26 @@ def texts_of(decoder: Decoder, wanted: Iterable[Row], task: BatchTask, options: 
                 ended = True
                 break
             try:
-                ticket = Ticket([_sequence(decoder, row, task, slot_tokens)])
+                request = Request([_sequence(decoder, row, task, slot_tokens)])
             except (UsageError, FailureError) as error:
                 ready[place] = {"row": row.number, "error": str(error)}
                 continue
-            running[ticket] = place, row
-            lane.waiting.add(ticket)
-        for ticket, progress in lane.step() if lane.busy else ():
+            running[request] = place, row
+            lane.waiting.add(request)
+        for request, progress in lane.step() if lane.busy else ():
             if progress.emitted.stop_reason is not None:
-                place, row = running.pop(ticket)
-                ready[place] = _result(row, ticket)
-        if written in ready:
-            whole = []
-            while written in ready:
-                whole.append(ready.pop(written))
-                written += 1
-            yield whole
+                place, row = running.pop(request)
+                ready[place] = _result(row, request)
+        group = []
+        while written in ready:
+            group.append(ready.pop(written))
+            written += 1
+        if group:
+            yield group
 
 
 def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> TokenSequence:
-    """Return a row's text to be written; its seed is of its own, wherever and beside whomever it is written."""
+    """Return the sequence of a row; its seed is its own, so its text does not depend on other rows."""
     if row.error is not None:
         raise UsageError(row.error)
     prompt = decoder.encode(prompt_of(row.record, "it").content, chat=not task.raw)
@@ -121,21 +123,15 @@ def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> 
     )
 
 
-def _rests(sequence: TokenSequence) -> dict[str, Any]:
-    """Say how often drafting rested, and why, if it did."""
-    found = sequence.speculation
-    if found.rested_because is None:
-        return {}
-    return {"resting_passes": found.resting_rounds, "rested_because": found.rested_because}
-
-
-def _result(row: Row, ticket: Ticket) -> dict[str, Any]:
-    sequence = ticket.sequences[0]
+def _result(row: Row, request: Request) -> dict[str, Any]:
+    sequence = request.sequences[0]
     assert sequence.stop_reason is not None
     known = {"id": row.record["id"]} if "id" in row.record else {}
     if sequence.failure is not None:
         return {"row": row.number, **known, "error": str(sequence.failure)}
-    speculation = sequence.speculation
+    speculation, rests = sequence.speculation, {}
+    if speculation.rested_because is not None:
+        rests = {"resting_passes": speculation.resting_rounds, "rested_because": speculation.rested_because}
     return {
         "row": row.number,
         **known,
@@ -145,6 +141,6 @@ def _result(row: Row, ticket: Ticket) -> dict[str, Any]:
         "new_tokens": len(sequence.new_tokens),
         "passes": speculation.rounds,
         "tokens_per_pass": round(speculation.mean_acceptance_length, 3),
-        **_rests(sequence),
-        "seconds": round(time.perf_counter() - ticket.admitted.get(0, ticket.arrived), 4),
+        **rests,
+        "seconds": round(time.perf_counter() - request.admitted.get(0, request.arrived), 4),
     }

@@ -1,4 +1,4 @@
-"""Rows shared among workers by Ray Data; results come back in order, to the one file that a batch writes."""
+"""Rows shared among Ray Data workers; results come back in order, into one file."""
 
 import itertools
 import json
@@ -13,20 +13,20 @@ import torch
 from ray.exceptions import RayError
 
 from polydraft.batch.results import Results, Totals
-from polydraft.batch.rows import BatchOptions, Prompts, WorkerOptions
-from polydraft.batch.runner import BatchTask, Observer, keep, texts_of
+from polydraft.batch.rows import BatchOptions, PromptFile, WorkerOptions
+from polydraft.batch.runner import BatchTask, Observer, generate_rows, write_all
 from polydraft.errors import FailureError
 from polydraft.loading import load_with
 from polydraft.options import LoadOptions
 from polydraft.serve.cluster import cluster_with_room
 
 _ROWS_PER_SLOT = 32
-"""Of a share: at its end slots stay empty while the last texts are written, and the more rows it has the less that is."""
+"""Size of a share. At its end slots idle until its last text is done, which matters less in larger shares."""
 _MOST_SHARES = 4096
 
 
 class Worker:
-    """Holds the model, and writes the texts of one share after the other.
+    """A worker with a copy of the model, which takes one share after the other.
 
     Parameters
     ----------
@@ -45,25 +45,25 @@ class Worker:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the results of the one share of a batch."""
         rows = pickle.loads(batch["rows"][0])  # our own, of a moment ago
-        found = [one for whole in texts_of(self._decoder, rows, self._task, self._options) for one in whole]
+        found = [one for group in generate_rows(self._decoder, rows, self._task, self._options) for one in group]
         return {"results": np.array([json.dumps(found)], dtype=object)}
 
 
 def run_by_ray(
     loading: Mapping[str, Any],
     workers: WorkerOptions,
-    prompts: Prompts,
+    prompts: PromptFile,
     results: Results,
     task: BatchTask,
     options: BatchOptions,
     observer: Observer,
 ) -> Totals:
-    """Write the texts of all rows behind the last one of the results, by workers on a cluster.
+    """Generate text for all rows after the last one that has a result, with workers on a cluster.
 
-    A worker that dies is started again, and writes its share anew: every row has a seed of its own.
+    A worker that dies is restarted and repeats its share: every row has its own seed.
     """
     size = max(_ROWS_PER_SLOT * options.slots, -(-prompts.lines // _MOST_SHARES))
-    # Fewer rows than that for each worker: then as many for each, so that none is idle.
+    # If there are fewer rows than that per worker, share them evenly, so that no worker idles.
     size = max(min(size, -(-(prompts.lines - results.last) // workers.workers)), 1)
     rows = prompts.rows(results.last)
     shares = [{"rows": pickle.dumps(share)} for share in iter(lambda: list(itertools.islice(rows, size)), [])]
@@ -82,7 +82,7 @@ def run_by_ray(
             num_gpus=workers.worker_gpus,
         )
         try:
-            return keep(_shares(data), results, observer)
+            return write_all(_shares(data), results, observer)
         except RayError as error:
             reason = str(error).strip().splitlines()[-1]
             raise FailureError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from polydraft.batch.rows import BatchOptions, Prompts, WorkerOptions
+from polydraft.batch.rows import BatchOptions, PromptFile, WorkerOptions
 from polydraft.cli.options import Choices, GroupedCommand, options_of, prepare, shared_options, taken
 from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import FailureError, UsageError
@@ -34,7 +34,7 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     the last result; every row has its own seed, so its text stays the same. With --ray, workers on a cluster share the rows.
     """
     announce_start()
-    from polydraft.batch.results import Nowhere, ResultFile, Results
+    from polydraft.batch.results import ResultFile, Results
     from polydraft.batch.runner import BatchTask, run_batch
     from polydraft.engine.stats import rest_line
     from polydraft.models.placement import TENSOR_PARALLEL, agreed, is_follower
@@ -42,13 +42,13 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     settings, workers = taken(BatchOptions, options), taken(WorkerOptions, options)
     choices = Choices(**options)
     sampling = choices.check()
-    source = Prompts(prompts, settings.max_row_bytes)
+    source = PromptFile(prompts, settings.max_row_bytes)
     names = ("target", "draft", "tree", "drafter", "scheme", "walk", "dtype")
     asked = {name: getattr(choices, name) for name in names}
     task = BatchTask(sampling=sampling, max_new_tokens=choices.max_new_tokens, seed=choices.seed, stop=choices.stop, raw=raw)
     described = {**asked, **dataclasses.asdict(task), **dataclasses.asdict(settings), "prompts": source.digest}
     follows = choices.device_map == TENSOR_PARALLEL and is_follower()
-    results: Results = Nowhere() if follows else ResultFile(out, described, resume=resume)
+    results = Results() if follows else ResultFile(out, described, resume=resume)
     try:
         run = _by_ray(choices, workers) if workers.ray else partial(run_batch, choices.decoder(batch=settings.slots))
         first = results.last = agreed(results.last)
@@ -67,9 +67,8 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     results.close()
     if follows:
         return
-    figures = {**dataclasses.asdict(totals), "tokens_per_second": round(totals.tokens_per_second, 2)}
     if as_json:
-        click.echo(json.dumps(figures))
+        click.echo(json.dumps(totals.figures()))
     else:
         per_pass = totals.new_tokens / totals.passes if totals.passes else 0.0
         click.echo(

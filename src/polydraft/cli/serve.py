@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -31,20 +32,20 @@ def command(**options: Any) -> None:
     """
     replicas = taken(ReplicaOptions, options)
     settings = taken(ServeOptions, options)
-    settings.read_keys()  # refuses a file that cannot be used before anything takes time
+    settings.read_keys()  # refuses an unusable file before anything slow
     shared = options["device_map"] == "tp"
     if replicas.ray:
         _check_for_ray(settings, shared)
     with ExitStack() as stack:
         stack.enter_context(logging_as(settings.log_format))
-        # A port in use is found before anything imports torch, which takes long. Of processes that share a model only the first
-        # may listen; which one that is, only modules with torch know.
+        # Find a port in use before importing torch, which is slow. Of tensor-parallel processes only the leader listens, and
+        # only modules that import torch know which one that is.
         listening = None if shared else stack.enter_context(_listen(settings))
         _LOGGER.info("loading %s", options["target"])
         loading = Loading(**options)
         if replicas.ray:
             assert listening is not None
-            listening.close()  # it was free: Ray's own processes listen
+            listening.close()  # the port is free; Ray's own processes will listen
             _serve_by_ray(loading, settings, replicas)
         else:
             _serve(loading, settings, listening)
@@ -52,27 +53,29 @@ def command(**options: Any) -> None:
 
 def _listen(settings: ServeOptions) -> socket.socket:
     with _needing("a server needs", "serve"):
-        from polydraft.serve.connections import listen
+        from polydraft.serve.server import listen
     return listen(settings)
 
 
 def _serve(loading: Loading, settings: ServeOptions, listening: socket.socket | None) -> None:
     with _needing("a server needs", "serve"):
         from polydraft.models.placement import is_follower
-        from polydraft.serve.server import server_of
+        from polydraft.serve.app import make_app
+        from polydraft.serve.server import Server
         from polydraft.serve.service import Service
     if listening is None and is_follower():
-        for name in (signal.SIGTERM, signal.SIGINT):  # the first process says when to leave
+        for name in (signal.SIGTERM, signal.SIGINT):  # the leader says when to stop
             signal.signal(name, signal.SIG_IGN)
         Service(loading.decoder(batch=settings.slots), settings).scheduler.follow()
         return
     with listening or _listen(settings) as line:
         service = Service(loading.decoder(batch=settings.slots), settings)
-        server_of(service, line, lambda address: _LOGGER.info("serving %s at %s", service.model, address)).run_until_left()
+        announce = partial(_LOGGER.info, "serving %s at %s", service.model)
+        Server(make_app(service), service, line, announce).serve_until_drained()
 
 
 def _check_for_ray(settings: ServeOptions, shared: bool) -> None:
-    """Refuse what does not go with Ray before anything takes time."""
+    """Refuse what does not work with Ray before anything slow."""
     if shared:
         raise UsageError("--device-map tp and --ray cannot be combined; leave one out")
     with _needing("replicas need", "ray"):
@@ -88,7 +91,7 @@ def _serve_by_ray(loading: Loading, settings: ServeOptions, replicas: ReplicaOpt
     given |= {one.name: getattr(settings, one.name) for one in options_in(ServeOptions)}
     given |= {one.name: getattr(replicas, one.name) for one in options_in(ReplicaOptions)}
     prepare(loading.threads)
-    run_replicas(given, settings, replicas, lambda address: _LOGGER.info("serving %s at %s", loading.target, address))
+    run_replicas(given, settings, replicas, partial(_LOGGER.info, "serving %s at %s", loading.target))
 
 
 @contextmanager

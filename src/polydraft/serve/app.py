@@ -1,4 +1,4 @@
-"""The paths of the API."""
+"""The routes of the API."""
 
 import asyncio
 import json
@@ -15,48 +15,51 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from polydraft.errors import PolydraftError, shown, unknown_name
-from polydraft.serve.delivery import Delivery
-from polydraft.serve.errors import RequestError, error_object, reason_of, status_of, too_slow
-from polydraft.serve.guard import Guard
-from polydraft.serve.protocol import Asked, read_request
+from polydraft.serve.errors import RequestError, error_object, reason_of, status_of
+from polydraft.serve.middleware import AdmissionMiddleware
+from polydraft.serve.protocol import read_request
 from polydraft.serve.service import Service
+from polydraft.serve.streaming import CompletionResponse
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_PAGE_RULES = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /metrics"
+_EXAMPLE = '{"prompt": "..."} or {"messages": [...]}'
+_TOKENIZE_NAMES = ("prompt", "messages", "model")
+_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
-class Paths:
-    """What each path does."""
+class Handlers:
+    """One handler per route."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def chat(self, request: Request) -> Any:
         """Continue a conversation."""
-        return Delivery(self._service, read_request(await self._body(request), chat=True))
+        return CompletionResponse(self._service, read_request(await self._body(request), chat=True))
 
     async def completions(self, request: Request) -> Any:
         """Continue texts."""
-        return Delivery(self._service, read_request(await self._body(request), chat=False))
+        return CompletionResponse(self._service, read_request(await self._body(request), chat=False))
 
-    async def _body(self, request: Request) -> Any:
+    async def _body(self, request: Request) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self._service.options.client_seconds):
                 body = await request.body()
         except TimeoutError:
-            raise too_slow() from None
+            raise RequestError("request_too_slow") from None
         try:
-            found = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
-            if _SURROGATE.search(body):  # halves of characters: no text, and nothing that we could answer with
-                json.dumps(found, ensure_ascii=False).encode()
+            content = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
+            if _SURROGATE.search(body):  # unpaired ones parse, but can be neither tokenized nor sent back
+                json.dumps(content, ensure_ascii=False).encode()
         except UnicodeError:
-            raise RequestError(
-                "the body is not UTF-8; send JSON in UTF-8, and halves of characters (\\ud800) in pairs"
-            ) from None
+            raise RequestError("invalid_utf8") from None
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"the body is not JSON ({error}); send a JSON object", code="invalid_json") from None
-        return found
+            raise RequestError("invalid_json", why=error, example=_EXAMPLE) from None
+        if not isinstance(content, dict):
+            raise RequestError("invalid_json", why=f"it is a {type(content).__name__}", example=_EXAMPLE)
+        return content
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
@@ -80,81 +83,81 @@ class Paths:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        """Turn text, or a conversation, into tokens."""
+        """Turn a text or a conversation into tokens."""
         body = await self._body(request)
-        if not isinstance(body, dict):
-            raise RequestError('the body is not a JSON object; send {"prompt": "..."} or {"messages": [...]}')
         for name in body:
-            if name not in ("prompt", "messages", "model"):
-                raise RequestError(str(unknown_name("parameter", name, ("prompt", "messages", "model"))), param=name)
-        asked: Asked = read_request(body, chat="messages" in body)
-        self._service.check_model(asked.model)
-        return Response(await self._service.tokenized(asked), media_type="application/json")
+            if name not in _TOKENIZE_NAMES:
+                message = unknown_name("parameter", name, _TOKENIZE_NAMES)
+                raise RequestError("unknown_parameter", param=name, message=message)
+        wanted = read_request(body, chat="messages" in body)
+        return Response(await self._service.tokenize(wanted), media_type="application/json")
 
     async def health(self, request: Request) -> Response:
-        """Say that the process is there."""
+        """Say that the process is up."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Say whether requests are taken."""
+        """Say whether requests are accepted."""
         ready = self._service.scheduler.ready
         return JSONResponse({"status": "ready" if ready else "not ready"}, status_code=200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Show figures."""
+        """Show metrics."""
         return Response(self._service.metrics.text(), media_type=_METRICS_TYPE)
 
     async def page(self, request: Request) -> Response:
-        """Show a page to talk to the model."""
+        """Show the chat page."""
         text = resources.files("polydraft.serve").joinpath("page.html").read_text(encoding="utf-8")
-        return HTMLResponse(text, headers={"content-security-policy": _PAGE_RULES, "x-content-type-options": "nosniff"})
+        return HTMLResponse(text, headers={"content-security-policy": _PAGE_POLICY, "x-content-type-options": "nosniff"})
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _expected_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = RequestError(_known(request.url.path, error), status=error.status_code, reason=error.detail)
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        names = {"path": shown(request.url.path), "method": request.method, "paths": _PATHS}
+        error = RequestError(code, reason=error.detail, **names)
     request.scope["state"]["reason"] = reason_of(error)
     return JSONResponse(error_object(error), status_code=status_of(error))
 
 
-def _known(path: str, error: HTTPException) -> str:
-    return f"{shown(path)}: {error.detail}; see /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /metrics"
-
-
-async def _broken(request: Request, error: Exception) -> Response:
+async def _unexpected_error(request: Request, error: Exception) -> Response:
     request.scope["state"]["reason"] = reason_of(error)
-    return JSONResponse(error_object(RuntimeError("this request failed; the server's log says why")), status_code=500)
+    return JSONResponse(error_object(RequestError("unexpected")), status_code=500)
 
 
 def make_app(service: Service) -> ASGIApp:
     """Return the application of a service."""
-    paths, post, get = Paths(service), ["POST"], ["GET"]
+    handlers, post, get = Handlers(service), ["POST"], ["GET"]
     app: ASGIApp = Starlette(
         routes=[
-            Route("/v1/chat/completions", paths.chat, methods=post),
-            Route("/v1/completions", paths.completions, methods=post),
-            Route("/v1/models", paths.models, methods=get),
-            Route("/v1/models/{name:path}", paths.model, methods=get),
-            Route("/tokenize", paths.tokenize, methods=post),
-            Route("/health", paths.health, methods=get),
-            Route("/ready", paths.ready, methods=get),
-            Route("/metrics", paths.metrics, methods=get),
-            Route("/", paths.page, methods=get),
+            Route("/v1/chat/completions", handlers.chat, methods=post),
+            Route("/v1/completions", handlers.completions, methods=post),
+            Route("/v1/models", handlers.models, methods=get),
+            Route("/v1/models/{name:path}", handlers.model, methods=get),
+            Route("/tokenize", handlers.tokenize, methods=post),
+            Route("/health", handlers.health, methods=get),
+            Route("/ready", handlers.ready, methods=get),
+            Route("/metrics", handlers.metrics, methods=get),
+            Route("/", handlers.page, methods=get),
         ],
-        exception_handlers={PolydraftError: _told, HTTPException: _told, Exception: _broken},
+        exception_handlers={
+            PolydraftError: _expected_error,
+            HTTPException: _expected_error,
+            Exception: _unexpected_error,
+        },
     )
-    app = Guard(app, service.options, service.metrics)
+    app = AdmissionMiddleware(app, service.options, service.metrics)
     if service.options.cors:
         app = CORSMiddleware(
             app,
             allow_origins=service.options.cors,
             allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # clients add their own, and a page that may call may say what it likes
+            allow_headers=("*",),  # clients add their own
             expose_headers=("retry-after", "x-request-id"),
-            allow_private_network=True,  # browsers ask before pages of the internet call this machine
+            allow_private_network=True,  # browsers ask before a public page calls a private address
         )
     return app

@@ -1,4 +1,4 @@
-"""A Ray cluster to work on: the one that this machine belongs to, or one of this machine alone."""
+"""The Ray cluster of `serve --ray` and `batch --ray`: the present one, or a new one on this machine."""
 
 import logging
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from polydraft.errors import FailureError
 
 @contextmanager
 def cluster_with_room(kind: str, count: int, *, cpus: float, gpus: float) -> Iterator[None]:
-    """Join or start a cluster that has room for some processes, and leave it.
+    """Join or start a cluster that has room for some processes; leave it at the end.
 
     Parameters
     ----------
     kind : str
-        What the processes are called in options, in the singular.
+        What options call the processes, in the singular.
     count : int
     cpus, gpus : float
         Of each.

@@ -1,62 +1,133 @@
-"""What goes wrong with a request, as clients of the API expect to be told."""
+"""Every reason for which the server refuses or fails a request, and how clients are told.
 
+To find out why a request failed, look up the `code` of its error below, then the one check that raises it. Sampling parameters,
+prompts, trees and grammars are checked by the library, whose message passes through `from_library`.
+"""
+
+import json
 from typing import Any
 
-from polydraft.errors import PolydraftError, UsageError
-from polydraft.serve.ticket import BusyError, UnavailableError
+from starlette.types import Send
 
+from polydraft.errors import PolydraftError, UsageError, shown
+
+_ERRORS = {
+    # Before a request reaches its handler: `middleware`, `app`.
+    "wrong_host": (403, "without API keys this server answers to localhost only; use that name, or start it with --api-keys"),
+    "invalid_api_key": (401, "no valid API key; send one as 'Authorization: Bearer KEY'"),
+    "request_too_large": (413, "the request is too large; allowed: {most} bytes; shorten it, or raise --max-body-bytes"),
+    "too_many_bytes": (429, "too many large requests at the same time; try again later"),
+    "wrong_content_type": (415, "content type {kind}; allowed: application/json"),
+    "not_found": (404, "no path {path}; see {paths}"),
+    "method_not_allowed": (405, "{method} is not allowed for {path}; see {paths}"),
+    # The body: `app`.
+    "request_too_slow": (408, "the request took too long to arrive; send it faster"),
+    "invalid_utf8": (400, "the body is not UTF-8; send JSON in UTF-8, with escaped surrogates (\\ud800) in pairs"),
+    "invalid_json": (400, "the body is not a JSON object ({why}); send one, such as {example}"),
+    # Parameters: `protocol`, and `service` for what depends on the model.
+    "unknown_parameter": (400, "{message}"),
+    "unsupported_parameter": (400, "parameter {name} is not supported {where}; leave it out"),
+    "missing_parameter": (400, "{name} is missing or empty; send {example}"),
+    "invalid_value": (400, "{message}"),
+    "conflicting_parameters": (400, "{names} cannot be combined; send one of them"),
+    "model_not_found": (404, "model {name} is not served here; allowed: {served!r}, or leave it out"),
+    "too_many_texts": (400, "{count} texts in one request; allowed: at most {most} (n times prompts); send several requests"),
+    "context_length_exceeded": (
+        400,
+        "a prompt of {length} tokens{new} does not fit into {most}; shorten it, or ask for fewer new tokens",
+    ),
+    # The scheduler, and answers that end early: `scheduler`, `streaming`, `replicas`.
+    "queue_full": (429, "the queue is full: {limit} texts are running or waiting; try again later"),
+    "shutting_down": (503, "the server is shutting down; ask another one, or try again later"),
+    "stopped": (503, "the server was stopped before the answer was complete; ask another one, or try again later"),
+    "cancelled": (503, "the client left, or the server was stopped"),
+    "out_of_memory": (503, "out of memory; try again later, shorten the prompt, or restart the server with fewer slots"),
+    "replica_lost": (503, "the replica that wrote this answer is gone; try again"),
+    "timed_out": (504, "the answer was not complete after {seconds:g} seconds; ask for fewer tokens, or try again later"),
+    "round_failed": (500, "the round of this text failed; the server's log says why; try again"),
+    "unexpected": (500, "this request failed unexpectedly; the server's log says why"),
+}
+"""By code: status and message."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class RequestError(UsageError):
-    """A request that is refused; `reason` is for the log, where the message may repeat what the client wrote."""
+class RequestError(PolydraftError):
+    """A request that was refused, or that failed.
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        reason: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code, self.reason = status, param, code, reason or message
+    Parameters
+    ----------
+    code : str
+        As in the table above.
+    param : str, optional
+        Parameter that is wrong.
+    reason : str, optional
+        For the log, if the message repeats what the client sent.
+    **values
+        For the message.
+    """
+
+    def __init__(self, code: str, *, param: str | None = None, reason: str | None = None, **values: object) -> None:
+        self.status, message = _ERRORS[code]
+        super().__init__(message.format(**values))
+        self.code, self.param, self.reason = code, param, reason or str(self)
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.status in (429, 503)
 
 
-def too_slow() -> RequestError:
-    """Return what is said of a body that does not come."""
-    return RequestError("the request took too long to arrive; send it faster", status=408)
+def invalid_value(name: str, value: object, allowed: str) -> RequestError:
+    """Refuse a value of the wrong type, or out of range."""
+    rest = f" is invalid; allowed: {allowed}"
+    return RequestError("invalid_value", param=name, message=f"{name}={shown(value)}{rest}", reason=name + rest)
 
 
-def reason_of(error: BaseException) -> str:
-    """Return why a request failed, for the log; of errors that nobody foresaw only the name, as they may hold texts."""
-    if isinstance(error, RequestError):
-        return error.reason
-    return str(error) if isinstance(error, PolydraftError | TimeoutError) else type(error).__name__
+def missing(name: str, example: str) -> RequestError:
+    """Refuse a request with nothing to continue."""
+    return RequestError("missing_parameter", param=name, name=name, example=example)
+
+
+def unsupported(name: str, where: str = "here") -> RequestError:
+    """Refuse a parameter that the API or another server has, and this one has not."""
+    return RequestError("unsupported_parameter", param=name, name=shown(name), where=where)
+
+
+def from_library(error: UsageError, param: str | None, *, private: bool = False) -> RequestError:
+    """Refuse what the library refuses; `private` if its message repeats what the client sent."""
+    message = str(error) if param is None or param in str(error) else f"{param}: {error}"
+    return RequestError("invalid_value", param=param, message=message, reason=f"{param} is invalid" if private else None)
 
 
 def status_of(error: BaseException) -> int:
-    """Return the HTTP status that an error means."""
-    match error:
-        case RequestError():
-            return error.status
-        case UsageError():
-            return 400
-        case BusyError():
-            return 429
-        case UnavailableError():
-            return 503
-        case TimeoutError():
-            return 504
-        case _:
-            return 500
+    """Return the HTTP status of an error."""
+    return error.status if isinstance(error, RequestError) else 400 if isinstance(error, UsageError) else 500
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a request failed, for the log; unexpected errors may quote texts, so only their type is named."""
+    if isinstance(error, RequestError):
+        return error.reason
+    return str(error) if isinstance(error, PolydraftError) else type(error).__name__
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """Return the object that stands for an error in an answer."""
+    """Return an error as the API has it."""
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
     message = str(error) or type(error).__name__
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_event(error: BaseException) -> bytes:
+    """Return an error as an event of a stream that has begun."""
+    return b"data: " + json.dumps(error_object(error)).encode() + b"\n\n"
+
+
+async def send_error(error: BaseException, send: Send, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    """Send an error as a whole response."""
+    body = json.dumps(error_object(error)).encode()
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status_of(error), "headers": head})
+    await send({"type": "http.response.body", "body": body})

@@ -1,25 +1,35 @@
-"""Slots of one way of drafting: an engine, and which requests' texts are in it."""
+"""A lane: an engine that drafts in one way, with the requests in its slots and in its queue."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from polydraft.draft import TreeDrafter
+from polydraft.draft.forced import with_forced
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
 from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, groups_to_read, lengths_of, prompt_of, rehearsing
 from polydraft.engine.sequence import Emitted
 from polydraft.engine.workspace import Workspace
+from polydraft.errors import UsageError
 from polydraft.models import Context
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
-from polydraft.serve.ticket import Progress, Ticket
+from polydraft.serve.request import AUTO, OFF, Progress, Request, SlotQueue
+from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 
 _SHORT = 4
-"""Tokens of a text that makes memories show their shapes."""
+"""Tokens of the text that `Lane.reserve` generates."""
+_MOST_NODES, _MOST_LEVELS = 128, 16
+"""Of a tree that a request asks for: memory for its candidates is reserved beforehand."""
+_LARGEST_TREES = (
+    Topology(Topology.fork(-(-_MOST_NODES // _MOST_LEVELS), _MOST_LEVELS).parents[:_MOST_NODES]),
+    DynamicShape(nodes=_MOST_NODES, depth=_MOST_LEVELS, adaptive=False),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,98 +38,69 @@ class LaneOptions:
 
     slots: int
     slot_tokens: int
-    """Most tokens of a text."""
+    """Most tokens of a sequence, including its prompt."""
     chunk_tokens: int
-    """Tokens of prompts that are read between two rounds."""
+    """Most prompt tokens to read between two rounds."""
     stall_seconds: float | None = None
-    """Seconds that reading them may keep texts at work waiting."""
+    """How long prompts may hold running sequences up between two rounds."""
     places: tuple[int, ...] = ()
-    """Room for candidates behind a text, at least, in each of the lane's contexts: lanes that hand memory on need the same."""
-
-
-class Waiting:
-    """Texts that wait for slots. Requests take turns: the next slot is for whoever holds the fewest.
-
-    So a request of many texts leaves the next free slot to one that has none, and goes on with one slot at least. Of those that
-    hold equally many, whoever has waited longest since it came, or since its last turn.
-    """
-
-    def __init__(self) -> None:
-        self._texts: dict[Ticket, list[int]] = {}
-        """Those of each request that wait, longest first."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self._texts.values()))
-
-    def add(self, ticket: Ticket) -> None:
-        """Let all texts of a request wait."""
-        self._texts[ticket] = list(range(len(ticket.sequences)))
-
-    def next(self, held: Mapping[Ticket, int]) -> tuple[Ticket, int]:
-        """Take the text whose turn it is, where requests hold so many slots."""
-        ticket = min(self._texts, key=lambda one: held.get(one, 0))
-        index, *rest = self._texts.pop(ticket)
-        if rest:
-            self._texts[ticket] = rest
-        return ticket, index
-
-    def remove(self, ticket: Ticket) -> list[tuple[Ticket, int]]:
-        """Let the texts of a request wait no more; return them."""
-        return [(ticket, index) for index in self._texts.pop(ticket, ())]
-
-    def clear(self) -> list[tuple[Ticket, int]]:
-        """Let nobody wait any more; return who did."""
-        return [pair for ticket in tuple(self._texts) for pair in self.remove(ticket)]
+    """Least room for candidates in each of the lane's contexts; lanes that hand memory on need the same."""
 
 
 class Lane:
-    """Texts that are drafted for in one way, some at work and some waiting.
+    """Run sequences in slots, with one way of drafting; further ones wait for a slot.
 
     Parameters
     ----------
     decoder : Decoder
     options : LaneOptions
     memory : sequence of Context
-        What another lane has released; taken over as far as it fits.
+        Released by another lane, to be reused as far as it fits.
     """
 
     def __init__(self, decoder: Decoder, options: LaneOptions, memory: Sequence[Context] = ()) -> None:
         self.decoder, self._options = decoder, options
-        self.waiting = Waiting()
-        self.running: dict[int, tuple[Ticket, int]] = {}
-        """By the row's number, which is never given twice."""
+        self.waiting = SlotQueue()
+        self.running: dict[int, tuple[Request, int]] = {}
+        """By row number; numbers are never reused."""
         self._engine: Engine | None = None
         self._workspace: Workspace | None = None
         self._rows = 0
         self._memory = list(memory)
-        """Contexts that nobody uses, kept for their storage."""
-        self._spoilt = False
-        """Whether what is stored there may be no numbers."""
+        """Unused contexts, kept for their storage."""
+        self._dirty = False
+        """Whether that storage may hold NaNs."""
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether any sequence runs or waits."""
         return bool(self.waiting or self.running)
 
-    def step(self, awaited: bool = False) -> list[tuple[Ticket, Progress]]:
-        """Let waiting texts in and run one round; return what it brought. `awaited` if texts of another lane wait for it."""
+    def step(self, awaited: bool = False) -> list[tuple[Request, Progress]]:
+        """Admit waiting sequences to free slots, and run one round.
+
+        Parameters
+        ----------
+        awaited : bool
+            Whether sequences of another lane wait for this round.
+        """
         engine = self._opened()
-        held = Counter(ticket for ticket, _ in self.running.values())
+        held = Counter(request for request, _ in self.running.values())
         while self.waiting and engine.free_slots:
-            ticket, index = self.waiting.next(held)
-            held[ticket] += 1
-            sequence = ticket.sequences[index]
+            request, index = self.waiting.next(held)
+            held[request] += 1
+            sequence = request.sequences[index]
             sequence.row, self._rows = self._rows, self._rows + 1
-            self.running[sequence.row] = ticket, index
-            ticket.admitted[index] = time.perf_counter()
+            self.running[sequence.row] = request, index
+            request.admitted[index] = time.perf_counter()
             engine.add(sequence)
         return [self._progress(emitted) for emitted in engine.step(awaited)] if self.running else []
 
-    def _progress(self, emitted: Emitted) -> tuple[Ticket, Progress]:
-        ticket, index = self.running[emitted.row]
+    def _progress(self, emitted: Emitted) -> tuple[Request, Progress]:
+        request, index = self.running[emitted.row]
         if emitted.stop_reason is not None:
             del self.running[emitted.row]
-        return ticket, Progress(index, emitted, ticket.sequences[index].failure)
+        return request, Progress(index, emitted, request.sequences[index].failure)
 
     def warm_up(self, samplings: Sequence[SamplingParams], stopped: Callable[[], bool]) -> None:
         """Rehearse rounds of all kinds, for texts of usual lengths, with all numbers of rows, until told to stop.
@@ -179,31 +160,28 @@ class Lane:
             if not sequence.done:
                 engine.end(sequence, StopReason.CANCELLED, 0)
 
-    def cancel(self, ticket: Ticket) -> list[TokenSequence]:
-        """End all texts of a request; return them."""
-        ended = [ticket.sequences[index] for _, index in self.waiting.remove(ticket)]
-        for sequence in ended:
-            sequence.cut(StopReason.CANCELLED, 0)
+    def cancel(self, request: Request) -> None:
+        """End all sequences of a request."""
+        for _, index in self.waiting.remove(request):
+            request.sequences[index].cut(StopReason.CANCELLED, 0)
         for row, (owner, index) in list(self.running.items()):
-            if owner is ticket:
+            if owner is request:
                 del self.running[row]
-                sequence = ticket.sequences[index]
+                sequence = request.sequences[index]
                 assert self._engine is not None
                 self._engine.end(sequence, StopReason.CANCELLED, len(sequence.new_tokens))
-                ended.append(sequence)
-        return ended
 
-    def reset(self, *, waiting_too: bool = False) -> list[tuple[Ticket, int]]:
-        """Let the texts at work go, in memory that nobody knows the state of; return them, and those that wait if told so."""
+    def reset(self) -> list[tuple[Request, int]]:
+        """Drop running sequences after a failure, and return them; the next step begins with wiped memory."""
         lost = list(self.running.values())
         self.running.clear()
         self._forget()
-        self._spoilt = True  # wiped when it is used again: the device may be what has failed
-        return lost + self.waiting.clear() if waiting_too else lost
+        self._dirty = True  # wiped before its next use, not now: the device may be what failed
+        return lost
 
     def release(self) -> list[Context]:
-        """Forget all texts and have no memory any more; return it, for another lane to go on with."""
-        assert not self.busy, "texts need it"
+        """Give the memory up, for another lane."""
+        assert not self.busy, "sequences need it"
         self._forget()
         self._wipe()
         memory, self._memory = self._memory, []
@@ -214,10 +192,10 @@ class Lane:
 
     @torch.inference_mode()
     def _wipe(self) -> None:
-        if self._spoilt:
+        if self._dirty:
             for context in self._memory:
                 context.wipe()
-            self._spoilt = False
+            self._dirty = False
 
     @property
     def _contexts(self) -> list[Context]:
@@ -226,22 +204,22 @@ class Lane:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values, of all slots."""
+        """Bytes of keys and values for all slots."""
         return sum(context.nbytes for context in self._contexts)
 
     def reserve(self) -> None:
-        """Take all memory for keys and values now, by writing a short text and then to every byte."""
+        """Allocate all memory for keys and values: generate a short text, then write to every byte."""
         engine = self._opened()
         prompt = prompt_of(_SHORT, 1, self.decoder.target.vocab_size)
         engine.add(TokenSequence(prompt=prompt, params=IDLE, generator=row_generator(0), max_new_tokens=1))
         while not engine.done:
             engine.step()
         self._forget()
-        self._spoilt = True
-        self._wipe()  # a system may lend memory only when it is written to
+        self._dirty = True
+        self._wipe()  # systems may not provide memory before it is written to
 
     def _opened(self) -> Engine:
-        """Return the engine; its memory is as large as it will ever be from the start."""
+        """Return the engine, created with all the memory that it will ever need."""
         if self._engine is None:
             decoder, options = self.decoder, self._options
             params = RowParams((IDLE,) * options.slots)
@@ -262,3 +240,30 @@ class Lane:
                 isolate=True,
             )
         return self._engine
+
+
+def with_speculation(decoder: Decoder, speculative: str) -> Decoder:
+    """Return a decoder that drafts as a request asks: as before, not at all, or with its own tree."""
+    if speculative == AUTO:
+        return decoder
+    if speculative == OFF:
+        return decoder.replace(drafter=None)
+    model = decoder.drafter.model
+    if model is None:
+        raise UsageError(f"speculative tree {speculative!r}: this server has no draft; allowed: auto, off")
+    shape = parse_dynamic(speculative) or parse_tree(speculative)
+    nodes = shape.nodes if isinstance(shape, DynamicShape) else shape.num_nodes
+    for count, most, name in ((nodes, _MOST_NODES, "nodes"), (shape.depth, _MOST_LEVELS, "levels")):
+        if count > most:
+            raise UsageError(f"speculative tree {speculative!r} has {count} {name}; allowed: at most {most}")
+    return decoder.replace(drafter=TreeDrafter(model, shape), walk="auto")
+
+
+def most_places(decoder: Decoder, slots: int, *, own_trees: bool) -> tuple[int, ...]:
+    """Return the most places for candidates that any request needs: in the target's context, then in the draft's."""
+    drafter = decoder.drafter
+    trees = [TreeDrafter(drafter.model, one) for one in _LARGEST_TREES] if own_trees and drafter.model is not None else []
+    params = RowParams((IDLE,) * slots)
+    sessions = [with_forced(one).start(params, decoder.target) for one in (drafter, *trees)]
+    found = [(session.num_nodes, *(context.places for context in session.contexts)) for session in sessions]
+    return tuple(map(max, zip(*found, strict=True)))

@@ -1,4 +1,4 @@
-"""Lines of the server's log: each in one line, with its time and level, whatever clients sent; as text or as JSON."""
+"""The server's log, as text or as JSON: one line per event, which no client can break or forge."""
 
 import json
 import logging
@@ -8,37 +8,30 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
-TEXT, JSON = "text", "json"
 _LOGGERS = {"polydraft": logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.WARNING}
-"""Who writes, from which level on."""
+"""Loggers that write, and their levels."""
 _UNQUOTED = "/:@!$&'()*+,;=~[]"
 _LONGEST = {"client": 64, "method": 16, "path": 200, "reason": 300}
-"""Characters of what clients may have chosen."""
+"""Most characters of fields that clients may choose."""
 
 
-def request_line(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a line of the log says of a request, within limits.
-
-    Parameters
-    ----------
-    fields : mapping
-        As `Guard` collects them; what is None is left out.
-    """
-    told = {name: value for name, value in fields.items() if value is not None}
-    told |= {name: quote(told[name], safe=_UNQUOTED, errors="replace") for name in ("client", "path") if name in told}
-    return told | {name: _brief(told[name], most) for name, most in _LONGEST.items() if name in told}
+def request_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request's line without those that are None, quoted and cut where clients chose them."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    given |= {name: quote(given[name], safe=_UNQUOTED, errors="replace") for name in ("client", "path") if name in given}
+    return given | {name: _cut(given[name], most) for name, most in _LONGEST.items() if name in given}
 
 
-def as_text(told: Mapping[str, Any]) -> str:
-    """Return the line about a request for people."""
-    tokens = f" {told['prompt_tokens']}+{told['completion_tokens']} tokens" if "completion_tokens" in told else ""
-    reason = f": {told['reason']}" if "reason" in told else ""
-    head = f"{told.get('client', '-')} {told['request_id']} {told['method']} {told['path']} {told['status']}"
-    return f"{head} {told['seconds']:.3f}s{tokens}{reason}"
+def as_text(fields: Mapping[str, Any]) -> str:
+    """Return a request's line as text."""
+    tokens = f" {fields['prompt_tokens']}+{fields['completion_tokens']} tokens" if "completion_tokens" in fields else ""
+    reason = f": {fields['reason']}" if "reason" in fields else ""
+    head = f"{fields.get('client', '-')} {fields['request_id']} {fields['method']} {fields['path']} {fields['status']}"
+    return f"{head} {fields['seconds']:.3f}s{tokens}{reason}"
 
 
 class TextLines(logging.Formatter):
-    """Time, level, message; what is not printable is written out, and tracebacks are indented: nobody can forge a line."""
+    """Time, level, message. Unprintable characters are escaped and tracebacks indented, so nobody can forge a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as text."""
@@ -54,16 +47,16 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
         fields = getattr(record, "fields", None)
-        told = {"time": _time(record), "level": record.levelname.lower()} | (fields or {"message": record.getMessage().strip()})
+        line = {"time": _time(record), "level": record.levelname.lower()} | (fields or {"message": record.getMessage().strip()})
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
 def log_as(style: str) -> None:
-    """Write the log to standard error from here on, in a format: ``"text"`` or ``"json"``."""
+    """Write the log to standard error from now on, as ``"text"`` or as ``"json"``."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if style == JSON else TextLines())
+    handler.setFormatter(JsonLines() if style == "json" else TextLines())
     for name, level in _LOGGERS.items():
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
@@ -72,7 +65,7 @@ def log_as(style: str) -> None:
 
 @contextmanager
 def logging_as(style: str) -> Iterator[None]:
-    """Write the log as `log_as` does, until the end of the context."""
+    """Write the log as `log_as` does, until the block ends."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
     log_as(style)
@@ -89,11 +82,11 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _printable(text: str) -> str:
-    """Write out what would break a line, move a cursor or turn the direction of reading."""
+    """Escape what would break a line, move the cursor or reverse the direction of reading."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def _brief(text: str, most: int) -> str:
+def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

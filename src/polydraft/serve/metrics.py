@@ -1,4 +1,4 @@
-"""Figures for Prometheus, by the names that dashboards know."""
+"""Metrics for Prometheus, named like vLLM's."""
 
 import time
 from typing import TYPE_CHECKING
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from polydraft.engine import StopReason
-from polydraft.serve.ticket import Progress, Ticket
+from polydraft.serve.request import Progress, Request
 
 if TYPE_CHECKING:
     from polydraft.serve.scheduler import Scheduler
@@ -20,7 +20,7 @@ _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 class Metrics:
     """Counters and histograms of one server.
 
-    `saw` is called by the scheduler's thread, the rest by the event loop's.
+    The scheduler's thread calls `observe`; the event loop does the rest.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Metrics:
         self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to a slot.", _FIRST)
 
     def watch(self, scheduler: "Scheduler") -> None:
-        """Show how many texts are at work, and the memory that is reserved for them."""
+        """Show how many texts run and wait, and the memory that is reserved for them."""
         running = Gauge(f"{_PREFIX}num_requests_running", "Texts that have slots.", registry=self.registry)
         waiting = Gauge(f"{_PREFIX}num_requests_waiting", "Texts that wait for slots.", registry=self.registry)
         reserved = Gauge(f"{_PREFIX}cache_reserved_bytes", "Keys and values of all slots.", registry=self.registry)
@@ -51,26 +51,26 @@ class Metrics:
         running.set_function(lambda: scheduler.running)
         waiting.set_function(lambda: scheduler.waiting)
 
-    def saw(self, ticket: Ticket, progress: Progress) -> None:
-        """Count what a round brought one text."""
+    def observe(self, request: Request, progress: Progress) -> None:
+        """Count an event of a request."""
         now, emitted = time.perf_counter(), progress.emitted
         if emitted.token_ids:
-            self._saw_tokens(ticket, progress, now)
+            self._observe_tokens(request, progress, now)
         if emitted.stop_reason not in (None, StopReason.FAILED):
             self.successes.labels(finished_reason=emitted.stop_reason.value).inc()
-            self.whole.observe(now - ticket.arrived)
+            self.whole.observe(now - request.arrived)
 
-    def _saw_tokens(self, ticket: Ticket, progress: Progress, now: float) -> None:
+    def _observe_tokens(self, request: Request, progress: Progress, now: float) -> None:
         emitted, index = progress.emitted, progress.index
-        if index not in ticket.heard:
-            self.first_token.observe(now - ticket.arrived)
-            self.queue_time.observe(ticket.admitted[index] - ticket.arrived)
-            self.prompt_tokens.inc(len(ticket.sequences[index].prompt))
+        if index not in request.last_emitted:
+            self.first_token.observe(now - request.arrived)
+            self.queue_time.observe(request.admitted[index] - request.arrived)
+            self.prompt_tokens.inc(len(request.sequences[index].prompt))
         else:
-            each = (now - ticket.heard[index]) / len(emitted.token_ids)
+            each = (now - request.last_emitted[index]) / len(emitted.token_ids)
             for _ in emitted.token_ids:
                 self.between_tokens.observe(each)
-        ticket.heard[index] = now
+        request.last_emitted[index] = now
         self.new_tokens.inc(len(emitted.token_ids))
         if not emitted.drafted:
             self.rests.inc()
@@ -82,7 +82,7 @@ class Metrics:
                 self.accepted_by_position.labels(position=position).inc()
 
     def text(self) -> bytes:
-        """Return all figures as Prometheus reads them."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

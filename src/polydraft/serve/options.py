@@ -1,4 +1,4 @@
-"""What a server can be told, described and checked once. Nothing here imports torch."""
+"""Options of a server, described and checked once. Nothing here imports torch."""
 
 import stat
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ _FORMATS = Literal["text", "json"]
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name or address is this machine's own; names may be in capitals, and end in a dot."""
+    """Whether a host name or address is local; names may be in capitals and end in a dot."""
     name = host.lower().removesuffix(".")
     try:
         return name == "localhost" or ip_address(name).is_loopback
@@ -21,7 +21,7 @@ def is_local(host: str) -> bool:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """Return both as addresses have them, with IPv6 in brackets."""
+    """Return an address, with IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -87,7 +87,7 @@ class ServeOptions:
                 )
 
     def read_keys(self) -> list[str]:
-        """Read the API keys, an empty list if none are wanted."""
+        """Read the API keys; none without --api-keys."""
         if self.api_keys is None:
             return []
         try:
@@ -105,8 +105,8 @@ class ServeOptions:
                 )
         return found
 
-    def risk_of_keys(self) -> str | None:
-        """Say what is wrong with who may use the file of API keys, if anything is; a file that is shared on purpose may be."""
+    def key_file_warning(self) -> str | None:
+        """Return a warning if others may change or read the file of API keys, which may be on purpose."""
         if self.api_keys is None:
             return None
         mode = self.api_keys.stat().st_mode

@@ -1,48 +1,48 @@
-"""From a request's JSON to what it asks for: everything is checked, nothing is ignored."""
+"""The body of a request: every parameter is checked, none is ignored."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.errors import UsageError, shown, unknown_name
+from polydraft.errors import UsageError, unknown_name
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.grammar import LARK, REGEX, Grammar
-from polydraft.serve.errors import RequestError
-from polydraft.serve.ticket import AUTO, OFF
+from polydraft.serve.errors import RequestError, from_library, invalid_value, missing, unsupported
+from polydraft.serve.request import AUTO, OFF
 
 _MOST_LOGPROBS = 20
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_BIASED = 1024
 _MOST_DIGITS = 20
-"""Of a token id: Python does not read numbers of thousands of them."""
+"""Of a token id: Python does not parse numbers of thousands of digits."""
 _PLAIN_LENGTH = 16
-"""New tokens of a completion that does not say how many, as the API has it."""
+"""The API's default for completions."""
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NEUTRAL: dict[str, Any] = {"echo": False, "best_of": 1, "store": False, "tools": [], "parallel_tool_calls": True}
-"""Parameters of the API that are not supported, with values that ask for nothing."""
+"""Parameters of the API that are not supported, with the values that ask for nothing and are accepted."""
 
 _ABOUT_SCHEMAS = {"name", "description", "strict"}
-"""What the API has beside a schema; it changes nothing: texts always follow the schema."""
+"""What the API has beside a schema. It changes nothing: texts always follow the schema."""
 
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a request asks for."""
+class CompletionRequest:
+    """A checked request for a chat or for completions."""
 
     chat: bool
     model: str | None = None
     messages: Messages = field(default_factory=list)
-    """Of a chat."""
+    """For chats."""
     prompts: Sequence[str | list[int]] = ()
-    """Of completions."""
+    """For completions."""
     params: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int | None = None
-    """None for as many as there is room for."""
+    """None for as many as fit."""
     n: int = 1
     """Texts per prompt."""
     stop: tuple[str, ...] = ()
@@ -53,15 +53,23 @@ class Asked:
     speculative: str = AUTO
     """``"auto"``, ``"off"``, or a tree."""
     grammar: Grammar | None = None
-    """What the texts are to follow."""
     trace: bool = False
-    """Whether to say of every token where it came from."""
+    """Whether chunks say where each token came from."""
+
+    @property
+    def prompt_name(self) -> str:
+        """Name of the parameter that holds the prompt."""
+        return "messages" if self.chat else "prompt"
+
+    @property
+    def num_texts(self) -> int:
+        """Texts to generate."""
+        return self.n * (1 if self.chat else len(self.prompts))
 
 
-def read_request(body: Any, *, chat: bool) -> Asked:
+def read_request(body: dict[str, Any], *, chat: bool) -> CompletionRequest:
     """Read the body of a request for a chat or for completions."""
-    if not isinstance(body, dict):
-        raise RequestError('the body is not a JSON object; send one, such as {"model": ..., "messages": [...]}')
+    # Every reader below removes what it has read; whatever is left over is refused.
     left = {str(name): value for name, value in body.items() if value is not None}
     wants: dict[str, Any] = {"chat": chat}
     if chat:
@@ -81,9 +89,9 @@ def read_request(body: Any, *, chat: bool) -> Asked:
     wants["speculative"], wants["trace"] = _speculative(left.pop("speculative", AUTO))
     wants["params"] = _sampling(left)
     wants["grammar"] = _grammar(left)
-    _text(left, "user")  # says who asks, and so changes nothing
+    _text(left, "user")  # identifies the end user: changes nothing
     _refuse_rest(left, wants["n"], chat)
-    return Asked(**wants)
+    return CompletionRequest(**wants)
 
 
 def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
@@ -92,16 +100,9 @@ def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
         if name in _NEUTRAL and type(value) is type(neutral) and value == neutral:
             continue
         if name in KNOWN_ELSEWHERE:
-            raise RequestError(
-                f"parameter {name!r} is not supported here; leave it out", param=name, code="unsupported_parameter"
-            )
-        message = str(unknown_name("parameter", name, CHAT_NAMES if chat else COMPLETION_NAMES))
-        raise RequestError(message, param=name, code="unknown_parameter")
-
-
-def _wrong(name: str, value: Any, allowed: str) -> RequestError:
-    rest = f" is out of range; allowed: {allowed}"
-    return RequestError(f"{name}={shown(value)}{rest}", param=name, code="invalid_value", reason=name + rest)
+            raise unsupported(name)
+        message = unknown_name("parameter", name, CHAT_NAMES if chat else COMPLETION_NAMES)
+        raise RequestError("unknown_parameter", param=name, message=message)
 
 
 def _whole(left: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:
@@ -109,7 +110,7 @@ def _whole(left: dict[str, Any], name: str, low: int, high: int, default: Any) -
     if value is default:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _wrong(name, value, f"whole numbers from {low} to {high}")
+        raise invalid_value(name, value, f"whole numbers from {low} to {high}")
     return value
 
 
@@ -120,20 +121,20 @@ def _number(name: str, value: Any, allowed: str) -> float:
             return value
     except OverflowError:
         pass
-    raise _wrong(name, value, allowed)
+    raise invalid_value(name, value, allowed)
 
 
 def _flag(left: dict[str, Any], name: str) -> bool:
     value = left.pop(name, False)
     if not isinstance(value, bool):
-        raise _wrong(name, value, "true, false")
+        raise invalid_value(name, value, "true, false")
     return value
 
 
 def _text(left: dict[str, Any], name: str) -> str | None:
     value = left.pop(name, None)
     if value is not None and not isinstance(value, str):
-        raise _wrong(name, value, "a string")
+        raise invalid_value(name, value, "a string")
     return value
 
 
@@ -141,31 +142,34 @@ def _max_tokens(left: dict[str, Any]) -> Any:
     old = _whole(left, "max_tokens", 1, 10**9, None)
     new = _whole(left, "max_completion_tokens", 1, 10**9, None)
     if old is not None and new is not None and old != new:
-        raise _wrong("max_tokens", old, f"the same as max_completion_tokens={new}; give one of them")
+        raise RequestError("conflicting_parameters", param="max_tokens", names="max_tokens and max_completion_tokens")
     return old if new is None else new
 
 
 def _chat_logprobs(left: dict[str, Any]) -> int | None:
     wanted, top = _flag(left, "logprobs"), _whole(left, "top_logprobs", 0, _MOST_LOGPROBS, None)
     if top is not None and not wanted:
-        raise _wrong("top_logprobs", top, 'none, unless "logprobs" is true')
+        raise invalid_value("top_logprobs", top, 'none without "logprobs": true')
     return (top or 0) if wanted else None
 
 
 def _messages(value: Any) -> Messages:
-    if not isinstance(value, list) or not value:
-        raise RequestError('messages are missing; give a list such as [{"role": "user", "content": "..."}]', param="messages")
+    allowed = 'a list such as [{"role": "user", "content": "..."}]'
+    if value in (None, []):
+        raise missing("messages", allowed)
+    if not isinstance(value, list):
+        raise invalid_value("messages", value, allowed)
     return [_message(message, f"messages[{number}]") for number, message in enumerate(value)]
 
 
 def _message(message: Any, where: str) -> dict[str, str]:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        raise RequestError(f"{where} has no role; allowed: objects with role {', '.join(_ROLES)}, and content", param=where)
+        raise invalid_value(where, message, f"objects with content and a role of {', '.join(_ROLES)}")
     for name, value in message.items():
         if name not in ("role", "content", "name") and value not in (None, [], ""):
-            raise RequestError(f"{where}.{name} is not supported; leave it out", param=f"{where}.{name}")
+            raise unsupported(f"{where}.{name}")
     if not isinstance(message.get("name"), str | None):
-        raise _wrong(f"{where}.name", message["name"], "a string")
+        raise invalid_value(f"{where}.name", message["name"], "a string")
     role = "system" if message["role"] == "developer" else message["role"]
     return {"role": role, "content": _content(message.get("content"), where)}
 
@@ -177,29 +181,32 @@ def _content(content: Any, where: str) -> str:
         parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
         if all(isinstance(part, str) for part in parts):
             return "".join(map(str, parts))
-    raise RequestError(f"{where}.content is not text; allowed: a string, or parts of type text", param=f"{where}.content")
+    raise invalid_value(f"{where}.content", content, "a string, or a list of parts of type text")
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
+    allowed = "text, token ids, or a list of either"
     if isinstance(value, str):
         return [value]
-    if isinstance(value, list) and value:
+    if value in (None, []):
+        raise missing("prompt", allowed)
+    if isinstance(value, list):
         if all(isinstance(one, int) and not isinstance(one, bool) for one in value):
             return [list(value)]
         if all(isinstance(one, str) for one in value):
             return list(value)
         if all(isinstance(one, list) and one and all(type(token) is int for token in one) for one in value):
             return [list(one) for one in value]
-    raise RequestError("prompt is missing, or none; allowed: text, token ids, or a list of either", param="prompt")
+    raise invalid_value("prompt", value, allowed)
 
 
 def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > _MOST_STOPS:
-        raise _wrong("stop", value, f"a string, or up to {_MOST_STOPS} of them")
+        raise invalid_value("stop", value, f"a string, or up to {_MOST_STOPS} of them")
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= _LONGEST_STOP:
-            raise _wrong("stop", stop, f"strings of 1 to {_LONGEST_STOP} characters")
+            raise invalid_value("stop", stop, f"strings of 1 to {_LONGEST_STOP} characters")
     return tuple(stops)
 
 
@@ -207,12 +214,12 @@ def _stream_options(value: Any, stream: bool) -> bool:
     if value is None:
         return False
     if not stream:
-        raise RequestError('stream_options are for "stream": true; leave them out', param="stream_options")
+        raise invalid_value("stream_options", value, 'none without "stream": true')
     if not isinstance(value, dict) or not set(value) <= {"include_usage", "include_obfuscation"}:
-        raise _wrong("stream_options", value, '{"include_usage": true}')
+        raise invalid_value("stream_options", value, '{"include_usage": true}')
     wanted = dict(value)
     if _flag(wanted, "include_obfuscation"):
-        raise RequestError("stream_options.include_obfuscation is not supported; leave it out", param="stream_options")
+        raise unsupported("stream_options.include_obfuscation")
     return _flag(wanted, "include_usage")
 
 
@@ -221,20 +228,20 @@ def _speculative(value: Any) -> tuple[str, bool]:
     if value in (AUTO, OFF):
         return value, False
     if not isinstance(value, dict) or not set(value) <= {"tree", "trace"}:
-        raise _wrong("speculative", value, allowed)
+        raise invalid_value("speculative", value, allowed)
     tree, trace = value.get("tree", AUTO), value.get("trace", False)
     if not isinstance(tree, str) or not isinstance(trace, bool):
-        raise _wrong("speculative", value, allowed)
+        raise invalid_value("speculative", value, allowed)
     return (OFF if tree == "none" else tree), trace
 
 
 def _grammar(left: dict[str, Any]) -> Grammar | None:
-    """Read what the texts are to follow: one of three parameters says so."""
+    """Read the grammar from the one of three parameters that has it."""
     found: dict[str, Grammar] = {}
     for name in (REGEX, LARK):
         text = _text(left, name)
         if text == "":
-            raise _wrong(name, text, "what texts are to follow, or leave it out")
+            raise invalid_value(name, text, "a non-empty string; leave it out for no grammar")
         if text is not None:
             found[name] = Grammar(name, text)
     response = left.pop("response_format", None)
@@ -251,9 +258,9 @@ def _grammar(left: dict[str, Any]) -> Grammar | None:
             found["response_format"] = Grammar.json_schema(schema)
         case _:
             allowed = '{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}}}'
-            raise _wrong("response_format", response, allowed)
+            raise invalid_value("response_format", response, allowed)
     if len(found) > 1:
-        raise RequestError(f"{' and '.join(found)} at the same time; allowed: one of them", param=list(found)[-1])
+        raise RequestError("conflicting_parameters", param=list(found)[-1], names=" and ".join(found))
     return next(iter(found.values()), None)
 
 
@@ -263,43 +270,35 @@ def _sampling(left: dict[str, Any]) -> SamplingParams:
         if name in left:
             given[name] = _number(name, left.pop(name), "numbers")
     if (top_k := _whole(left, "top_k", -1, 2**31, None)) is not None:
-        given["top_k"] = max(top_k, 0)  # -1 is how others write "all"
+        given["top_k"] = max(top_k, 0)  # -1 means "all" elsewhere
     given["logit_bias"] = _bias(left.pop("logit_bias", {}))
     try:
         return SamplingParams(**given)
     except UsageError as error:
-        name = str(error).split("=")[0]
-        raise RequestError(str(error), param=name if name in SamplingParams.__dataclass_fields__ else None) from None
+        raise from_library(error, sampling_name(error)) from None
+
+
+def sampling_name(error: UsageError) -> str | None:
+    """Return which sampling parameter an error of the library is about: its message begins with the name."""
+    return next((name for name in SamplingParams.__dataclass_fields__ if str(error).startswith(name)), None)
 
 
 def _bias(value: Any) -> dict[int, float]:
     allowed = f'up to {_MOST_BIASED} token ids with numbers, such as {{"5": -1.5}}'
     if not isinstance(value, dict) or len(value) > _MOST_BIASED:
-        raise _wrong("logit_bias", value, allowed)
+        raise invalid_value("logit_bias", value, allowed)
     bias = {}
     for token, number in value.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= _MOST_DIGITS):
-            raise _wrong("logit_bias", {token: number}, allowed)
+            raise invalid_value("logit_bias", {token: number}, allowed)
         bias[int(token)] = float(_number("logit_bias", number, allowed))
     return bias
 
 
 _SHARED_NAMES = {
-    "model",
-    "n",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "speculative",
-    "response_format",
-    "grammar",
-    "regex",
-    "user",
-    "top_k",
-    "logit_bias",
-    *_NUMBERS,
-}
+    "model", "n", "seed", "stop", "stream", "stream_options", "speculative", "response_format", "grammar", "regex", "user",
+    "top_k", "logit_bias", *_NUMBERS,
+}  # fmt: skip
 CHAT_NAMES = {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", *_SHARED_NAMES}
 COMPLETION_NAMES = {"prompt", "max_tokens", "logprobs", *_SHARED_NAMES}
 KNOWN_ELSEWHERE = {

@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: a front that knows only requests, and replicas that each are a whole server of their own.
+"""Replicas on Ray Serve: a front that forwards requests, and replicas that are complete servers.
 
 ``serve run polydraft.serve.replicas:application target=smollm2 replicas=2`` starts it; so does ``polydraft serve --ray``.
 """
@@ -26,28 +26,26 @@ from polydraft.loading import load_with
 from polydraft.options import LoadOptions
 from polydraft.serve.app import make_app
 from polydraft.serve.cluster import cluster_with_room
-from polydraft.serve.errors import error_object, too_slow
-from polydraft.serve.guard import refuse
+from polydraft.serve.errors import RequestError, error_event, send_error
 from polydraft.serve.logs import log_as
 from polydraft.serve.options import ReplicaOptions, ServeOptions, host_and_port
 from polydraft.serve.service import Service
-from polydraft.serve.ticket import UnavailableError
+from polydraft.serve.streaming import disconnected
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _NAME, _REPLICA, _FRONT = "polydraft", "polydraft-replica", "polydraft-front"
 _MOST_AT_FRONT = 4096
 _PASSED = ("client", "method", "path", "raw_path", "query_string", "headers", "http_version", "scheme", "root_path")
 _AHEAD = 8
-"""Messages that a replica may be ahead of the front: a client that does not read holds its own text back."""
+"""Messages that a replica buffers per request: a client that does not read slows down its own text only."""
 _TO = "replica:"
-"""Begins the key of a request for one replica."""
-_LOST = "the replica that wrote this answer is gone; ask again"
+"""Prefix of the key of a request for one particular replica."""
 
 
 class KeepConversations(RequestRouter):
-    """Send a conversation where its cache is: to the replica whose number, hashed with the conversation's, is largest.
+    """Send a conversation to the replica that has its cache, by rendezvous hashing.
 
-    Where that one is full, to the next one by the same order.
+    Replicas are ranked by a hash of conversation and replica; if the first is full, the next one in this order is used.
     """
 
     async def choose_replicas(
@@ -84,7 +82,7 @@ class Replica:
         self._app = make_app(self._service)
 
     async def ask(self, key: str, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
-        """Answer one request by the messages that a server would send; whoever stops listening has left."""
+        """Answer one request with the messages that a server would send; to stop iterating is to disconnect."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue(_AHEAD)
         left, given = asyncio.Event(), False
 
@@ -108,18 +106,18 @@ class Replica:
                 yield message
         finally:
             left.set()
-            while not messages.empty():  # whoever waits for room there shall not
+            while not messages.empty():  # unblock a sender that waits for room
                 messages.get_nowait()
             work.cancel()
 
     def check_health(self) -> None:
-        """Fail where nothing computes any more, so that this replica is replaced."""
+        """Fail if nothing computes any more, so that Ray replaces this replica."""
         if not self._service.scheduler.ready:
             raise FailureError("the scheduler's thread has ended")
 
 
 class Front:
-    """Take requests in and hand them on; it holds no model, so that it lives through the loss of any replica.
+    """Forward requests to replicas; it holds no model, so it survives the loss of any replica.
 
     Parameters
     ----------
@@ -133,47 +131,45 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; an ASGI application."""
         if scope["type"] == "lifespan":
-            await _live(receive, send)
+            await _lifespan(receive, send)
         if scope["type"] != "http":
             return
         try:
             async with asyncio.timeout(self._options.client_seconds):
                 body = await _body(receive, self._options.max_body_bytes)
         except TimeoutError:
-            await refuse(too_slow(), send)
+            await send_error(RequestError("request_too_slow"), send)
             return
         passed = {name: scope[name] for name in _PASSED if name in scope}
         if scope["path"] == "/metrics":
             await self._metrics(passed, send)
             return
-        await self._hand_on(_conversation(body), passed, body, receive, send)
+        await self._forward(_conversation(body), passed, body, receive, send)
 
-    async def _hand_on(self, key: str, scope: dict[str, Any], body: bytes, receive: Receive, send: Send) -> None:
+    async def _forward(self, key: str, scope: dict[str, Any], body: bytes, receive: Receive, send: Send) -> None:
         answer = self._replicas.remote(key, scope, body)
-        gone, started = asyncio.create_task(_left(receive)), False
+        gone, started = asyncio.create_task(disconnected(receive)), False
         work = asyncio.create_task(_relay(answer, send))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():  # the client has left: so shall its text
+            if not work.done():  # the client has left
                 answer.cancel()
                 return
             started, error = work.result()
             if error is None:
                 return
             _LOGGER.error("a replica did not answer: %s", str(error).splitlines()[0] if str(error) else type(error).__name__)
-            told = UnavailableError(_LOST)
+            lost = RequestError("replica_lost")
             if started:
-                await send(
-                    {"type": "http.response.body", "body": b"data: " + json.dumps(error_object(told)).encode() + b"\n\n"}
-                )
+                await send({"type": "http.response.body", "body": error_event(lost)})
             else:
-                await refuse(told, send, ((b"retry-after", b"1"),))
+                await send_error(lost, send, ((b"retry-after", b"1"),))
         finally:
             for task in (work, gone):
                 task.cancel()
 
     async def _metrics(self, scope: dict[str, Any], send: Send) -> None:
-        """Show the figures of all replicas, each with its name."""
+        """Show the metrics of all replicas, each labelled with its name."""
         names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
         replicas = sorted(
             name.rpartition("#")[2] for name in names if name.startswith("SERVE_REPLICA") and f"#{_REPLICA}#" in name
@@ -195,19 +191,19 @@ class Front:
 
 
 async def _relay(answer: Any, send: Send) -> tuple[bool, BaseException | None]:
-    """Pass messages on; return whether any came, and what ended them too early."""
+    """Forward messages; return whether any came, and the error that ended them early, if any."""
     started = False
     try:
         async for message in answer:
             await send(message)
             started = True
-    except Exception as error:  # whatever a replica, or the way to it, died of
+    except Exception as error:  # whatever the replica, or the connection to it, died of
         return started, error
     return started, None
 
 
 async def _body(receive: Receive, most: int) -> bytes:
-    """Read a body; of one that is too large a byte more than is allowed, which a replica refuses."""
+    """Read a body; cut one that is too large to one byte more than allowed, which the replica then refuses."""
     parts, size, more = [], 0, True
     while more and size <= most:
         message = await receive()
@@ -218,28 +214,23 @@ async def _body(receive: Receive, most: int) -> bytes:
     return b"".join(parts)[: most + 1]
 
 
-async def _live(receive: Receive, send: Send) -> None:
-    """Say that there is nothing to prepare, and nothing to put away."""
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Answer the lifespan protocol: there is nothing to start or stop."""
     kind = ""
     while kind != "lifespan.shutdown":
         kind = (await receive())["type"]
         await send({"type": f"{kind}.complete"})
 
 
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def _conversation(body: bytes) -> str:
-    """Return what all turns of a conversation share: how it begins. Of prompts that are no conversations, their beginnings."""
+    """Return a key that all turns of a conversation share: a hash of its first messages, or of the prompt."""
     try:
-        asked = json.loads(body)
-        messages = asked.get("messages")
+        content = json.loads(body)
+        messages = content.get("messages")
         if isinstance(messages, list):
             first = next((number for number, one in enumerate(messages) if one.get("role") == "user"), len(messages))
             return _short(messages[: first + 1])
-        return _short(asked.get("prompt"))
+        return _short(content.get("prompt"))
     except (ValueError, AttributeError, RecursionError):
         return ""
 
@@ -249,7 +240,7 @@ def _short(value: Any) -> str:
 
 
 def labelled(pages: Mapping[str, str]) -> str:
-    """Join pages of figures for Prometheus: every figure says which replica's it is, every name is described once."""
+    """Join Prometheus pages: every sample is labelled with its replica, every metric described once."""
     families: dict[str, tuple[list[str], list[str]]] = {}
     for replica, page in pages.items():
         family = ""
@@ -272,7 +263,7 @@ def labelled(pages: Mapping[str, str]) -> str:
 
 
 _fronts: list[Front] = []
-"""The one of this process: Ray asks for the application behind the object's back."""
+"""The front of this process: Ray asks a function for the application, not the object."""
 
 
 def _front() -> Front:
@@ -305,7 +296,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
         given[group][name] = option.read(value) if isinstance(value, str) else value
     replicas = ReplicaOptions(**{**given["replicas"], "ray": True})
     settings = ServeOptions(**given["options"])
-    LoadOptions(**given["loading"])  # refuses what is wrong here, not in a process far away
+    LoadOptions(**given["loading"])  # refuse wrong options here, not in a remote process
     scaled: dict[str, Any] = {"num_replicas": replicas.replicas}
     if replicas.max_replicas is not None and replicas.max_replicas > replicas.replicas:
         limits = {"min_replicas": replicas.replicas, "max_replicas": replicas.max_replicas}
@@ -332,10 +323,10 @@ def application(arguments: Mapping[str, Any]) -> Any:
 
 def _until_signalled() -> None:
     """Wait for SIGTERM or Ctrl-C."""
-    told = threading.Event()
+    signalled = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: told.set())
-    while not told.wait(1.0):
+        signal.signal(name, lambda *_: signalled.set())
+    while not signalled.wait(1.0):
         pass
 
 
@@ -348,7 +339,7 @@ def _shut_down() -> Iterator[None]:
 
 
 def run_replicas(arguments: Mapping[str, Any], options: ServeOptions, replicas: ReplicaOptions, announce: Any) -> None:
-    """Serve until a signal: on the cluster that is there, or on one made for this."""
+    """Serve until a signal, on the present cluster or on a new one."""
     app = application(arguments)
     room = {"cpus": replicas.replica_cpus, "gpus": replicas.replica_gpus}
     with cluster_with_room("replica", replicas.replicas, **room), _shut_down():
@@ -356,4 +347,4 @@ def run_replicas(arguments: Mapping[str, Any], options: ServeOptions, replicas: 
         serve.run(app, name=_NAME, blocking=False)
         announce(f"http://{host_and_port(options.host, options.port)}")
         _until_signalled()
-        serve.delete(_NAME)  # lets running answers end, which the shutdown alone would cut off
+        serve.delete(_NAME)  # lets running answers finish; the shutdown alone would cut them off

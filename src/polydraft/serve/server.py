@@ -1,121 +1,274 @@
-"""A server from its first request to its last: listening, and leaving in good order."""
+"""The HTTP server: a limited number of connections, deadlines for slow clients, and an orderly shutdown.
+
+Nothing here imports torch, so that the command finds a port in use before it loads anything.
+"""
 
 import asyncio
+import heapq
 import logging
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from polydraft.serve.app import make_app
-from polydraft.serve.connections import Connection, Door, most_connections
-from polydraft.serve.options import host_and_port
-from polydraft.serve.service import Service
+from polydraft.errors import FailureError
+from polydraft.serve.options import ServeOptions, host_and_port
+
+if TYPE_CHECKING:
+    from polydraft.serve.service import Service
 
 _LOGGER = logging.getLogger("polydraft.serve")
-_LAST_SECONDS = 5
+_MOST_CONNECTIONS = 4096
+_PAUSE_SECONDS = 1.0
+"""Between two attempts to accept connections when the system refuses them."""
+_QUIET_SECONDS = 60.0
+"""Between two identical lines of the log."""
+_FLUSH_SECONDS = 5
 """For the last bytes to go out after the last token."""
-_IDLE_SECONDS = 75
-"""A connection may be idle: longer than clients and proxies keep theirs (5 to 60 seconds), so that they are the ones to close
-it. A server that closes first may do so while a request is on its way, and the client sees it fail."""
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients and proxies keep idle connections (5 to 60 seconds), so that they are the ones to close them. A server
+that closes first may do so while a request is on its way, and the client sees that request fail."""
 
 Announce = Callable[[str], None]
 
 
-class Server(uvicorn.Server):
-    """Serves until it is told to leave, by a signal or by `leave`; then it finishes what was begun.
+def listen(options: ServeOptions) -> socket.socket:
+    """Return a socket that listens at the host and port of the options."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        listening = socket.create_server((options.host, options.port), family=family, backlog=512)
+    except OSError as error:
+        where = host_and_port(options.host, options.port)
+        reason = (error.strerror or str(error)).partition(" (while")[0]  # Python repeats the address
+        raise FailureError(f"cannot listen on {where} ({reason}); choose another --port or --host") from None
+    # Accepted connections inherit TCP_NODELAY. asyncio sets it too, but not where a socket was made without naming its
+    # protocol; without it the body of an answer waits 40 ms until the client has acknowledged the head.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
-    While it finishes, new requests are told to ask another server. A second signal ends it at once: after the
-    round under way, unfinished answers end with an error.
+
+class Connection(H11Protocol):
+    """A connection that knows how long it has been waiting for its client."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.since = time.monotonic()
+        """When it began to wait for the client: to send a request, or to read an answer."""
+        self._expecting, self._unsent = True, 0
+        """Whether a request is due: the first of a new connection, or one that has begun to arrive."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request's head has arrived, and its answer is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it may be closed to make room: nothing is computed for it yet."""
+        return not self.transport.is_closing() and (not self.busy or self.cycle.more_body)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes in; the deadline of a head runs from its first byte."""
+        super().data_received(data)
+        expecting = not self.busy
+        if expecting and not self._expecting:
+            self.since = time.monotonic()
+        self._expecting = expecting
+
+    def on_response_complete(self) -> None:
+        """Wait for the client again."""
+        self.since = time.monotonic()
+        super().on_response_complete()
+
+    def is_overdue(self, now: float, seconds: float) -> bool:
+        """Whether a request's head is incomplete, or an answer unread, for too long; bodies have their own deadline."""
+        if self.busy:
+            return False
+        unsent = self.transport.get_write_buffer_size()
+        if unsent != self._unsent:  # nothing is added any more, so the client is reading
+            self._unsent, self.since = unsent, now
+        return (self._expecting or unsent > 0) and now - self.since > seconds
+
+
+class Listener:
+    """Accept connections up to a limit, and close those whose clients take too long.
+
+    At the limit, a new connection replaces those that have waited longest for their clients: idle connections lock nobody out.
+
+    Parameters
+    ----------
+    listening : socket
+        As `listen` returns it.
+    make : callable
+        Makes a connection.
+    connections : set of Connection
+        Open ones.
+    seconds : float
+        How long a client may take.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, listening: socket.socket, announce: Announce) -> None:
-        super().__init__(config)
-        self._service, self._listening, self._announce = service, listening, announce
-        self._leaving: threading.Thread | None = None
-        self._hurrying = False
-        self._at_door: list[asyncio.Task[None]] = []
+    def __init__(
+        self, listening: socket.socket, make: Callable[[], Connection], connections: set[Connection], seconds: float
+    ) -> None:
+        self._listening, self._make, self._connections, self._seconds = listening, make, connections, seconds
+        self._most = most_connections()
+        self._warned: dict[str, float] = {}
 
-    def run_until_left(self) -> None:
-        """Serve."""
-        self._service.scheduler.start()
-        if not self._service.scheduler.ready:
+    async def accept(self) -> None:
+        """Accept connections until cancelled."""
+        loop = asyncio.get_running_loop()
+        self._listening.setblocking(False)
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listening)
+                if len(self._connections) >= self._most:
+                    self._evict()
+                await loop.connect_accepted_socket(self._make, accepted)
+            except ConnectionError:  # the client has left already
+                continue
+            except Exception as error:  # too many open files, most often; one bad connection must not stop the server
+                self._warn(f"cannot accept connections ({error}); trying again every {_PAUSE_SECONDS:g} seconds")
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def close_overdue(self) -> None:
+        """Close connections whose clients take too long, until cancelled."""
+        while True:
+            await asyncio.sleep(min(self._seconds / 4, 1.0))
+            now = time.monotonic()
+            overdue = [one for one in self._connections if one.is_overdue(now, self._seconds)]
+            for one in overdue:
+                one.transport.abort()  # closing would wait until the client has read the rest
+            if overdue:
+                _LOGGER.info(
+                    "closed %d connections: no request, or an answer unread, for %g seconds", len(overdue), self._seconds
+                )
+
+    def _evict(self) -> None:
+        """Close the connections that have waited longest, several at a time: the search is slow.
+
+        If none can be closed, uvicorn answers the new one with a 503.
+        """
+        evictable = [one for one in self._connections if one.evictable]
+        for one in heapq.nsmallest(max(self._most // 64, 1), evictable, key=lambda one: one.since):
+            one.transport.abort()
+        self._warn(f"all {self._most} connections are taken; new ones replace idle ones")
+
+    def _warn(self, text: str) -> None:
+        """Log a warning, unless the same one was logged a short while ago."""
+        now = time.monotonic()
+        if now - self._warned.get(text, -_QUIET_SECONDS) >= _QUIET_SECONDS:
+            self._warned[text] = now
+            _LOGGER.warning("%s", text)
+
+
+def most_connections() -> int:
+    """Return how many connections may be open: at most half of the files that this process may open."""
+    if sys.platform == "win32":  # has no such limit
+        return _MOST_CONNECTIONS
+    import resource
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if files < 0 else max(min(_MOST_CONNECTIONS, files // 2), 1)
+
+
+class Server(uvicorn.Server):
+    """Serve until a signal, or `drain`; then finish what is running.
+
+    While it drains, new requests get a 503. A second signal stops it after the round that is running: unfinished answers end
+    with an error.
+
+    Parameters
+    ----------
+    app : ASGI application
+        Of the service.
+    service : Service
+    listening : socket
+        As `listen` returns it.
+    announce : callable
+        Gets the address once connections are accepted.
+    """
+
+    def __init__(self, app: ASGIApp, service: "Service", listening: socket.socket, announce: Announce) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                limit_concurrency=most_connections() + 1,  # reached only if none of them can be evicted
+                timeout_graceful_shutdown=_FLUSH_SECONDS,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            )
+        )
+        self._scheduler, self._options, self._listening, self._announce = (
+            service.scheduler,
+            service.options,
+            listening,
+            announce,
+        )
+        self._draining = self._hurrying = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def serve_until_drained(self) -> None:
+        """Serve, and return when everything has ended."""
+        self._scheduler.start()
+        if not self._scheduler.ready:
             _LOGGER.info("warming up; /ready says when requests are answered")
         try:
             asyncio.run(self.serve(sockets=[self._listening]))
         finally:
-            self._service.scheduler.drain(0.0)
+            self._scheduler.drain(0.0)
             self._listening.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let connections in, and say where."""
-        await super().startup([])  # not by asyncio: where files run out, it fills the log, and it knows no limit
+        """Accept connections, and announce the address."""
+        await super().startup([])  # without sockets: asyncio's accept has no limit, and floods the log when files run out
         connections = cast(set[Connection], self.server_state.connections)
-        door = Door(self._listening, self._connection, connections, self._service.options.client_seconds)
-        self._at_door = [asyncio.create_task(door.let_in()), asyncio.create_task(door.watch())]
+        listener = Listener(self._listening, self._connection, connections, self._options.client_seconds)
+        self._tasks = [asyncio.create_task(listener.accept()), asyncio.create_task(listener.close_overdue())]
         self._announce(f"http://{host_and_port(*self._listening.getsockname()[:2])}")
 
     def _connection(self) -> Connection:
         return Connection(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let nobody in any more, and end connections in good order."""
-        for task in self._at_door:
+        """Accept no more connections, and close the open ones."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._at_door, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Leave in good order at the first signal, telling who is not done at the second, and without a word at the third."""
-        if self._leaving is None:
-            self.leave()
+        """Drain at the first signal, end unfinished answers at the second, and exit without a word at the third."""
+        if not self._draining:
+            self.drain()
         elif not (self._hurrying or self.should_exit):
             self._hurrying = True
-            _LOGGER.info("leaving at once: requests under way are told so")
-            self._finish(0.0)
+            _LOGGER.info("leaving at once: running requests end with an error")
+            self._drain_within(0.0)
         else:
             self.should_exit = self.force_exit = True
 
-    def leave(self) -> None:
-        """Take nothing more on, finish what runs, and end."""
-        seconds = self._service.options.drain_seconds
-        _LOGGER.info("leaving: requests under way have %g seconds", seconds)
-        self._leaving = self._finish(seconds)
+    def drain(self) -> None:
+        """Refuse new requests, finish running ones, and end."""
+        seconds = self._options.drain_seconds
+        _LOGGER.info("leaving: running requests have %g seconds", seconds)
+        self._draining = True
+        self._drain_within(seconds)
 
-    def _finish(self, seconds: float) -> threading.Thread:
+    def _drain_within(self, seconds: float) -> None:
         def drain() -> None:
-            self._service.scheduler.drain(seconds)
+            self._scheduler.drain(seconds)
             self.should_exit = True
 
-        thread = threading.Thread(target=drain, name="polydraft-drain", daemon=True)
-        thread.start()
-        return thread
-
-
-def server_of(service: Service, listening: socket.socket, announce: Announce) -> Server:
-    """Return a server.
-
-    Parameters
-    ----------
-    service : Service
-    listening : socket
-        As `polydraft.serve.connections.listen` returns it.
-    announce : callable
-        Told the address once requests are taken.
-    """
-    config = uvicorn.Config(
-        make_app(service),
-        http=Connection,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        limit_concurrency=most_connections() + 1,  # reached where not one of them is idle
-        timeout_graceful_shutdown=_LAST_SECONDS,
-        timeout_keep_alive=_IDLE_SECONDS,
-    )
-    return Server(config, service, listening, announce)
+        threading.Thread(target=drain, name="polydraft-drain", daemon=True).start()

@@ -1,4 +1,4 @@
-"""What a server does with a request, whatever brings it: prompts to tokens, tokens to a ticket."""
+"""From a checked request to sequences in the scheduler, whatever brought the request."""
 
 import asyncio
 import copy
@@ -11,28 +11,27 @@ from polydraft.draft import Plain
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import UsageError, shown
 from polydraft.models import check_prompts
-from polydraft.models.placement import is_shared
+from polydraft.models.placement import is_follower, is_shared
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator, row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
-from polydraft.serve.answers import Answer
-from polydraft.serve.errors import RequestError
-from polydraft.serve.followers import Company
-from polydraft.serve.lane import LaneOptions
+from polydraft.serve.errors import RequestError, from_library, unsupported
+from polydraft.serve.followers import Lockstep
+from polydraft.serve.lane import LaneOptions, with_speculation
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions
-from polydraft.serve.protocol import Asked
-from polydraft.serve.scheduler import Scheduler, drafting
-from polydraft.serve.ticket import AUTO, OFF, Ticket
-from polydraft.serve.token_texts import TokenTexts
+from polydraft.serve.protocol import CompletionRequest, sampling_name
+from polydraft.serve.request import AUTO, OFF, Request
+from polydraft.serve.responses import ResponseBuilder, TokenTexts
+from polydraft.serve.scheduler import Scheduler
 
 _USUAL_CHARACTERS = 16
-"""Per token, and more than texts have where it matters: a beginning of so many shows that a text is too long."""
+"""Per token, and more than real texts have: so many characters per allowed token suffice to see that a text is too long."""
 _USUAL_PARAMS = (SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0))
 
 
 class Service:
-    """A decoder at the service of many.
+    """A decoder, a scheduler and tokenizers behind one model name.
 
     Parameters
     ----------
@@ -60,155 +59,147 @@ class Service:
             other_slots=options.other_slots,
             own_trees=options.own_trees,
             max_queue=options.max_queue,
-            observer=self.metrics.saw,
+            observer=self.metrics.observe,
             warm_up=_USUAL_PARAMS if warm_up else (),
-            company=Company(decoder) if is_shared() else None,
+            lockstep=Lockstep(decoder, leads=not is_follower()) if is_shared() else None,
         )
         self.scheduler.reserve()
         self.metrics.watch(self.scheduler)
-        # A tokenizer may not encode in one thread while it decodes in another: the engine's thread and the event loop have
-        # theirs.
+        # Tokenizers are not thread-safe: the engine's thread, the event loop and the threads that encode have one each.
         self._encoder = Decoder(decoder.target, tokenizer=copy.deepcopy(decoder.tokenizer))
         self._encoding = threading.Lock()
         self._grammars: Grammars | None = None
-        """Made when first asked for: that takes a second."""
+        """Built at the first request for a grammar, which takes a second."""
         self._token_texts = TokenTexts(copy.deepcopy(decoder.tokenizer))
-        self._counting = asyncio.Lock()
+        self._tokenizing = asyncio.Lock()
         self._counter: tuple[Decoder, TokenTexts] | None = None
-        """One tokenizer more, for `tokenized`; made when first asked for."""
-
-    @property
-    def drafts(self) -> bool:
-        """Whether there is anything to draft with."""
-        return not isinstance(self.decoder.drafter, Plain)
+        """One more tokenizer, for `tokenize`; copied at its first request."""
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model."""
         if name is not None and name != self.model:
-            message = f"model {shown(name)} is not served here; allowed: {self.model!r}, or leave it out"
-            raise RequestError(message, status=404, param="model", code="model_not_found")
+            raise RequestError("model_not_found", param="model", name=shown(name), served=self.model)
 
-    async def submit(self, asked: Asked) -> tuple[Ticket, Answer]:
-        """Take a request on."""
-        self.check_model(asked.model)
-        if asked.speculative not in (AUTO, OFF):
-            if not self.options.own_trees:
-                message = f"speculative tree {asked.speculative!r}: this server runs with --no-own-trees; allowed: auto, off"
-                raise RequestError(message, param="speculative")
-            try:
-                drafting(self.decoder, asked.speculative)
-            except UsageError as error:
-                raise RequestError(f"speculative: {error}", param="speculative") from None
-        ticket = await asyncio.to_thread(self._ticket, asked, asyncio.get_running_loop())
-        self.scheduler.submit(ticket)
-        answer = Answer(asked, ticket, model=self.model, token_texts=self._token_texts, drafts=self.drafts)
-        return ticket, answer
+    async def submit(self, wanted: CompletionRequest) -> tuple[Request, ResponseBuilder]:
+        """Queue a request."""
+        self.check_model(wanted.model)
+        self._check_tree(wanted.speculative)
+        request = await asyncio.to_thread(self.prepare, wanted, asyncio.get_running_loop())
+        self.scheduler.submit(request)
+        drafts = not isinstance(self.decoder.drafter, Plain)
+        return request, ResponseBuilder(wanted, request, model=self.model, token_texts=self._token_texts, drafts=drafts)
 
-    def leave(self, ticket: Ticket) -> None:
-        """Let a request go whose client has left, or whose time is up."""
-        self.scheduler.cancel(ticket)
+    def _check_tree(self, speculative: str) -> None:
+        if speculative in (AUTO, OFF):
+            return
+        if not self.options.own_trees:
+            where = "by a server that runs with --no-own-trees"
+            raise RequestError("unsupported_parameter", param="speculative", name="speculative.tree", where=where)
+        try:
+            with_speculation(self.decoder, speculative)
+        except UsageError as error:
+            raise from_library(error, "speculative") from None
 
-    async def tokenized(self, asked: Asked) -> bytes:
-        """Return a prompt's tokens with their texts as JSON, however many; one request at a time, in no other's way."""
-        async with self._counting:
-            return await asyncio.to_thread(self._tokenized, asked)
+    async def tokenize(self, wanted: CompletionRequest) -> bytes:
+        """Return the tokens of one prompt of any length, and their texts, as JSON.
 
-    def _tokenized(self, asked: Asked) -> bytes:
+        One request at a time, with a tokenizer of its own: long texts hold no completion up.
+        """
+        self.check_model(wanted.model)
+        async with self._tokenizing:
+            return await asyncio.to_thread(self._tokenize, wanted)
+
+    def _tokenize(self, wanted: CompletionRequest) -> bytes:
         if self._counter is None:
             with self._encoding:
                 own = copy.deepcopy(self._encoder.tokenizer)
             self._counter = Decoder(self.decoder.target, tokenizer=own), TokenTexts(own)
         encoder, texts = self._counter
-        if len(asked.prompts) > 1:
-            raise RequestError("several prompts; allowed: one", param="prompt")
-        prompts = self._tokens(encoder, asked)
-        self._check_prompts(prompts, asked)
+        if len(wanted.prompts) > 1:
+            raise RequestError("too_many_texts", param="prompt", count=len(wanted.prompts), most=1)
+        prompts = self._tokens(encoder, wanted)
+        self._check_prompts(prompts, wanted)
         (tokens,) = prompts
-        found = {"tokens": tokens, "count": len(tokens), "pieces": [texts(token)[0] for token in tokens]}
-        return json.dumps(found | {"max_model_len": self.slot_tokens}, ensure_ascii=False).encode()
+        answer = {"tokens": tokens, "count": len(tokens), "pieces": [texts(token)[0] for token in tokens]}
+        return json.dumps(answer | {"max_model_len": self.slot_tokens}, ensure_ascii=False).encode()
 
-    def _tokens(self, encoder: Decoder, asked: Asked, most: int | None = None) -> list[list[int]]:
-        """Return the prompts as token ids, refusing those that are seen at their beginnings to have more than `most`."""
+    def _tokens(self, encoder: Decoder, wanted: CompletionRequest, most: int | None = None) -> list[list[int]]:
+        """Return the prompts as token ids; refuse those whose beginnings already have far more than `most`."""
         try:
             texts = (
-                [encoder.chat_text(asked.messages)] if asked.chat else [one for one in asked.prompts if isinstance(one, str)]
+                [encoder.chat_text(wanted.messages)] if wanted.chat else [one for one in wanted.prompts if isinstance(one, str)]
             )
             if most is not None and any(surely_exceeds(text, most, encoder.tokenizer) for text in texts):
-                raise self._too_long(f"more than {most}", asked)
-            return [encoder.encode_chat(texts[0])] if asked.chat else [encoder.encode(prompt) for prompt in asked.prompts]
-        except RequestError:
-            raise
+                raise self._too_long(f"more than {most}", wanted)
+            return [encoder.encode_chat(texts[0])] if wanted.chat else [encoder.encode(prompt) for prompt in wanted.prompts]
         except UsageError as error:
-            raise RequestError(str(error), param=_prompt(asked)) from None
+            raise from_library(error, wanted.prompt_name) from None
 
-    def _ticket(self, asked: Asked, loop: asyncio.AbstractEventLoop) -> Ticket:
-        count, most = (1 if asked.chat else len(asked.prompts)) * asked.n, self.options.max_choices
-        if count > most:
-            raise RequestError(f"{count} texts in one request; allowed: at most {most} (n times prompts)", param="n")
+    def prepare(self, wanted: CompletionRequest, loop: asyncio.AbstractEventLoop) -> Request:
+        """Tokenize the prompts of a request, check what depends on the model, and make its sequences."""
+        if wanted.num_texts > self.options.max_choices:
+            raise RequestError("too_many_texts", param="n", count=wanted.num_texts, most=self.options.max_choices)
         with self._encoding:
-            prompts = self._tokens(self._encoder, asked, self.slot_tokens)
-        self._check_prompts(prompts, asked)
-        if asked.grammar is not None and self.scheduler.company is not None:
-            name = "response_format" if asked.grammar.kind.startswith("json") else asked.grammar.kind
-            raise RequestError(f"{name} is not offered by a model that several processes share; leave it out", param=name)
-        grammar = None if asked.grammar is None else self._compiled(asked.grammar)
-        seed = secrets.randbits(31) if asked.seed is None else asked.seed
-        texts = [prompt for prompt in prompts for _ in range(asked.n)]
-        limits = {id(prompt): self._limit(len(prompt), asked) for prompt in prompts}
-        return Ticket(
-            [self._sequence(text, limits[id(text)], row_seed(seed, row), asked, grammar) for row, text in enumerate(texts)],
-            asked.speculative,
+            prompts = self._tokens(self._encoder, wanted, self.slot_tokens)
+        self._check_prompts(prompts, wanted)
+        grammar = None if wanted.grammar is None else self._compiled(wanted.grammar)
+        seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
+        texts = [prompt for prompt in prompts for _ in range(wanted.n)]
+        limits = {id(prompt): self._limit(len(prompt), wanted) for prompt in prompts}
+        return Request(
+            [self._sequence(text, limits[id(text)], row_seed(seed, row), wanted, grammar) for row, text in enumerate(texts)],
+            wanted.speculative,
             loop,
             constrained=grammar is not None,
         )
 
-    def _check_prompts(self, prompts: list[list[int]], asked: Asked) -> None:
+    def _check_prompts(self, prompts: list[list[int]], wanted: CompletionRequest) -> None:
         vocab_size = self.decoder.target.vocab_size
         try:
             check_prompts(prompts, None, vocab_size)
-            check_params(asked.params, vocab_size)
+            check_params(wanted.params, vocab_size)
         except UsageError as error:
-            raise RequestError(str(error), param=_sampling_name(str(error)) or _prompt(asked)) from None
+            raise from_library(error, sampling_name(error) or wanted.prompt_name) from None
 
-    def _limit(self, length: int, asked: Asked) -> int:
-        """Return the most new tokens of a text, refusing what does not fit into a slot."""
+    def _limit(self, length: int, wanted: CompletionRequest) -> int:
+        """Return how many tokens a text may get; refuse what does not fit into a slot."""
         room = self.slot_tokens - length
-        if room < 1 or (asked.max_new_tokens is not None and asked.max_new_tokens > room):
-            raise self._too_long(str(length), asked)
-        return room if asked.max_new_tokens is None else asked.max_new_tokens
+        if room < 1 or (wanted.max_new_tokens is not None and wanted.max_new_tokens > room):
+            raise self._too_long(str(length), wanted)
+        return room if wanted.max_new_tokens is None else wanted.max_new_tokens
 
-    def _too_long(self, length: str, asked: Asked) -> RequestError:
-        new = "" if asked.max_new_tokens is None else f" and {asked.max_new_tokens} new ones"
-        return RequestError(
-            f"a prompt of {length} tokens{new} does not fit into {self.slot_tokens}; shorten it, or ask for fewer",
-            param=_prompt(asked),
-            code="context_length_exceeded",
-        )
+    def _too_long(self, length: str, wanted: CompletionRequest) -> RequestError:
+        new = "" if wanted.max_new_tokens is None else f" and {wanted.max_new_tokens} new ones"
+        return RequestError("context_length_exceeded", param=wanted.prompt_name, length=length, new=new, most=self.slot_tokens)
 
-    def _compiled(self, wanted: Grammar) -> str:
-        """Check a grammar."""
+    def _compiled(self, grammar: Grammar) -> str:
+        """Compile a grammar."""
+        name = "response_format" if grammar.kind.startswith("json") else grammar.kind
+        if self.scheduler.lockstep is not None:
+            raise unsupported(name, "where several processes share a model")
         try:
             with self._encoding:
                 if self._grammars is None:
                     decoder = self.decoder
                     self._grammars = Grammars(self._encoder.tokenizer, decoder.target.vocab_size, decoder.eos_token_ids)
-            return self._grammars.compiled(wanted)
+            return self._grammars.compiled(grammar)
         except UsageError as error:
-            name = "response_format" if wanted.kind.startswith("json") else wanted.kind
-            raise RequestError(str(error), param=name, reason=f"{name} cannot be used") from None
+            raise from_library(error, name, private=True) from None
 
-    def _sequence(self, prompt: list[int], limit: int, seed: int, asked: Asked, grammar: str | None) -> TokenSequence:
-        params = self.decoder.with_defaults(asked.params, prompt)
+    def _sequence(
+        self, prompt: list[int], limit: int, seed: int, wanted: CompletionRequest, grammar: str | None
+    ) -> TokenSequence:
+        params = self.decoder.with_defaults(wanted.params, prompt)
         if grammar is not None:
             assert self._grammars is not None
             params = params.following(self._grammars.processor(grammar, len(prompt)))
-        # The likeliest token is the likeliest whatever was drafted; what a seed gives depends on the trees.
-        steady = asked.seed is not None and params.temperature > 0
+        # Greedy text does not depend on the trees; what a seed gives does.
+        steady = wanted.seed is not None and params.temperature > 0
         options: dict[str, Any] = {
             "steady": steady,
-            "traced": asked.trace,
+            "traced": wanted.trace,
             "max_positions": self.slot_tokens,
-            "top_logprobs": asked.top_logprobs,
+            "top_logprobs": wanted.top_logprobs,
         }
         return TokenSequence(
             prompt=prompt,
@@ -216,15 +207,15 @@ class Service:
             generator=row_generator(seed),
             max_new_tokens=limit,
             eos_token_ids=frozenset(self.decoder.eos_token_ids),
-            assembler=self.decoder.assembler(asked.stop),
+            assembler=self.decoder.assembler(wanted.stop),
             **options,
         )
 
 
 def surely_exceeds(text: str, most: int, tokenizer: Any) -> bool:
-    """Whether a text has many more tokens than allowed, as its beginnings show: to read all of a megabyte takes seconds.
+    """Whether a text has far more tokens than allowed, judged by its beginning: tokenizing a whole megabyte takes seconds.
 
-    Where a text is cut, its last tokens may be others than in the whole: only twice as many as allowed are too many.
+    A cut may change the last tokens before it, so only twice as many as allowed are too many.
     """
     size = _USUAL_CHARACTERS * most
     while size < len(text):
@@ -232,12 +223,3 @@ def surely_exceeds(text: str, most: int, tokenizer: Any) -> bool:
             return True
         size *= 2
     return False
-
-
-def _prompt(asked: Asked) -> str:
-    return "messages" if asked.chat else "prompt"
-
-
-def _sampling_name(message: str) -> str | None:
-    """Return which sampling parameter a message begins with."""
-    return next((name for name in SamplingParams.__dataclass_fields__ if message.startswith(name)), None)

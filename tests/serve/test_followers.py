@@ -20,18 +20,18 @@ from polydraft.engine import Decoder, TokenSequence
 from polydraft.loading import load
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.categorical import row_generator
-from polydraft.serve.followers import Company
+from polydraft.serve.followers import Lockstep
 from polydraft.serve.lane import LaneOptions
+from polydraft.serve.request import OFF, Request
 from polydraft.serve.scheduler import Scheduler
-from polydraft.serve.ticket import OFF, Ticket
 
 
-class Following(Company):
-    """Keeps what it is told of, as it forgets answered requests."""
+class Following(Lockstep):
+    """Keeps the requests that it hears of; a lockstep forgets finished ones."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder)
-        self.leads, self.seen = False, list[Ticket]()
+    def __init__(self, decoder: Decoder, broadcast) -> None:
+        super().__init__(decoder, leads=False, broadcast=broadcast)
+        self.seen = list[Request]()
 
     def agree(self, *arguments):
         found = super().agree(*arguments)
@@ -39,28 +39,27 @@ class Following(Company):
         return found
 
 
-def test_a_follower_writes_what_the_leader_writes(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_writes_what_the_leader_writes(tiny: str) -> None:
     decoders = [load(tiny, "early-exit:1", tree="2x1", device="cpu", dtype="float32") for _ in range(2)]
     wire: queue.Queue[bytes] = queue.Queue()
 
-    def agreed(value):
+    def broadcast(value):
         if value is None:
             return pickle.loads(wire.get(timeout=30))
         wire.put(pickle.dumps(value))
         return value
 
-    monkeypatch.setattr("polydraft.serve.followers.agreed", agreed)
-    leading, following = Company(decoders[0]), Following(decoders[1])
+    leading, following = Lockstep(decoders[0], leads=True, broadcast=broadcast), Following(decoders[1], broadcast)
     size = LaneOptions(slots=2, slot_tokens=96, chunk_tokens=16)
     first, second = (
-        Scheduler(one, size, max_queue=8, company=own) for one, own in zip(decoders, (leading, following), strict=True)
+        Scheduler(one, size, max_queue=8, lockstep=own) for one, own in zip(decoders, (leading, following), strict=True)
     )
     thread = threading.Thread(target=second.follow)
     thread.start()
     first.start()
 
-    async def ask() -> list[Ticket]:
-        loop, tickets = asyncio.get_running_loop(), []
+    async def ask() -> list[Request]:
+        loop, requests = asyncio.get_running_loop(), []
         for number in range(6):
             params = SamplingParams(temperature=0.8 if number % 2 else 0.0, repetition_penalty=1.1 if number == 3 else 1.0)
             text = TokenSequence(
@@ -71,21 +70,21 @@ def test_a_follower_writes_what_the_leader_writes(tiny: str, monkeypatch: pytest
                 assembler=decoders[0].assembler(("q",) if number == 2 else ()),
                 max_positions=96,
             )
-            ticket = Ticket([text], OFF if number == 5 else "auto", loop)
-            first.submit(ticket)
-            tickets.append(ticket)
-        await tickets[4].next()
-        first.cancel(tickets[4])
-        for ticket in (*tickets[:4], tickets[5]):
-            while (await ticket.next()).emitted.stop_reason is None:
+            request = Request([text], OFF if number == 5 else "auto", loop)
+            first.submit(request)
+            requests.append(request)
+        await requests[4].next()
+        first.cancel(requests[4])
+        for request in (*requests[:4], requests[5]):
+            while (await request.next()).emitted.stop_reason is None:
                 pass
-        return tickets
+        return requests
 
-    tickets = asyncio.run(ask())
+    requests = asyncio.run(ask())
     first.drain(5.0)
     thread.join(timeout=30)
     assert not thread.is_alive() and len(following.seen) == 6
-    for one, other in zip(tickets, following.seen, strict=True):
+    for one, other in zip(requests, following.seen, strict=True):
         assert one.sequences[0].tokens == other.sequences[0].tokens
         assert one.sequences[0].stop_reason == other.sequences[0].stop_reason
 

@@ -1,0 +1,222 @@
+"""The JSON of responses: complete answers, chunks of streams, log-probabilities."""
+
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from polydraft.draft.policy import REST_REASON
+from polydraft.engine import StopReason, TokenSequence
+from polydraft.engine.sequence import TokenLogprob
+from polydraft.engine.stats import TARGET
+from polydraft.serve.protocol import CompletionRequest
+from polydraft.serve.request import OFF, Progress, Request
+
+_FINISH = {StopReason.EOS: "stop", StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CONTEXT: "length"}
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""How tokenizers that fall back to bytes spell them."""
+
+
+class ResponseBuilder:
+    """Build the response to one request.
+
+    Parameters
+    ----------
+    wanted : CompletionRequest
+    request : Request
+    model : str
+        The name that clients know.
+    token_texts : TokenTexts
+    drafts : bool
+        Whether the server drafts at all.
+    """
+
+    def __init__(
+        self, wanted: CompletionRequest, request: Request, *, model: str, token_texts: "TokenTexts", drafts: bool
+    ) -> None:
+        self._wanted, self._sequences, self._token_texts, self._drafts = wanted, request.sequences, token_texts, drafts
+        kind = "chat.completion" if wanted.chat else "text_completion"
+        prefix = "chatcmpl" if wanted.chat else "cmpl"
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._sequences]
+
+    def add(self, progress: Progress) -> None:
+        """Keep what the complete answer needs of an event."""
+        self._logprobs[progress.index] += progress.emitted.logprobs
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens of prompts and answers; a prompt counts once, however many texts it gets."""
+        read = sum(len(sequence.prompt) for sequence in self._sequences[:: self._wanted.n])
+        written = sum(len(sequence.new_tokens) for sequence in self._sequences)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def complete(self) -> dict[str, Any]:
+        """Return the complete answer."""
+        choices = []
+        for index, sequence in enumerate(self._sequences):
+            text = sequence.assembler.text
+            body = {"message": {"role": "assistant", "content": text}} if self._wanted.chat else {"text": text}
+            logprobs = self._logprob_object(sequence.new_tokens, self._logprobs[index])
+            choices.append({"index": index, **body, "logprobs": logprobs, **self._end(sequence)})
+        return {**self._head, "choices": choices, "usage": self.usage}
+
+    def opening_chunks(self) -> list[dict[str, Any]]:
+        """Return the chunks that open a stream."""
+        if not self._wanted.chat:
+            return []
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk({"index": index, "delta": delta}) for index in range(len(self._sequences))]
+
+    def chunk(self, progress: Progress) -> dict[str, Any]:
+        """Return the chunk of one event."""
+        emitted, sequence = progress.emitted, self._sequences[progress.index]
+        text = "".join(emitted.pieces)
+        choice: dict[str, Any] = {"index": progress.index}
+        choice |= {"delta": {"content": text}} if self._wanted.chat else {"text": text}
+        choice["logprobs"] = self._logprob_object(emitted.token_ids, emitted.logprobs)
+        if self._wanted.trace:
+            pairs = zip(emitted.pieces, emitted.sources, strict=True)
+            choice["trace"] = {
+                "tokens": [{"text": piece, "source": source} for piece, source in pairs],
+                "drafted": emitted.drafted,
+                "accepted": emitted.accepted,
+                "tree": [[parent, None if token < 0 else self._token_texts(token)[0]] for parent, token in emitted.tree],
+            }
+        return self._chunk(choice | (self._end(sequence) if emitted.stop_reason is not None else {"finish_reason": None}))
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the chunk that reports usage."""
+        return {**self._chunk_head, "choices": [], "usage": self.usage}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self._wanted.include_usage else {}
+        return {**self._chunk_head, "choices": [{"finish_reason": None, **choice}], **usage}
+
+    @property
+    def _chunk_head(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk" if self._wanted.chat else "text_completion"}
+
+    def _end(self, sequence: TokenSequence) -> dict[str, Any]:
+        assert sequence.stop_reason is not None
+        return {"finish_reason": _FINISH.get(sequence.stop_reason, "stop"), "speculation": self._speculation(sequence)}
+
+    def _speculation(self, sequence: TokenSequence) -> dict[str, Any]:
+        """Report what drafting did for a sequence."""
+        counts = sequence.speculation
+        return {
+            "mean_acceptance_length": round(counts.mean_acceptance_length, 4),
+            "acceptance_histogram": [counts.accepted[count] for count in range(max(counts.accepted, default=-1) + 1)],
+            "rounds": counts.rounds,
+            "drafted_tokens": counts.drafted_tokens,
+            "accepted_tokens": Counter(source for source in sequence.sources if source != TARGET),
+            "resting_rounds": counts.resting_rounds,
+            "rested_because": self._rest_reason(sequence) if counts.resting_rounds else None,
+        }
+
+    def _rest_reason(self, sequence: TokenSequence) -> str:
+        if self._wanted.speculative == OFF:
+            return "the request turned speculation off"
+        if not self._drafts:
+            return "this server has no draft"
+        return sequence.speculation.rested_because or REST_REASON
+
+    def _logprob_object(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """Return log-probabilities in the format of chats or of completions."""
+        if self._wanted.top_logprobs is None:
+            return None
+        if self._wanted.chat:
+            content = []
+            for token, one in zip(tokens, logprobs, strict=True):
+                top = [self._entry(*pair) for pair in one.top]
+                content.append({**self._entry(token, one.logprob), "top_logprobs": top})
+            return {"content": content, "refusal": None}
+        return {
+            "tokens": [self._token_texts(token)[0] for token in tokens],
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": [self._by_text(one.top) for one in logprobs],
+        }
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return log-probabilities by text, as completions have them; of tokens with equal text the likeliest counts."""
+        found: dict[str, float] = {}
+        for token, value in top:
+            found.setdefault(self._token_texts(token)[0], value)
+        return found
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, found = self._token_texts(token)
+        return {"token": text, "logprob": logprob, "bytes": found}
+
+
+class TokenTexts:
+    """Texts and bytes of single tokens.
+
+    Parameters
+    ----------
+    tokenizer : Hugging Face tokenizer
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def __call__(self, token: int) -> tuple[str, list[int]]:
+        """Return a token's text, with replacement characters for incomplete UTF-8, and its bytes."""
+        if token not in self._known:
+            text = self._text(token)
+            self._known[token] = text, self._bytes(token, text)
+        return self._known[token]
+
+    def _text(self, token: int) -> str:
+        """Decode it after another token: many tokenizers drop a leading space, which would make some tokens look the same."""
+        before, both = self._decoded(self._before), self._decoded([*self._before, token])
+        return both[len(before) :] if both.startswith(before) else self._decoded([token])
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _before(self) -> list[int]:
+        return list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
+
+    def _bytes(self, token: int, text: str) -> list[int]:
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if self._is_byte_level and piece not in self._special:
+            found = [_BYTE_OF.get(character) for character in piece or ""]
+            if None not in found:
+                return [byte for byte in found if byte is not None]
+        if self._falls_back and (match := _BYTE.fullmatch(piece or "")):
+            return [int(match[1], 16)]
+        return list(text.encode("utf-8", "replace"))
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        return frozenset(self._tokenizer.all_special_tokens)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether pieces are spelled in one character per byte."""
+        return "ByteLevel" in self._decoder
+
+    @cached_property
+    def _falls_back(self) -> bool:
+        """Whether some pieces are single bytes, spelled <0x0A>."""
+        return "ByteFallback" in self._decoder
+
+    @cached_property
+    def _decoder(self) -> str:
+        return str(getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", ""))
+
+
+def _spelling() -> dict[str, int]:
+    """Return which byte each character stands for in byte-level tokenizers: printable ASCII and Latin-1 for themselves."""
+    themselves = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in themselves]
+    return {chr(byte): byte for byte in themselves} | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTE_OF = _spelling()

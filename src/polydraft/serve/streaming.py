@@ -1,0 +1,151 @@
+"""Responses to completion requests: whole or streamed, within a deadline, and only while the client reads."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from polydraft.errors import PolydraftError
+from polydraft.serve.errors import RequestError, error_event, reason_of, send_error
+from polydraft.serve.protocol import CompletionRequest
+from polydraft.serve.request import Progress, Request
+from polydraft.serve.responses import ResponseBuilder
+from polydraft.serve.service import Service
+
+_LOGGER = logging.getLogger("polydraft.serve")
+_DONE = b"data: [DONE]\n\n"
+_END = {"type": "http.response.body", "body": b""}
+
+
+class ClientGoneError(Exception):
+    """The client disconnected, or does not read."""
+
+
+class CompletionResponse:
+    """The response to one request; an ASGI application, like Starlette's own responses.
+
+    Parameters
+    ----------
+    service : Service
+    wanted : CompletionRequest
+    """
+
+    def __init__(self, service: Service, wanted: CompletionRequest) -> None:
+        self._service, self._options, self._wanted = service, service.options, wanted
+        self._request: Request | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond, unless the client disconnects first."""
+        work = asyncio.create_task(self._respond(scope, send))
+        disconnect = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            left = not work.done()
+            for task in (work, disconnect):
+                task.cancel()
+            outcome = (await asyncio.gather(work, disconnect, return_exceptions=True))[0]
+            self._cancel()
+            if left or isinstance(outcome, ClientGoneError):
+                scope["state"]["reason"] = "the client left, or did not read"
+                self._service.metrics.cancelled.inc()
+            elif isinstance(outcome, BaseException):
+                raise outcome
+
+    def _cancel(self) -> None:
+        """Free the request's slots, if it still has any."""
+        if self._request is not None:
+            self._service.scheduler.cancel(self._request)
+
+    async def _respond(self, scope: Scope, send: Send) -> None:
+        """Send the answer, or an error: as a response of its own, or as the last event of a stream that has begun."""
+        timeout, begun = asyncio.timeout(self._options.request_seconds), False
+        try:
+            async with timeout:
+                self._request, builder = await self._service.submit(self._wanted)
+                events = _events(self._request, builder)
+                if self._wanted.stream:
+                    first = await anext(events)  # a request that fails before its first token still gets a status
+                    await _start(send, b"text/event-stream", (b"cache-control", b"no-store"))
+                    begun = True
+                    await self._stream(send, first, events, builder)
+                else:
+                    async for _ in events:
+                        pass
+                    await self._send(send, json.dumps(builder.complete(), ensure_ascii=False).encode(), whole=True)
+                self._log(scope, self._request, builder)
+        except ClientGoneError:
+            raise
+        except Exception as raised:
+            self._cancel()
+            error = RequestError("timed_out", seconds=self._options.request_seconds) if timeout.expired() else raised
+            scope["state"]["reason"] = reason_of(error)
+            if not isinstance(error, PolydraftError):
+                _LOGGER.error("request %s failed", scope["state"]["request_id"], exc_info=error)
+            if begun:
+                scope["state"]["level"] = logging.ERROR  # the status, which is already sent, says 200
+                await self._send(send, error_event(error))
+                await send(_END)
+            else:
+                await send_error(error, send, self._headers(error))
+
+    def _headers(self, error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
+        if isinstance(error, RequestError) and error.may_retry:
+            return ((b"retry-after", str(self._service.scheduler.retry_after()).encode()),)
+        return ()
+
+    async def _stream(self, send: Send, first: Progress, events: AsyncIterator[Progress], builder: ResponseBuilder) -> None:
+        opening = b"".join(map(_event, builder.opening_chunks()))
+        await self._send(send, opening + _event(builder.chunk(first)))
+        async for progress in events:
+            await self._send(send, _event(builder.chunk(progress)))
+        usage = _event(builder.usage_chunk()) if self._wanted.include_usage else b""
+        await self._send(send, usage + _DONE)
+        await send(_END)
+
+    async def _send(self, send: Send, body: bytes, *, whole: bool = False) -> None:
+        """Send bytes; give up on a client that does not read them in time."""
+        try:
+            async with asyncio.timeout(self._options.client_seconds):
+                if whole:
+                    await _start(send, b"application/json", (b"content-length", str(len(body)).encode()))
+                await send({"type": "http.response.body", "body": body, "more_body": not whole})
+        except (TimeoutError, OSError) as error:
+            raise ClientGoneError from error
+
+    def _log(self, scope: Scope, request: Request, builder: ResponseBuilder) -> None:
+        usage, state = builder.usage, scope["state"]
+        state["usage"] = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        if self._options.log_texts:
+            for sequence in request.sequences:
+                fields = {"request_id": state["request_id"], "prompt": list(sequence.prompt), "answer": sequence.assembler.text}
+                _LOGGER.info("%s prompt %r answer %r", *fields.values(), extra={"fields": fields})
+
+
+async def _events(request: Request, builder: ResponseBuilder) -> AsyncIterator[Progress]:
+    """Yield a request's events until all its texts have ended; raise the error of the first that fails."""
+    left = len(request.sequences)
+    while left:
+        progress = await request.next()
+        if progress.error is not None:
+            raise progress.error
+        builder.add(progress)
+        left -= progress.emitted.stop_reason is not None
+        yield progress
+
+
+async def _start(send: Send, kind: bytes, header: tuple[bytes, bytes]) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind), header]})
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
