@@ -6,11 +6,10 @@ from functools import cache
 import pytest
 
 from polydraft.beam import BeamDecoder
-from polydraft.beam._run import BeamRun
-from polydraft.beam._workspace import BeamMemory, BeamWorkspace
+from polydraft.beam._workspace import BeamWorkspace
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.models import FeatureHead, TabularModel
+from polydraft.models import TabularModel
 from polydraft.models.hf import early_exit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
@@ -50,9 +49,31 @@ def pair(name):
     return target, TreeDrafter(early_exit(target, 2) if draft == "early" else noisy, parse_tree("1"))
 
 
-def beams(name, **options):
+class CapturedBeams(BeamDecoder):
+    """Beams whose passes have the distributions in them, as on a GPU, and are captured by stand-ins where graphs are on."""
+
+    def __init__(self, decoder, ahead=True):
+        super().__init__(decoder)
+        self.ahead = ahead
+        self.graphs = []
+        """All stand-ins that were given to workspaces: the target's, then the draft's."""
+
+    def new_workspace(self):
+        """Return a workspace with stand-ins; its own graphs need a GPU."""
+        work = BeamWorkspace(self.decoder.target, self.draft, self.decoder.graphs, packs=True, ahead=self.ahead)
+        if self.decoder.graphs:
+            memories = [memory for memory in (work.target_memory, work.draft_memory) if memory is not None]
+            for memory in memories:
+                # A head reads the target's features, too.
+                banks = list(dict.fromkeys([memory.bank, work.target_memory.bank]))
+                memory.graphs = StandIn(lambda memory=memory, banks=banks: [memory.context, *banks])
+                self.graphs.append(memory.graphs)
+        return work
+
+
+def beams(name, ahead=True, **options):
     target, drafter = pair(name)
-    return BeamDecoder(Decoder(target, drafter, eos_token_ids=(2, 5, 7), **options))
+    return CapturedBeams(Decoder(target, drafter, eos_token_ids=(2, 5, 7), **options), ahead)
 
 
 def outcome(decoder, prompt, **options):
@@ -79,33 +100,3 @@ def assert_same(got, expected):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
     assert got.stats.rounds == expected.stats.rounds
     assert expected.stats.replayed_rounds == 0
-
-
-@pytest.fixture(autouse=True)
-def caches(monkeypatch):
-    """Give every memory that may capture a stand-in, and return those given out."""
-    given = []
-    original = BeamMemory.__init__
-
-    def with_stand_in(memory, model, graphs):
-        original(memory, model, graphs)
-        if graphs:
-            memory.graphs = StandIn(lambda: [memory.context, memory.bank])
-            given.append(memory.graphs)
-
-    monkeypatch.setattr(BeamMemory, "__init__", with_stand_in)
-    began = BeamWorkspace.__init__
-
-    def with_what_heads_read(self, target, draft, graphs):
-        began(self, target, draft, graphs)
-        if graphs and isinstance(draft, FeatureHead):
-            self.draft_memory.graphs.owners = lambda: [
-                self.draft_memory.context,
-                self.draft_memory.bank,
-                self.target_memory.bank,
-            ]
-
-    monkeypatch.setattr(BeamWorkspace, "__init__", with_what_heads_read)
-    # As on a GPU: passes have the distributions in them.
-    monkeypatch.setattr(BeamRun, "_distributions_together", True)
-    return given

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from polydraft.beam import BeamOptions
-from polydraft.beam import _layer as layer_module
-from polydraft.beam._layer import acceptance_chances, close_draws, count_distribution, dynamic_width, verify_layer
+from polydraft.beam import _sample as sample_module
 from polydraft.beam._node import Beam, Node
+from polydraft.beam._sample import acceptance_chances, close_draws, count_distribution, dynamic_width, verify_layer
 
 from .enumeration import enumerate_outcomes, total_variation
 
@@ -113,27 +113,27 @@ def upside_down(target, draft, drafts, width, chance, *, distinct):
 
 
 def residual_not_normed(monkeypatch):
-    monkeypatch.setattr(layer_module, "_residual", lambda target, draft: np.maximum(target - draft, 0.0))
+    monkeypatch.setattr(sample_module, "_residual", lambda target, draft: np.maximum(target - draft, 0.0))
 
 
 def residual_of_the_draft(monkeypatch):
-    monkeypatch.setattr(layer_module, "_residual", lambda target, draft: target)
+    monkeypatch.setattr(sample_module, "_residual", lambda target, draft: target)
 
 
 def residual_subtracted_twice(monkeypatch):
-    once = layer_module._residual
-    monkeypatch.setattr(layer_module, "_residual", lambda target, draft: once(once(target, draft), draft))
+    once = sample_module._residual
+    monkeypatch.setattr(sample_module, "_residual", lambda target, draft: once(once(target, draft), draft))
 
 
 def draft_keeps_what_was_drawn(monkeypatch):
     """Draws without replacement verified with the first distribution: the authors' code."""
-    without = layer_module._without
+    without = sample_module._without
 
     def kept(probs, entry):
         return probs if probs[entry] == kept.draft[entry] else without(probs, entry)
 
     kept.draft = distributions(0)[1]
-    monkeypatch.setattr(layer_module, "_without", kept)
+    monkeypatch.setattr(sample_module, "_without", kept)
 
 
 def removed_but_not_normed(monkeypatch):
@@ -142,7 +142,7 @@ def removed_but_not_normed(monkeypatch):
         left[entry] = 0.0
         return left
 
-    monkeypatch.setattr(layer_module, "_without", without)
+    monkeypatch.setattr(sample_module, "_without", without)
 
 
 MUTANTS = {
