@@ -11,6 +11,7 @@ from polydraft.beam._node import Beam, Node
 from polydraft.beam._sample import acceptance_chances, close_draws, count_distribution, dynamic_width, verify_layer
 
 from .enumeration import enumerate_outcomes, total_variation
+from .reference import drawings
 
 PAIRS = 4
 TOLERANCE = 1e-9
@@ -35,21 +36,7 @@ def distributions(seed):
 
 def wanted(target, width, distinct):
     """The distribution of `width` draws in order, independent or without replacement."""
-    distribution = {}
-
-    def go(drawn, left, chance):
-        total = left.sum()
-        if len(drawn) == width or not total > 0:
-            distribution[drawn] = distribution.get(drawn, 0.0) + chance
-            return
-        for entry in np.flatnonzero(left):
-            rest = left.copy()
-            if distinct:
-                rest[entry] = 0.0
-            go((*drawn, int(entry)), rest, chance * left[entry] / total)
-
-    go((), np.asarray(target, dtype=float), 1.0)
-    return distribution
+    return dict(drawings(target, width, not distinct))
 
 
 def one_layer(target, draft, draft_width, width, distinct, verify=verify_layer, drawn_distinct=None):

@@ -12,7 +12,7 @@ from polydraft.beam import _sample as sample
 from polydraft.beam._sample import Chance, SampleRun
 
 from .enumeration import enumerate_outcomes, total_variation
-from .reference import _drawings
+from .reference import drawn_texts
 from .test_runs import PROMPT, finish, pair, parts
 
 Texts = tuple[tuple[int, ...], ...]
@@ -99,7 +99,7 @@ def beam_distribution(target, beams: Texts, width: int, independent: bool) -> di
         for token, score in enumerate(target.logits_after([*PROMPT, *text]).log_softmax(-1))
     ]
     distribution: dict[Texts, float] = defaultdict(float)
-    for drawn, share in _drawings(options, width, independent):
+    for drawn, share in drawn_texts(options, width, independent):
         distribution[tuple(text for text, _ in drawn)] += share
     return distribution
 

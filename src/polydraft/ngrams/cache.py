@@ -112,10 +112,6 @@ class GramMemory(ABC):
     def ways(self, place: Any, width: int) -> Sequence[Way]:
         """Return up to `width` possible next tokens at a place with their probabilities, best matches first."""
 
-    def propose(self, count: int, length: int) -> list[Sequence[int]]:
-        """Return the tokens of `matches`."""
-        return [match.tokens for match in self.matches(count, length)]
-
 
 class GramCache(ABC):
     """Makes memories of one kind, and holds what they share, such as a corpus."""

@@ -111,15 +111,6 @@ class GramTrie:
         """Return the number of tokens of a node's n-gram."""
         return bisect_right(self._level_ends, node) + 1
 
-    def gram_of(self, node: int) -> list[int]:
-        """Return the n-gram of a node."""
-        tokens = [int(self.tokens_N[node])]
-        while node >= self.level_sizes[0]:
-            # In the array's own type, or numpy would convert the whole array.
-            node = int(self.firsts_I.searchsorted(np.uint32(node), side="right")) - 1
-            tokens.append(int(self.tokens_N[node]))
-        return tokens[::-1]
-
     def steps(self, node: int, width: int) -> list[Step]:
         """Return the edges to the `width` most frequent children."""
         first, end = self._children(node)
