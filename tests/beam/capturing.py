@@ -52,15 +52,15 @@ def pair(name):
 class CapturedBeams(BeamDecoder):
     """Beams whose passes have the distributions in them, as on a GPU, and are captured by stand-ins where graphs are on."""
 
-    def __init__(self, decoder, ahead=True):
+    def __init__(self, decoder, **given):
         super().__init__(decoder)
-        self.ahead = ahead
+        self.given = given
         self.graphs = []
         """All stand-ins that were given to workspaces: the target's, then the draft's."""
 
     def new_workspace(self):
         """Return a workspace with stand-ins; its own graphs need a GPU."""
-        work = BeamWorkspace(self.decoder.target, self.draft, self.decoder.graphs, packs=True, ahead=self.ahead)
+        work = BeamWorkspace(self.decoder.target, self.draft, self.decoder.graphs, packs=True, **self.given)
         if self.decoder.graphs:
             memories = [memory for memory in (work.target_memory, work.draft_memory) if memory is not None]
             for memory in memories:
@@ -71,9 +71,10 @@ class CapturedBeams(BeamDecoder):
         return work
 
 
-def beams(name, ahead=True, **options):
+def beams(name, graphs=True, **given):
+    """Beams of a pair; what is given goes to their workspaces."""
     target, drafter = pair(name)
-    return CapturedBeams(Decoder(target, drafter, eos_token_ids=(2, 5, 7), **options), ahead)
+    return CapturedBeams(Decoder(target, drafter, eos_token_ids=(2, 5, 7), graphs=graphs), **given)
 
 
 def outcome(decoder, prompt, **options):

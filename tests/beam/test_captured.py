@@ -1,13 +1,15 @@
 """Passes of beams that are captured and replayed, shown without a GPU: the same texts and scores, request after request."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import polydraft.beam._slots as slots
-import polydraft.beam._workspace as workspace
 import polydraft.models.language_model as language_model
 from covering import covering, keeping
 from polydraft.beam._node import Node
+from polydraft.beam._workspace import PassSizes
 from polydraft.engine import StopReason
 from polydraft.sampling import SamplingParams
 from stand_in import StandIn
@@ -83,10 +85,8 @@ def test_a_first_request_of_one_token_leaves_no_capture_without_features():
 
 
 @pytest.mark.parametrize("name", keeping(["table", "head"], "head"))
-def test_the_bank_may_move_on_the_way(monkeypatch, name):
-    monkeypatch.setattr(workspace, "_FIRST_ROWS", 3)
-    monkeypatch.setattr(workspace, "_FIRST_PLACES", -20)
-    captured, plain = beams(name), beams(name, graphs=False)
+def test_the_bank_may_move_on_the_way(name):
+    captured, plain = beams(name, sizes=PassSizes(rows=3, spare=-20)), beams(name, graphs=False)
     for prompt in (PROMPTS[0], PROMPTS[1]):
         assert_same(*(outcome(one, prompt, max_new_tokens=30 if name == "table" else 12) for one in (captured, plain)))
     for graphs in captured.graphs:
@@ -123,14 +123,14 @@ def test_launching_ahead_changes_neither_texts_nor_figures(monkeypatch, name, nu
 
 @pytest.mark.parametrize(("name", "where"), covering(["table", "head"], ["spans", "growth", "large passes"]))
 def test_spans_storage_and_large_passes_may_change_on_the_way(monkeypatch, name, where):
-    monkeypatch.setattr(slots, "FEWEST_PLACES", 8)
+    sizes = PassSizes(places=8)
     if where == "growth":
-        monkeypatch.setattr(workspace, "_FIRST_PLACES", -20)
+        sizes = replace(sizes, spare=-20)
     else:
         monkeypatch.setattr(language_model, "_SMALLEST_SPAN", 4)
     if where == "large passes":
-        monkeypatch.setattr(slots, "_PASS_SIZES", (8, 16))
-    captured, plain = beams(name), beams(name, graphs=False)
+        sizes = replace(sizes, tokens=(8, 16))
+    captured, plain = beams(name, sizes=sizes), beams(name, graphs=False)
     passes = 0
     for prompt in (PROMPTS[0], 2 * PROMPTS[1]):
         got, expected = (outcome(one, prompt, max_new_tokens=30 if name == "table" else 12) for one in (captured, plain))
@@ -147,8 +147,7 @@ def test_spans_storage_and_large_passes_may_change_on_the_way(monkeypatch, name,
 @pytest.mark.parametrize("name", ["head", "llama/noisy"])
 def test_a_short_text_leaves_no_narrow_span_behind(monkeypatch, name):
     monkeypatch.setattr(language_model, "_SMALLEST_SPAN", 4)
-    monkeypatch.setattr(slots, "FEWEST_PLACES", 8)
-    captured, plain = beams(name), beams(name, graphs=False)
+    captured, plain = beams(name, sizes=PassSizes(places=8)), beams(name, graphs=False)
     outcome(captured, PROMPTS[0], max_new_tokens=3, draft_width=4, draft_depth=1)
     assert all(graphs.kinds[-1][2] <= 64 for graphs in captured.graphs)
     assert_same(*(outcome(one, 3 * PROMPTS[1], max_new_tokens=4) for one in (captured, plain)))
@@ -158,13 +157,11 @@ def test_a_short_text_leaves_no_narrow_span_behind(monkeypatch, name):
 @torch.inference_mode()
 def test_a_pass_too_large_to_be_captured_sees_all_slots(monkeypatch):
     monkeypatch.setattr(language_model, "_SMALLEST_SPAN", 4)
-    monkeypatch.setattr(slots, "FEWEST_PLACES", 8)
-    monkeypatch.setattr(slots, "_PASS_SIZES", (16,))
     found = []
     for graphs in (StandIn(lambda: []), None):
         context = pair("table")[0].start(1, 256)
         context.prefill([[1, 2]])
-        tree, root = slots.SlotTree(context, graphs=graphs), Node(3)
+        tree, root = slots.SlotTree(context, graphs=graphs, sizes=PassSizes(places=8, tokens=(16,))), Node(3)
         for count in (8, 50, 9):
             leaves = [root.child(4 + count % 3).child(token) for token in range(count)]
             tree.read(leaves)

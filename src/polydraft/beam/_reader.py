@@ -71,7 +71,8 @@ class ModelReader(TreeReader):
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
         """Read the prompt with the draft."""
         self._memory.context.prefill([prompt[:-1]])
-        self._tree = SlotTree(self._memory.context, self._memory.bank, graphs=self._memory.graphs)
+        memory = self._memory
+        self._tree = SlotTree(memory.context, memory.bank, graphs=memory.graphs, sizes=memory.sizes)
 
     @property
     def tree(self) -> SlotTree:
@@ -107,7 +108,9 @@ class HeadReader(TreeReader):
         assert isinstance(memory.context, HeadContext)
         self._context = memory.context
         inputs = Inputs(self._feature_rows, lambda: self._target and self._target.bank.place)
-        self._tree = SlotTree(self._context, memory.bank, forward=self._read, inputs=inputs, graphs=memory.graphs)
+        self._tree = SlotTree(
+            self._context, memory.bank, forward=self._read, inputs=inputs, graphs=memory.graphs, sizes=memory.sizes
+        )
         self._begun = False
         """Whether something precedes the root."""
         self._root: Node | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polydraft.beam._distribution import Floats, Indices
 from polydraft.beam._node import Node, common_path, with_ancestors
-from polydraft.beam._workspace import FEWEST_PLACES, NOWHERE, FeatureBank
+from polydraft.beam._workspace import NOWHERE, FeatureBank, PassSizes
 from polydraft.devices import captures
 from polydraft.engine.graphs import Arriving, GraphCache
 from polydraft.models import Context
@@ -23,9 +23,6 @@ _COMMITTED = -1
 """Stands for committed text. It is also the last row of the mask, which belongs to no node and is all false."""
 _OWN_NUMBERS = 4
 """Inputs per node: token, depth, place, row of the bank."""
-
-_PASS_SIZES = (16, 32, 64, 96, 128, 192, 256)
-"""Tokens of captured passes: few sizes, because each needs a capture. In larger passes, work hides the launches."""
 
 Pass = Callable[..., Tensor]
 """`(tokens_1T, block, *rows_1T) -> features_1TF`: how tokens go through the model."""
@@ -72,6 +69,8 @@ class SlotTree:
         Further inputs of `forward`; none by default.
     graphs : GraphCache, optional
         Captures passes and replays them. Passes are then padded to a few sizes, so that a few captures serve for all.
+    sizes : PassSizes, optional
+        Sizes of captured passes.
     """
 
     def __init__(
@@ -82,13 +81,14 @@ class SlotTree:
         forward: Pass | None = None,
         inputs: Inputs | None = None,
         graphs: GraphCache | None = None,
+        sizes: PassSizes | None = None,
     ) -> None:
         assert context.batch_size == 1
         self.context, self.bank = context, bank or FeatureBank()
         self.reading: Reading | None = None
         """What passes compute for the host, see `readings`."""
         self._forward = forward or context.extend
-        self._inputs, self._graphs = inputs or _NO_INPUTS, graphs
+        self._inputs, self._graphs, self._sizes = inputs or _NO_INPUTS, graphs, sizes or PassSizes()
         self._places: dict[Node, int] = {}
         self._latest: list[Node] = []
         self._arriving: Arriving | None = None
@@ -128,8 +128,8 @@ class SlotTree:
     def _pass(self, nodes: Sequence[Node]) -> None:
         """Pass nodes, parents first, through the model."""
         start, stop = self._used, self._used + len(nodes)
-        size = None if self._graphs is None else next((size for size in _PASS_SIZES if size >= len(nodes)), None)
-        places = stop + 1 if size is None else max(1 << (start + size - 1).bit_length(), FEWEST_PLACES)
+        size = None if self._graphs is None else next((size for size in self._sizes.tokens if size >= len(nodes)), None)
+        places = stop + 1 if size is None else max(1 << (start + size - 1).bit_length(), self._sizes.places)
         self._make_room(places)
         self._place(nodes)
         outcome, replayed = self._extend(nodes) if size is None else self._replay(nodes, size, places)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,15 +14,24 @@ from polydraft.engine.workspace import Owner
 from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.transfers import brought
 
-FEWEST_PLACES = 256
-"""Uncommitted places that the smallest captured pass looks at; larger ones are powers of two."""
 BEFORE = 0
 """The row of what precedes the tree."""
 NOWHERE = -1
 """Stands for a row where there are no features."""
-_FIRST_ROWS = 512
-_FIRST_PLACES = 2 * FEWEST_PLACES
-"""Room for a forest, allocated beforehand: most requests never need more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSizes:
+    """Sizes of captured passes and of the memory they work on. There are few of each, because every size needs a capture."""
+
+    tokens: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256)
+    """Passes are padded to one of these. Larger passes are not captured: their work hides the launches."""
+    places: int = 256
+    """Uncommitted places that the smallest captured pass looks at; larger ones are powers of two."""
+    rows: int = 512
+    """Rows of features allocated at first."""
+    spare: int = 512
+    """Places and rows allocated for forests beyond a request's longest text: most never need more."""
 
 
 class FeatureBank:
@@ -31,13 +41,13 @@ class FeatureBank:
     request takes it over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: PassSizes | None = None) -> None:
         self.values_NF: Tensor | None = None
         """Allocated with the first features, which tell their size and type."""
         self.rows: dict[Node, int] = {}
         """Where each node's features lie."""
         self._used = 1
-        self._needed = _FIRST_ROWS
+        self._needed = (sizes or PassSizes()).rows
 
     @property
     def place(self) -> tuple[int, int] | None:
@@ -106,12 +116,13 @@ class BeamMemory:
     ----------
     graphs : bool
         Capture passes if the device can.
+    sizes : PassSizes, optional
     """
 
-    def __init__(self, model: LanguageModel | FeatureHead, graphs: bool) -> None:
-        self._model = model
+    def __init__(self, model: LanguageModel | FeatureHead, graphs: bool, sizes: PassSizes | None = None) -> None:
+        self._model, self.sizes = model, sizes or PassSizes()
         self.context: Context = model.start(1, 8)
-        self.bank = FeatureBank()
+        self.bank = FeatureBank(self.sizes)
         self.graphs: GraphCache | None = None
         obstacle: str | None = getattr(model, "graph_obstacle", None) or getattr(model, "shape_obstacle", None)
         if graphs and captures(model.device):
@@ -123,13 +134,13 @@ class BeamMemory:
     def restart(self, room: int, longest: int) -> None:
         """Forget everything; make room for `room` tokens, or for `longest` if the cache must not move."""
         # The prompt has no rows; all new tokens of the beams' common text have one, and so has a forest or two.
-        self.bank.restart(longest - room + _FIRST_PLACES if self.graphs is not None else 0)
+        self.bank.restart(longest - room + self.sizes.spare if self.graphs is not None else 0)
         if self.graphs is None:
             self.context = self._model.start(1, room)
             return
         self.context.span = None
         self.context.rewind([0])
-        self.context.reserve(longest + _FIRST_PLACES)
+        self.context.reserve(longest + self.sizes.spare)
 
 
 class BeamWorkspace:
@@ -146,6 +157,7 @@ class BeamWorkspace:
         for the device.
     ahead : bool
         Launch the next pass before a round's tokens are handed out, where passes compute distributions.
+    sizes : PassSizes, optional
     """
 
     def __init__(
@@ -156,11 +168,12 @@ class BeamWorkspace:
         *,
         packs: bool | None = None,
         ahead: bool = True,
+        sizes: PassSizes | None = None,
     ) -> None:
         self.target, self.draft, self.graphs = target, draft, graphs
         self.packs, self.ahead = not is_host(target.device) if packs is None else packs, ahead
-        self.target_memory = BeamMemory(target, graphs)
-        self.draft_memory = None if draft is None else BeamMemory(draft, graphs)
+        self.target_memory = BeamMemory(target, graphs, sizes)
+        self.draft_memory = None if draft is None else BeamMemory(draft, graphs, sizes)
         self.claim: Callable[[], Owner | None] = lambda: None
         """Whose text is in memory; each run puts itself here."""
         self.spoiled = False
