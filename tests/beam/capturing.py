@@ -9,7 +9,7 @@ from polydraft.beam import BeamDecoder
 from polydraft.beam._workspace import BeamWorkspace
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.models import TabularModel
+from polydraft.models import FeatureHead, TabularModel
 from polydraft.models.hf import early_exit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
@@ -64,8 +64,9 @@ class CapturedBeams(BeamDecoder):
         if self.decoder.graphs:
             memories = [memory for memory in (work.target_memory, work.draft_memory) if memory is not None]
             for memory in memories:
-                # A head reads the target's features, too.
-                banks = list(dict.fromkeys([memory.bank, work.target_memory.bank]))
+                banks = [memory.bank]
+                if memory is work.draft_memory and isinstance(self.draft, FeatureHead):
+                    banks.append(work.target_memory.bank)  # heads read the target's features
                 memory.graphs = StandIn(lambda memory=memory, banks=banks: [memory.context, *banks])
                 self.graphs.append(memory.graphs)
         return work
