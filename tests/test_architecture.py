@@ -13,6 +13,7 @@ SOURCE = Path(polydraft.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 ROOMS = [
     "errors",
+    "devices",
     "output",
     "registry",
     "operations",

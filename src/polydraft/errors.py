@@ -1,10 +1,10 @@
-"""Every error that polydraft raises on purpose.
+"""All errors that polydraft raises on purpose.
 
 ::
 
     PolydraftError
-    ├── UsageError (also ValueError)        the caller asked for something impossible; command line exit code 2
-    └── FailureError (also RuntimeError)    the request was fine, the work failed; command line exit code 1
+    ├── UsageError (also ValueError)        the caller asked for something impossible; the command line exits with 2
+    └── FailureError (also RuntimeError)    the request was fine, but the work failed; the command line exits with 1
 
 A message is one line: what, which value, what is allowed, what to do.
 """
@@ -26,7 +26,7 @@ class UsageError(PolydraftError, ValueError):
 
 
 class FailureError(PolydraftError, RuntimeError):
-    """Work that failed although it was asked for correctly."""
+    """Work that failed although the request was fine."""
 
 
 def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UsageError:
@@ -38,20 +38,20 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UsageError:
 
 
 def shown(value: Any) -> str:
-    """Return a wrong value for a message: in one line, and the beginning of a long one."""
-    if isinstance(value, int) and value.bit_length() > 256:  # Python does not write out very long ones
+    """Return a wrong value for a message: on one line, and shortened if it is long."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print very long ones
         return f"a number of {value.bit_length()} bits"
     text = " ".join(repr(value).split())
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def duration(seconds: float) -> str:
-    """Return a time for a message, as people say it."""
+    """Return a time in convenient units, for a message."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def check_ranges(options: object, ranges: Iterable[tuple[str, float, float]]) -> None:
-    """Refuse options that are out of range, by the names that they have on the command line."""
+    """Refuse options that are out of range, calling them by their flags."""
     for name, low, high in ranges:
         value = getattr(options, name)
         if value is not None and not low <= value <= high:

@@ -1,4 +1,4 @@
-"""Named things that a user picks by name and that the test suite walks over."""
+"""Registries of what users choose by name and tests loop over."""
 
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 class Registry(Generic[Item]):
-    """Map names to items; registering is all it takes to be offered, listed and tested."""
+    """Items by name; an item that is registered is offered, listed and tested."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

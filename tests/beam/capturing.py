@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 
 from polydraft.beam import BeamDecoder
-from polydraft.beam._run import BeamRun
-from polydraft.beam._workspace import BeamMemory, BeamWorkspace
+from polydraft.beam._workspace import BeamWorkspace
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import FeatureHead, TabularModel
@@ -50,9 +49,33 @@ def pair(name):
     return target, TreeDrafter(early_exit(target, 2) if draft == "early" else noisy, parse_tree("1"))
 
 
-def beams(name, **options):
+class CapturedBeams(BeamDecoder):
+    """Beams whose passes have the distributions in them, as on a GPU, and are captured by stand-ins where graphs are on."""
+
+    def __init__(self, decoder, **given):
+        super().__init__(decoder)
+        self.given = given
+        self.graphs = []
+        """All stand-ins that were given to workspaces: the target's, then the draft's."""
+
+    def new_workspace(self):
+        """Return a workspace with stand-ins; its own graphs need a GPU."""
+        work = BeamWorkspace(self.decoder.target, self.draft, self.decoder.graphs, packs=True, **self.given)
+        if self.decoder.graphs:
+            memories = [memory for memory in (work.target_memory, work.draft_memory) if memory is not None]
+            for memory in memories:
+                banks = [memory.bank]
+                if memory is work.draft_memory and isinstance(self.draft, FeatureHead):
+                    banks.append(work.target_memory.bank)  # heads read the target's features
+                memory.graphs = StandIn(lambda memory=memory, banks=banks: [memory.context, *banks])
+                self.graphs.append(memory.graphs)
+        return work
+
+
+def beams(name, graphs=True, **given):
+    """Beams of a pair; what is given goes to their workspaces."""
     target, drafter = pair(name)
-    return BeamDecoder(Decoder(target, drafter, eos_token_ids=(2, 5, 7), **options))
+    return CapturedBeams(Decoder(target, drafter, eos_token_ids=(2, 5, 7), graphs=graphs), **given)
 
 
 def outcome(decoder, prompt, **options):
@@ -79,33 +102,3 @@ def assert_same(got, expected):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
     assert got.stats.rounds == expected.stats.rounds
     assert expected.stats.replayed_rounds == 0
-
-
-@pytest.fixture(autouse=True)
-def caches(monkeypatch):
-    """Give every memory that may capture a stand-in, and return those given out."""
-    given = []
-    original = BeamMemory.__init__
-
-    def with_stand_in(memory, model, graphs):
-        original(memory, model, graphs)
-        if graphs:
-            memory.graphs = StandIn(lambda: [memory.context, memory.bank])
-            given.append(memory.graphs)
-
-    monkeypatch.setattr(BeamMemory, "__init__", with_stand_in)
-    began = BeamWorkspace.__init__
-
-    def with_what_heads_read(self, target, draft, graphs):
-        began(self, target, draft, graphs)
-        if graphs and isinstance(draft, FeatureHead):
-            self.draft_memory.graphs.owners = lambda: [
-                self.draft_memory.context,
-                self.draft_memory.bank,
-                self.target_memory.bank,
-            ]
-
-    monkeypatch.setattr(BeamWorkspace, "__init__", with_what_heads_read)
-    # As on a GPU: passes have the distributions in them.
-    monkeypatch.setattr(BeamRun, "_distributions_together", True)
-    return given

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from polydraft.beam._layer import Chance
+from polydraft.beam._sample import Chance
 
 
 class _Scripted(Chance):

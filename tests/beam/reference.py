@@ -26,7 +26,7 @@ def beam_sampling_distribution(
         following: dict = {}
         for (beams, finished), chance in states.items():
             options = [((*text, token), total + score) for text, total in beams for token, score in enumerate(rows(text))]
-            for drawn, share in _drawings(options, count, draws == "iid"):
+            for drawn, share in drawn_texts(options, count, draws == "iid"):
                 over = [text[-1] in ends or length == steps or stops(text) for text, _ in drawn]
                 running = [beam for beam, ended in zip(drawn, over, strict=True) if not ended]
                 may_end = drawn[:width] if draws == "hf" else drawn
@@ -44,27 +44,30 @@ def beam_sampling_distribution(
     return distribution
 
 
-def _drawings(options, count, independent):
-    """Yield all ways to draw, in order, with their chances."""
-    if not options:
-        yield [], 1.0
-        return
-    totals = np.array([total for _, total in options])
-    probs = np.exp(totals - totals.max())
+def drawings(weights, count, independent):
+    """Yield all ways to draw up to `count` entries by weight, in order, with their chances."""
 
     def draw(drawn, left, chance):
         total = left.sum()
         if len(drawn) == count or not total > 1e-300:
-            yield [options[entry] for entry in drawn], chance
+            yield drawn, chance
             return
         for entry in np.flatnonzero(left):
             rest = left
             if not independent:
                 rest = left.copy()
                 rest[entry] = 0.0
-            yield from draw([*drawn, entry], rest, chance * left[entry] / total)
+            yield from draw((*drawn, int(entry)), rest, chance * left[entry] / total)
 
-    yield from draw([], probs / probs.sum(), 1.0)
+    yield from draw((), np.asarray(weights, dtype=float), 1.0)
+
+
+def drawn_texts(options, count, independent):
+    """Yield all ways to draw texts, given with their scores, in order, with their chances."""
+    totals = np.array([total for _, total in options])
+    probs = np.exp(totals - totals.max(initial=-np.inf))
+    for drawn, chance in drawings(probs / probs.sum() if len(probs) else probs, count, independent):
+        yield [options[entry] for entry in drawn], chance
 
 
 def table_rows(model, prompt: Sequence[int]) -> Rows:

@@ -14,13 +14,11 @@ from polydraft.engine.graphs import GraphCache
 from polydraft.errors import FailureError
 from stand_in import StandIn
 
-from .capturing import PROMPTS, WAYS, assert_same, beams, caches, outcome
-
-__all__ = ["caches"]
+from .capturing import PROMPTS, WAYS, assert_same, beams, outcome
 
 
 @pytest.mark.parametrize("name", ["table", "head"])
-def test_streams_side_by_side_do_not_meet(caches, name):
+def test_streams_side_by_side_do_not_meet(name):
     captured, plain = beams(name), beams(name, graphs=False)
     options = dict(beams=3, draft_width=6, max_new_tokens=8)
     alone = [plain.search(prompt, **options).best.token_ids for prompt in PROMPTS]
@@ -34,7 +32,7 @@ def test_streams_side_by_side_do_not_meet(caches, name):
 
 
 @pytest.mark.parametrize(("name", "end"), [("table", "close"), ("table", "cancel"), ("table", "drop"), ("head", "drop")])
-def test_a_request_that_is_left_half_way_gives_its_memories_back(caches, name, end):
+def test_a_request_that_is_left_half_way_gives_its_memories_back(name, end):
     captured, plain = beams(name), beams(name, graphs=False)
     cancel = threading.Event()
     stream = captured.stream(PROMPTS[1], beams=4, draft_width=9, max_new_tokens=40, cancel=cancel)
@@ -49,13 +47,13 @@ def test_a_request_that_is_left_half_way_gives_its_memories_back(caches, name, e
         list(stream)
     for prompt in PROMPTS[:2]:
         assert_same(*(outcome(one, prompt) for one in (captured, plain)))
-    assert len(caches) == 2
+    assert len(captured.graphs) == 2
 
 
 @pytest.mark.parametrize("broken", ["target", "draft"])
 @pytest.mark.parametrize("name", ["head", "llama/noisy"])
 @torch.inference_mode()
-def test_what_a_failure_leaves_behind_reaches_nobody(caches, name, broken):
+def test_what_a_failure_leaves_behind_reaches_nobody(name, broken):
     """Keys and values that are no numbers come through every mask."""
     captured, plain = beams(name), beams(name, graphs=False)
     outcome(captured, PROMPTS[0])
@@ -69,7 +67,7 @@ def test_what_a_failure_leaves_behind_reaches_nobody(caches, name, broken):
     stream.close()
     for prompt in PROMPTS[:2]:
         assert_same(*(outcome(one, prompt) for one in (captured, plain)))
-    assert held not in captured._spare and len(caches) == 4
+    assert held not in captured._spare and len(captured.graphs) == 4
 
 
 class Interrupted(BaseException):
@@ -83,7 +81,7 @@ def test_an_interrupted_request_does_not_go_on(monkeypatch, where, way, number):
     """Nodes that were about to be passed, or beams that were about to step, would be taken for done."""
     decoder, calls = beams("table", graphs=False), []
     stream = decoder.stream(PROMPTS[1], beams=3, draft_width=6, max_new_tokens=30, seed=1, **WAYS[way])
-    owner, name = (stream._run.tree, "_forward") if where == "pass" else (stream._run, "_finish_step")
+    owner, name = (stream._run.target.tree, "_forward") if where == "pass" else (stream._run, "_finish_step")
     original = getattr(owner, name)
 
     def interrupted(*given):
@@ -101,7 +99,7 @@ def test_an_interrupted_request_does_not_go_on(monkeypatch, where, way, number):
     assert stream.result().texts is not None
 
 
-def test_closing_a_stream_counts_no_pass_that_is_under_way(caches):
+def test_closing_a_stream_counts_no_pass_that_is_under_way():
     decoder = beams("table")
     for _ in range(2):
         stream = decoder.stream(PROMPTS[1], beams=3, draft_width=6, max_new_tokens=40)
@@ -111,7 +109,7 @@ def test_closing_a_stream_counts_no_pass_that_is_under_way(caches):
     assert stream.stats.replayed_rounds == stream.stats.rounds
 
 
-def test_a_failure_while_the_prompt_is_read_reaches_nobody(monkeypatch, caches):
+def test_a_failure_while_the_prompt_is_read_reaches_nobody(monkeypatch):
     captured, plain = beams("table"), beams("table", graphs=False)
     outcome(captured, PROMPTS[0])
 
@@ -122,10 +120,10 @@ def test_a_failure_while_the_prompt_is_read_reaches_nobody(monkeypatch, caches):
         patch.setattr(language_model.Context, "prefill", interrupted)
         outcome(captured, PROMPTS[1])
     assert_same(*(outcome(one, PROMPTS[1]) for one in (captured, plain)))
-    assert len(caches) == 4
+    assert len(captured.graphs) == 4
 
 
-def test_a_request_reads_its_whole_prompt(monkeypatch, caches):
+def test_a_request_reads_its_whole_prompt(monkeypatch):
     """Memories must not show, by their speed or otherwise, what an earlier request was about."""
     captured, read = beams("table"), []
     prefill = language_model.Context.prefill
@@ -136,7 +134,7 @@ def test_a_request_reads_its_whole_prompt(monkeypatch, caches):
     )
     for _ in range(2):
         outcome(captured, PROMPTS[1])
-    assert read == 4 * [([0], PROMPTS[1][:-1])] and len(caches) == 2
+    assert read == 4 * [([0], PROMPTS[1][:-1])] and len(captured.graphs) == 2
 
 
 def test_without_captures_nothing_is_kept_or_filled_up(monkeypatch):
@@ -156,22 +154,21 @@ def test_without_captures_nothing_is_kept_or_filled_up(monkeypatch):
     assert all(places_BT is None for _, places_BT in sizes)
 
 
-def test_graphs_are_switched_off_for_the_next_request(caches):
+def test_graphs_are_switched_off_for_the_next_request():
     decoder = beams("table")
     outcome(decoder, PROMPTS[0])
     decoder.decoder.graphs = False
     assert outcome(decoder, PROMPTS[0]).stats.replayed_rounds == 0
-    assert not decoder._spare and len(caches) == 2
+    assert not decoder._spare and len(decoder.graphs) == 2
 
 
-def test_what_cannot_be_recorded_says_why_once(monkeypatch, caplog):
-    monkeypatch.undo()  # the real graphs
+def test_what_cannot_be_captured_says_why_once(caplog):
     device = torch.device("cuda")
     whole, spread = (SimpleNamespace(device=device, graph_obstacle=why, start=lambda *_: None) for why in (None, "it is split"))
     spread = _Weak(spread)
     with caplog.at_level(logging.WARNING, logger="polydraft"):
         assert isinstance(BeamMemory(whole, graphs=True).graphs, GraphCache)
-        assert BeamMemory(whole, graphs=False).recorder is None and not caplog.text
+        assert BeamMemory(whole, graphs=False).graphs is None and not caplog.text
         assert BeamMemory(spread, graphs=True).graphs is None is BeamMemory(spread, graphs=True).graphs
     assert caplog.text.count("without CUDA graphs: it is split") == 1
     cpu = SimpleNamespace(device=torch.device("cpu"), graph_obstacle=None, start=lambda *_: None)
@@ -186,7 +183,7 @@ class _Weak:
 
 
 @pytest.mark.parametrize("name", ["table", "head"])
-def test_a_failed_recording_falls_back_with_a_reason(monkeypatch, caplog, recorders, name):
+def test_a_failed_capture_falls_back_with_a_reason(monkeypatch, caplog, name):
     captured, plain = beams(name), beams(name, graphs=False)
     monkeypatch.setattr(StandIn, "_capture", GraphCache._capture)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
@@ -201,6 +198,5 @@ def test_a_failed_recording_falls_back_with_a_reason(monkeypatch, caplog, record
             got, expected = (outcome(one, prompt) for one in (captured, plain))
             assert_same(got, expected)
             assert got.stats.replayed_rounds == 0
-    assert caplog.text.count("without CUDA graphs: recording a round failed: an operation is not permitted") == sum(
-        len(graphs._refused) for graphs in caches
-    )
+    told = [line for line in caplog.messages if "without CUDA graphs" in line and "an operation is not permitted" in line]
+    assert len(told) == sum(len(graphs._refused) for graphs in captured.graphs)

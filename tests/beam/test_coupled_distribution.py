@@ -1,5 +1,7 @@
 """Distinct beams by shared noise, as whole runs: drawn often enough, finished texts come as beam sampling's definition says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,7 +39,7 @@ def p_value(case: str, samples: int, with_draft: bool = True) -> tuple[float, in
 
     def make_run(generator: torch.Generator) -> CoupledRun:
         words = {"stops": Words(*WORDS).stops(*STRINGS)} if found is stops else {}
-        return CoupledRun(generator=generator, **kept, **words)
+        return CoupledRun(replace(kept, **words), generator)
 
     return sampled_p_value(make_run, distribution, samples), len(distribution)
 
@@ -54,7 +56,7 @@ def test_noise_that_is_too_small_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     right = SharedNoise.perturbed
 
     def colder(noise: SharedNoise, continuations, beams):
-        totals_X = continuations.totals([beam.score for beam in beams])
+        totals_X = continuations.totals(beams)
         return totals_X + 0.5 * (right(noise, continuations, beams) - totals_X)
 
     monkeypatch.setattr(SharedNoise, "perturbed", colder)

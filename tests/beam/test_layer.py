@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from polydraft.beam import BeamOptions
-from polydraft.beam import _layer as layer_module
-from polydraft.beam._layer import acceptance_chances, close_draws, count_distribution, dynamic_width, verify_layer
+from polydraft.beam import _sample as sample_module
 from polydraft.beam._node import Beam, Node
+from polydraft.beam._sample import acceptance_chances, close_draws, count_distribution, dynamic_width, verify_layer
 
 from .enumeration import enumerate_outcomes, total_variation
+from .reference import drawings
 
 PAIRS = 4
 TOLERANCE = 1e-9
@@ -35,21 +36,7 @@ def distributions(seed):
 
 def wanted(target, width, distinct):
     """The distribution of `width` draws in order, independent or without replacement."""
-    distribution = {}
-
-    def go(drawn, left, chance):
-        total = left.sum()
-        if len(drawn) == width or not total > 0:
-            distribution[drawn] = distribution.get(drawn, 0.0) + chance
-            return
-        for entry in np.flatnonzero(left):
-            rest = left.copy()
-            if distinct:
-                rest[entry] = 0.0
-            go((*drawn, int(entry)), rest, chance * left[entry] / total)
-
-    go((), np.asarray(target, dtype=float), 1.0)
-    return distribution
+    return dict(drawings(target, width, not distinct))
 
 
 def one_layer(target, draft, draft_width, width, distinct, verify=verify_layer, drawn_distinct=None):
@@ -113,27 +100,27 @@ def upside_down(target, draft, drafts, width, chance, *, distinct):
 
 
 def residual_not_normed(monkeypatch):
-    monkeypatch.setattr(layer_module, "_residual", lambda target, draft: np.maximum(target - draft, 0.0))
+    monkeypatch.setattr(sample_module, "_residual", lambda target, draft: np.maximum(target - draft, 0.0))
 
 
 def residual_of_the_draft(monkeypatch):
-    monkeypatch.setattr(layer_module, "_residual", lambda target, draft: target)
+    monkeypatch.setattr(sample_module, "_residual", lambda target, draft: target)
 
 
 def residual_subtracted_twice(monkeypatch):
-    once = layer_module._residual
-    monkeypatch.setattr(layer_module, "_residual", lambda target, draft: once(once(target, draft), draft))
+    once = sample_module._residual
+    monkeypatch.setattr(sample_module, "_residual", lambda target, draft: once(once(target, draft), draft))
 
 
 def draft_keeps_what_was_drawn(monkeypatch):
     """Draws without replacement verified with the first distribution: the authors' code."""
-    without = layer_module._without
+    without = sample_module._without
 
     def kept(probs, entry):
         return probs if probs[entry] == kept.draft[entry] else without(probs, entry)
 
     kept.draft = distributions(0)[1]
-    monkeypatch.setattr(layer_module, "_without", kept)
+    monkeypatch.setattr(sample_module, "_without", kept)
 
 
 def removed_but_not_normed(monkeypatch):
@@ -142,7 +129,7 @@ def removed_but_not_normed(monkeypatch):
         left[entry] = 0.0
         return left
 
-    monkeypatch.setattr(layer_module, "_without", without)
+    monkeypatch.setattr(sample_module, "_without", without)
 
 
 MUTANTS = {

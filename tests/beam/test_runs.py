@@ -1,15 +1,18 @@
 """Whole runs of beam sampling follow the distribution of beam sampling, with and without drafts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from covering import covering
 from polydraft.beam._distribution import Continuations
-from polydraft.beam._layer import RandomChance
 from polydraft.beam._node import Beam, Node
-from polydraft.beam._sample import SampleRun, _Universe
+from polydraft.beam._run import BeamRequest
+from polydraft.beam._sample import RandomChance, SampleRun, _Universe
 from polydraft.beam._search import CoupledRun, SearchRun, SharedNoise, largest
+from polydraft.beam._workspace import BeamWorkspace
 from polydraft.beam.options import BeamOptions
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.models import TabularModel
@@ -35,15 +38,15 @@ def finish(run):
 
 
 def parts(target, draft, steps, ends=(), **options):
-    return {
-        "target": target,
-        "draft": draft,
-        "prompt": PROMPT,
-        "params": SamplingParams(),
-        "options": BeamOptions(mode="sample", early_stopping="never", num_return_sequences=options["beams"], **options),
-        "eos_token_ids": frozenset(ends),
-        "max_new_tokens": steps,
-    }
+    return BeamRequest(
+        target=target,
+        draft=draft,
+        prompt=PROMPT,
+        params=SamplingParams(),
+        options=BeamOptions(mode="sample", early_stopping="never", num_return_sequences=options["beams"], **options),
+        eos_token_ids=frozenset(ends),
+        max_new_tokens=steps,
+    )
 
 
 EXACT = {
@@ -60,7 +63,7 @@ def enumerated(case, draws):
     target, draft = pair(vocabulary)
     draft = draft if options.pop("draft", True) else None
     kept = parts(target, draft, steps, ends, draws=draws, verification="layers", **options)
-    got = enumerate_outcomes(lambda chance: finish(SampleRun(chance=chance, **kept)))
+    got = enumerate_outcomes(lambda chance: finish(SampleRun(kept, chance)))
     rows = table_rows(target, PROMPT)
     return got, beam_sampling_distribution(rows, width=options["beams"], steps=steps, draws=draws, ends=ends)
 
@@ -101,7 +104,7 @@ def deep_case(draws):
 @pytest.mark.parametrize("draws", ["iid", "distinct"])
 def test_many_runs_with_two_layers_of_drafts(draws):
     kept, expected = deep_case(draws)
-    p_value = sampled_p_value(lambda generator: SampleRun(chance=RandomChance(generator), **kept), expected, 4000)
+    p_value = sampled_p_value(lambda generator: SampleRun(kept, RandomChance(generator)), expected, 4000)
     assert p_value > FALSE_ALARM
 
 
@@ -111,7 +114,7 @@ def test_many_coupled_runs(draws):
     target, draft = pair(5, seed=5)
     kept = parts(target, draft, 2, (4,), draws=draws, beams=2, draft_width=4, draft_depth=2)
     expected = beam_sampling_distribution(table_rows(target, PROMPT), width=2, steps=2, draws=draws, ends=(4,))
-    assert sampled_p_value(lambda generator: CoupledRun(generator=generator, **kept), expected, 4000) > FALSE_ALARM
+    assert sampled_p_value(lambda generator: CoupledRun(kept, generator), expected, 4000) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("draws", [pytest.param("iid", marks=pytest.mark.slow), "distinct"])
@@ -144,10 +147,9 @@ def test_cold_coupled_runs_find_what_search_finds(draws):
     target, _ = pair(12, seed=3)
     found = []
     for kind, params in ((CoupledRun, SamplingParams(temperature=1e-4)), (SearchRun, SamplingParams())):
-        kept = parts(target, None, 9, (11,), draws=draws, beams=2) | {"params": params}
-        if kind is CoupledRun:
-            kept["generator"] = torch.Generator().manual_seed(1)
-        found.append(finish(kind(**kept))[0])
+        kept = replace(parts(target, None, 9, (11,), draws=draws, beams=2), params=params)
+        chance = [torch.Generator().manual_seed(1)] if kind is CoupledRun else []
+        found.append(finish(kind(kept, *chance))[0])
     assert found[0] == found[1]
 
 
@@ -169,8 +171,8 @@ def differing_seeds(draws, params):
         results = {}
         for with_draft in (True, False):
             options = dict(draws=draws, beams=3, draft_width=6, draft_depth=3)
-            kept = parts(target, draft if with_draft else None, 9, (11,), **options) | {"params": params}
-            run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept)
+            kept = replace(parts(target, draft if with_draft else None, 9, (11,), **options), params=params)
+            run = CoupledRun(kept, torch.Generator().manual_seed(seed))
             results[with_draft] = finish(run)
             passes[with_draft] += run.stats.passes
         differing += [seed] * (results[True] != results[False])
@@ -195,25 +197,25 @@ def test_of_equal_totals_the_earlier_are_larger():
         assert largest(totals_X, count) == np.argsort(-totals_X, kind="stable")[:count].tolist()
 
 
-def short_runs(seed):
-    """Return the texts of a run under top-k, and how many distributions of the target each round brought to the host."""
+def short_runs(seed, packs):
+    """Return the texts of a run under top-k, and how often each round brought distributions of the target to the host."""
     target, draft = pair(64, seed=3)
     kept = parts(target, draft, 9, (11, 12), draws="distinct", beams=3, draft_width=6, draft_depth=3)
-    run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept | {"params": SamplingParams(top_k=8)})
-    unpacked, calls, rounds = run.distribution.unpacked, [], []
-    run.distribution.unpacked = lambda *given: calls.append(1) or unpacked(*given)
+    workspace = BeamWorkspace(target, draft, graphs=False, packs=packs)
+    run = CoupledRun(replace(kept, params=SamplingParams(top_k=8)), torch.Generator().manual_seed(seed), workspace)
+    distribution, calls, rounds = run.target.distribution, [], []
+    unpacked = distribution.unpacked
+    distribution.unpacked = lambda *given: calls.append(1) or unpacked(*given)
     while not run.done:
         calls.clear()
         run.step()
         rounds.append(len(calls))
-    assert not any(node.token in (11, 12) for node in run.tree.bank.rows), "a text that ended was passed"
+    assert not any(node.token in (11, 12) for node in run.target.tree.bank.rows), "a text that ended was passed"
     return [one.node.tokens() for one in run.results()], rounds
 
 
-def test_distributions_that_travel_together_are_the_same(monkeypatch):
-    apart = [short_runs(seed) for seed in range(4)]
-    monkeypatch.setattr(CoupledRun, "_distributions_together", True)
-    together = [short_runs(seed) for seed in range(4)]
+def test_distributions_that_come_with_the_pass_are_the_same():
+    apart, together = ([short_runs(seed, packs) for seed in range(4)] for packs in (False, True))
     assert [texts for texts, _ in together] == [texts for texts, _ in apart]
     assert max(max(rounds) for _, rounds in together) == 1 < max(max(rounds) for _, rounds in apart)
 
@@ -226,14 +228,14 @@ def test_places_of_a_forest_go_to_what_may_win(monkeypatch):
 
     def noted(run, totals_X, continuations, parents, count):
         chosen = promising(run, totals_X, continuations, parents, count)
-        passed = [parents[continuations.rows_X[entry]].node in run.tree for entry in chosen]
+        passed = [parents[continuations.rows_X[entry]].node in run.target for entry in chosen]
         if parents[0].node.depth == run.length:
-            grown.append((sum(passed), len(passed), any(beam.node in run.tree for beam in parents)))
+            grown.append((sum(passed), len(passed), any(beam.node in run.target for beam in parents)))
         return chosen
 
     monkeypatch.setattr(CoupledRun, "_promising", noted)
     kept = parts(target, draft, 12, draws="distinct", beams=3, draft_width=8, draft_depth=2)
-    finish(CoupledRun(generator=torch.Generator().manual_seed(1), **kept))
+    finish(CoupledRun(kept, torch.Generator().manual_seed(1)))
     assert max(passed for passed, _, _ in grown) == 3
     assert any(mixed and total == 8 for _, total, mixed in grown)
 
@@ -247,7 +249,7 @@ def test_widths_and_one_cache_keep_to_their_bounds(options, draws):
     kept = parts(target, draft, 12, draws=draws, beams=3, draft_width=5, draft_depth=3, **options)
     widths = []
     for seed in range(4):
-        run = SampleRun(chance=RandomChance(torch.Generator().manual_seed(seed)), **kept)
+        run = SampleRun(kept, RandomChance(torch.Generator().manual_seed(seed)))
         while not run.done:
             run.step()
             widths.append(len(run.beams))
@@ -267,5 +269,5 @@ def test_a_distribution_with_less_support_than_beams():
         kept = parts(model, model, 4, draws="distinct", verification=verification, beams=2, draft_width=3)
         generator = torch.Generator().manual_seed(0)
         layers = verification == "layers"
-        run = SampleRun(chance=RandomChance(generator), **kept) if layers else CoupledRun(generator=generator, **kept)
+        run = SampleRun(kept, RandomChance(generator)) if layers else CoupledRun(kept, generator)
         assert finish(run) == ((1, 1, 1, 1),)

@@ -9,11 +9,10 @@ from collections import defaultdict
 import pytest
 
 from polydraft.beam import _sample as sample
-from polydraft.beam._layer import Chance
-from polydraft.beam._sample import SampleRun
+from polydraft.beam._sample import Chance, SampleRun
 
 from .enumeration import enumerate_outcomes, total_variation
-from .reference import _drawings
+from .reference import drawn_texts
 from .test_runs import PROMPT, finish, pair, parts
 
 Texts = tuple[tuple[int, ...], ...]
@@ -24,19 +23,19 @@ Step = tuple[Texts, Texts]
 class Noted(SampleRun):
     """Note every step."""
 
-    def __init__(self, **given) -> None:
+    def __init__(self, request, chance) -> None:
         self.steps: list[Step] = []
         self.kept: list[tuple[Texts, Texts]] = []
         """With one cache: beams at the end of each round, before and after all but one are left."""
-        super().__init__(**given)
+        super().__init__(request, chance)
 
     def _close(self, drawn) -> None:
         self.steps.append((texts_of(self.beams), texts_of(drawn)))
         super()._close(drawn)
 
-    def _narrow(self) -> None:
+    def _keep_one_cache(self) -> None:
         before = texts_of(self.beams)
-        super()._narrow()
+        super()._keep_one_cache()
         self.kept.append((before, texts_of(self.beams)))
 
 
@@ -66,10 +65,10 @@ def step_errors(case: str, vocabulary: int = 2, share: float = 0.5) -> tuple[flo
     kept = parts(target, draft, options.pop("steps"), verification="layers", **options)
 
     def program(chance: Chance):
-        run = Noted(chance=chance, **kept)
+        run = Noted(kept, chance)
         finish(run)
         for before, after in run.kept:
-            if kept["options"].one_cache and before:
+            if kept.options.one_cache and before:
                 assert len(after) == 1 and log_prob(target, after[0]) >= max(log_prob(target, text) for text in before) - 1e-6
         return tuple(run.steps)
 
@@ -83,7 +82,7 @@ def step_errors(case: str, vocabulary: int = 2, share: float = 0.5) -> tuple[flo
     worst = 0.0
     for (_, beams, width), got in drawn.items():
         total = sum(got.values())
-        expected = beam_distribution(target, beams, width, kept["options"].draws == "iid")
+        expected = beam_distribution(target, beams, width, kept.options.draws == "iid")
         worst = max(worst, total * total_variation({texts: chance / total for texts, chance in got.items()}, expected))
     return worst, {width for _, _, width in drawn}
 
@@ -100,7 +99,7 @@ def beam_distribution(target, beams: Texts, width: int, independent: bool) -> di
         for token, score in enumerate(target.logits_after([*PROMPT, *text]).log_softmax(-1))
     ]
     distribution: dict[Texts, float] = defaultdict(float)
-    for drawn, share in _drawings(options, width, independent):
+    for drawn, share in drawn_texts(options, width, independent):
         distribution[tuple(text for text, _ in drawn)] += share
     return distribution
 

@@ -1,6 +1,7 @@
 """Stop strings end beams: Hugging Face's texts and scores, the same distribution and the same texts with and without drafts."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,9 @@ from covering import keeping
 from exactness.small_texts import PROMPT as SMALL_PROMPT
 from exactness.small_texts import Listed, small_decoder
 from polydraft.beam import BeamDecoder
-from polydraft.beam._layer import RandomChance
 from polydraft.beam._node import Node, Stops
 from polydraft.beam._run import BeamRun
-from polydraft.beam._sample import SampleRun
+from polydraft.beam._sample import RandomChance, SampleRun
 from polydraft.beam._search import CoupledRun, SearchRun
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, StopReason
@@ -70,7 +70,7 @@ def test_search_is_hugging_faces_where_few_beams_go_on(monkeypatch):
     finish_step = BeamRun._finish_step
 
     def noted(run, running, ended):
-        if run.length + 1 < run._longest:
+        if run.length + 1 < run.ends.longest:
             going_on.append(len(running))
         finish_step(run, running, ended)
 
@@ -142,8 +142,8 @@ def test_forests_decode_few_texts_where_strings_end_nearly_all(monkeypatch):
     def decodings():
         words = Words(*("z" if token % 16 else "a" for token in range(64)))
         for seed in range(8):
-            kept = parts(target, draft, 6, beams=4, draft_width=8, draft_depth=2) | {"stops": words.stops("z")}
-            finish(CoupledRun(generator=torch.Generator().manual_seed(seed), **kept))
+            kept = replace(parts(target, draft, 6, beams=4, draft_width=8, draft_depth=2), stops=words.stops("z"))
+            finish(CoupledRun(kept, torch.Generator().manual_seed(seed)))
         return words.decodings
 
     few = decodings()
@@ -166,7 +166,7 @@ def enumerated(case, draws):
     options = {name: value for name, value in options.items() if name != "steps"} | {"draws": draws, "verification": "layers"}
     kept = parts(target, draft if "draft_depth" in options else None, steps, **options)
     tokenizer = Words(*words)
-    got = enumerate_outcomes(lambda chance: finish(SampleRun(chance=chance, stops=tokenizer.stops(*strings), **kept)))
+    got = enumerate_outcomes(lambda chance: finish(SampleRun(replace(kept, stops=tokenizer.stops(*strings)), chance)))
 
     def stops(text):
         return any(string in "".join(words[token] for token in text) for string in strings)
@@ -196,8 +196,8 @@ WORDS = ("a", "b", "ab", "ba", "aab", "c", "ca", "bc", "d", "da", "cd", "dd")
 def new_run(kind, seed, kept):
     generator = torch.Generator().manual_seed(seed)
     if kind is SearchRun:
-        return kind(**kept | {"prompt": [*PROMPT, seed]})
-    return kind(**kept, generator=generator) if kind is CoupledRun else kind(**kept, chance=RandomChance(generator))
+        return kind(replace(kept, prompt=[*PROMPT, seed]))
+    return kind(kept, generator if kind is CoupledRun else RandomChance(generator))
 
 
 def both_runs(kind, seed, draws="distinct"):
@@ -207,8 +207,7 @@ def both_runs(kind, seed, draws="distinct"):
     for with_draft in (True, False):
         options = dict(draws=draws, beams=3, draft_width=6, draft_depth=3)
         kept = parts(target, draft if with_draft else None, 9, (11,), **options)
-        kept["stops"] = Words(*WORDS).stops("aba", "cd", "bb")
-        run = new_run(kind, seed, kept)
+        run = new_run(kind, seed, replace(kept, stops=Words(*WORDS).stops("aba", "cd", "bb")))
         grow = run._grow
         run._grow = lambda depth, grow=grow: layers.append(grow(depth)) or layers[-1]
         finish(run)
@@ -229,8 +228,8 @@ def test_a_draft_changes_no_text(kind, draws):
         ]
         reasons |= {one.reason for one in plain.results()}
         passes = [passes[0] + drafted.stats.passes, passes[1] + plain.stats.passes]
-        assert not any(drafted._ends(node) for node in drafted.tree.bank.rows), "a text that ended was passed"
-        assert not any(drafted._ends(beam.node) for layer in layers for beam in layer.beams), "a place for a text that ended"
+        assert not any(drafted.ends.at(node) for node in drafted.target.tree.bank.rows), "a text that ended was passed"
+        assert not any(drafted.ends.at(beam.node) for layer in layers for beam in layer.beams), "a place for a text that ended"
         wide += [len(layer.beams) == 6 for layer in layers]
     assert StopReason.STOP in reasons and len(reasons) > 1
     assert passes[0] < passes[1] and sum(wide) > 0.8 * len(wide), "others take those places"
@@ -259,10 +258,12 @@ def test_a_string_that_is_one_token_ends_texts_as_that_token_does(case):
         found = []
         for ends, strings in (((5,), ()), ((), ("f",))):
             kept = parts(target, draft, 9, ends, **{"beams": 3, "draft_width": 6, "draft_depth": 3, **options})
-            run = new_run(kind, seed, kept | {"stops": Words(*"abcdefghijkl").stops(*strings)})
+            run = new_run(kind, seed, replace(kept, stops=Words(*"abcdefghijkl").stops(*strings)))
             finish(run)
             reasons |= {one.reason for one in run.results()}
-            found.append(([(one.node.tokens(), one.score) for one in run.results()], run.pass_of_step, run.tree.passed_tokens))
+            found.append(
+                ([(one.node.tokens(), one.score) for one in run.results()], run.pass_of_step, run.target.tree.passed_tokens)
+            )
         assert found[0] == found[1]
     assert {StopReason.EOS, StopReason.STOP} <= reasons
 
@@ -281,7 +282,7 @@ def test_many_coupled_runs():
     )
 
     def make_run(generator):
-        return CoupledRun(generator=generator, stops=Words(*words).stops(*strings), **kept)
+        return CoupledRun(replace(kept, stops=Words(*words).stops(*strings)), generator)
 
     assert sampled_p_value(make_run, expected, 4000) > FALSE_ALARM
 

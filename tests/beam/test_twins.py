@@ -1,6 +1,7 @@
 """Texts that end alike lend each other the target's distribution: fewer passes, and nothing else changes."""
 
-from typing import ClassVar
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,11 +9,10 @@ import torch
 
 from covering import covering, keeping
 from polydraft.beam import BeamDecoder
-from polydraft.beam import _run as run_module
 from polydraft.beam._distribution import Continuations, DistributionMaker, averaged, nothing_foreseen
-from polydraft.beam._layer import RandomChance
-from polydraft.beam._node import Node, Twins
-from polydraft.beam._sample import SampleRun
+from polydraft.beam._node import Node
+from polydraft.beam._predictions import TwinIndex
+from polydraft.beam._sample import RandomChance, SampleRun
 from polydraft.beam._search import CoupledRun, SearchRun
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
@@ -27,9 +27,9 @@ from .test_stops import Words
 
 
 def test_twins_share_their_last_tokens_the_longest_first():
-    twins, root = Twins([1, 2, 3, 4]), Node(4)
+    twins, root = TwinIndex([1, 2, 3, 4]), Node(4)
     near, far, other = root.child(7).child(8).child(9), root.child(6).child(9), root.child(7).child(8).child(5)
-    twins.note([far, near, other])
+    twins.add([far, near, other])
     assert list(twins.of(root.child(5).child(7).child(8).child(9))) == [(near, 3)]
     assert list(twins.of(root.child(5).child(6).child(9))) == [(far, 2), (near, 1)]
     assert list(twins.of(root.child(2))) == []
@@ -37,19 +37,18 @@ def test_twins_share_their_last_tokens_the_longest_first():
 
 def test_endings_reach_into_the_prompt():
     for prompt, shared in (([8], 1), ([7, 8], 2), ([3, 7, 8], 3), ([2, 3, 7, 8], 4), ([1, 2, 3, 7, 8], 4)):
-        twins, root = Twins(prompt), Node(8)
-        twins.note([root])
+        twins, root = TwinIndex(prompt), Node(8)
+        twins.add([root])
         assert list(twins.of(root.child(2).child(3).child(7).child(8))) == [(root, shared)]
 
 
-def test_later_twins_take_the_place_of_earlier_ones_and_the_oldest_go(monkeypatch):
-    monkeypatch.setattr("polydraft.beam._node._MOST_ENDINGS", 4)
-    twins, root = Twins([0]), Node(0)
+def test_later_twins_take_the_place_of_earlier_ones_and_the_oldest_go():
+    twins, root = TwinIndex([0], most=4), Node(0)
     first, second = root.child(1).child(5), root.child(1).child(5).child(1).child(5)
-    twins.note([first])
-    twins.note([second])
+    twins.add([first])
+    twins.add([second])
     assert list(twins.of(root.child(9).child(5))) == [(second, 1)]
-    assert len(twins._latest) == 4 and first not in twins._latest.values()
+    assert len(twins) == 4 and first not in [twin for token in (0, 1, 5) for twin, _ in twins.of(root.child(9).child(token))]
 
 
 def test_an_average_is_one_of_the_rows_that_have_another_distribution():
@@ -64,49 +63,54 @@ def test_an_average_of_distributions_that_foresee_nothing_foresees_nothing():
     assert not len(averaged(nothing_foreseen(2, 8), nothing_foreseen(1, 8), [1]).tokens_X)
 
 
-class Counted(Twins):
-    """Twins that count what they found."""
+class Counted(TwinIndex):
+    """An index that counts how often it found something, or finds nothing."""
 
-    found: ClassVar[int] = 0
+    def __init__(self, prompt, blind=False):
+        super().__init__(prompt)
+        self.found, self._blind = 0, blind
 
     def of(self, node):
         """Count, and return, what the class below finds."""
-        twins = list(super().of(node))
-        Counted.found += bool(twins)
+        twins = [] if self._blind else list(super().of(node))
+        self.found += bool(twins)
         return twins
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    monkeypatch.setattr(run_module, "Twins", Counted)
-    Counted.found = 0
-    return Counted
 
 
 WRONG_DISTRIBUTIONS = {"stand in": dict(trusted=1, short=False), "hint": dict(trusted=9, short=True)}
 
 
 @pytest.mark.parametrize(("draws", "use", "twins"), covering(["iid", "distinct"], WRONG_DISTRIBUTIONS, [False, True]))
-def test_whole_runs_keep_their_distribution_whatever_a_twin_says(monkeypatch, counted, use, draws, twins):
+def test_whole_runs_keep_their_distribution_whatever_a_twin_says(monkeypatch, use, draws, twins):
     """By enumeration, with twins that share one token where the distribution looks at three."""
-    monkeypatch.setattr(run_module, "TRUSTED", WRONG_DISTRIBUTIONS[use]["trusted"])
     monkeypatch.setattr(DistributionMaker, "is_short", WRONG_DISTRIBUTIONS[use]["short"])
     vocabulary = 2 if draws == "iid" else 3  # distinct drafts must not be all there is
     target = TabularModel.random(vocabulary, 3, seed=0)
     draft = target.mixed_with(TabularModel.random(vocabulary, 3, seed=100), 0.5)
     kept = parts(target, draft, 3, draws=draws, verification="layers", beams=1, draft_width=2, draft_depth=1, twins=twins)
-    got = enumerate_outcomes(lambda chance: finish(SampleRun(chance=chance, **kept)))
+    counted = Counted(PROMPT)
+
+    def program(chance):
+        run = SampleRun(kept, chance)
+        run.draft.trusted, run.draft.twins = WRONG_DISTRIBUTIONS[use]["trusted"], Counted(PROMPT)
+        texts = finish(run)
+        counted.found += run.draft.twins.found
+        return texts
+
+    got = enumerate_outcomes(program)
     distribution = beam_sampling_distribution(table_rows(target, PROMPT), width=1, steps=3, draws=draws)
     assert total_variation(got, distribution) < 1e-6
     assert counted.found
 
 
-def decoded(mode, target, draft, seed, **options):
-    """Return the texts of a run, and its passes."""
+def decoded(mode, target, draft, seed, twins_of=None, **options):
+    """Return the texts of a run, and its passes; `twins_of(prompt)` makes its twins."""
     params = SamplingParams() if mode == "search" else SamplingParams(top_k=6)
     kept = parts(target, draft, 24, (11,), beams=3, draft_width=6, draft_depth=2, **options)
-    kept |= {"params": params, "prompt": [seed, 3]}
-    run = SearchRun(**kept) if mode == "search" else CoupledRun(generator=torch.Generator().manual_seed(seed), **kept)
+    kept = replace(kept, params=params, prompt=[seed, 3])
+    run = SearchRun(kept) if mode == "search" else CoupledRun(kept, torch.Generator().manual_seed(seed))
+    if twins_of is not None:
+        run.draft.twins = twins_of(kept.prompt)
     return finish(run), run.stats.passes
 
 
@@ -114,15 +118,14 @@ MODES = {"search": {}, "distinct": {"draws": "distinct"}, "hf": {"draws": "hf"}}
 
 
 @pytest.mark.parametrize("mode", keeping(MODES, "search", "hf"))
-def test_twins_spare_passes_and_change_no_text(monkeypatch, counted, mode):
+def test_twins_spare_passes_and_change_no_text(mode):
     """The target looks at one token only, so that a twin is always right; the draft knows nothing."""
     target, draft = TabularModel.random(12, 1, seed=5, sharpness=3.0), TabularModel.random(12, 1, seed=6)
     plain = [decoded(mode, target, None, seed, **MODES[mode]) for seed in range(3)]
     drafted = [decoded(mode, target, draft, seed, **MODES[mode]) for seed in range(3)]
     alone = [decoded(mode, target, None, seed, twins=True, **MODES[mode]) for seed in range(3)]
-    assert counted.found
-    monkeypatch.setattr(Twins, "of", lambda twins, node: [])
-    without = [decoded(mode, target, draft, seed, **MODES[mode]) for seed in range(3)]
+    blind = partial(Counted, blind=True)
+    without = [decoded(mode, target, draft, seed, blind, **MODES[mode]) for seed in range(3)]
     assert [texts for texts, _ in plain] == [texts for texts, _ in drafted] == [texts for texts, _ in alone]
     assert sum(passes for _, passes in drafted) < 0.9 * sum(passes for _, passes in without)
     assert sum(passes for _, passes in alone) < 0.9 * sum(passes for _, passes in plain)
@@ -141,25 +144,24 @@ def test_twins_alone_change_no_text_whatever_ends_and_bends_it(seed):
             target, None, 16, (11, 10)[: seed % 3], beams=3, draft_width=6, draft_depth=2, draws="distinct", twins=twins
         )
         stops = Words(*"abcdefghijkl").stops("cd", "f")
-        kept |= {"params": SamplingParams(**distribution), "prompt": prompt, "stops": stops}
-        run = CoupledRun(generator=torch.Generator().manual_seed(seed), **kept)
+        kept = replace(kept, params=SamplingParams(**distribution), prompt=prompt, stops=stops)
+        run = CoupledRun(kept, torch.Generator().manual_seed(seed))
         results.append(finish(run))
     assert results[0] == results[1]
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
+def test_what_is_remembered_is_bounded():
     """Distributions, endings and assembled texts stay few however long the text is."""
-    monkeypatch.setattr(run_module, "_MOST_DISTRIBUTIONS", 20)
-    monkeypatch.setattr("polydraft.beam._node._MOST_ENDINGS", 50)
     target = TabularModel.random(12, 2, seed=5, sharpness=3.0)
     kept = parts(target, None, 60, (11,), beams=3, draft_width=6, draft_depth=2, draws="distinct", twins=True)
-    kept |= {"params": SamplingParams(top_k=6), "stops": Words(*"abcdefghijkl").stops("lllll")}
-    run = CoupledRun(generator=torch.Generator().manual_seed(1), **kept)
+    kept = replace(kept, params=SamplingParams(top_k=6), stops=Words(*"abcdefghijkl").stops("lllll"))
+    run = CoupledRun(kept, torch.Generator().manual_seed(1))
+    run.target.most_kept, run.draft.twins = 20, TwinIndex(PROMPT, most=50)
     while not run.done:
         run.step()
-        assert len(run._twins._latest) <= 50
-        assert len(run._distributions) <= 20 + 3 + 64  # those of the last pass come on top
-        assert run.done or len(run.stops._assemblers) <= 3 + len(run.pool.best)
+        assert len(run.draft.twins) <= 50
+        assert len(run.target) <= 20 + 3 + 64  # those of the last pass come on top
+        assert run.done or len(run.ends.stops) <= 3 + len(run.pool.best)
     assert run.length > 30
 
 
@@ -170,7 +172,7 @@ def test_layers_of_any_width_go_without_a_draft(options):
     passes = 0
     for seed in range(4):
         kept = parts(target, None, 20, (11,), beams=3, draft_width=6, draft_depth=2, draws="iid", twins=True, **options)
-        run = SampleRun(chance=RandomChance(torch.Generator().manual_seed(seed)), **kept)
+        run = SampleRun(kept, RandomChance(torch.Generator().manual_seed(seed)))
         texts = finish(run)
         assert all(0 < len(text) <= 20 for text in texts)
         passes += run.stats.passes / len(run.pass_of_step)

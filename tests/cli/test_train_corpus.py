@@ -22,7 +22,7 @@ def proposals(tiny: str, file: Path, words: str) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     memory = CorpusCache(GramOptions(corpus=file, fingerprint=tokenizer_fingerprint(tokenizer))).open()
     memory.read(tokenizer(words)["input_ids"])
-    return [tokenizer.decode(tokens) for tokens in memory.propose(3, 6)]
+    return [tokenizer.decode(tokens) for _, tokens in memory.matches(3, 6)]
 
 
 def test_files_are_counted_and_found_again(invoke, tiny: str, text: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from polydraft.loading import _resolved
 from polydraft.options import LoadOptions
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.trees import DynamicShape, parse_tree
-from polydraft.trees.likely import RANK_ACCEPTANCE
+from polydraft.trees.topology import RANK_ACCEPTANCE
 from stand_in import StandIn
 
 from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET

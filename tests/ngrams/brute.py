@@ -2,6 +2,8 @@
 
 import random
 
+import numpy as np
+
 
 def random_text(seed: int, size: int, vocabulary: int) -> list[int]:
     """A text in which some stretches come again."""
@@ -24,3 +26,12 @@ def places_after(text: list[int], gram: list[int]) -> list[int]:
 def longest_match(text: list[int], most: int) -> int:
     """Tokens of the longest end of the text that stands somewhere before, at most `most`."""
     return max((size for size in range(1, min(most, len(text) - 1) + 1) if places_after(text, text[-size:])), default=0)
+
+
+def gram_of(trie, node):
+    """The n-gram of a node of a trie."""
+    tokens = [int(trie.tokens_N[node])]
+    while node >= trie.level_sizes[0]:
+        node = int(np.searchsorted(trie.firsts_I, node, side="right")) - 1
+        tokens.append(int(trie.tokens_N[node]))
+    return tokens[::-1]

@@ -25,7 +25,6 @@ def test_continuations_keep_their_bounds_and_differ(name, options, seed):
         assert len(matches) <= count
         assert len({tuple(match.tokens) for match in matches}) == len(matches)
         assert all(1 <= len(match.tokens) <= length and match.prefix >= 1 for match in matches)
-        assert [match.tokens for match in matches] == memory.propose(count, length)
 
 
 @every_cache
@@ -94,7 +93,7 @@ def test_nothing_is_known_of_nothing(name, options):
     memory = GRAM_CACHES.get(name)(options).open()
     for tokens in ([], [21], [], [22], [23]):
         memory.read(tokens)
-        assert memory.propose(4, 4) == []
+        assert memory.matches(4, 4) == []
 
 
 @every_cache
@@ -112,7 +111,7 @@ def test_degenerate_text_takes_no_longer(name, options):
         sys.settrace(count)
         try:
             memory.read(text)
-            proposed = memory.propose(4, 6)
+            proposed = [match.tokens for match in memory.matches(4, 6)]
         finally:
             sys.settrace(before)
         return lines, proposed
@@ -123,7 +122,7 @@ def test_degenerate_text_takes_no_longer(name, options):
     if name == "corpus":
         short = GRAM_CACHES.get(name)(options).open()
         short.read([3] * options.max_prefix)
-        assert proposed == short.propose(4, 6) != []
+        assert proposed == [match.tokens for match in short.matches(4, 6)] != []
     else:
         assert list(proposed[0]) == [3] * 6
 

@@ -13,6 +13,7 @@ from polydraft.ngrams import GRAM_CACHES, SHIPPED_CORPORA, GramOptions, corpus, 
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import HEADER_SIZE, load_trie, save_trie
 
+from .brute import gram_of
 from .conftest import MARK
 
 SHIPPED = SHIPPED_CORPORA["smollm2-corpus"]
@@ -38,7 +39,7 @@ def test_wide_vocabularies_take_wider_numbers(tmp_path):
         counter.add([150_000, 70_000, 150_000, 70_000, 5])
         save_trie(counter.count(MARK, max_bytes=1000), tmp_path / "wide")
     trie = load_trie(tmp_path / "wide")
-    assert trie.gram_of(trie.find([150_000, 70_000])) == [150_000, 70_000]
+    assert gram_of(trie, trie.find([150_000, 70_000])) == [150_000, 70_000]
 
 
 def test_every_truncation_is_noticed(corpus_file, tmp_path):
@@ -149,5 +150,5 @@ def test_the_shipped_cache_is_small_and_fits_the_bundled_target():
     cache = GRAM_CACHES.get("corpus")(GramOptions(fingerprint=mark))
     assert not cache.is_empty
     memory = cache.open()
-    memory.read(trie.gram_of(trie.level_sizes[0])[:1])  # the commonest pair of tokens
-    assert memory.propose(4, 4)
+    memory.read(gram_of(trie, trie.level_sizes[0])[:1])  # the commonest pair of tokens
+    assert memory.matches(4, 4)

@@ -11,7 +11,7 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import ABSENT, HEADER_SIZE, node_bytes, save_trie, weights_of
 
-from .brute import random_text
+from .brute import gram_of, random_text
 
 VOCABULARY, MAX_PREFIX, GRAM = 9, 2, 3
 ORDER = MAX_PREFIX + GRAM
@@ -41,7 +41,7 @@ def brute_counts(texts, min_count):
 
 
 def grams_of(trie):
-    return {tuple(trie.gram_of(node)): int(trie.weights_N[node]) for node in range(len(trie.tokens_N))}
+    return {tuple(gram_of(trie, node)): int(trie.weights_N[node]) for node in range(len(trie.tokens_N))}
 
 
 def same(one, other):
@@ -62,7 +62,7 @@ def test_counts_equal_a_count_in_memory(seed, min_count):
     assert grams_of(trie) == {gram: int(weights_of(np.array([count]))[0]) for gram, count in counts.items()}
     assert trie.corpus_tokens == sum(map(len, corpus))
     for node in range(len(trie.tokens_N)):
-        assert trie.find(trie.gram_of(node)) == node
+        assert trie.find(gram_of(trie, node)) == node
 
 
 @pytest.mark.parametrize("seed", some_slow(range(2), [1]))

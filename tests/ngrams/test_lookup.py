@@ -33,7 +33,7 @@ def test_a_copy_that_reaches_the_end_goes_on_with_itself():
     assert copied([1, 2, 3], 2, 1) == [3]
     subject = LookupCache(GramOptions()).open()
     subject.read([7, 1, 2, 1, 2, 1])
-    assert list(subject.propose(1, 5)[0]) == [2, 1, 2, 1, 2]
+    assert list(subject.matches(1, 5)[0].tokens) == [2, 1, 2, 1, 2]
 
 
 def state_of(automaton, gram):
@@ -91,7 +91,7 @@ def test_first_token_follows_the_longest_match(seed, prefer):
 def test_continuations_branch_where_the_text_did():
     memory = SuffixCache(GramOptions()).open()
     memory.read([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 9, 1, 2])
-    proposals = [list(tokens) for tokens in memory.propose(3, 2)]
+    proposals = [list(match.tokens) for match in memory.matches(3, 2)]
     assert proposals[:2] == [[3, 4], [3, 5]]
 
 
@@ -101,7 +101,7 @@ def test_recent_and_frequent_differ():
     for prefer in ("frequent", "recent"):
         memory = SuffixCache(GramOptions(prefer=prefer)).open()
         memory.read(text)
-        first[prefer] = memory.propose(1, 1)[0][0]
+        first[prefer] = memory.matches(1, 1)[0].tokens[0]
     assert first == {"frequent": 2, "recent": 3}
 
 

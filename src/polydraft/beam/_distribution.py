@@ -1,4 +1,4 @@
-"""The distribution by which beams go on: all continuations of all beams, each with its score."""
+"""The distribution over all continuations of all beams, each with its score."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polydraft.beam._node import Node
+from polydraft.beam._node import Beam, Node
+from polydraft.devices import can_sync
 from polydraft.errors import FailureError
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
 from polydraft.verify.arrays import as_tensor, largest
@@ -19,12 +20,12 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 _TIES = 16
-"""Tokens beyond the k-th that are looked at for ties with it; more of them take the long way."""
+"""Tokens beyond the k-th that are checked for ties with it; with more ties the full logits are used."""
 
 
 @dataclass(frozen=True, eq=False)
 class Continuations:
-    """Further tokens of R texts, X in all, row by row; tokens without mass are left out."""
+    """Next tokens of R texts, X in all, row by row; tokens without mass are left out."""
 
     rows_X: Indices
     tokens_X: Indices
@@ -35,12 +36,12 @@ class Continuations:
     num_rows: int
     vocab_size: int
 
-    def totals(self, sums_R: Sequence[float]) -> Floats:
-        """Return the scores of the continued texts."""
-        return np.asarray(sums_R, dtype=np.float64)[self.rows_X] + self.scores_X
+    def totals(self, beams: Sequence[Beam]) -> Floats:
+        """Return the scores of the continued texts, given the R beams that they continue."""
+        return np.array([beam.score for beam in beams], dtype=np.float64)[self.rows_X] + self.scores_X
 
     def restricted(self, rows: Sequence[int]) -> tuple["Continuations", Indices]:
-        """Return the continuations of some texts only, and which entries they were; rows are numbered anew."""
+        """Return the continuations of some rows, renumbered, and which entries they were."""
         table_R = np.full(self.num_rows, -1, dtype=np.int64)
         table_R[list(rows)] = np.arange(len(rows))
         renumbered_X = table_R[self.rows_X]
@@ -57,17 +58,17 @@ class Continuations:
 
     @cached_property
     def bounds(self) -> list[int]:
-        """Where the entries of each row begin, and where those of the last one end."""
+        """Where the entries of each row start, and where the last row's end."""
         bounds: list[int] = np.searchsorted(self.rows_X, np.arange(self.num_rows + 1)).tolist()
         return bounds
 
     def keys(self) -> Indices:
-        """Return a number for each entry that means the same row and token in every distribution."""
+        """Return a number for each pair of row and token, the same in every distribution."""
         return self.rows_X * self.vocab_size + self.tokens_X
 
 
 def joined(pieces: Sequence[tuple[Continuations, int]]) -> Continuations:
-    """Put rows of any distributions together, in the order asked for; a row may be asked for twice."""
+    """Join rows of any distributions in the given order; a row may occur twice."""
     first = pieces[0][0]
     if len(pieces) == first.num_rows and all(
         distribution is first and row == place for place, (distribution, row) in enumerate(pieces)
@@ -85,16 +86,16 @@ def joined(pieces: Sequence[tuple[Continuations, int]]) -> Continuations:
 
 
 def nothing_foreseen(num_rows: int, vocab_size: int) -> Continuations:
-    """Return the distribution of texts of which nobody knows how they go on: no continuations."""
+    """Return the distribution of texts whose continuations nobody foresees: none."""
     none_X = np.zeros(0, dtype=np.int64)
     return Continuations(none_X, none_X, none_X.astype(np.float64), none_X.astype(np.float64), num_rows, vocab_size)
 
 
 def averaged(distribution: Continuations, other: Continuations, rows: Sequence[int]) -> Continuations:
-    """Return a distribution whose given rows are the mean of its own and the other's, which has those rows only.
+    """Average some rows of a distribution with the rows of another, which has only those.
 
-    Where a row of `distribution` foresees nothing, the other's keeps half its mass all the same: a hint is no certainty. This
-    is for drafts, of whom nobody asks log-probabilities: its scores stand for them.
+    Where a row of `distribution` foresees nothing, the other's still keeps only half its mass: a hint is no certainty. This is
+    for drafts, whose log-probabilities nobody reads, so they are set to the scores.
     """
     shares_R = np.zeros(distribution.num_rows)
     shares_R[list(rows)] = np.log(0.5)
@@ -103,7 +104,7 @@ def averaged(distribution: Continuations, other: Continuations, rows: Sequence[i
     scores_X = np.concatenate([distribution.scores_X + shares_R[distribution.rows_X], other.scores_X + np.log(0.5)])
     order_X = np.argsort(keys_X, kind="stable")
     keys_X, scores_X = keys_X[order_X], scores_X[order_X]
-    # What both distributions know comes twice in a row.
+    # Tokens in both distributions now stand side by side.
     once_X = np.ones(len(keys_X), dtype=bool)
     once_X[1:] = keys_X[1:] != keys_X[:-1]
     again_X = np.flatnonzero(~once_X)
@@ -127,21 +128,21 @@ def normalised(totals_X: Floats) -> Floats:
 class DistributionMaker:
     """Turn a model's logits into continuations, in the order of Hugging Face's beams.
 
-    Log-softmax comes first, then penalties, temperature, top-k, top-p and min-p, and nothing is normed anew: a beam's score
-    is the sum of what is left. Without temperature and truncation that is the log-likelihood.
+    Log-softmax comes first, then penalties, temperature, top-k, top-p and min-p, without renormalising: a beam's score is the
+    sum of the results. Without temperature and truncation that is the log-likelihood.
 
     Parameters
     ----------
     params : SamplingParams
-        For deterministic search penalties and biases only; the rest is ignored, as Hugging Face does.
+        For search, only penalties and biases count, as in Hugging Face.
     vocab_size : int
         The target's.
     vocabulary : PartialVocabulary, optional
         What the columns of a draft's logits mean, where they are not all tokens.
     best : int, optional
-        Deterministic search: keep so many of the best continuations of a text.
+        For search: how many of a text's best continuations to keep.
     draft : str, optional
-        Whose logits these are, where they are a draft's: it may go on where a processor fails.
+        Name of the draft, if these are its logits: drafting goes on where a processor fails.
     """
 
     def __init__(
@@ -166,24 +167,24 @@ class DistributionMaker:
 
     @property
     def has_processors(self) -> bool:
-        """Whether logits processors say what may follow a text, and may know nothing of texts that they have ruled out."""
+        """Whether there are logits processors, which may fail on texts that they have ruled out."""
         return bool(self._params.processors)
 
     @property
     def emptied_by(self) -> str | None:
-        """Which processor has left some text without any token to go on with, if one has."""
+        """The processor that has left some text without a next token, if any."""
         return self._warper.processing.emptied_by
 
     @property
     def never_gains(self) -> bool:
-        """Whether weights of a text's continuations sum to one at most, so that no text's score rises by going on."""
+        """Whether the weights of a text's continuations sum to at most one, so that no text's score rises."""
         params = self._params
         penalised = min(params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty) >= 0
         return penalised and params.temperature <= 1 and not params.processors and not params.logit_bias
 
     @property
     def is_short(self) -> bool:
-        """Whether few continuations of a text have mass, so that many texts' distributions are a small copy to the host."""
+        """Whether few continuations of a text have mass, so that copying many distributions to the host is cheap."""
         return not self._adjusted and (self._best is not None or bool(self._params.top_k))
 
     @property
@@ -194,23 +195,23 @@ class DistributionMaker:
 
     @property
     def is_packed(self) -> bool:
-        """Whether `packed` is for this distribution: a short one, of which no token is cut that might belong to it."""
+        """Whether `packed` can be used: the distribution is short, and no token with mass is cut off."""
         columns = self._vocab_size if self._vocabulary is None else len(self._vocabulary.tokens_D)
         return self.is_short and (self._best is not None or self._params.top_k + _TIES < columns)
 
     def packed(self, logits_RV: Tensor) -> Tensor:
-        """Return all that makes up some texts' distributions in one tensor on their device: each copy to the host is a wait."""
+        """Return some texts' distributions as one tensor on their device, to be copied to the host at once."""
         logits_RV = self._own(logits_RV)
         short = self._shortened(logits_RV, logits_RV.logsumexp(-1, keepdim=True))
         assert short is not None, "is_packed says when"
         return short
 
     def unpacked(self, packed_RX: Floats, nodes: Sequence[Node], logits: Callable[[Sequence[Node]], Tensor]) -> Continuations:
-        """Return the continuations of texts whose distributions are packed here; asks for logits where one is needed whole."""
+        """Return the continuations of texts whose distributions were packed; `logits` is asked where one is needed in full."""
         odd_R = np.isnan(packed_RX[:, 0])
         if not odd_R.any():
             return self._listed(packed_RX)
-        # Text by text, so that nobody's distribution depends on who is passed along with it.
+        # Text by text, so that no distribution depends on which other texts are in the pass.
         odd = np.flatnonzero(odd_R).tolist()
         texts = [nodes[row] for row in odd]
         whole, short = self._whole(self._own(logits(texts)), texts), self._listed(packed_RX[~odd_R])
@@ -219,7 +220,7 @@ class DistributionMaker:
         return joined([pieces[row] for row in range(len(packed_RX))])
 
     def _listed(self, packed_RX: Floats) -> Continuations:
-        """Return packed distributions as a flat list."""
+        """Return packed distributions as continuations."""
         rows, width = len(packed_RX), packed_RX.shape[1] // 3
         kept_RK = packed_RX[:, :width] > -np.inf
         if kept_RK.all():
@@ -240,7 +241,7 @@ class DistributionMaker:
         return self.unpacked(short.cpu().numpy(), nodes, lambda texts: logits_RV[[rows[node] for node in texts]])
 
     def _whole(self, logits_RV: Tensor, nodes: Sequence[Node]) -> Continuations:
-        """Return the continuations, whichever tokens they are."""
+        """Return the continuations from full logits."""
         if self._adjusted and self._vocabulary is not None:
             logits_RV = self._vocabulary.spread(logits_RV, fill=-torch.inf)
         norm_R1 = logits_RV.logsumexp(-1, keepdim=True)
@@ -251,7 +252,7 @@ class DistributionMaker:
             )
         log_probs_RV = logits_RV - norm_R1
         missing = 0 if self._vocabulary is not None and not self._adjusted else self._vocab_size - log_probs_RV.shape[-1]
-        if missing:  # padding rows of either model's table never get mass
+        if missing:  # padding columns of either model have no mass
             log_probs_RV = torch.nn.functional.pad(log_probs_RV, (0, missing), value=-torch.inf)
         scores_RV = self._warper.scores(log_probs_RV[None], self._paths(nodes))[0]
         if self._best is not None:
@@ -268,14 +269,14 @@ class DistributionMaker:
         )
 
     def _own(self, logits_RV: Tensor) -> Tensor:
-        """Return the logits of tokens, less padding."""
+        """Return the logits without padding."""
         logits_RV = logits_RV.float()
         return logits_RV[:, : self._vocab_size] if self._vocabulary is None else logits_RV
 
     def _shortened(self, logits_RV: Tensor, norm_R1: Tensor) -> Tensor | None:
-        """Return scores, log-probabilities and ids `[R, 3 K]` of the few best tokens, or None if they cannot be told so.
+        """Return scores, log-probabilities and ids `[R, 3 K]` of the few best tokens; None if that does not suffice.
 
-        Rows begin with no number where tokens that were left out might have mass, or where logits are none.
+        A row starts with NaN if tokens beyond these might have mass, or if its logits are not finite.
         """
         columns = logits_RV.shape[-1]
         tied_R1 = ~norm_R1.isfinite()
@@ -288,8 +289,8 @@ class DistributionMaker:
                 return None
             best_RK, columns_RK = _top(logits_RV, params.top_k + _TIES)
             if params.top_p < 1:
-                # Of equals the last tokens come first, as topk alone does not promise: the cut may go right through them,
-                # and the warper keeps those.
+                # Among equals the last tokens come first, which topk does not promise: the cut may go right through them, and
+                # the warper keeps those.
                 columns_RK, order_RK = columns_RK.sort(-1, descending=True)
                 best_RK, order_RK = best_RK.gather(1, order_RK).sort(dim=-1, descending=True, stable=True)
                 columns_RK = columns_RK.gather(1, order_RK)
@@ -303,7 +304,7 @@ class DistributionMaker:
         return torch.cat([part.double() for part in parts], dim=-1)
 
     def _truncated(self, scores_RK: Tensor) -> Tensor:
-        """Cut the tail off scores that fall from left to right, by top-p and min-p."""
+        """Apply top-p and min-p to scores in descending order."""
         params = self._params
         if params.top_p < 1:
             probs_RK = torch.softmax(scores_RK, -1).double()
@@ -316,7 +317,7 @@ class DistributionMaker:
         return scores_RK
 
     def _paths(self, nodes: Sequence[Node]) -> Tensor:
-        """Return the new tokens of each text `[1, R, P]`, as far as penalties need them."""
+        """Return the new tokens of each text `[1, R, P]`, if penalties need them."""
         texts = [node.tokens() for node in nodes] if self._params.needs_history else [[] for _ in nodes]
         longest = max(map(len, texts))
         padded = [text + [NO_TOKEN] * (longest - len(text)) for text in texts]
@@ -325,9 +326,9 @@ class DistributionMaker:
 
 def _top(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the largest logits of each row in order, and their columns."""
-    if logits_RV.device.type == "cpu":
+    if can_sync(logits_RV):
         best_RK, columns_RK = logits_RV.topk(count, dim=-1)
         return best_RK, columns_RK
-    # One block of threads per row, as topk has it, takes 70 µs.
+    # topk takes 70 µs: one block of threads per row.
     values_RK, indices_RK = largest(logits_RV, count)
     return as_tensor(values_RK), as_tensor(indices_RK)

@@ -1,4 +1,4 @@
-"""Drafts that read a tree of beams: what each says of the token after a node."""
+"""Drafts at work on a tree of beams: models, and feature heads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from polydraft.beam._distribution import Indices
 from polydraft.beam._node import Node
 from polydraft.beam._slots import Inputs, SlotTree
 from polydraft.beam._workspace import BEFORE, NOWHERE, BeamMemory
+from polydraft.devices import can_sync
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.heads.head_context import HeadContext
 from polydraft.sampling import PartialVocabulary
@@ -23,44 +24,44 @@ class TreeReader(ABC):
 
     name: str
     vocabulary: PartialVocabulary | None
-    """What the columns of its logits mean, where they are not all tokens."""
+    """Which tokens the columns of its logits are, if not all."""
 
     reads_features: ClassVar[bool] = False
-    """Whether it wants to see the target's features of the prompt, through `observe`."""
+    """Whether it needs the target's features of the prompt, see `observe`."""
 
     def observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
-        """See the target's features of the prompt, part by part, all but its last token's."""
+        """Take the target's features of the prompt, chunk by chunk, without its last token's."""
         raise NotImplementedError
 
     @abstractmethod
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
-        """Read the prompt; `root` is its last token, `target` holds the target's features of nodes that it has passed."""
+        """Read the prompt; `root` is its last token, and `target` has the features of nodes that the target has passed."""
 
     @abstractmethod
     def read(self, nodes: Sequence[Node]) -> None:
-        """Pass nodes, and what is missing above them."""
+        """Pass nodes and their missing ancestors."""
 
     @abstractmethod
     def head(self, features_RF: Tensor) -> Tensor:
-        """Return the logits that features mean."""
+        """Return the logits for features."""
 
     def logits(self, nodes: Sequence[Node]) -> Tensor:
-        """Return the logits of what follows each node, read first where it has to be."""
+        """Return the logits after each node; nodes that were not read are read first."""
         self.read(nodes)
         return self.head(self.tree.features(nodes))
 
     @property
     @abstractmethod
     def tree(self) -> SlotTree:
-        """What it has read."""
+        """The nodes that it has read."""
 
     @abstractmethod
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
-        """Take note, after a round, of which texts go on; nodes `below` them are drafts that are being verified."""
+        """Say which texts go on after a round; nodes `below` them are drafts that are being verified."""
 
 
 class ModelReader(TreeReader):
-    """A draft model; nodes that survive a round are not read again."""
+    """A draft model. Nodes that survive a round are not read again."""
 
     def __init__(self, model: LanguageModel, memory: BeamMemory | None = None) -> None:
         self.name, self.vocabulary, self._model = model.name, model.vocabulary, model
@@ -70,16 +71,17 @@ class ModelReader(TreeReader):
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
         """Read the prompt with the draft."""
         self._memory.context.prefill([prompt[:-1]])
-        self._tree = SlotTree(self._memory.context, self._memory.bank, graphs=self._memory.graphs)
+        memory = self._memory
+        self._tree = SlotTree(memory.context, memory.bank, graphs=memory.graphs, sizes=memory.sizes)
 
     @property
     def tree(self) -> SlotTree:
-        """What the draft has read."""
+        """The nodes that the draft has read."""
         assert self._tree is not None, "begin() comes first"
         return self._tree
 
     def read(self, nodes: Sequence[Node]) -> None:
-        """Pass the nodes, and what the draft has not seen above them."""
+        """Pass nodes and their missing ancestors."""
         self.tree.read(nodes)
 
     def head(self, features_RF: Tensor) -> Tensor:
@@ -87,15 +89,15 @@ class ModelReader(TreeReader):
         return self._model.head(features_RF)
 
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
-        """Let dead nodes go."""
+        """Forget dead nodes."""
         self.tree.keep(leaves, below)
 
 
 class HeadReader(TreeReader):
     """A feature head, which reads the target's features; see `polydraft.draft.head_source` for what an entry is.
 
-    A node's entry joins its token with the target's features of its parent. Inside a forest these are not known yet and the
-    head's own outputs take their place; such entries are guesses, and read again once the target has passed their parents.
+    A node's entry joins its token with the target's features of its parent. Inside a forest these are unknown, and the head's
+    own outputs replace them; such entries are guesses, and are read again once the target has passed their parents.
     """
 
     reads_features = True
@@ -106,7 +108,9 @@ class HeadReader(TreeReader):
         assert isinstance(memory.context, HeadContext)
         self._context = memory.context
         inputs = Inputs(self._feature_rows, lambda: self._target and self._target.bank.place)
-        self._tree = SlotTree(self._context, memory.bank, forward=self._read, inputs=inputs, graphs=memory.graphs)
+        self._tree = SlotTree(
+            self._context, memory.bank, forward=self._read, inputs=inputs, graphs=memory.graphs, sizes=memory.sizes
+        )
         self._begun = False
         """Whether something precedes the root."""
         self._root: Node | None = None
@@ -115,11 +119,11 @@ class HeadReader(TreeReader):
         self._observed: list[Tensor] = []
 
     def observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
-        """Keep the features until the prompt is known in whole."""
+        """Keep the features until the whole prompt is known."""
         self._observed.append(features_1TF[:, : counts[0]])
 
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
-        """Read the entries of the prompt, all but that of its last token."""
+        """Read the entries of the prompt, without its last token's."""
         self._target, self._root, device = target, root, self._head.device
         if not self._observed:
             return
@@ -142,13 +146,13 @@ class HeadReader(TreeReader):
         return self._tree
 
     def read(self, nodes: Sequence[Node]) -> None:
-        """Pass the nodes' entries, and what is missing above them."""
+        """Pass the entries of nodes and of their missing ancestors."""
         self._take_back()
         for level in self._levels(nodes):
             self._tree.read(level)
 
     def _take_back(self) -> None:
-        """Take the entry of a text's very first token back once the target knows better: in training there is none."""
+        """Forget the entry of a text's very first token once the target has passed it: in training there is none."""
         if self._root is not None and not self._begun and self._root in self._passed:
             self._tree.pretend(self._root)
 
@@ -157,7 +161,7 @@ class HeadReader(TreeReader):
         return self._head.head(features_RF)
 
     def _levels(self, nodes: Sequence[Node]) -> list[list[Node]]:
-        """Return the nodes that need passes one after another: a guess needs the head's own output for its parent first."""
+        """Return nodes by level: a guess needs the head's output for its parent first."""
         levels: dict[int, dict[Node, None]] = {}
         passed, read = self._passed, self._tree.bank.rows
         for leaf in nodes:
@@ -170,7 +174,7 @@ class HeadReader(TreeReader):
 
     @property
     def _passed(self) -> Mapping[Node, int]:
-        """Nodes that the target has passed, and where their features lie: entries of their children are no guesses."""
+        """Nodes that the target has passed, with the rows of their features; their children's entries are no guesses."""
         assert self._target is not None, "begin() comes first"
         return self._target.bank.rows
 
@@ -178,12 +182,12 @@ class HeadReader(TreeReader):
         return self._context.read(tokens_1T, self._joined(known_1T[0], guessed_1T[0])[None], block)
 
     def _feature_rows(self, nodes: Sequence[Node]) -> Indices:
-        """Return where the features lie that entries join with their tokens: in the target's bank, or in the head's own."""
+        """Return the rows of the features that entries join with their tokens: in the target's bank, and in the head's own."""
         passed, read = self._passed, self._tree.bank.rows
         known, guessed = [NOWHERE] * len(nodes), [NOWHERE] * len(nodes)
         for index, node in enumerate(nodes):
             if node.parent is None:
-                known[index] = BEFORE if self._begun else NOWHERE  # a text of one token has nothing before its entry
+                known[index] = BEFORE if self._begun else NOWHERE  # nothing precedes the entry of a text's only token
             elif node.parent in passed:
                 known[index] = passed[node.parent]
             else:
@@ -192,12 +196,12 @@ class HeadReader(TreeReader):
         return np.array([known, guessed])
 
     def _joined(self, known_T: Tensor, guessed_T: Tensor) -> Tensor:
-        """Return the features `[T, H]` that rows of the two banks hold, zeros where there are none."""
+        """Return the features `[T, H]` in rows of the two banks; zeros where there are none."""
         assert self._target is not None, "begin() comes first"
         head, (own_NH, theirs_NF) = self._head, (self._tree.bank.values_NF, self._target.bank.values_NF)
         joined_TH = torch.zeros(len(known_T), head.shape.hidden_size, dtype=head.dtype, device=head.device)
-        if head.device.type == "cpu" and not self._tree.captures:
-            # Of few nodes at a time: what nobody asks for is not computed.
+        if can_sync(joined_TH) and not self._tree.captures:
+            # Compute only what is asked for.
             for rows_T, bank, ready in ((guessed_T, own_NH, lambda own_RH: own_RH), (known_T, theirs_NF, head.fused)):
                 here_T = rows_T >= 0
                 if bank is not None and here_T.any():
@@ -211,7 +215,7 @@ class HeadReader(TreeReader):
         return joined_TH
 
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
-        """Let dead nodes go, and all guesses: they are read anew with the target's features."""
+        """Forget dead nodes and all guesses, which are read again with the target's features."""
         self._take_back()
         self._tree.forget(self._guesses)
         self._guesses = []
@@ -219,5 +223,5 @@ class HeadReader(TreeReader):
 
 
 def tree_reader(draft: LanguageModel | FeatureHead, memory: BeamMemory | None = None) -> TreeReader:
-    """Return the reader that a draft calls for; with a memory of that draft's it reads into that one."""
+    """Return the reader for a draft, which uses the draft's memory if one is given."""
     return HeadReader(draft, memory) if isinstance(draft, FeatureHead) else ModelReader(draft, memory)

@@ -1,18 +1,195 @@
-"""Beam sampling, speculatively (DSBD): beams of the target's own beam distribution from forests that the draft samples."""
+"""Beam sampling, speculatively: Dynamic-width Speculative Beam Decoding [1]_, corrected.
 
+Algorithm 1 of the paper is `SampleRun._verify` (the loop over layers) and `verify_layer` (one layer); its equations 2 to 7 are
+`dynamic_width`. docs/beams.md lists every deviation from the printed text and what it costs to leave it out.
+
+References
+----------
+.. [1] Qin et al. 2025, Dynamic-Width Speculative Beam Decoding for LLM Inference, AAAI (arXiv:2409.16560).
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from polydraft.beam._distribution import Continuations, Floats, Indices, normalised
-from polydraft.beam._layer import Chance, ForestLayer, LayerVerdict, close_draws, dynamic_width, verify_layer
 from polydraft.beam._node import Beam
-from polydraft.beam._reader import TreeReader
-from polydraft.beam._run import BeamRun
+from polydraft.beam._run import BeamRequest, BeamRun, ForestLayer, close_draws
+from polydraft.beam._workspace import BeamWorkspace
 from polydraft.beam.options import Draws
 
 _FEW_ENTRIES = 4096
+
+
+class Chance(ABC):
+    """The random decisions of a run; tests enumerate them."""
+
+    @abstractmethod
+    def accepts(self, target: float, draft: float) -> bool:
+        """Return true with probability `min(1, target / draft)`."""
+
+    @abstractmethod
+    def draw(self, weights_X: Floats, count: int, *, distinct: bool) -> list[int]:
+        """Draw entries in proportion to their weights, in draw order; fewer if distinct ones run out."""
+
+
+class RandomChance(Chance):
+    """Decisions by a generator's random numbers."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def _uniforms(self, count: int) -> Floats:
+        numbers: Floats = torch.rand(count, generator=self._generator, dtype=torch.float64).numpy()
+        return numbers
+
+    def accepts(self, target: float, draft: float) -> bool:
+        """Compare U q < p, strictly: entries without mass are never accepted."""
+        return bool(self._uniforms(1)[0] * draft < target)
+
+    def draw(self, weights_X: Floats, count: int, *, distinct: bool) -> list[int]:
+        """Invert the cumulative sum of the weights."""
+        numbers = self._uniforms(count)
+        if not distinct:
+            sums_X = weights_X.cumsum()
+            return [_found(sums_X, weights_X, number) for number in numbers] if len(sums_X) and sums_X[-1] > 0 else []
+        left_X, drawn = weights_X.copy(), []
+        for number in numbers:
+            sums_X = left_X.cumsum()
+            if not len(sums_X) or not sums_X[-1] > 0:
+                break
+            drawn.append(_found(sums_X, left_X, number))
+            left_X[drawn[-1]] = 0.0
+        return drawn
+
+
+def _found(sums_X: Floats, weights_X: Floats, number: float) -> int:
+    index = min(int(np.searchsorted(sums_X, number * sums_X[-1], side="right")), len(sums_X) - 1)
+    while weights_X[index] <= 0:  # rounding may step past the last entry with weight
+        index -= 1
+    return index
+
+
+def acceptance_chances(target_probs_U: Floats, draft_probs_U: Floats, drafts: int) -> list[float]:
+    """Return α_j, the probability that the j-th draft is accepted after all before it were rejected (eq. 4)."""
+    chances, residual_U = [], target_probs_U
+    for _ in range(drafts):
+        chances.append(min(float(np.minimum(residual_U, draft_probs_U).sum()), 1.0))
+        residual_U = _residual(residual_U, draft_probs_U)
+    return chances
+
+
+def count_distribution(chances: list[float]) -> Floats:
+    """Return P(m, k), the probability that k of m independent drafts are accepted, for k = 0 to m (eqs. 2 and 3).
+
+    Notes
+    -----
+    P(m, 0) = ∏ (1 - α_j), which the paper leaves out. After an acceptance everything starts anew with the remaining drafts, so
+    P(m, k) = Σ_i α_i ∏_{j<i} (1 - α_j) P(m - i, k - 1).
+    """
+    total = len(chances)
+    distribution_MK = np.zeros((total + 1, total + 1))
+    none_before = np.concatenate([[1.0], np.cumprod(1.0 - np.array(chances))])
+    distribution_MK[:, 0] = none_before
+    first = np.array(chances) * none_before[:-1]
+    for drafts in range(1, total + 1):
+        distribution_MK[drafts, 1:] = first[:drafts] @ distribution_MK[drafts - 1 :: -1, :-1]
+    chances_K: Floats = distribution_MK[total]
+    return chances_K
+
+
+def dynamic_width(target_probs_U: Floats, draft_probs_U: Floats, drafts: int, *, threshold: float, least: int) -> int:
+    """Return the largest width that is reached with probability `threshold` or more, but at least `least` (eqs. 5 to 7).
+
+    Notes
+    -----
+    The sum of eq. 5 starts at k = 0. The width depends on the distributions and the number of drafts, never on which they are:
+    that would change the distribution of the beams. For distinct drafts the recursion is an estimate, which costs no exactness.
+    """
+    chances = count_distribution(acceptance_chances(target_probs_U, draft_probs_U, drafts))
+    reached = 1.0 - np.concatenate([[0.0], np.cumsum(chances)[:-1]])  # P(at least K) for K = 0 to m
+    widest = max(width for width in range(drafts + 1) if width == 0 or reached[width] >= threshold)
+    return max(least, widest)
+
+
+@dataclass(frozen=True)
+class LayerVerdict:
+    """The beams of one layer."""
+
+    outputs: list[int]
+    """Entries of the universe, accepted drafts first."""
+    drafts: list[int]
+    """Which drafts were accepted; further outputs were drawn anew."""
+    complete: bool
+    """Whether all outputs are drafts, so that the next layer can be verified."""
+
+
+def verify_layer(
+    target_probs_U: Floats, draft_probs_U: Floats, drafts: Sequence[int], width: int, chance: Chance, *, distinct: bool
+) -> LayerVerdict:
+    """Turn drafts from one beam distribution into `width` beams from another (Algorithm 1, lines 13 to 31).
+
+    Parameters
+    ----------
+    target_probs_U, draft_probs_U : array
+        The beam distributions of target and draft over the universe: all pairs of a surviving beam and a token.
+    drafts : sequence of int
+        What the draft drew, in draw order, without orphans (drafts below a rejected beam).
+    width : int
+        Number of beams wanted; must not depend on which drafts were drawn.
+    distinct : bool
+        Drafts are drawn without replacement, and outputs follow the target's distribution without replacement; otherwise both
+        are independent.
+
+    Notes
+    -----
+    Deviations from the printed algorithm, each needed for exactness (tests/beam/test_layer.py): a draft is accepted with
+    probability min(1, p'/q), printed upside down; q is normalised over the surviving beams; for distinct beams q loses every
+    draft after its turn, accepted or not, and p every output.
+
+    Guarantee: outputs are independent draws from the target's distribution, or successive ones without replacement.
+    """
+    target_U, draft_U, residual_U = target_probs_U, draft_probs_U, target_probs_U  # p, q, p'
+    outputs: list[int] = []
+    accepted: list[int] = []
+    for number, draft in enumerate(drafts):
+        if len(outputs) == width:
+            break
+        if chance.accepts(float(residual_U[draft]), float(draft_U[draft])):
+            outputs.append(draft)
+            accepted.append(number)
+            if distinct:
+                target_U = _without(target_U, draft)
+            residual_U = target_U
+        else:
+            residual_U = _residual(residual_U, draft_U)
+        if distinct:
+            draft_U = _without(draft_U, draft)
+    complete = len(outputs) == width
+    if not complete:
+        for entry in chance.draw(residual_U, 1, distinct=distinct):
+            outputs.append(entry)
+            target_U = _without(target_U, entry) if distinct else target_U
+        outputs += chance.draw(target_U, width - len(outputs), distinct=distinct)
+    return LayerVerdict(outputs, accepted, complete)
+
+
+def _residual(target_U: Floats, draft_U: Floats) -> Floats:
+    """Return norm(max(p' - q, 0)), or p' if rounding left nothing of it."""
+    left_U = np.maximum(target_U - draft_U, 0.0)
+    total = left_U.sum()
+    return left_U / total if total > 0 else target_U
+
+
+def _without(probs_U: Floats, entry: int) -> Floats:
+    """Return the distribution given that it is not `entry`."""
+    left_U = probs_U.copy()
+    left_U[entry] = 0.0
+    total = left_U.sum()
+    return left_U / total if total > 0 else left_U
 
 
 class SampleRun(BeamRun):
@@ -20,17 +197,16 @@ class SampleRun(BeamRun):
 
     Notes
     -----
-    Algorithm 1 of the paper, see `verify_layer` for what had to be corrected. With a fixed width the beams follow the
-    distribution of plain beam sampling exactly. With a width threshold each layer's beams follow the beam distribution given
-    its width, which depends on earlier layers only; the distribution of whole texts is then another than that of any fixed
-    width.
+    With a fixed width, beams have exactly the distribution of plain beam sampling. With a width threshold, each layer's beams
+    have the beam distribution given its width, which depends on earlier layers only; whole texts then have another distribution
+    than with any fixed width.
     """
 
-    def __init__(self, *, chance: Chance, **parts: Any) -> None:
+    def __init__(self, request: BeamRequest, chance: Chance, workspace: BeamWorkspace | None = None) -> None:
         self._chance = chance
-        super().__init__(**parts)
+        super().__init__(request, workspace)
 
-    def _best(self, reader: TreeReader | None) -> int | None:
+    def _best(self, *, of_draft: bool) -> int | None:
         return None
 
     @property
@@ -38,90 +214,76 @@ class SampleRun(BeamRun):
         return self.options.draws != Draws.INDEPENDENT
 
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
-        probs_X = normalised(continuations.totals([beam.score for beam in parents]))
+        probs_X = normalised(continuations.totals(parents))
         return self._chance.draw(probs_X, self.options.draft_width or 2 * self._width, distinct=self._distinct)
 
     def _verify(self, layers: list[ForestLayer]) -> int:
-        sources: list[int] | None = list(range(len(self.beams)))
-        for steps, layer in enumerate(layers, start=1):
-            assert sources is not None
-            sources = self._verify_layer(layer, sources)
-            if not self.beams or sources is None:
-                self._narrow()
+        survivors = list(range(len(self.beams)))
+        for steps, layer in enumerate(layers, start=1):  # line 4
+            following = self._verify_layer(layer, survivors)
+            if not self.beams or following is None:
+                self._keep_one_cache()
                 return steps
-        continuations = self._rows([beam.node for beam in self.beams])
-        totals_X = continuations.totals([beam.score for beam in self.beams])
+            survivors = following
+        # Lines 32 to 34: all layers were accepted, and the pass allows one step more.
+        continuations = self.target.after([beam.node for beam in self.beams])
+        totals_X = continuations.totals(self.beams)
         drawn = self._chance.draw(normalised(totals_X), self._width, distinct=self._distinct)
         self._close([self._child(self.beams, continuations, entry, float(totals_X[entry])) for entry in drawn])
-        self._narrow()
+        self._keep_one_cache()
         return len(layers) + 1
 
-    def _verify_layer(self, layer: ForestLayer, sources: Sequence[int]) -> list[int] | None:
-        """Take one step by a layer whose parents number `sources` are the running beams.
+    def _verify_layer(self, layer: ForestLayer, survivors: Sequence[int]) -> list[int] | None:
+        """Take a step by verifying a layer (lines 5 to 31).
+
+        Parameters
+        ----------
+        survivors : sequence of int
+            Which of the layer's parents the running beams are.
 
         Returns
         -------
         list of int, or None
-            Which parents of the next layer the running beams are; None where verification ends.
+            Which of the next layer's parents the running beams are now; None if verification ends here.
         """
-        continuations = self._rows([beam.node for beam in self.beams])
-        totals_X = continuations.totals([beam.score for beam in self.beams])
-        surviving, entries_X = layer.continuations.restricted(sources)
+        continuations = self.target.after([beam.node for beam in self.beams])
+        totals_X = continuations.totals(self.beams)
+        surviving, entries_X = layer.continuations.restricted(survivors)
         universe = _Universe(continuations, surviving)
         target_probs_U = universe.spread_target(normalised(totals_X))
-        drafted_X = normalised(surviving.totals([layer.parents[source].score for source in sources]))
-        draft_probs_U = universe.spread_draft(drafted_X)
-        drafts, numbers = [], []
-        for number, entry in enumerate(layer.drawn):
-            index = _position(entries_X, entry)
-            if index is not None:  # otherwise an orphan: its parent was rejected
-                drafts.append(int(universe.draft_U[index]))
-                numbers.append(number)
-        verdict = verify_layer(
-            target_probs_U,
-            draft_probs_U,
-            drafts,
-            self._layer_width(target_probs_U, draft_probs_U, len(drafts)),
-            self._chance,
-            distinct=self._distinct,
-        )
-        return self._take_layer(layer, continuations, totals_X, universe, verdict, numbers)
+        draft_probs_U = universe.spread_draft(normalised(surviving.totals([layer.parents[number] for number in survivors])))
+        # Line 10: drafts below rejected beams, the orphans, are left out.
+        kept = [(number, _position(entries_X, entry)) for number, entry in enumerate(layer.drawn)]
+        numbers = [number for number, place in kept if place is not None]
+        drafts = [int(universe.draft_U[place]) for _, place in kept if place is not None]
+        width = self._layer_width(target_probs_U, draft_probs_U, len(drafts))
+        verdict = verify_layer(target_probs_U, draft_probs_U, drafts, width, self._chance, distinct=self._distinct)
 
-    def _layer_width(self, target_probs_U: Floats, draft_probs_U: Floats, drafts: int) -> int:
-        threshold = self.options.width_threshold
-        if threshold is None or not drafts:  # nothing to go by: as wide as a layer that no draft reached
-            return self._width
-        return dynamic_width(target_probs_U, draft_probs_U, drafts, threshold=threshold, least=self.options.min_width or 1)
-
-    def _take_layer(
-        self,
-        layer: ForestLayer,
-        continuations: Continuations,
-        totals_X: Floats,
-        universe: "_Universe",
-        verdict: LayerVerdict,
-        numbers: Sequence[int],
-    ) -> list[int] | None:
-        """Turn a verdict into beams."""
         entries = [universe.target_entry(output) for output in verdict.outputs]
         beams = [self._child(self.beams, continuations, entry, float(totals_X[entry])) for entry in entries]
         for beam in beams[: len(verdict.drafts)]:
             beam.node.drafted = True
-        unfinished = [number for number, beam in enumerate(layer.beams) if not self._ends(beam.node)]
-        row_of = {number: row for row, number in enumerate(unfinished)}
-        rows = {id(beam): row_of.get(numbers[draft]) for beam, draft in zip(beams, verdict.drafts, strict=False)}
+        unfinished = [number for number, beam in enumerate(layer.beams) if not self.ends.at(beam.node)]
+        parent_of = {number: parent for parent, number in enumerate(unfinished)}
+        parents = {id(beam): parent_of.get(numbers[draft]) for beam, draft in zip(beams, verdict.drafts, strict=False)}
         self._close(beams)
         if not verdict.complete:
             return None
-        found = [rows.get(id(beam)) for beam in self.beams]
-        return [row for row in found if row is not None]
+        found = [parents.get(id(beam)) for beam in self.beams]
+        return [parent for parent in found if parent is not None]
+
+    def _layer_width(self, target_probs_U: Floats, draft_probs_U: Floats, drafts: int) -> int:
+        threshold = self.options.width_threshold
+        if threshold is None or not drafts:  # no draft survives: as wide as a layer without drafts
+            return self._width
+        return dynamic_width(target_probs_U, draft_probs_U, drafts, threshold=threshold, least=self.options.min_width or 1)
 
     def _close(self, drawn: Sequence[Beam]) -> None:
         """End a step with these draws."""
-        self._finish_step(*close_draws(drawn, self.options, self._ends))
+        self._finish_step(*close_draws(drawn, self.options, self.ends.at))
 
-    def _narrow(self) -> None:
-        """With one cache, go on with the beam of lowest perplexity alone; all are equally long."""
+    def _keep_one_cache(self) -> None:
+        """With `one_cache`, go on with the beam of lowest perplexity alone (section 3.4); all are equally long."""
         if self.options.one_cache and self.beams:
             self.beams = [max(self.beams, key=lambda beam: beam.score)]
 
@@ -132,12 +294,12 @@ def _position(sorted_X: Indices, entry: int) -> int | None:
 
 
 class _Universe:
-    """All continuations that target or draft give mass, in one numbering."""
+    """All pairs of a surviving beam and a token, numbered once for target and draft."""
 
     def __init__(self, target: Continuations, draft: Continuations) -> None:
         self._target_U, self.draft_U = target.keys(), draft.keys()
         self._size = target.num_rows * target.vocab_size
-        if len(self._target_U) < _FEW_ENTRIES:  # truncated distributions: leave out what neither gives mass
+        if len(self._target_U) < _FEW_ENTRIES:  # truncated distributions: leave out pairs without mass
             keys = np.union1d(self._target_U, self.draft_U)
             self._target_U, self.draft_U = np.searchsorted(keys, self._target_U), np.searchsorted(keys, self.draft_U)
             self._size = len(keys)
@@ -153,7 +315,7 @@ class _Universe:
         return self._spread(self.draft_U, probs_X)
 
     def target_entry(self, output: int) -> int:
-        """Return the target's number of an entry that it gives mass."""
+        """Return which of the target's continuations an output is."""
         entry = int(self._entry_of[output])
         assert entry >= 0, "an output without mass"
         return entry

@@ -1,4 +1,4 @@
-"""Beam search, and beam sampling as search over noisy scores, speculatively: texts as without a draft, in fewer passes.
+"""Beam search, and beam sampling as search over noisy scores: the texts of plain decoding, in fewer target passes.
 
 References
 ----------
@@ -8,63 +8,57 @@ References
 
 import math
 from itertools import islice
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from polydraft.beam._distribution import Continuations, Floats, Indices
-from polydraft.beam._layer import ForestLayer, close_draws
 from polydraft.beam._node import Beam, Node
-from polydraft.beam._reader import TreeReader
-from polydraft.beam._run import BeamRun
+from polydraft.beam._run import BeamRequest, BeamRun, ForestLayer, close_draws
+from polydraft.beam._workspace import BeamWorkspace
 from polydraft.beam.options import Draws
 
 _MASK = 2**64 - 1
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """Constants of the SplitMix64 generator [1]."""
 _FEW_TOTALS = 1024
-"""Up to so many, sorting all of them takes no longer than looking for the largest first."""
+"""Up to this many, sorting all takes no longer than selecting the largest first."""
 _LOOKS = 4
-"""Continuations looked at for each place of a forest, where stop strings may end some."""
+"""Continuations examined per place of a forest if stop strings may end some."""
 
 
 class SearchRun(BeamRun):
-    """Beam search whose steps need no target pass of their own as long as the beams that matter lie in the draft's forest.
+    """Beam search whose steps need no target pass of their own while all beams that matter lie in the draft's forest.
 
     Notes
     -----
-    The draft runs a beam search of its own, wider than the target's, and the target passes its whole forest at once. A step
-    needs nothing but the target's distributions after the W running beams. A beam outside the forest, whose distribution is not
-    known, does no harm where W continuations of the others have higher scores than it has itself: scores only fall, so none of
-    its own would be kept. So every step is the very step of plain beam search, up to the rounding of a matrix product of
-    another shape.
+    The draft runs its own, wider beam search, and the target passes the whole forest at once. A step needs only the target's
+    distributions after the W running beams. A beam outside the forest, whose distribution is unknown, does no harm if W
+    continuations of the others score higher than the beam itself: scores only fall, so none of its own would be kept. So every
+    step is a step of plain beam search, up to the rounding of matrix products of another shape.
     """
 
-    def _best(self, reader: TreeReader | None) -> int | None:
-        return self._candidates if reader is None else self._draft_width
-
-    @property
-    def _draft_width(self) -> int:
-        return self.options.width_of_drafts
+    def _best(self, *, of_draft: bool) -> int | None:
+        return self.options.width_of_drafts if of_draft else self._candidates
 
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
-        totals_X = continuations.totals([beam.score for beam in parents])
-        return self._promising(totals_X, continuations, parents, self._draft_width)
+        totals_X = continuations.totals(parents)
+        return self._promising(totals_X, continuations, parents, self.options.width_of_drafts)
 
     def _promising(self, totals_X: Floats, continuations: Continuations, parents: list[Beam], count: int) -> list[int]:
-        """Return the entries of the largest totals, less those whose distribution no step will ask for.
+        """Return the entries with the largest totals, without those whose distribution no step will ask for.
 
-        Texts that end have none. Continuations of running beams that the target has passed carry its own totals: they are out
-        as soon as enough others of that kind are larger. Their places go to those that have to be guessed.
+        Nothing follows texts that end. Continuations of running beams that the target has passed have the target's own totals:
+        they are out if enough others of that kind are larger. Their places go to continuations that have to be guessed.
         """
         ends_X = np.zeros(len(totals_X), dtype=bool)
-        for token in self._eos:
+        for token in self.ends.eos_token_ids:
             ends_X |= continuations.tokens_X == token
         open_X = ~ends_X
         if parents[0].node.depth == self.length:
-            certain_X = np.array([beam.node in self.tree for beam in parents])[continuations.rows_X]
+            certain_X = np.array([beam.node in self.target for beam in parents])[continuations.rows_X]
             lasting_X = np.flatnonzero(certain_X & open_X if self._ends_are_extra else certain_X)
             if self._ends_are_extra:
                 winners = self._open(totals_X, lasting_X, continuations, parents, self._kept)
@@ -77,11 +71,11 @@ class SearchRun(BeamRun):
     def _open(
         self, totals_X: Floats, entries_X: Indices, continuations: Continuations, parents: list[Beam], count: int
     ) -> list[int]:
-        """Return those of some entries that have the largest totals, less those that a stop string ends.
+        """Return those of some entries with the largest totals, without those that a stop string ends.
 
-        Fewer where strings end most of them: a forest need not be full, and each look costs a decoding.
+        They are fewer if strings end most of them: a forest need not be full, and each check decodes a text.
         """
-        if not self.stops.any:
+        if not self.ends.stops.any:
             best: list[int] = entries_X[largest(totals_X[entries_X], count)].tolist()
             return best
 
@@ -89,23 +83,23 @@ class SearchRun(BeamRun):
             return parents[int(continuations.rows_X[entry])].node.child(int(continuations.tokens_X[entry]))
 
         looked_at = (int(entries_X[entry]) for entry in largest(totals_X[entries_X], _LOOKS * count))
-        return list(islice((entry for entry in looked_at if not self.stops.found(child(entry))), count))
+        return list(islice((entry for entry in looked_at if not self.ends.stops.found(child(entry))), count))
 
     @property
     def _kept(self) -> int:
-        """Continuations that a step takes at most, so that one which so many are larger than is out."""
+        """Continuations that a step takes at most: one that this many exceed is out."""
         return self.options.beams
 
     _ends_are_extra: ClassVar[bool] = True
-    """Whether texts that end do not count among these."""
+    """Whether texts that end do not count towards `_kept`."""
 
     def _verify(self, layers: list[ForestLayer]) -> int:
         drafted = {beam.node for layer in layers for beam in layer.beams}
         steps = 0
         while self.beams:
-            known = [beam for beam in self.beams if beam.node in self.tree]
-            unknown = [beam for beam in self.beams if beam.node not in self.tree]
-            if not known or (unknown and not self.distribution.never_gains):
+            known = [beam for beam in self.beams if beam.node in self.target]
+            unknown = [beam for beam in self.beams if beam.node not in self.target]
+            if not known or (unknown and not self.target.distribution.never_gains):
                 break
             if not self._take_step(known, unknown, drafted):
                 break
@@ -113,41 +107,41 @@ class SearchRun(BeamRun):
         return steps
 
     def _take_step(self, known: list[Beam], unknown: list[Beam], drafted: set[Node]) -> bool:
-        """Take a step, unless continuations of beams that were not passed might have a part in it."""
-        continuations = self._rows([beam.node for beam in known])
-        totals_X = continuations.totals([beam.score for beam in known])
+        """Take a step, unless continuations of unknown beams might be among its candidates."""
+        continuations = self.target.after([beam.node for beam in known])
+        totals_X = continuations.totals(known)
         candidates = [
             self._child(known, continuations, entry, float(totals_X[entry])) for entry in largest(totals_X, self._candidates)
         ]
-        running = list(islice((beam for beam in candidates if not self._ends(beam.node)), self.options.beams))
+        running = list(islice((beam for beam in candidates if not self.ends.at(beam.node)), self.options.beams))
         reach = max((beam.score for beam in unknown), default=-math.inf)
         full = len(running) == self.options.beams
         if unknown and not (full and running[-1].score > reach):
             return False
         for beam in candidates:
             beam.node.drafted = beam.node in drafted
-        # Of what ends, only the best W count; the others were there so that enough beams go on.
-        self._finish_step(running, [beam for beam in candidates[: self.options.beams] if self._ends(beam.node)])
+        # Texts that end count only among the best W; further candidates are there so that enough beams go on.
+        self._finish_step(running, [beam for beam in candidates[: self.options.beams] if self.ends.at(beam.node)])
         return True
 
 
 class CoupledRun(SearchRun):
-    """Distinct beams by shared noise.
+    """Sampling of distinct beams whose draft shares the target's noise.
 
     Notes
     -----
-    A step of the target draws without replacement by taking the largest noisy scores. The draft takes the largest of its own
-    scores with the same noise, more of them; where these hold all beams that matter, the step needs no pass of its own: as in
-    search, beams outside the forest do no harm whose largest noisy score, bounded without their distribution, is too small.
-    What is drawn depends on the target's distribution and on the noise alone, so that the texts are those of the same run
-    without a draft: exact whatever the draft, with nothing to reject. It is not in the paper, whose layers accept fewer beams.
+    A step of the target draws without replacement by taking the largest noisy scores. The draft takes more of its own largest
+    scores with the same noise; if these contain all beams that matter, the step needs no pass of its own. As in search, a beam
+    outside the forest does no harm if its largest noisy score, which is bounded before its distribution is known, is too small.
+    What is drawn depends on the target's distribution and the noise alone, so the texts are those of the same run without a
+    draft: exact whatever the draft, and nothing is rejected. This is not in the paper, whose layers accept fewer beams.
     """
 
-    def __init__(self, *, generator: torch.Generator, **parts: Any) -> None:
+    def __init__(self, request: BeamRequest, generator: torch.Generator, workspace: BeamWorkspace | None = None) -> None:
         self._noise = SharedNoise(generator)
-        super().__init__(**parts)
+        super().__init__(request, workspace)
 
-    def _best(self, reader: TreeReader | None) -> int | None:
+    def _best(self, *, of_draft: bool) -> int | None:
         return None
 
     _ends_are_extra = False
@@ -159,17 +153,17 @@ class CoupledRun(SearchRun):
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
         noisy_X = self._noise.perturbed(continuations, parents)
         if self.options.draws != Draws.HUGGING_FACE:
-            return self._promising(noisy_X, continuations, parents, self._draft_width)
-        # As the target will: of many draws, those with the best scores go on.
-        ratio = self._draft_width / self.options.beams
+            return self._promising(noisy_X, continuations, parents, self.options.width_of_drafts)
+        # As in the target's step, the draws with the best scores go on.
+        ratio = self.options.width_of_drafts / self.options.beams
         drawn = self._promising(noisy_X, continuations, parents, round(ratio * self._width))
-        totals_X = continuations.totals([beam.score for beam in parents])
-        return sorted(drawn, key=lambda entry: -totals_X[entry])[: self._draft_width]
+        totals_X = continuations.totals(parents)
+        return sorted(drawn, key=lambda entry: -totals_X[entry])[: self.options.width_of_drafts]
 
     def _take_step(self, known: list[Beam], unknown: list[Beam], drafted: set[Node]) -> bool:
-        """Take a step, unless continuations of beams that were not passed might be drawn in it."""
-        continuations = self._rows([beam.node for beam in known])
-        totals_X = continuations.totals([beam.score for beam in known])
+        """Take a step, unless continuations of unknown beams might be drawn in it."""
+        continuations = self.target.after([beam.node for beam in known])
+        totals_X = continuations.totals(known)
         noisy_X = self._noise.perturbed(continuations, known)
         entries = largest(noisy_X, self._width)
         reach = max((self._noise.highest(beam) for beam in unknown), default=-math.inf)
@@ -178,12 +172,12 @@ class CoupledRun(SearchRun):
         drawn = [self._child(known, continuations, entry, float(totals_X[entry])) for entry in entries]
         for beam in drawn:
             beam.node.drafted = beam.node in drafted
-        self._finish_step(*close_draws(drawn, self.options, self._ends))
+        self._finish_step(*close_draws(drawn, self.options, self.ends.at))
         return True
 
 
 def largest(totals_X: Floats, count: int) -> list[int]:
-    """Return the entries of the largest totals, largest first; of equals the earlier first."""
+    """Return the entries with the largest totals, largest first; among equals the earlier first."""
     if len(totals_X) <= _FEW_TOTALS or count >= len(totals_X):
         best: list[int] = np.argsort(-totals_X, kind="stable")[:count].tolist()
         return best
@@ -193,10 +187,10 @@ def largest(totals_X: Floats, count: int) -> list[int]:
 
 
 class SharedNoise:
-    """Gumbel noise for every continuation of every text: a function of the seed, the text and the token.
+    """Gumbel noise for every continuation of every text, as a function of seed, text and token.
 
-    Adding such noise to scores and taking the K largest sums is drawing K continuations without replacement in proportion to
-    exp(score), in that order [2]. As the noise asks for nothing but the text, a draft can be perturbed by the target's own.
+    Taking the K largest sums of score and noise draws K continuations without replacement in proportion to exp(score), in that
+    order [2]. The noise depends on nothing else, so the draft can be perturbed by the target's own.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -208,9 +202,9 @@ class SharedNoise:
 
         Notes
         -----
-        Independent Gumbel noise, drawn top down: first a beam's largest noisy total, which is one Gumbel variable at the sum of
-        its continuations' weights, then all of them given that largest one (appendix B of [2]). So the largest is known, but
-        for that sum, before the beam's distribution is; see `highest`.
+        Independent Gumbel noise, drawn top down: first a beam's largest noisy total, one Gumbel variable located at the log of
+        the sum of its continuations' weights, then all of them given the largest (appendix B of [2]). So the largest is known
+        up to that sum before the beam's distribution is; see `highest`.
         """
         keys_R = np.array([self._key(beam.node) for beam in beams], dtype=np.uint64)
         rows_X, scores_R = continuations.rows_X, np.array([beam.score for beam in beams])
@@ -222,7 +216,7 @@ class SharedNoise:
         bounds = np.array(continuations.bounds)
         found = np.flatnonzero(bounds[1:] > bounds[:-1])  # a row may have no continuations
         starts, places_X = bounds[found], np.repeat(np.arange(len(found)), np.diff(bounds)[found])
-        # Sums beside their largest term: at low temperatures all weights of a row may be too small for a number.
+        # Factor out the largest term: at low temperatures all weights of a row may underflow.
         peaks = np.maximum.reduceat(continuations.scores_X, starts)
         masses = np.add.reduceat(np.exp(continuations.scores_X - peaks[places_X]), starts)
         largest_X = (scores_R[found] + peaks + np.log(masses) + _gumbel(keys_R[found]))[places_X]
@@ -233,7 +227,7 @@ class SharedNoise:
         return noisy_X
 
     def highest(self, beam: Beam) -> float:
-        """Return what no noisy total of a beam's continuations exceeds, if their weights sum to one at most."""
+        """Return an upper bound of the noisy totals of a beam's continuations, whose weights sum to at most one."""
         return beam.score + float(_gumbel(np.array([self._key(beam.node)], dtype=np.uint64))[0])
 
     def _key(self, node: Node) -> int:
@@ -246,7 +240,7 @@ class SharedNoise:
 
 
 def _gumbel(keys: NDArray[np.uint64]) -> Floats:
-    """Turn keys into Gumbel noise: mix their bits, take them for uniform numbers, invert the distribution."""
+    """Turn keys into Gumbel noise: mix their bits to uniform numbers and invert the distribution function."""
     with np.errstate(over="ignore"):
         mixed = keys + np.uint64(_STEP)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)

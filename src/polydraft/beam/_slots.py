@@ -1,4 +1,4 @@
-"""One request's beams in one row of a model's memory: the prompt once, below it a tree of slots."""
+"""One request's beams in one row of a model's cache: the prompt, and below it a tree of slots."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -8,42 +8,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import power_of_two
 from polydraft.beam._distribution import Floats, Indices
 from polydraft.beam._node import Node, common_path, with_ancestors
-from polydraft.beam._workspace import FEWEST_PLACES, NOWHERE, FeatureBank
+from polydraft.beam._workspace import NOWHERE, FeatureBank, PassSizes
+from polydraft.devices import captures
 from polydraft.engine.graphs import Arriving, GraphCache
 from polydraft.models import Context
 from polydraft.transfers import brought
 from polydraft.trees import Block
 
 _SLACK = 96
-"""Dead slots that are left where they are: masked work on a few costs less than moving all layers' keys about."""
+"""Dead slots that stay where they are: masking a few costs less than moving all layers' keys."""
 _COMMITTED = -1
-"""Besides, the last row of what places see: nobody's, and all false."""
+"""Stands for committed text. It is also the last row of the mask, which belongs to no node and is all false."""
 _OWN_NUMBERS = 4
-"""Of every node: token, depth, place, row of the bank."""
-
-_PASS_SIZES = (16, 32, 64, 96, 128, 192, 256)
-"""Tokens of captured passes: few sizes, because each is a capture of its own. Larger passes hide their launches by work."""
+"""Inputs per node: token, depth, place, row of the bank."""
 
 Pass = Callable[..., Tensor]
-"""`(tokens_1T, block, *rows_1T) -> features_1TF`: how tokens go through the model, a function of these and of memories."""
+"""`(tokens_1T, block, *rows_1T) -> features_1TF`: how tokens go through the model."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a pass takes beside tokens: numbers, a few of each node."""
+    """Further inputs of a pass: a few numbers per node."""
 
     rows: Callable[[Sequence[Node]], Indices]
-    """`nodes -> rows_XT`; to tokens that fill a pass up it means `NOWHERE`."""
+    """`nodes -> rows_XT`; padding tokens have `NOWHERE`."""
     kind: Callable[[], Hashable]
-    """What captures rely on that takes them."""
+    """What captures with these inputs rely on."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a pass computes of its features for the host, in the same capture."""
+    """What a pass computes from its features for the host, in the same capture."""
 
     kind: Hashable
     function: Callable[[Tensor], Tensor]
@@ -54,24 +51,26 @@ _NO_INPUTS = Inputs(lambda nodes: np.empty((0, len(nodes)), dtype=np.int64), lam
 
 
 class SlotTree:
-    """Which node lies in which slot.
+    """Which slot each node occupies.
 
-    No beam has a cache of its own: nodes that beams share are stored once, and a node attends to its ancestors by mask. A
-    beam that dies leaves dead slots behind, which `keep` reclaims now and then; what all beams share by then becomes
+    No beam has its own cache: nodes that beams share are stored once, and a mask lets each node attend to its ancestors. A beam
+    that dies leaves dead slots behind, which `keep` reclaims now and then; the prefix that all beams then share becomes
     committed text.
 
     Parameters
     ----------
     context : Context
-        One row, with what precedes the tree committed.
+        One row, in which all that precedes the tree is committed.
     bank : FeatureBank, optional
         Where features go; empty.
     forward : callable, optional
-        How tokens go through the model; `Context.extend` otherwise.
+        How tokens go through the model; `Context.extend` by default.
     inputs : Inputs, optional
-        What it takes beside tokens; nothing otherwise.
+        Further inputs of `forward`; none by default.
     graphs : GraphCache, optional
-        Captures passes and replays them: they are filled up to a few sizes then, so that a few captures serve for all.
+        Captures passes and replays them. Passes are then padded to a few sizes, so that a few captures serve for all.
+    sizes : PassSizes, optional
+        Sizes of captured passes.
     """
 
     def __init__(
@@ -82,17 +81,18 @@ class SlotTree:
         forward: Pass | None = None,
         inputs: Inputs | None = None,
         graphs: GraphCache | None = None,
+        sizes: PassSizes | None = None,
     ) -> None:
         assert context.batch_size == 1
         self.context, self.bank = context, bank or FeatureBank()
         self.reading: Reading | None = None
-        """What passes compute for the host, to be had by `readings`."""
+        """What passes compute for the host, see `readings`."""
         self._forward = forward or context.extend
-        self._inputs, self._graphs = inputs or _NO_INPUTS, graphs
+        self._inputs, self._graphs, self._sizes = inputs or _NO_INPUTS, graphs, sizes or PassSizes()
         self._places: dict[Node, int] = {}
         self._latest: list[Node] = []
         self._arriving: Arriving | None = None
-        """What the last pass computes for the host of these nodes."""
+        """What the last pass computes for the host of the latest nodes."""
         self._visible_UU = np.zeros((64, 64), dtype=bool)
         self._used = 0
         self._base = 0
@@ -110,7 +110,7 @@ class SlotTree:
         return self._graphs is not None
 
     def read(self, leaves: Sequence[Node]) -> None:
-        """Pass the leaves, and whatever of their ancestors is missing, through the model together."""
+        """Pass the leaves and their missing ancestors through the model together."""
         missing: list[Node] = []
         known = self._places.keys()
         listed: set[Node] = set()
@@ -128,8 +128,8 @@ class SlotTree:
     def _pass(self, nodes: Sequence[Node]) -> None:
         """Pass nodes, parents first, through the model."""
         start, stop = self._used, self._used + len(nodes)
-        size = None if self._graphs is None else next((size for size in _PASS_SIZES if size >= len(nodes)), None)
-        places = stop + 1 if size is None else max(power_of_two(start + size), FEWEST_PLACES)
+        size = None if self._graphs is None else next((size for size in self._sizes.tokens if size >= len(nodes)), None)
+        places = stop + 1 if size is None else max(1 << (start + size - 1).bit_length(), self._sizes.places)
         self._make_room(places)
         self._place(nodes)
         outcome, replayed = self._extend(nodes) if size is None else self._replay(nodes, size, places)
@@ -140,12 +140,12 @@ class SlotTree:
         self.replayed_passes += replayed
 
     def _place(self, nodes: Sequence[Node]) -> None:
-        """Give nodes the next places, and let them see themselves and what they come after."""
+        """Give nodes the next places, and let each see itself and its ancestors."""
         places, start = self._places, self._used
         above: list[int] = []
         for place, node in enumerate(nodes, start):
             parent = _COMMITTED if node.parent is None else places.get(node.parent, _COMMITTED)
-            if parent >= start:  # what that one sees has to be known first
+            if parent >= start:  # what the parent sees has to be known first
                 self._see(start, above)
                 start, above = place, []
             above.append(parent)
@@ -153,14 +153,14 @@ class SlotTree:
         self._see(start, above)
 
     def _see(self, start: int, above: list[int]) -> None:
-        """Let the places from `start` on see what those in `above` see, and themselves."""
+        """Let the places from `start` on see themselves and what the places in `above` see."""
         stop = start + len(above)
-        assert not self._visible_UU[_COMMITTED].any(), "committed text has become visible as what comes after it"
+        assert not self._visible_UU[_COMMITTED].any(), "the row that stands for committed text must stay empty"
         self._visible_UU[start:stop] = self._visible_UU[above]
         self._visible_UU[range(start, stop), range(start, stop)] = True
 
     def readings(self, nodes: Sequence[Node]) -> Floats | None:
-        """Wait for what the last pass computed of nodes, and return it; None where it is not about all of them."""
+        """Wait for what the last pass computed of nodes, and return it; None if some were not in that pass."""
         if self._arriving is None:
             return None
         rows: Any = slice(len(nodes))
@@ -173,13 +173,13 @@ class SlotTree:
         return values_RX
 
     def _extend(self, nodes: Sequence[Node]) -> tuple[Tensor, bool]:
-        """Pass nodes, as many as there are."""
+        """Pass nodes without padding."""
         start, stop = self._used, self._used + len(nodes)
         tokens = [node.token for node in nodes]
         depths = [node.depth - self._base for node in nodes]
         rows_XT = self._inputs.rows(nodes)
         if len(nodes) == 1 and not self._visible_UU[start, :stop].all():
-            # A context takes one token alone to see everything: a second one, which nobody will see, calls for the mask.
+            # A context lets a single token see everything; a second one, which nobody will see, makes it use the mask.
             self._visible_UU[stop] = False
             self._visible_UU[stop, stop] = True
             tokens, depths, stop = tokens * 2, depths * 2, stop + 1
@@ -195,17 +195,17 @@ class SlotTree:
         return features_TF if self.reading is None else self.reading.function(features_TF), False
 
     def _replay(self, nodes: Sequence[Node], size: int, places: int) -> tuple[Tensor, bool]:
-        """Pass nodes together with tokens that fill them up to `size`.
+        """Pass nodes, padded to `size` tokens.
 
-        These come behind the nodes, see nobody but the committed text and themselves, and nobody sees them: the next pass
-        overwrites them. Where all of them go is an input, so that a capture serves for every place. All inputs travel as one.
+        Padding comes after the nodes, sees only the committed text and itself, and nobody sees it: the next pass overwrites it.
+        Places are inputs, so that one capture serves for all of them. All inputs travel in one copy.
         """
         assert self._graphs is not None
         start, count = self._used, len(nodes)
         rows_XT = self._inputs.rows(nodes)
         first = self.bank.claim(nodes, size)
         kinds = _OWN_NUMBERS + len(rows_XT)
-        sending_X = torch.zeros(size * (8 * kinds + places), dtype=torch.uint8, pin_memory=self.context.device.type == "cuda")
+        sending_X = torch.zeros(size * (8 * kinds + places), dtype=torch.uint8, pin_memory=captures(self.context.device))
         sent_X = sending_X.numpy()
         numbers_X1T = sent_X[: 8 * kinds * size].view(np.int64).reshape(kinds, 1, size)
         numbers_X1T[0, 0, :count] = [node.token for node in nodes]
@@ -232,7 +232,7 @@ class SlotTree:
         reads = reading and reading.kind
         kind = (size, places, context.fix_span(), context.capacity, context.address, bank.place, self._inputs.kind(), reads)
         self._used += count
-        if bank.place is None:  # no capture may make it
+        if bank.place is None:  # no capture may allocate it
             return function(sending_X.to(context.device)), False
         return self._graphs.run(kind, function, sending_X)
 
@@ -241,20 +241,20 @@ class SlotTree:
         return self.bank.features(nodes)
 
     def pretend(self, node: Node) -> None:
-        """Take a node for committed text although it has no slot: nothing precedes what follows it."""
+        """Treat a node as committed text although it has no slot: its children see nothing before them."""
         self.bank.drop([node])
         self._places[node] = _COMMITTED
 
     def forget(self, nodes: Sequence[Node]) -> None:
-        """Take nodes out again, to be read anew; nothing that is kept may lie below them."""
+        """Forget nodes, so that they are read again; nothing below them may be kept."""
         for node in nodes:
             self._places.pop(node, None)
         self.bank.drop(nodes)
 
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = (), slack: int = _SLACK) -> None:
-        """Reclaim the slots of nodes that no leaf has above it, if more than `slack` of them are dead.
+        """Reclaim dead slots, which no leaf descends from, if there are more than `slack`.
 
-        Nodes `below` leaves, which are being passed, stay too. Nothing here waits for them.
+        Nodes `below` leaves, whose pass is under way, stay too. Nothing here waits for it.
         """
         alive = with_ancestors([*leaves, *below])
         live = [node for node, place in self._places.items() if place != _COMMITTED and node in alive]
@@ -279,7 +279,7 @@ class SlotTree:
         self._used, self._base = len(rest), self._base + count
 
     def _make_room(self, places: int) -> None:
-        if places >= len(self._visible_UU):  # the last row is to stay nobody's
+        if places >= len(self._visible_UU):  # the last row stands for committed text
             size = 2 * max(places, len(self._visible_UU))
             wider_UU = np.zeros((size, size), dtype=bool)
             wider_UU[: self._used, : self._used] = self._visible_UU[: self._used, : self._used]

@@ -1,60 +1,71 @@
-"""Memories of beams: features of a tree's nodes, one model's memory, and who works on them."""
+"""Memory of beams: the features of a tree's nodes, each model's cache, and who works on them."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from polydraft.beam._node import Node
+from polydraft.devices import captures, is_host
 from polydraft.engine.graphs import GraphCache, tell_obstacle
 from polydraft.engine.workspace import Owner
 from polydraft.models import Context, FeatureHead, LanguageModel
 from polydraft.transfers import brought
 
-FEWEST_PLACES = 256
-"""Uncommitted places that a captured pass looks at; from there on powers of two."""
 BEFORE = 0
 """The row of what precedes the tree."""
 NOWHERE = -1
-"""In place of a row, for what has no features."""
-_FIRST_ROWS = 512
-_FIRST_PLACES = 2 * FEWEST_PLACES
-"""Room for a forest that is made beforehand: most requests never ask for more."""
+"""Stands for a row where there are no features."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSizes:
+    """Sizes of captured passes and of the memory they work on. There are few of each, because every size needs a capture."""
+
+    tokens: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256)
+    """Passes are padded to one of these. Larger passes are not captured: their work hides the launches."""
+    places: int = 256
+    """Uncommitted places that the smallest captured pass looks at; larger ones are powers of two."""
+    rows: int = 512
+    """Rows of features allocated at first."""
+    spare: int = 512
+    """Places and rows allocated for forests beyond a request's longest text: most never need more."""
 
 
 class FeatureBank:
-    """What a model has computed of each node that it has passed.
+    """A model's features of each node that it has passed.
 
-    All of it lies in one tensor, which stays where it is as long as it is large enough: captured passes write to its rows and
-    read from them, and a request hands it on to the next.
+    They lie in one tensor, which does not move while it is large enough: captured passes read and write its rows, and the next
+    request takes it over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: PassSizes | None = None) -> None:
         self.values_NF: Tensor | None = None
-        """Made by the first features, which show what they look like."""
+        """Allocated with the first features, which tell their size and type."""
         self.rows: dict[Node, int] = {}
         """Where each node's features lie."""
         self._used = 1
-        self._needed = _FIRST_ROWS
+        self._needed = (sizes or PassSizes()).rows
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """Where the rows begin and how many there are, once there are some: what captures rely on."""
+        """Address and number of the rows, once allocated: what captures rely on."""
         return None if self.values_NF is None else (self.values_NF.data_ptr(), len(self.values_NF))
 
     def restart(self, rows: int) -> None:
-        """Hold nothing, with room for so many rows."""
+        """Forget everything and make room for this many rows."""
         self.rows, self._used = {}, 1
         self._reserve(rows)
 
     def features(self, nodes: Sequence[Node]) -> Tensor:
-        """Return the features `[R, F]` of nodes that are here."""
+        """Return the features `[R, F]` of nodes."""
         assert self.values_NF is not None
         return self.values_NF[[self.rows[node] for node in nodes]]
 
     def claim(self, nodes: Sequence[Node], size: int) -> int:
-        """Give nodes rows in a row, with room for `size`, and return the first; the next claim takes what they do not fill."""
+        """Give nodes consecutive rows and return the first; there is room for `size`, and the next claim reuses the rest."""
         start = self._used
         self.rows.update(zip(nodes, range(start, start + len(nodes)), strict=True))
         self._used += len(nodes)
@@ -69,24 +80,24 @@ class FeatureBank:
             self.values_NF[: len(kept_NF)] = kept_NF
 
     def write(self, rows_T: Tensor, features_TF: Tensor) -> None:
-        """Put features into rows that were claimed."""
+        """Write features to claimed rows."""
         if self.values_NF is None:
             self.values_NF = self._made(features_TF, self._needed)
         self.values_NF.index_copy_(0, rows_T, features_TF)
 
     def write_before(self, features_F: Tensor) -> None:
-        """Put down the features of what precedes the tree."""
+        """Write the features of what precedes the tree."""
         if self.values_NF is None:
             self.values_NF = self._made(features_F[None], self._needed)
         self.values_NF[BEFORE] = features_F
 
     def drop(self, nodes: Sequence[Node]) -> None:
-        """Forget nodes; their rows are free again after the next `keep`."""
+        """Forget nodes; the next `keep` frees their rows."""
         for node in nodes:
             self.rows.pop(node, None)
 
     def keep(self, alive: Collection[Node]) -> None:
-        """Forget all other nodes, and move what is left together."""
+        """Forget all other nodes and compact the rest."""
         rows = [(node, row) for node, row in self.rows.items() if node in alive]
         if rows and self.values_NF is not None:
             kept_R = brought(torch.tensor([row for _, row in rows]), self.values_NF.device)
@@ -99,70 +110,85 @@ class FeatureBank:
 
 
 class BeamMemory:
-    """One model's memory of one row, and the graphs of passes over it where these can be captured.
+    """One model's cache of one row, and the graphs of its passes where they can be captured.
 
     Parameters
     ----------
     graphs : bool
-        Capture passes where the device can.
+        Capture passes if the device can.
+    sizes : PassSizes, optional
     """
 
-    def __init__(self, model: LanguageModel | FeatureHead, graphs: bool) -> None:
-        self._model = model
+    def __init__(self, model: LanguageModel | FeatureHead, graphs: bool, sizes: PassSizes | None = None) -> None:
+        self._model, self.sizes = model, sizes or PassSizes()
         self.context: Context = model.start(1, 8)
-        self.bank = FeatureBank()
+        self.bank = FeatureBank(self.sizes)
         self.graphs: GraphCache | None = None
         obstacle: str | None = getattr(model, "graph_obstacle", None) or getattr(model, "shape_obstacle", None)
-        if graphs and model.device.type == "cuda":
+        if graphs and captures(model.device):
             if obstacle is None:
                 self.graphs = GraphCache(device=model.device)
             else:
                 tell_obstacle(model, obstacle)
 
     def restart(self, room: int, longest: int) -> None:
-        """Hold nothing, with room for so many tokens, or for a text of `longest` if the memory should not move."""
-        # The prompt has no rows, all new tokens of the beams' common text have one, and so has a forest or two.
-        self.bank.restart(longest - room + _FIRST_PLACES if self.graphs is not None else 0)
+        """Forget everything; make room for `room` tokens, or for `longest` if the cache must not move."""
+        # The prompt has no rows; all new tokens of the beams' common text have one, and so has a forest or two.
+        self.bank.restart(longest - room + self.sizes.spare if self.graphs is not None else 0)
         if self.graphs is None:
             self.context = self._model.start(1, room)
             return
         self.context.span = None
         self.context.rewind([0])
-        self.context.reserve(longest + _FIRST_PLACES)
+        self.context.reserve(longest + self.sizes.spare)
 
 
 class BeamWorkspace:
-    """The memories of one request after another; kept, they let a later one replay what an earlier one captured.
+    """The memory of one request after another; a later request replays what an earlier one captured.
 
-    Nothing of a text is kept: every request reads its whole prompt.
+    No text is kept: every request reads its whole prompt.
 
     Parameters
     ----------
     graphs : bool
-        Capture passes where the device can.
+        Capture passes if the device can.
+    packs : bool, optional
+        Let passes compute short distributions along with their features; by default, wherever a copy to the host has to wait
+        for the device.
+    ahead : bool
+        Launch the next pass before a round's tokens are handed out, where passes compute distributions.
+    sizes : PassSizes, optional
     """
 
-    def __init__(self, target: LanguageModel, draft: LanguageModel | FeatureHead | None, graphs: bool) -> None:
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel | FeatureHead | None,
+        graphs: bool,
+        *,
+        packs: bool | None = None,
+        ahead: bool = True,
+        sizes: PassSizes | None = None,
+    ) -> None:
         self.target, self.draft, self.graphs = target, draft, graphs
-        self.target_memory = BeamMemory(target, graphs)
-        self.draft_memory = None if draft is None else BeamMemory(draft, graphs)
+        self.packs, self.ahead = not is_host(target.device) if packs is None else packs, ahead
+        self.target_memory = BeamMemory(target, graphs, sizes)
+        self.draft_memory = None if draft is None else BeamMemory(draft, graphs, sizes)
         self.claim: Callable[[], Owner | None] = lambda: None
-        """Whose text is in the memories; a later run puts itself here."""
+        """Whose text is in memory; each run puts itself here."""
         self.spoiled = False
-        """Whether something went wrong half-way, so that nobody knows what is in the memories."""
+        """Whether work was interrupted, so that the contents are unknown."""
         self._at_work = False
 
-    @torch.inference_mode()
-    def begin(self, prompt_length: int, longest: int) -> None:
-        """Make ready for a prompt and for the texts of up to `longest` tokens that it becomes."""
-        with self.at_work():
-            self.target_memory.restart(prompt_length + 64, longest)
-            if self.draft_memory is not None:
-                self.draft_memory.restart(prompt_length, longest)
+    def restart(self, prompt_length: int, longest: int) -> None:
+        """Make ready for a prompt whose texts grow to at most `longest` tokens."""
+        self.target_memory.restart(prompt_length + 64, longest)
+        if self.draft_memory is not None:
+            self.draft_memory.restart(prompt_length, longest)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Hold the memories, whatever their run says meanwhile; an error on the way spoils them."""
+        """Keep other requests out, even if this one is cancelled meanwhile; an error spoils the contents."""
         self._at_work = True
         try:
             yield
@@ -174,12 +200,12 @@ class BeamWorkspace:
 
     @property
     def captures(self) -> bool:
-        """Whether passes are captured, and worth keeping for other texts."""
+        """Whether passes are captured, so that the workspace is worth keeping."""
         memories = (self.target_memory, self.draft_memory)
         return any(memory is not None and memory.graphs is not None for memory in memories)
 
     @property
     def idle(self) -> bool:
-        """Whether a run may begin here."""
+        """Whether another request may start here."""
         run = self.claim()
         return not self._at_work and not self.spoiled and (run is None or run.done)

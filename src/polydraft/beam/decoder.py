@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from polydraft.beam._layer import RandomChance
 from polydraft.beam._node import Stops
-from polydraft.beam._run import BeamRun
-from polydraft.beam._sample import SampleRun
+from polydraft.beam._run import BeamRequest, BeamRun
+from polydraft.beam._sample import RandomChance, SampleRun
 from polydraft.beam._search import CoupledRun, SearchRun
 from polydraft.beam._workspace import BeamWorkspace
 from polydraft.beam.options import BeamMode, BeamOptions
@@ -31,8 +30,7 @@ class BeamDecoder:
     Parameters
     ----------
     decoder : Decoder
-        Its target, its draft if it has one, its tokenizer and its end-of-text tokens are used; its tree, scheme and walk are
-        for single texts and have no part in this.
+        Its target, draft, tokenizer and end-of-text tokens are used; its tree, scheme and walk are for single texts.
 
     Examples
     --------
@@ -45,17 +43,17 @@ class BeamDecoder:
         draft = decoder.drafter.model
         self.draft: LanguageModel | FeatureHead | None = draft if isinstance(draft, LanguageModel | FeatureHead) else None
         self._spare: deque[BeamWorkspace] = deque(maxlen=_MOST_SPARE)
-        """Memories of a GPU, whose captured passes are worth keeping."""
+        """Workspaces whose captured passes are worth keeping."""
         self._lending = threading.Lock()
-        """Held while one of them is given out or put back, so that no two threads get the same."""
+        """Held while one is given out or put back, so that no two threads get the same."""
 
     def search(self, prompts: Any, **options: Any) -> Any:
-        """Return the likeliest texts that deterministic beam search finds: Hugging Face's, scores included.
+        """Return the best texts of beam search, the same as Hugging Face's, with their scores.
 
         Parameters
         ----------
         **options
-            Fields of `BeamOptions`, and of a request: sampling (penalties only), max_new_tokens, stop, chat, cancel.
+            Fields of `BeamOptions`, and of a request: sampling (only penalties count), max_new_tokens, stop, chat, cancel.
 
         Returns
         -------
@@ -78,12 +76,12 @@ class BeamDecoder:
         return results[0] if single else results
 
     def stream(self, prompt: Any, *, settled: bool = True, **options: Any) -> BeamStream:
-        """Decode one prompt and give out tokens once they are settled: no running beam can take them back.
+        """Decode one prompt and yield tokens once they are settled: no running beam can take them back.
 
         Parameters
         ----------
         settled : bool
-            Must be true: unsettled text may be taken back, which a stream cannot do.
+            Must be true: unsettled text might have to be taken back, which a stream cannot do.
         **options
             As for `search`, with `mode`.
         """
@@ -116,45 +114,39 @@ class BeamDecoder:
         check_prompts([token_ids], target.max_positions, target.vocab_size)
         seed = request.seeds(rows)[row]
         generator = torch.Generator().manual_seed(seed % 2**32)
-        run = self._run(beam, params, token_ids, limit, Stops(assembler), generator)
+        run = self._run(
+            BeamRequest(
+                target=target,
+                draft=self.draft,
+                prompt=token_ids,
+                params=params,
+                options=beam,
+                eos_token_ids=frozenset(self.decoder.eos_token_ids),
+                max_new_tokens=limit,
+                stops=Stops(assembler),
+            ),
+            generator,
+        )
         settings = {"seed": seed, "max_new_tokens": limit, "draft": run.draft_name}
         settings |= {name: getattr(beam, name) for name in names}
         return BeamStream(run, self.decoder.tokenizer, assembler.fork(), settings, request.cancel)
 
-    def _run(
-        self,
-        options: BeamOptions,
-        params: SamplingParams,
-        prompt: list[int],
-        max_new_tokens: int,
-        stops: Stops,
-        generator: torch.Generator,
-    ) -> BeamRun:
-        parts: dict[str, Any] = {
-            "target": self.decoder.target,
-            "draft": self.draft,
-            "prompt": prompt,
-            "params": params,
-            "options": options,
-            "eos_token_ids": frozenset(self.decoder.eos_token_ids),
-            "max_new_tokens": max_new_tokens,
-            "stops": stops,
-        }
-        workspace = parts["workspace"] = self._workspace()
+    def _run(self, request: BeamRequest, generator: torch.Generator) -> BeamRun:
+        workspace = self._workspace()
         run: BeamRun
-        if options.mode == BeamMode.SEARCH:
-            run = SearchRun(**parts)
-        elif options.is_coupled:
-            run = CoupledRun(generator=generator, **parts)
+        if request.options.mode == BeamMode.SEARCH:
+            run = SearchRun(request, workspace)
+        elif request.options.is_coupled:
+            run = CoupledRun(request, generator, workspace)
         else:
-            run = SampleRun(chance=RandomChance(generator), **parts)
+            run = SampleRun(request, RandomChance(generator), workspace)
         if workspace.captures:
             with self._lending:
                 self._spare.append(workspace)
         return run
 
     def _workspace(self) -> BeamWorkspace:
-        """Return memories that are nobody's until they are put back: spare ones where they fit, else new ones."""
+        """Return a workspace that belongs to nobody else until it is put back: a spare one if it fits, else a new one."""
         fitting = (self.decoder.target, self.draft, self.decoder.graphs)
         with self._lending:
             for workspace in [*self._spare]:
@@ -163,11 +155,15 @@ class BeamDecoder:
                 elif workspace.idle:
                     self._spare.remove(workspace)
                     return workspace
-        return BeamWorkspace(*fitting)
+        return self.new_workspace()
+
+    def new_workspace(self) -> BeamWorkspace:
+        """Return a new workspace for the decoder's models; a subclass may make another kind."""
+        return BeamWorkspace(self.decoder.target, self.draft, self.decoder.graphs)
 
 
 def check_distribution(options: BeamOptions, sampling: SamplingParams | None) -> SamplingParams:
-    """Return the sampling parameters that count, refusing those that would be passed over in silence."""
+    """Return the sampling parameters to use, refusing those that would be ignored."""
     if sampling is not None and sampling.grammar is not None:
         raise UsageError("grammars are for single texts, not for beams; leave the grammar out")
     if options.mode == BeamMode.SAMPLE:

@@ -1,20 +1,21 @@
-"""What a call asks of beams."""
+"""Options of beams, for Python and the command line. Nothing here imports torch, so that help comes at once."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from polydraft.errors import UsageError, shown, unknown_name
+
+if TYPE_CHECKING:
+    import torch
 
 EarlyStopping = bool | Literal["never"]
 
 _MOST_BEAMS = 1024
-"""More would take all memory before they take all time."""
+"""More would run out of memory."""
 _MOST_PENALTY = 50
-"""No length to this power is more than a float holds."""
+"""Lengths to this power stay finite."""
 
 
 class BeamMode(StrEnum):
@@ -50,31 +51,40 @@ class Verification(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BeamOptions:
-    """How to decode with beams; every choice of a draft and its width leaves the distribution of fixed-width beams as it is."""
+    """Beams.
+
+    With a fixed width, the draft and the size of its forests change the speed, never the distribution of the texts.
+    """
 
     beams: int = 4
-    """Width W_L: beams kept at each step."""
+    """Decode with this many beams, the width W."""
     mode: BeamMode | str = BeamMode.SEARCH
+    """search for beam search, sample for beam sampling."""
     draws: Draws | str = Draws.DISTINCT
-    """Sampling: how beams are drawn."""
+    """When sampling: distinct beams, iid (independent) beams, or hf (draw twice as many, keep the best)."""
     verification: Verification | str = Verification.AUTO
-    """Sampling: how drafts are verified."""
+    """When sampling: layers (the paper's method), coupled (shared noise) or auto (coupled where possible)."""
     draft_width: int | None = None
-    """Width W_S of the draft's own beams; see `on` if it is not given."""
+    """Number of draft beams, W_S  [default: 4 times the beams on a GPU, 1.5 times on a CPU; twice with a width threshold]."""
     draft_depth: int | None = None
-    """Most steps γ that the draft runs ahead; fewer if recent rounds accepted few layers. See `on` if not given."""
+    """Let draft beams run at most this many steps ahead  [default: 4 on a GPU, 2 on a CPU; 3 with a width threshold].
+
+    They run fewer steps if recent rounds accepted few layers."""
     twins: bool = False
-    """Draft without a draft model, from the target's distributions after texts that end alike; a draft is ignored."""
+    """Draft beams from what the target predicted after texts with the same ending; needs no draft model and ignores one."""
     width_threshold: float | None = None
-    """Sampling: let each layer keep as many beams as its drafts yield with this probability; a fixed width if not given."""
+    """When sampling: keep as many beams per layer as the drafts yield with this probability; fixed width by default."""
     min_width: int | None = None
-    """Minimum width of a layer whose width the threshold chooses; 1 if not given."""
+    """With a width threshold: keep at least this many beams per layer  [default: 1]."""
     one_cache: bool = False
-    """Sampling: continue with only the likeliest beam after each round. A heuristic: texts follow no sampling distribution."""
+    """When sampling: continue with only the likeliest beam after each round (a heuristic; the text is no longer an exact
+    sample)."""
     num_return_sequences: int = 1
-    """Number of finished texts to return, best first."""
+    """Return this many texts with their log-probabilities, best first."""
     length_penalty: float = 1.0
+    """Divide scores by the length raised to this power  [default: 1]."""
     early_stopping: EarlyStopping = False
+    """When to stop: true, false or never, as in Hugging Face  [default: false]."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _named(BeamMode, "beam mode", self.mode))
@@ -139,23 +149,25 @@ class BeamOptions:
 
     @property
     def width_of_drafts(self) -> int:
-        """W_S, also where it was not given."""
+        """W_S, or its default where the device does not matter."""
         return self.draft_width if self.draft_width is not None else 2 * self.beams
 
     @property
     def depth_of_drafts(self) -> int:
-        """γ, also where it was not given."""
+        """γ, or its default where the device does not matter."""
         return self.draft_depth if self.draft_depth is not None else 3
 
-    def on(self, device: torch.device) -> "BeamOptions":
-        """Return these options with a forest that pays on a device, where none was asked for.
+    def on(self, device: "torch.device") -> "BeamOptions":
+        """Return these options with a forest that pays on a device, unless its size was given.
 
-        Further nodes are nearly free on a GPU and dear on a CPU. Dynamic widths and one cache have a forest of the same size
-        everywhere, because what is decoded depends on it; beams of fixed width follow the same distribution whatever it is.
+        More nodes are nearly free on a GPU and expensive on a CPU. With dynamic widths or one cache the text depends on the
+        forest, so that it has the same size everywhere.
         """
+        from polydraft.devices import is_host
+
         if self.width_threshold is not None or self.one_cache:
             return self
-        wide = device.type != "cpu"
+        wide = not is_host(device)
         width, depth = self.draft_width, self.draft_depth
         if width is None and self.draws != Draws.HUGGING_FACE:
             width = min(4 * self.beams, 2 * _MOST_BEAMS) if wide else max(self.beams + 1, 3 * self.beams // 2)
@@ -167,7 +179,7 @@ class BeamOptions:
 
     @property
     def is_coupled(self) -> bool:
-        """Whether sampling shares its noise with the draft."""
+        """Whether the draft shares the target's noise."""
         return self._can_be_coupled and self.verification != Verification.LAYERS
 
 

@@ -1,4 +1,4 @@
-"""What beams give back: scored texts, their log-probabilities, and tokens as they settle."""
+"""Results of beams: scored texts, their log-probabilities, and a stream of settled tokens."""
 
 import threading
 from collections import deque
@@ -19,7 +19,7 @@ from polydraft.models import LanguageModel
 
 _NODES_PER_PASS = 256
 _NODES_PER_HEAD = 32
-"""Rows of logits that are held at a time."""
+"""Rows of logits in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class ScoredText:
     text: str
     """Cut before its stop string, if one ended it."""
     token_ids: list[int]
-    """New tokens; the one that ended it, by itself or by completing a stop string, is included."""
+    """New tokens, including the end token or the token that completed a stop string."""
     log_probs: list[float]
-    """The target's own log-probability of each of them, before temperature, truncation and penalties."""
+    """The target's own log-probability of each token, before temperature, truncation and penalties."""
     sources: list[str]
     stop_reason: StopReason
     score: float | None = None
-    """What beams are ranked by: the sum of their tokens' scores over length to the power of the length penalty."""
+    """Beams are ranked by this: the sum of their tokens' scores over the length to the power of the length penalty."""
 
     @property
     def log_prob(self) -> float:
@@ -62,11 +62,11 @@ class BeamGeneration:
     texts: list[ScoredText]
     stats: Stats
     settings: dict[str, Any] = field(default_factory=dict)
-    """What they were made with, the seed included."""
+    """Options that were used, including the seed."""
 
     @property
     def best(self) -> ScoredText:
-        """The first of them."""
+        """The best text."""
         if not self.texts:
             raise FailureError("there is no text: decoding was cancelled before its first token")
         return self.texts[0]
@@ -76,7 +76,7 @@ class BeamGeneration:
 def text_log_probs(target: LanguageModel, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> list[list[float]]:
     """Return the target's log-probability of every token of texts that follow one prompt.
 
-    The prompt is read once, and so is whatever several texts begin with.
+    The prompt and common prefixes are read once.
 
     Parameters
     ----------
@@ -117,10 +117,9 @@ def scored(target: LanguageModel, prompt: Sequence[int], generations: Sequence[G
 
 
 class BeamStream(Iterator[TokenEvent]):
-    """Tokens of the best text as soon as no other text can take their place; `close` ends it early.
+    """Tokens of the best text, each as soon as no other text can replace it; `close` ends it early.
 
-    Beams disagree about their latest tokens, so these come late, and at the end all at once. Nothing that was given out is ever
-    taken back.
+    Beams disagree about their latest tokens, so tokens come late, the last ones all at once. None is ever taken back.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class BeamStream(Iterator[TokenEvent]):
 
     @property
     def stats(self) -> Stats:
-        """Figures so far."""
+        """Statistics so far."""
         return self._run.stats
 
     def __iter__(self) -> "BeamStream":
@@ -159,7 +158,7 @@ class BeamStream(Iterator[TokenEvent]):
         return self._queue.popleft()
 
     def close(self) -> None:
-        """Stop; what the beams have so far counts as finished."""
+        """Stop; running beams count as finished."""
         self._run.cancel()
         self._finish()
 
@@ -174,7 +173,7 @@ class BeamStream(Iterator[TokenEvent]):
 
     def _send(self, path: list[Node], *, last: bool, reason: StopReason | None) -> None:
         if self._run.done and not last:
-            return  # the whole text follows at once, with its end
+            return  # the rest of the text follows with its end
         for index, node in enumerate(path[self._sent :], start=self._sent):
             piece = self._assembler.add(node.token)
             ends = last and index == len(path) - 1
@@ -197,8 +196,8 @@ class BeamStream(Iterator[TokenEvent]):
 
     def _scored(self, one: Hypothesis) -> ScoredText:
         tokens = one.node.tokens()
-        if self._run.stops.any:
-            text = self._run.stops.text(one.node)
+        if self._run.ends.stops.any:
+            text = self._run.ends.stops.text(one.node)
         else:
             text = "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
         log_probs = [node.log_prob for node in one.node.path()]

@@ -4,68 +4,41 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import Choices, GroupedCommand, GroupedOption, options_of, shared_options, taken
+from polydraft.beam.options import BeamOptions
+from polydraft.cli.options import Choices, GroupedCommand, GroupedOption, options_of, shared_options
+from polydraft.described import options_in
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from polydraft.beam import BeamDecoder, BeamGeneration, BeamOptions, ScoredText
+    from polydraft.beam import BeamDecoder, BeamGeneration, ScoredText
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Settings of sampling that stand in the JSON output."""
-_FLAGS = {"draws": "--beam-draws", "verification": "--beam-verification"}
+_FLAGS = {"mode": "--beam-mode", "draws": "--beam-draws", "verification": "--beam-verification"}
+_BEAM_CHANGES: dict[str, dict[str, Any]] = {
+    # No defaults: what was not given is not passed on.
+    option.name: {"default": None, "show_default": False}
+    for option in options_in(BeamOptions)
+    if option.annotation is not bool
+}
+for _name, _flag in _FLAGS.items():
+    _BEAM_CHANGES[_name] |= {"flag": _flag, "type": str}
+_BEAM_CHANGES["mode"]["help"] = "search or sample  [default: search at temperature 0, sample above]."
+_BEAM_CHANGES["early_stopping"]["type"] = click.Choice(["true", "false", "never"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class BeamChoices:
-    """Beams and several samples."""
-
-    beams: int | None = None
-    """Decode with this many beams: beam search at temperature 0, beam sampling above."""
-    beam_mode: str | None = None
-    """search or sample  [default: search at temperature 0, sample above]."""
-    draws: str | None = None
-    """When sampling: distinct beams, iid (independent) beams, or hf (draw twice as many, keep the best)."""
-    verification: str | None = None
-    """When sampling: layers (the paper's method), coupled (shared noise) or auto."""
-    draft_width: int | None = None
-    """Number of draft beams  [default: 4 times --beams on a GPU, 1.5 times on a CPU; twice with --width-threshold]."""
-    draft_depth: int | None = None
-    """Let draft beams run at most this many steps ahead  [default: 4 on a GPU, 2 on a CPU; 3 with --width-threshold]."""
-    twins: bool = False
-    """Draft beams from what the target predicted after texts with the same ending; needs no draft model."""
-    width_threshold: float | None = None
-    """When sampling: keep as many beams per layer as the drafts yield with this probability."""
-    min_width: int | None = None
-    """With --width-threshold: keep at least this many beams per layer."""
-    one_cache: bool = False
-    """When sampling: continue with only the likeliest beam after each round (a heuristic; the text is no longer an exact
-    sample)."""
-    length_penalty: float | None = None
-    """Divide beam scores by the length raised to this power  [default: 1]."""
-    early_stopping: Literal["true", "false", "never"] | None = None
-    """When beam search stops, as in Hugging Face  [default: false]."""
-    num_return_sequences: int | None = None
-    """Return this many texts with their log-probabilities: the best beams, or independent samples."""
-
-    def given(self) -> dict[str, Any]:
-        """Return those that were set."""
-        return {name: value for name, value in vars(self).items() if value is not None and value is not False}
-
-    def options(self, temperature: float) -> "BeamOptions":
-        """Return them as options of the decoder."""
-        from polydraft.beam import BeamOptions
-
-        fields = self.given()
-        fields["mode"] = fields.pop("beam_mode", "search" if temperature == 0 else "sample")
-        if "early_stopping" in fields:
-            fields["early_stopping"] = {"true": True, "false": False}.get(fields["early_stopping"], "never")
-        return BeamOptions(**fields)
+def _beam_options(given: dict[str, Any], temperature: float) -> BeamOptions:
+    """Return what was given for beams as options of the decoder."""
+    fields = {"mode": "search" if temperature == 0 else "sample", **given}
+    if "early_stopping" in fields:
+        fields["early_stopping"] = {"true": True, "false": False}.get(fields["early_stopping"], "never")
+    return BeamOptions(**fields)
 
 
 @dataclass(frozen=True)
@@ -107,7 +80,7 @@ class Task:
 @click.command("generate", cls=GroupedCommand)
 @click.argument("prompt")
 @shared_options
-@options_of(BeamChoices, **{name: {"flag": flag} for name, flag in _FLAGS.items()})
+@options_of(BeamOptions, **_BEAM_CHANGES)
 @click.option(
     "--json-schema",
     cls=GroupedOption,
@@ -127,7 +100,8 @@ def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_
     """
     from polydraft.cli.terminal import read_all
 
-    beams = taken(BeamChoices, options)
+    found = {option.name: options.pop(option.name) for option in options_in(BeamOptions)}
+    beams = {name: value for name, value in found.items() if value is not None and value is not False}
     choices = Choices(**options)
     params = choices.check()
     if as_json and compare:
@@ -135,12 +109,12 @@ def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_
     text = read_all() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("empty prompt: it has no tokens; give at least one character")
-    if json_schema is not None and (compare or beams.given()):
+    if json_schema is not None and (compare or beams):
         raise UsageError("--json-schema is for one text; leave out --compare, --beams and --num-return-sequences")
     task = Task(text, choices, params, raw, compare, as_json, None if json_schema is None else _read_schema(json_schema))
-    if beams.beams is not None:
-        _generate_beams(task, beams)
-    elif beams.given():
+    if "beams" in beams:
+        _generate_beams(task, _beam_options(beams, params.temperature))
+    elif beams:
         _generate_samples(task, beams)
     else:
         _generate_one(task)
@@ -214,14 +188,13 @@ def _as_object(result: "Generation", decoder: "Decoder", task: Task) -> dict[str
     }
 
 
-def _generate_samples(task: Task, beams: BeamChoices) -> None:
+def _generate_samples(task: Task, beams: dict[str, Any]) -> None:
     """Draw samples of one prompt, as one batch."""
-    count = beams.num_return_sequences
-    for name in beams.given():
+    for name in beams:
         if name != "num_return_sequences":
             flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
             raise UsageError(f"{flag} works only with --beams; add it, such as --beams 4")
-    assert count is not None
+    count: int = beams["num_return_sequences"]
     if count < 1:
         raise UsageError(f"--num-return-sequences {count} is out of range; allowed: whole numbers from 1")
     if count > 1 and task.params.temperature == 0:
@@ -246,13 +219,12 @@ def _generate_samples(task: Task, beams: BeamChoices) -> None:
     click.echo(summary_line(stats), err=True)
 
 
-def _generate_beams(task: Task, beams: BeamChoices) -> None:
+def _generate_beams(task: Task, options: BeamOptions) -> None:
     from polydraft.beam import BeamDecoder
     from polydraft.beam.decoder import check_distribution
 
     choices = task.choices
     _refuse_what_does_not_apply(choices)
-    options = beams.options(task.params.temperature)
     check_distribution(options, task.params)
     if options.twins:
         if choices.draft not in ("auto", "none"):

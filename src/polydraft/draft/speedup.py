@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 
 from polydraft.errors import UsageError
 from polydraft.trees import MAX_NODES, Topology
-from polydraft.trees.likely import paths_by_product
+from polydraft.trees.topology import paths_by_product
 
 CostCurve = Callable[[int], float]
 """Tokens of one target pass to its cost, in passes over one token."""

@@ -1,4 +1,4 @@
-"""What text has been seen before, and what came next: memories of n-grams, on the host."""
+"""N-gram caches: what followed the text's last tokens earlier, in the text or in a corpus."""
 
 from polydraft.models.heads.head_folder import tokenizer_fingerprint
 from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way

@@ -1,4 +1,4 @@
-"""The one interface of everything that proposes tokens from text that was seen before, and its options."""
+"""The interface of all n-gram caches, their options, and how likely their proposals are."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -27,21 +27,21 @@ class GramOptions:
     gram: int = 4
     """Tokens of a stored continuation: G of the Self-Draft paper."""
     max_prefix: int = 4
-    """Most tokens at the text's end that the context cache matches (the paper: 1). A corpus cache brings its own."""
+    """Longest prefix, at the text's end, that the context cache matches (the paper: 1). A corpus cache has its own."""
     entries_per_key: int = 8
-    """Continuations that the context cache keeps for one prefix; the least recently seen one goes first."""
+    """Continuations that the context cache keeps per prefix; the least recently seen one goes first."""
     max_keys: int = 100_000
     """Prefixes that the context cache keeps; the least recently seen one goes first."""
     shared: bool = False
-    """Whether all texts share one context cache. Texts then learn from each other: only for texts of one owner."""
+    """Whether all texts share one context cache and learn from each other: only for texts of one owner."""
     max_match: int = 4
-    """Most tokens at the text's end that prompt lookup matches (Hugging Face: `max_matching_ngram_size`)."""
+    """Longest match, at the text's end, of prompt lookup (Hugging Face: `max_matching_ngram_size`)."""
     prefer: str = "frequent"
-    """Which continuations the suffix automaton takes first: ``"frequent"`` or ``"recent"`` ones."""
+    """Which continuations the suffix automaton prefers: ``"frequent"`` or ``"recent"`` ones."""
     corpus: str | Path = "auto"
-    """File of the corpus cache; ``"auto"`` for the one that ships with this package if it fits the tokenizer, else none."""
+    """File of the corpus cache; ``"auto"`` for the shipped one if it was made with this tokenizer, else none."""
     fingerprint: str | None = None
-    """Mark of the tokenizer (`polydraft.ngrams.tokenizer_fingerprint`); without it ``corpus="auto"`` means none."""
+    """The tokenizer's `polydraft.ngrams.tokenizer_fingerprint`; without it ``corpus="auto"`` means none."""
 
     def __post_init__(self) -> None:
         for name in ("gram", "max_prefix", "entries_per_key", "max_keys", "max_match"):
@@ -53,7 +53,7 @@ class GramOptions:
 
 
 def check_order(max_prefix: int, gram: int) -> None:
-    """Refuse n-grams that are too long to be counted."""
+    """Refuse n-grams that are too long to count."""
     if min(max_prefix, gram) < 1 or max_prefix + gram > MOST_ORDER:
         raise UsageError(
             f"a prefix of {max_prefix} and a continuation of {gram} tokens are out of range; "
@@ -62,36 +62,39 @@ def check_order(max_prefix: int, gram: int) -> None:
 
 
 class Match(NamedTuple):
-    """A continuation, and how much of the text's end it was found by."""
+    """A continuation, and how many tokens of the text's end it was found by."""
 
     prefix: int
-    """Tokens at the end of the text that were matched: the more, the likelier the continuation."""
+    """Tokens at the text's end that matched: the more, the likelier the continuation."""
     tokens: Sequence[int]
-    """What came next where they stood before; at least one token."""
+    """What followed them earlier; at least one token."""
 
 
 Way = tuple[int, float]
-"""A token that may come next, and the chance that it does."""
+"""A possible next token and its probability."""
 
 
 class GramMemory(ABC):
-    """What was seen of one text (one row of a batch, one conversation).
+    """A cache's memory of one text (one row of a batch, one conversation).
 
-    Proposals depend on what was read and learnt before, and on nothing else, so that verification by one draw from the
-    target's distribution per node of the merged trie stays exact (candidates may depend on anything past, never on the random
-    numbers of the round that verifies them).
+    Proposals depend only on what was read and learnt before. So verification by one draw from the target's distribution per
+    node of the merged trie is exact: candidates may depend on anything in the past, never on the random numbers of the round
+    that verifies them.
+
+    A *place* is a position in what the memory knows, in whatever form suits it: `end` returns the text's end, `step` moves on
+    by a token, and `ways` lists next tokens. Places are valid until something is read or learnt.
     """
 
     @abstractmethod
     def read(self, tokens: Sequence[int]) -> None:
-        """Append certain text: the prompt first, then whatever is emitted."""
+        """Append text: first the prompt, then what is emitted."""
 
-    def learn(self, tokens: Sequence[int]) -> None:  # noqa: B027 (most memories have no use for it)
-        """Take note of an n-gram that is no part of the text, such as a draft branch and its continuation."""
+    def learn(self, tokens: Sequence[int]) -> None:  # noqa: B027 (most memories do not need it)
+        """Learn an n-gram that is not part of the text, such as a draft branch and its continuation."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget the text and everything learnt, for another conversation."""
+        """Forget the text and everything learnt."""
 
     @abstractmethod
     def matches(self, count: int, length: int) -> list[Match]:
@@ -99,40 +102,36 @@ class GramMemory(ABC):
 
     @abstractmethod
     def end(self) -> Any:
-        """Return the place where the text ends, as `step` and `ways` want it; good until something is read or learnt."""
+        """Return the place of the text's end."""
 
     @abstractmethod
     def step(self, place: Any, token: int) -> Any:
-        """Return the place one token further, as if the text went on with it."""
+        """Return the place after one more token."""
 
     @abstractmethod
     def ways(self, place: Any, width: int) -> Sequence[Way]:
-        """Return up to `width` different tokens that may come next at a place, with their chances, best matches first."""
-
-    def propose(self, count: int, length: int) -> list[Sequence[int]]:
-        """Return the tokens of `matches`."""
-        return [match.tokens for match in self.matches(count, length)]
+        """Return up to `width` possible next tokens at a place with their probabilities, best matches first."""
 
 
 class GramCache(ABC):
-    """A kind of memory, free of any one text; what several memories may share, such as a corpus, is loaded once here."""
+    """Makes memories of one kind, and holds what they share, such as a corpus."""
 
     name: ClassVar[str]
     has_tensors: bool = False
-    """Whether a device can look up by itself what memories know, by `longest_match` or `tables`."""
+    """Whether a device can make these proposals itself, by `longest_match` or `tables`."""
     longest_match: int = 0
-    """Most tokens at the text's end that a device finds in the text itself; 0 where that is not what memories do."""
+    """Longest match, at the text's end, that a device looks for in the text; 0 if these memories do not search the text."""
 
     def __init__(self, options: GramOptions) -> None:
         self._options = options
 
     def tables(self, nodes: int, depth: int, device: torch.device) -> "CorpusTables | None":
-        """Return what a device looks up beside the text, with up to `nodes` candidates at a place; None for nothing."""
+        """Return the tables that a device looks up, with up to `nodes` candidates per place; None if there are none."""
         return None
 
     @property
     def is_empty(self) -> bool:
-        """Whether its memories will never propose anything: a corpus cache without a corpus."""
+        """Whether its memories never propose anything, as a corpus cache without a corpus."""
         return False
 
     @abstractmethod
@@ -141,15 +140,15 @@ class GramCache(ABC):
 
 
 GRAM_CACHES: Registry[Callable[[GramOptions], GramCache]] = Registry("n-gram cache")
-"""Ways to make a cache, by name; each is fit for every n-gram drafter, and all are tested by being here."""
+"""All caches by name; every n-gram drafter takes every one, and all are tested by being here."""
 
 
 Step = tuple[float, int, int]
-"""One way on from a node: how unlikely it is, at least 0 (minus the logarithm of its share, or its rank); token; node."""
+"""An edge from a node: its cost, at least 0 (minus the logarithm of its share, or its rank), token, and next node."""
 Steps = Callable[[int], Sequence[Step]]
-"""Ways on from a node, cheapest first; none at an end."""
+"""`node -> edges`, cheapest first."""
 Rest = Callable[[int, int], Sequence[int] | None]
-"""Of a node that was reached with so many tokens and has but one way on: the whole path through it, those tokens included."""
+"""`(node, depth) -> tokens`: the whole path through a node at this depth if only one is possible, else None."""
 
 _BY_MATCH = (
     (0.25, 0.06, 0.05, 0.03),
@@ -161,58 +160,58 @@ _BY_MATCH = (
     (0.88, 0.14, 0.10, 0.05),
     (0.94, 0.14, 0.10, 0.05),
 )
-"""Of what followed in the text before: a row for 1, 2, 3, 4, 5, up to 7, up to 11 and more tokens that matched, by rank, the
-last for all further ones."""
+"""Hit rates of matches in the text: a row for matches of 1, 2, 3, 4, 5, 6 to 7, 8 to 11 and more tokens, by rank; the last
+column is for all further ranks."""
 _MATCH_ROWS = (0, 0, 1, 2, 3, 4, 5, 5, 6, 6, 6, 6, 7)
 _BY_SHARE = (
     ((0.05, 0.09, 0.16, 0.19, 0.20, 0.21, 0.27, 0.35, 0.40, 0.50), (0.02, 0.08, 0.10), (0.015, 0.03)),
     ((0.04, 0.07, 0.18, 0.24, 0.38, 0.40, 0.45, 0.58, 0.65, 0.75), (0.05, 0.12, 0.16, 0.22), (0.03, 0.06, 0.12)),
     ((0.11, 0.13, 0.28, 0.35, 0.40, 0.55, 0.60, 0.67, 0.85, 0.92), (0.05, 0.12, 0.25, 0.30), (0.05, 0.07, 0.20)),
 )
-"""Of what a corpus counted: for 1, 2 and more tokens that matched, by rank (0, 1, more) and by tenths of the places after these
-tokens that have it next."""
+"""Hit rates of matches in a corpus: for matches of 1, 2 and more tokens, by rank (0, 1, more) and by share in tenths of the
+places after these tokens."""
 
 
 def match_chance(size: int, rank: int) -> float:
-    """Return the chance of what followed the text's last `size` tokens before, when `rank` others are better."""
+    """Return the probability of a token that followed the text's last `size` tokens earlier, if `rank` others are better."""
     row = _BY_MATCH[_MATCH_ROWS[size] if size < len(_MATCH_ROWS) else -1]
     return row[rank] if rank < len(row) else row[-1]
 
 
 def share_chance(size: int, rank: int, share: float) -> float:
-    """Return the chance of what follows `size` tokens in a `share` of the places where a corpus has them."""
+    """Return the probability of a token that follows `size` tokens in a `share` of their places in a corpus."""
     ranks = _BY_SHARE[min(size, len(_BY_SHARE)) - 1]
     shares = ranks[min(rank, len(ranks) - 1)]
     return shares[min(int(10 * share), len(shares) - 1)]
 
 
 class Distinct:
-    """Collect up to `count` continuations, none of which is the beginning of an earlier one."""
+    """Collects up to `count` continuations, none of which is a prefix of an earlier one."""
 
     def __init__(self, count: int) -> None:
         self.matches: list[Match] = []
         self._count = count
-        self._beginnings: set[tuple[int, ...]] = {()}
+        self._prefixes: set[tuple[int, ...]] = {()}
 
     @property
     def full(self) -> bool:
-        """Whether no more are wanted."""
+        """Whether there are enough."""
         return len(self.matches) >= self._count
 
     def add(self, prefix: int, tokens: Sequence[int]) -> None:
-        """Add a continuation if it says anything new and there is room."""
+        """Add a continuation if it is new and there is room."""
         kept = tuple(tokens)
-        if kept in self._beginnings or self.full:
+        if kept in self._prefixes or self.full:
             return
-        self._beginnings.update(kept[:end] for end in range(1, len(kept) + 1))
+        self._prefixes.update(kept[:end] for end in range(1, len(kept) + 1))
         self.matches.append(Match(prefix, kept))
 
 
 def best_paths(root: int, steps: Steps, length: int, rest: Rest | None = None) -> Iterator[Sequence[int]]:
-    """Yield different paths of up to `length` tokens: the greedy one, then those that leave earlier ones at the least cost.
+    """Yield different paths of up to `length` tokens: the greedy one, then those that branch off at the least cost.
 
-    A path is followed greedily to its end once it has left the others, so each costs no more than `length` calls of `steps`,
-    and far fewer where `rest` knows a short cut.
+    A path is greedy after it has branched off, so each costs at most `length` calls of `steps`, and far fewer where `rest`
+    knows the remainder.
     """
     order = count()  # between equal costs the earlier one goes first
     open_paths: list[tuple[float, int, tuple[int, ...], int]] = [(0.0, next(order), (), root)]

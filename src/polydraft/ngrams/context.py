@@ -1,4 +1,4 @@
-"""The context cache of Self-Draft: what followed a few tokens lately, in the text and in draft branches.
+"""The context cache of Self-Draft: what recently followed a few tokens, in the text and in draft branches.
 
 Deviations from the paper, which keys by one token and stops after G tokens: prefixes of several lengths are kept, the longest
 is asked first, and a continuation is itself continued as long as the cache knows how.
@@ -16,18 +16,17 @@ from polydraft.ngrams.cache import GRAM_CACHES, Distinct, GramCache, GramMemory,
 
 Gram = tuple[int, ...]
 Found = tuple[int, Gram]
-"""Tokens that match, and what is left of the continuation."""
+"""Number of tokens that match, and the rest of the continuation."""
 
 _LEAST_CHAIN = 2
-"""Shortest prefix by which a continuation is continued: one token alone says too little about the next ones."""
-
+"""Shortest prefix by which a continuation is extended: one token says too little about the next ones."""
 
 _NOTHING: list[Gram] = [()]
 _size = itemgetter(0)
 
 
 class GramTable:
-    """Prefixes of one length, each with its continuations; both forget what was seen least recently."""
+    """Prefixes of one length with their continuations; the least recently seen of either go first."""
 
     def __init__(self, max_keys: int, entries_per_key: int) -> None:
         self._max_keys, self._entries_per_key = max_keys, entries_per_key
@@ -37,7 +36,7 @@ class GramTable:
         return len(self._entries)
 
     def add(self, grams: Iterable[tuple[Gram, Gram]]) -> None:
-        """Take in prefixes with their continuations, the most recent last."""
+        """Add prefixes with their continuations, the most recent last."""
         entries, most, limit = self._entries, self._entries_per_key, self._max_keys
         for key, continuation in grams:
             known = entries.get(key)
@@ -74,7 +73,7 @@ class GramTables:
         return sum(map(len, self._tables))
 
     def add(self, tokens: Sequence[int], new: int) -> None:
-        """Take in every whole n-gram that ends in one of the last `new` tokens."""
+        """Add every n-gram that ends in one of the last `new` tokens."""
         for prefix, table in enumerate(self._tables, start=1):
             # The first n-gram of prefix + gram tokens to end in a new one.
             window = tokens[max(len(tokens) - new - prefix - self._gram + 1, 0) :]
@@ -84,7 +83,7 @@ class GramTables:
                 table.add(zip(keys, continuations, strict=False))
 
     def add_short(self, tokens: Gram) -> None:
-        """Take in the beginning of an n-gram as a prefix of what is left of it, if that is less than a continuation."""
+        """Add every split of an n-gram whose continuation is shorter than usual."""
         for prefix, table in enumerate(self._tables, start=1):
             if 0 < len(tokens) - prefix < self._gram:
                 table.add([(tokens[:prefix], tokens[prefix:])])
@@ -105,7 +104,7 @@ class GramTables:
         return [(size, gram) for size in prefixes for gram in self._tables[size - 1].get(tail[-size:])]
 
     def _chained(self, tail: Gram, continuation: Gram, length: int) -> Gram:
-        """Continue a continuation with what followed its own end."""
+        """Extend a continuation by what followed its own end."""
         longest = len(self._tables)
         while len(continuation) < length:
             end = (tail + continuation)[-longest:]
@@ -126,7 +125,7 @@ class _ContextMemory(GramMemory):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the text; what was learnt too, unless it is shared."""
+        """Forget the text, and what was learnt unless it is shared."""
         self._tables = self._shared if self._shared is not None else GramTables(self._options)
         self._tail: list[int] = []
 
@@ -136,7 +135,7 @@ class _ContextMemory(GramMemory):
         self._tail = text[-(self._options.max_prefix + self._options.gram - 1) :]
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Take note of a draft branch's n-gram: its first tokens are the prefix of the others."""
+        """Learn a draft branch's n-gram: its first tokens are the prefix of the others."""
         gram = tuple(tokens)
         self._tables.add_short(gram)
         self._tables.add(gram, len(gram))
@@ -151,7 +150,7 @@ class _ContextMemory(GramMemory):
         return tail, self._tables.followed(tail)
 
     def step(self, place: tuple[Gram, list[Found]], token: int) -> tuple[Gram, list[Found]]:
-        """Append a token: continuations that go on with it match by one more, and others may begin there."""
+        """Append a token: continuations that start with it match one token more, and new ones are looked up."""
         tail = (*place[0], token)[-self._options.max_prefix :]
         longer = [(size + 1, gram[1:]) for size, gram in place[1] if gram[0] == token and len(gram) > 1]
         return tail, sorted(longer + self._tables.followed(tail), key=_size, reverse=True)
@@ -168,7 +167,7 @@ class _ContextMemory(GramMemory):
 
 
 class ContextCache(GramCache):
-    """What followed the last few tokens lately, in this text and its draft branches."""
+    """What recently followed the last few tokens, in this text and its draft branches."""
 
     name = "context"
 

@@ -1,7 +1,7 @@
-"""The corpus cache of Self-Draft: what usually follows a few tokens in a large text, counted beforehand.
+"""The corpus cache of Self-Draft: what usually follows a few tokens, counted in a large text beforehand.
 
-"Longer prefixes and higher frequencies receive higher priority" [1]_. The shorter the prefix, the longer its continuations may
-be: together they are an n-gram that was counted.
+"Longer prefixes and higher frequencies receive higher priority" [1]_. Prefix and continuation together are a counted n-gram, so
+shorter prefixes have longer continuations.
 
 References
 ----------
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import islice
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ from polydraft.ngrams.cache import (
     share_chance,
 )
 from polydraft.ngrams.gram_trie import ABSENT, GramTrie, load_trie
-from polydraft.ngrams.tables import CorpusTables
+from polydraft.ngrams.tables import MOST_WAYS, CorpusTables
 
 SHIPPED_CORPORA = {"smollm2-corpus": Path(__file__).parent.parent / "drafts" / "smollm2-corpus" / "corpus.grams"}
 """Corpus caches that come with this package, by name."""
@@ -58,34 +58,29 @@ def load_corpus(name: str | Path, fingerprint: str | None) -> GramTrie | None:
 _MOST_KNOWN = 20_000
 """Nodes whose children or ways are kept for the next time; some megabytes."""
 
-_MOST_WAYS = 8
-"""Tokens that are proposed at one place at most."""
+Found = TypeVar("Found")
 
 
-class _Known:
-    """What was looked up in a corpus, which stays as it is: all texts share it."""
+class _Known(dict[int, Found]):
+    """What was looked up in a corpus, by node; all texts share it, because a corpus does not change."""
 
-    def __init__(self) -> None:
-        self.ways: dict[int, list[Way]] = {}
-        self.children: dict[int, dict[int, int]] = {}
-
-    def note(self, notes: dict[int, Any], node: int, value: Any) -> Any:
-        """Keep a note, and all others unless there are too many."""
-        if len(notes) >= _MOST_KNOWN:
-            notes.clear()
-        notes[node] = value
-        return value
+    def note(self, node: int, found: Found) -> Found:
+        """Keep what was looked up; start over when there is too much."""
+        if len(self) >= _MOST_KNOWN:
+            self.clear()
+        self[node] = found
+        return found
 
 
 class _CorpusMemory(GramMemory):
     """The text's last tokens, and the n-grams that they are looked up in."""
 
-    def __init__(self, trie: GramTrie | None, known: _Known) -> None:
-        self._trie, self._known = trie, known
+    def __init__(self, trie: GramTrie | None, ways: _Known[list[Way]], children: _Known[dict[int, int]]) -> None:
+        self._trie, self._ways, self._children = trie, ways, children
         self._tail: list[int] = []
 
     def reset(self) -> None:
-        """Forget the text; the corpus is nobody's in particular and stays."""
+        """Forget the text; the corpus stays."""
         self._tail = []
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -118,16 +113,15 @@ class _CorpusMemory(GramMemory):
         return place
 
     def step(self, place: list[int], token: int) -> list[int]:
-        """Append a token to each n-gram; those that were not kept fall away, and one begins."""
+        """Append a token to each n-gram; those that are not in the corpus drop out, and one of a single token begins."""
         trie = self._trie
         if trie is None:
             return []
-        children = self._known.children
         found = []
         for node in place:
-            known = children.get(node)
+            known = self._children.get(node)
             if known is None:
-                known = self._known.note(children, node, trie.children(node))
+                known = self._children.note(node, trie.children(node))
             child = known.get(token)
             if child is not None:
                 found.append(child)
@@ -138,20 +132,20 @@ class _CorpusMemory(GramMemory):
         """Return what followed the last tokens most often, then what followed fewer of them."""
         if not place:
             return []
-        # The longest n-gram holds all others, so it stands for the place.
-        found = self._known.ways.get(place[0])
+        # The longest n-gram ends with all others, so it identifies the place.
+        found = self._ways.get(place[0])
         if found is None:
-            found = self._known.note(self._known.ways, place[0], self._looked_up(place))
+            found = self._ways.note(place[0], self._looked_up(place))
         return found[:width]
 
     def _looked_up(self, place: list[int]) -> list[Way]:
         trie, found = self._trie, dict[int, float]()
         assert trie is not None
         for node in place:
-            for cost, token, _ in trie.steps(node, _MOST_WAYS):
-                if token not in found and len(found) < _MOST_WAYS:
+            for cost, token, _ in trie.steps(node, MOST_WAYS):
+                if token not in found and len(found) < MOST_WAYS:
                     found[token] = share_chance(trie.size_of(node), len(found), exp(-cost))
-            if len(found) >= _MOST_WAYS:
+            if len(found) >= MOST_WAYS:
                 break
         return list(found.items())
 
@@ -164,8 +158,9 @@ class CorpusCache(GramCache):
 
     def __init__(self, options: GramOptions) -> None:
         super().__init__(options)
-        self._trie, self._known = load_corpus(options.corpus, options.fingerprint), _Known()
-        self._tables: dict[tuple[object, ...], CorpusTables] = {}
+        self._trie = load_corpus(options.corpus, options.fingerprint)
+        self._ways, self._children = _Known[list[Way]](), _Known[dict[int, int]]()
+        self._tables: dict[tuple[int, int, torch.device], CorpusTables] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -173,7 +168,7 @@ class CorpusCache(GramCache):
         return self._trie is None
 
     def tables(self, nodes: int, depth: int, device: torch.device) -> CorpusTables | None:
-        """Return the corpus as tensors, made when first asked for."""
+        """Return the corpus as tensors, made on first use."""
         if self._trie is None:
             return None
         wanted = (nodes, depth, device)
@@ -183,7 +178,7 @@ class CorpusCache(GramCache):
 
     def open(self) -> _CorpusMemory:
         """Return the memory of a new text."""
-        return _CorpusMemory(self._trie, self._known)
+        return _CorpusMemory(self._trie, self._ways, self._children)
 
 
 GRAM_CACHES.register(CorpusCache.name)(CorpusCache)

@@ -1,11 +1,10 @@
 """Count the n-grams of a corpus that need not fit into memory.
 
-Tokens are spilled to a temporary file and gone through once for each length of n-gram (and more often where the distinct ones
-would not fit into a table). N-grams of n + 1 tokens are counted only where the first n were kept, so that counts are exact.
+Tokens are spilled to a temporary file and read once per length of n-gram (more often if the distinct ones do not fit into a
+table). N-grams of n + 1 tokens are counted only where the first n were kept; their counts are exact.
 
-Memory: a table of at most `max_table` distinct n-grams (or as many as there are tokens in the vocabulary, if that is more)
-with some copies of it while it is sorted, plus the n-grams that are kept, of which there are never more than fit into the
-bytes asked for, at each length. Disk: 6 to 8 bytes per token.
+Memory: a table of at most `max_table` distinct n-grams (or of the vocabulary's size, if that is larger) with some copies while
+it is sorted, plus the kept n-grams, at each length never more than fit into the bytes asked for. Disk: 6 to 8 bytes per token.
 """
 
 import tempfile
@@ -23,14 +22,14 @@ from polydraft.ngrams.cache import check_order
 from polydraft.ngrams.gram_trie import ABSENT, HEADER_SIZE, GramTrie, node_bytes, token_type, weights_of
 
 Advance = Callable[[int, int], None]
-"""Told how many steps of how many are done."""
+"""`(done, total)`: progress."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Level:
     """Distinct keys, ascending, with their counts.
 
-    The key of an n-gram is the place of its beginning in the level below × vocabulary size + its last token.
+    The key of an n-gram is the index of its prefix in the level before × vocabulary size + its last token.
     """
 
     keys: NDArray[np.int64]
@@ -56,7 +55,7 @@ class _Level:
 
     @classmethod
     def joined(cls, low: "_Level", high: "_Level") -> "_Level":
-        """Put keys after lower ones."""
+        """Append keys to lower ones."""
         return cls(np.append(low.keys, high.keys), np.append(low.counts, high.counts))
 
     @property
@@ -64,7 +63,7 @@ class _Level:
         return len(self.keys)
 
     def find(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the place of each key, `ABSENT` for unknown ones."""
+        """Return the index of each key, `ABSENT` for unknown ones."""
         if not self.size:
             return np.full(len(keys), ABSENT, dtype=np.int64)
         places = np.minimum(np.searchsorted(self.keys, keys), self.size - 1)
@@ -74,11 +73,11 @@ class _Level:
         return self._only(self.counts >= count)
 
     def most_frequent(self, most: int) -> "_Level":
-        """Leave all but the most frequent out; of equally frequent ones those with the lowest keys stay."""
+        """Keep the most frequent n-grams; among equals those with the lowest keys."""
         return self if self.size <= most else self._only(self.among_most_frequent(most))
 
     def among_most_frequent(self, most: int) -> NDArray[np.bool_]:
-        """Say which n-grams `most_frequent` would leave."""
+        """Return which n-grams `most_frequent` keeps."""
         keep = np.zeros(self.size, dtype=bool)
         keep[np.argsort(-self.counts, kind="stable")[:most]] = True
         return keep
@@ -90,7 +89,7 @@ class _Level:
 def _sorted(
     levels: Sequence[_Level], sizes: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return counts, levels and the bytes used so far of all n-grams, most frequent first, then shorter ones first."""
+    """Return counts, levels and cumulative bytes of all n-grams, most frequent first, then shorter ones first."""
     counts = np.concatenate([level.counts for level in levels])
     numbers = np.repeat(np.arange(len(levels)), [level.size for level in levels])
     order = np.argsort(-counts, kind="stable")
@@ -98,16 +97,16 @@ def _sorted(
 
 
 def _floor_count(levels: Sequence[_Level], sizes: NDArray[np.int64], room: int) -> int:
-    """Return the count below which no n-gram, of whatever length, can fit any more."""
+    """Return the count below which no n-gram of any length fits."""
     counts, _, used = _sorted(levels, sizes)
     full = int(np.searchsorted(used, room, side="right"))
     return int(counts[full]) if full < len(counts) else 1
 
 
 def _fitted(levels: Sequence[_Level], sizes: NDArray[np.int64], room: int) -> list[NDArray[np.bool_]]:
-    """Say of each level's n-grams which are among the most frequent ones that fit.
+    """Return which of each level's n-grams are among the most frequent ones that fit.
 
-    A beginning is seen as often as its n-gram at least, and is shorter: it stays whenever the n-gram does.
+    A prefix is seen at least as often as its n-gram, and is shorter: it stays whenever the n-gram does.
     """
     _, numbers, used = _sorted(levels, sizes)
     kept = np.bincount(numbers[: int(np.searchsorted(used, room, side="right"))], minlength=len(levels))
@@ -117,10 +116,10 @@ def _fitted(levels: Sequence[_Level], sizes: NDArray[np.int64], room: int) -> li
 def _assemble(
     levels: Sequence[_Level], kept: Sequence[NDArray[np.bool_]], vocab_size: int
 ) -> tuple[tuple[int, ...], NDArray[Any], NDArray[np.uint8], NDArray[np.uint32]]:
-    """Put the kept nodes in order, level by level, siblings by falling count: sizes, tokens, weights, first children."""
+    """Order the kept nodes by level, siblings by descending count; return sizes, tokens, weights and first children."""
     sizes = tuple(int(keep.sum()) for keep in kept)
     tokens, counts, firsts = [], [], []
-    parents_N, end = np.zeros(1, dtype=np.int64), 0  # new places of the nodes of the level below; it begins with the root
+    parents_N, end = np.zeros(1, dtype=np.int64), 0  # new indices of the previous level's nodes; the root comes first
     for level, keep in zip(levels, kept, strict=True):
         keys_N, counts_N = level.keys[keep], level.counts[keep]
         parent_N, token_N = parents_N[keys_N // vocab_size], keys_N % vocab_size
@@ -137,18 +136,18 @@ def _assemble(
 
 
 class GramCounter:
-    """Take in texts, then make a trie of their n-grams.
+    """Counts the n-grams of texts and makes a trie of them.
 
     Parameters
     ----------
     vocab_size : int
         Token ids are below this.
     max_prefix, gram : int
-        Longest prefix and longest continuation: n-grams of up to their sum are counted.
+        Longest prefix and longest continuation; n-grams up to their sum are counted.
     max_table : int
-        Distinct n-grams that are counted in memory at a time.
+        Distinct n-grams counted in memory at a time.
     chunk : int
-        Tokens that are looked at in one go.
+        Tokens processed at a time.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class GramCounter:
         self._spilled = open(Path(self._folder.name) / "tokens", "w+b")  # noqa: SIM115 (closed by `close`)
         self._type = token_type(vocab_size + 1)
         self.size = 0
-        """Tokens taken in so far."""
+        """Tokens added so far."""
 
     def __enter__(self) -> "GramCounter":
         return self
@@ -175,7 +174,7 @@ class GramCounter:
         self._folder.cleanup()
 
     def add(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Take in the next tokens of a text."""
+        """Add the next tokens of a text."""
         fresh = np.asarray(tokens, dtype=np.int64)
         if len(fresh) and not 0 <= fresh.min() <= fresh.max() < self._vocab_size:
             raise UsageError(f"token {int(fresh.max())} is not in the vocabulary; allowed: 0 to {self._vocab_size - 1}")
@@ -191,7 +190,7 @@ class GramCounter:
             self._spilled.write(tokens.astype(self._type).tobytes())
 
     def _node_file(self, places: int) -> NDArray[np.int32]:
-        """Map a file of a number for each place; written out first, as a full disk would kill the process later."""
+        """Map a file with a number per token; it is written first, because a full disk would kill the process later."""
         file = Path(self._folder.name) / "nodes"
         with _room_needed(), file.open("wb") as opened:
             for chunk in self._chunks(places):
@@ -199,9 +198,10 @@ class GramCounter:
         return np.memmap(file, dtype=np.int32, mode="r+")
 
     def count(self, fingerprint: str, *, max_bytes: int, min_count: int = 2, advance: Advance | None = None) -> GramTrie:
-        """Return the most frequent n-grams that fit into a file of `max_bytes`, of those seen `min_count` times.
+        """Return the most frequent n-grams that fit into a file of `max_bytes`, of those seen at least `min_count` times.
 
-        Equal counts: shorter n-grams first, then lower token ids. The result does not depend on how the texts were chopped.
+        Among equal counts, shorter n-grams come first, then lower token ids. The result does not depend on how texts were
+        divided among calls of `add`.
         """
         order = self._max_prefix + self._gram
         self.end_text()
@@ -246,7 +246,7 @@ class GramCounter:
     def _count_level(
         self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], parents: _Level, number: int, min_count: int, most: int
     ) -> _Level:
-        """Count n-grams, as the number of their beginning's node × vocabulary size + last token, a range of nodes at a time."""
+        """Count the n-grams of one level, for a range of prefixes at a time."""
         kept = _Level.empty()
         for low, high in _ranges(parents.counts, self._max_table):
             table = _Level.empty()
@@ -262,13 +262,13 @@ class GramCounter:
         return kept
 
     def _keys(self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], chunk: slice, number: int) -> NDArray[np.int64]:
-        """Return the keys of n-grams that begin in a chunk, -1 where the beginning was not kept or the text ends."""
+        """Return the keys of n-grams that start in a chunk, `ABSENT` where the prefix was not kept or the text ends."""
         nodes = nodes_X[chunk].astype(np.int64)
         last = tokens_X[chunk.start + number : chunk.stop + number].astype(np.int64)
         return np.where((nodes != ABSENT) & (last < self._vocab_size), nodes * self._vocab_size + last, ABSENT)
 
     def _place(self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], level: _Level, number: int) -> None:
-        """Write down, for every place of the corpus, the node of the n-gram that begins there."""
+        """Write, for every position in the corpus, the node of the n-gram that starts there."""
         total = len(tokens_X) - number
         for chunk in self._chunks(total):
             keys = self._keys(tokens_X, nodes_X, chunk, number) if number else tokens_X[chunk].astype(np.int64)
@@ -288,7 +288,7 @@ def _room_needed() -> Iterator[None]:
 
 
 def _ranges(counts_N: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
-    """Cut nodes into ranges seen at most `most` times altogether, or of a single node."""
+    """Split nodes into ranges that were seen at most `most` times in total, or have a single node."""
     seen_N = np.cumsum(counts_N)
     low = 0
     while low < len(seen_N):

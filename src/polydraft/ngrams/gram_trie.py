@@ -1,6 +1,6 @@
 """Counted n-grams as a trie in a few flat arrays, in memory and on disk.
 
-A file is a header, then the arrays as they are, so that it is mapped into memory and not read.
+A file is a header followed by the raw arrays, so that it can be mapped into memory.
 
 ::
 
@@ -42,30 +42,30 @@ _FIELDS = struct.Struct(f"<8sII16sIIIIQ{MOST_ORDER}Q")
 _DIGEST_SIZE = 32
 HEADER_SIZE = _FIELDS.size + _DIGEST_SIZE
 _MOST_TOKENS = 1 << 24
-"""No tokenizer has more."""
+"""More than any tokenizer has."""
 _REMEDY = "make it again with: polydraft train corpus-cache"
 
 
 def weights_of(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Squeeze counts into a byte: eight times their binary logarithm, so 9 % exact, up to 4 thousand million."""
+    """Compress counts to a byte: eight times their binary logarithm, accurate to 9 %, up to 4 billion."""
     weights: NDArray[np.float64] = np.minimum(np.rint(_UNIT * np.log2(counts)), 255)
     return weights.astype(np.uint8)
 
 
 def share_tenths() -> list[int]:
-    """Return how many tenths of a node's places have a child next, by how much lower the child's weight is."""
+    """Return a child's share of its parent's count in tenths, by the difference of their weights."""
     return [int(10 * exp(-less * _COST_UNIT)) for less in range(256)]
 
 
 @dataclass(frozen=True, eq=False)
 class GramTrie:
-    """All kept n-grams of up to `max_prefix + gram` tokens; every beginning of a kept one is kept.
+    """All kept n-grams of up to `max_prefix + gram` tokens; every prefix of a kept one is kept.
 
-    Nodes are numbered level by level; the children of a node stand side by side, most frequent first.
+    Nodes are numbered level by level; a node's children are consecutive, most frequent first.
     """
 
     fingerprint: str
-    """Mark of the tokenizer."""
+    """The tokenizer's fingerprint."""
     vocab_size: int
     max_prefix: int
     gram: int
@@ -77,7 +77,7 @@ class GramTrie:
     """Last token of each n-gram."""
     weights_N: NDArray[np.uint8]
     firsts_I: NDArray[np.uint32]
-    """First child of each node above the last level, and at the end the number of nodes."""
+    """First child of each node above the last level, then the number of nodes."""
     _tops_V: NDArray[np.int64] = field(init=False, repr=False)
     _level_ends: list[int] = field(init=False, repr=False)
 
@@ -111,17 +111,8 @@ class GramTrie:
         """Return the number of tokens of a node's n-gram."""
         return bisect_right(self._level_ends, node) + 1
 
-    def gram_of(self, node: int) -> list[int]:
-        """Return the n-gram of a node."""
-        tokens = [int(self.tokens_N[node])]
-        while node >= self.level_sizes[0]:
-            # The number in the array's own type, lest all of the array be converted to the number's.
-            node = int(self.firsts_I.searchsorted(np.uint32(node), side="right")) - 1
-            tokens.append(int(self.tokens_N[node]))
-        return tokens[::-1]
-
     def steps(self, node: int, width: int) -> list[Step]:
-        """Return the `width` most frequent ways on."""
+        """Return the edges to the `width` most frequent children."""
         first, end = self._children(node)
         if first == end:
             return []
@@ -149,7 +140,7 @@ def node_bytes(vocab_size: int, order: int) -> NDArray[np.int64]:
 
 
 def save_trie(trie: GramTrie, file: Path) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file; it is either complete or absent."""
     levels = [*trie.level_sizes, *[0] * (MOST_ORDER - len(trie.level_sizes))]
     token = token_type(trie.vocab_size)
     fields = _FIELDS.pack(
@@ -172,7 +163,7 @@ def save_trie(trie: GramTrie, file: Path) -> None:
 
 
 def load_trie(file: Path) -> GramTrie:
-    """Map a file into memory, after a look at every byte of it."""
+    """Check every byte of a file, and map it into memory."""
     name = f"corpus cache {str(file)!r}"
     try:
         size = file.stat().st_size
@@ -192,12 +183,12 @@ def load_trie(file: Path) -> GramTrie:
     if size != wanted:
         raise UsageError(f"{name} has {size} bytes instead of {wanted}: it is truncated or damaged; {_REMEDY}")
     bytes_X = np.memmap(file, dtype=np.uint8, mode="r")
-    payload_X = bytes_X[HEADER_SIZE:].view(np.ndarray)  # a plain array over the mapped bytes: quicker to index
+    payload_X = bytes_X[HEADER_SIZE:].view(np.ndarray)  # a plain array over the mapped bytes is faster to index
     digest = hashlib.sha256(header[: _FIELDS.size])
     digest.update(payload_X.data)
     if digest.digest() != header[_FIELDS.size :]:
         raise UsageError(f"{name} is damaged: its checksum is wrong; {_REMEDY}")
-    # What follows cannot go wrong by accident any more; it keeps files made with intent from leading astray.
+    # No accident gets this far; what follows protects against files made with intent.
     lengths_fit = order == max_prefix + gram <= MOST_ORDER and min(max_prefix, gram, levels[0]) >= 1 and not any(levels[order:])
     if not lengths_fit or vocab_size > _MOST_TOKENS or token_size != token_type(vocab_size).itemsize:
         raise UsageError(f"{name} is inconsistent; {_REMEDY}")

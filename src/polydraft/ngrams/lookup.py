@@ -1,8 +1,8 @@
-"""Prompt lookup: find the text's end earlier in the text, and propose what came next there.
+"""Prompt lookup: find the text's end earlier in the text, and propose what followed there.
 
-Two caches do so: `lookup` matches a few tokens by an index of n-grams, `suffix` as many as possible by a suffix automaton. This
-is in the spirit of `prompt_lookup_num_tokens` of Hugging Face transformers, which scans the text anew each round and takes the
-first match; here an index grows with the text, the most recent match comes first, and there may be several.
+The cache `lookup` matches a few tokens with an index of n-grams, `suffix` as many as possible with a suffix automaton. Hugging
+Face's `prompt_lookup_num_tokens` scans the text in each round and takes the first match; here an index grows with the text, the
+most recent match comes first, and there may be several.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,20 +26,20 @@ ROOT = 0
 """State of the automaton that stands for the empty n-gram."""
 
 _MOST_VISITS = 32
-"""Earlier places of one n-gram that are looked at in a round: many of them continue alike."""
+"""Earlier occurrences of one n-gram that are examined: many of them continue alike."""
 MOST_COPIES = 16
-"""Those that are followed token by token: of the longest matches, the most recent."""
+"""Occurrences that are followed token by token: of the longest matches, the most recent."""
 _MOST_STATES = 8
-"""Ends of the text, longest first, whose continuations are asked for in a round."""
+"""Ends of the text, longest first, whose continuations are proposed."""
 _MOST_UPDATES = 32
-"""States whose figures are brought up to date with a token, longest first. Ordinary text has fewer ends that were seen before;
-repetitive text (a thousand times the same token) would take quadratic time otherwise, and gets figures a little too low."""
+"""States whose counts are updated per token, longest first. Ordinary text has fewer ends that were seen before; repetitive text
+(a thousand times the same token) would take quadratic time otherwise, and gets counts that are slightly too low."""
 _Copy = tuple[int, int]
-"""Tokens that match, and the place of the text after them."""
+"""Number of tokens that match, and the position in the text after them."""
 
 
 def copied(text: list[int], place: int, length: int) -> list[int]:
-    """Return what stands at a place of the text; beyond the text's end the copy goes on with itself (as in LZ77)."""
+    """Return the tokens from a place of the text on; beyond the text's end the copy repeats itself (as in LZ77)."""
     tokens = text[place : place + length]
     period = len(text) - place
     return tokens if length <= period else (tokens * -(-length // period))[:length]
@@ -54,13 +54,13 @@ class _LookupMemory(GramMemory):
 
     def reset(self) -> None:
         self._text: list[int] = []
-        # Of n-grams with n = 1, 2, ...: the latest place after each, and for each place (from n on) the one before it. No
+        # For n-grams with n = 1, 2, ...: the latest place after each, and for each place (from n on) the previous one. No
         # n-gram ends before place 1, so 0 means none.
         self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(self._max_match)]
         self._earlier: list[list[int]] = [[0] * size for size in range(1, self._max_match + 1)]
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append certain text; an n-gram is indexed as soon as it has a continuation."""
+        """Append text; an n-gram is indexed as soon as it has a continuation."""
         text, begun = self._text, len(self._text)
         text.extend(tokens)
         for size, (latest, earlier) in enumerate(zip(self._latest, self._earlier, strict=True), start=1):
@@ -72,7 +72,7 @@ class _LookupMemory(GramMemory):
                 place += 1
 
     def matches(self, count: int, length: int) -> list[Match]:
-        """Return what followed the text's last tokens before: longest match first, then most recent first."""
+        """Return what followed the text's last tokens earlier: longest match first, then most recent first."""
         found, text = Distinct(count), self._text
         for size in range(min(self._max_match, len(text)), 0, -1):
             place = self._latest[size - 1].get(tuple(text[-size:]), 0)
@@ -86,11 +86,11 @@ class _LookupMemory(GramMemory):
         return found.matches
 
     def end(self) -> tuple[tuple[int, ...], list[_Copy]]:
-        """Return no further token, and the places after earlier occurrences of the text's end."""
+        """Return an empty path, and the places after earlier occurrences of the text's end."""
         return (), self._copies(())
 
     def step(self, place: tuple[tuple[int, ...], list[_Copy]], token: int) -> tuple[tuple[int, ...], list[_Copy]]:
-        """Append a token: copies that go on with it are longer by one, and where there are none the text is searched again."""
+        """Append a token: copies that continue with it match one token more; if there are none, the text is searched again."""
         path, copies = place
         longer = [(size + 1, at + 1) for size, at in copies if self._token(at, path) == token]
         path = (*path, token)
@@ -109,12 +109,12 @@ class _LookupMemory(GramMemory):
         return list(found.items())
 
     def _token(self, at: int, path: tuple[int, ...]) -> int:
-        """Return the token at a place of text and path; a copy that comes to the text's end goes on with itself."""
+        """Return the token at a place of text and path; a copy that reaches the text's end repeats itself."""
         text = self._text
         return text[at] if at < len(text) else path[at - len(text)]
 
     def _copies(self, path: tuple[int, ...]) -> list[_Copy]:
-        """Find the last tokens of text and path in the text: longest match first, then most recent first."""
+        """Find the last tokens of text and path earlier in the text: longest match first, then most recent first."""
         tail = (*self._text[-self._max_match :], *path[-self._max_match :])[-self._max_match :]
         copies, known = list[_Copy](), set[int]()
         for size in range(len(tail), 0, -1):
@@ -143,26 +143,26 @@ class LookupCache(GramCache):
 
 
 class SuffixAutomaton:
-    """A growing text and all its n-grams, of any length, with how often and when last each was seen.
+    """A growing text and all its n-grams, with how often and when last each was seen.
 
     Built token by token in amortised constant time (Blumer et al. 1985). A state stands for all n-grams that end at the same
-    places; its link leads to the longest end of them that was seen at further places as well.
+    places; its link leads to their longest suffix that also occurs elsewhere.
     """
 
     def __init__(self) -> None:
         self.text_size = 0
         self.whole = ROOT
-        """State of the whole text; its link is the state of the longest end of the text that stands elsewhere too."""
-        # By state.
+        """State of the whole text; its link is the state of the longest end of the text that also occurs elsewhere."""
+        # By state:
         self.steps: list[dict[int, int]] = [{}]
-        """Tokens that were seen next, with the states they lead to."""
+        """Next tokens, with the states they lead to."""
         self.links: list[int] = [-1]
         self.sizes: list[int] = [0]
         """Tokens of its longest n-gram."""
         self.counts: list[int] = [0]
         """How often its n-grams were seen."""
         self.latest: list[int] = [0]
-        """Place after the last time they were seen."""
+        """Place after their last occurrence."""
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
@@ -192,7 +192,7 @@ class SuffixAutomaton:
         self.whole, self.text_size = whole, size
 
     def _split(self, state: int, token: int, known: int) -> int:
-        """Take the shorter n-grams of a state, which are now seen at one place more, out of it into a state of their own."""
+        """Move the shorter n-grams of a state, which now occur at one place more, to a state of their own."""
         steps, links = self.steps, self.links
         part = len(links)
         steps.append(steps[known].copy())
@@ -231,7 +231,7 @@ class _SuffixMemory(GramMemory):
             return self._steps(state, count)
 
         def rest(state: int, depth: int) -> list[int] | None:
-            # Seen once: all that can follow is what stands there.
+            # Seen once: only one continuation is possible.
             return copied(text, latest[state] - depth, length) if counts[state] == 1 else None
 
         state = automaton.links[automaton.whole]
@@ -251,7 +251,7 @@ class _SuffixMemory(GramMemory):
         return state, self._automaton.sizes[state]
 
     def step(self, place: tuple[int, int], token: int) -> tuple[int, int]:
-        """Follow a token, by as long an end as it was ever seen after."""
+        """Follow a token from the longest end that it was ever seen after."""
         automaton, (state, size) = self._automaton, place
         while state > ROOT and token not in automaton.steps[state]:
             state = automaton.links[state]
@@ -274,7 +274,7 @@ class _SuffixMemory(GramMemory):
         return list(found.items())
 
     def _steps(self, state: int, width: int) -> list[Step]:
-        """Return the ways on, most frequent or most recent first; from the text's end as from its longest end seen before."""
+        """Return a state's edges, most frequent or most recent first; the whole text has those of its longest known end."""
         automaton = self._automaton
         while not automaton.steps[state]:
             state = automaton.links[state]
@@ -287,19 +287,19 @@ class _SuffixMemory(GramMemory):
         if not self._by_count:
             newest = sorted([(-latest[to], token, to) for token, to in ways.items()])[:width]
             return [(float(rank), token, to) for rank, (_, token, to) in enumerate(newest)]
-        # No two ways were seen last at the same place.
+        # No two edges were last seen at the same place.
         commonest = sorted([(-counts[to], -latest[to], token, to) for token, to in ways.items()])
         total = -sum([number for number, _, _, _ in commonest])
         return [(log(total / -number), token, to) for number, _, token, to in commonest[:width]]
 
 
 class SuffixCache(GramCache):
-    """What followed the longest end of the text that was seen before (suffix automaton)."""
+    """What followed the longest end of the text that occurs earlier (suffix automaton)."""
 
     name = "suffix"
     has_tensors = True
     longest_match = 12
-    """Chances rise no further. On a device, matches are those of `lookup`, only longer: the most recent go first."""
+    """Longer matches are no likelier. On a device, matches are those of `lookup`, only longer: the most recent come first."""
 
     def open(self) -> _SuffixMemory:
         """Return the memory of a new text."""

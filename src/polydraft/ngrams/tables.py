@@ -1,8 +1,8 @@
-"""N-grams as tensors: what followed before, found for all rows at once and without a look at values, inside a captured round.
+"""N-grams as tensors: proposals for all rows at once, inside a captured round, where the host cannot look at values.
 
-A candidate is a *path* of tokens below the text's end. Paths are told apart by *marks*, sums of (token + 1) · base^depth modulo
-2^64: the mark of a longer path is that of its beginning and one more term, and equal paths of different origin are found by
-comparing numbers. Should two paths have one mark, a candidate is wasted.
+A candidate is a *path* of tokens after the text's end. A path is identified by its *mark*, a rolling hash: the sum of
+(token + 1) · base^depth modulo 2^64. A longer path's mark is that of its prefix plus one term, and equal paths of different
+origin are found by comparing marks. If two paths collide, a candidate is wasted.
 """
 
 from dataclasses import dataclass
@@ -18,58 +18,58 @@ from polydraft.sampling import NO_TOKEN
 
 _BASE = 0x9E3779B97F4A7C15
 LONGEST = 64
-"""Deepest path, and longest n-gram, that marks are made for."""
+"""Maximum length of paths and n-grams."""
 MOST_WAYS = 8
-"""Tokens that text or corpus propose at one place at most, as on the host."""
+"""Tokens that text or corpus propose at one place at most, here and on the host."""
 _CHUNK = 1 << 13
-"""States whose trees are grown at a time, so that the making takes little memory."""
+"""States whose trees are grown at a time, to save memory."""
 _RANKS, _SIZES = 4, 13
-"""Ranks and sizes of matches from which on chances stay as they are."""
+"""Ranks and sizes of matches beyond which probabilities stay the same."""
 
 
 @lru_cache(maxsize=8)
 def powers(device: torch.device) -> Tensor:
-    """Return base^0, base^1, ... as signed numbers of 64 bits."""
+    """Return base^0, base^1, ... as signed 64-bit integers."""
     wrapped = [pow(_BASE, number, 1 << 64) for number in range(LONGEST + 1)]
     return torch.tensor([one - (1 << 64) if one >> 63 else one for one in wrapped], device=device)
 
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """Candidates of a batch, X per row: the last tokens of paths below the text's end."""
+    """Candidates of a batch, X per row: the last tokens of paths after the text's end."""
 
     numbers_BX3: Tensor
-    """Token, depth and mark of each: side by side, because a captured round costs by its launches."""
+    """Token, depth and mark of each, in one tensor because every launch costs time."""
     chances_BX: Tensor
-    """That the path is reached and right; 0 where there is none."""
+    """Probability that all tokens of the path are right; 0 where there is no candidate."""
 
 
 class Texts:
-    """The texts of a batch, pending tokens included, and where their ends stood before.
+    """The texts of a batch, pending tokens included, and what followed their ends earlier.
 
     Parameters
     ----------
     batch_size : int
     match : int
-        Most tokens at the text's end that are looked for in the text.
+        Longest match, at the text's end, that is looked for in the text.
     order : int
-        Most tokens at the text's end that are asked for.
+        Largest `size` of `tail`.
     count : int
-        Earlier places that are followed: of the longest matches, the most recent.
+        Earlier occurrences that are followed: of the longest matches, the most recent.
     device : torch.device
     """
 
     def __init__(self, batch_size: int, match: int, order: int, count: int, device: torch.device) -> None:
         self.start, self._match, self._count = max(match, order), match, count
         self.tokens_BL = torch.full((batch_size, self.start + count), NO_TOKEN, device=device)
-        """Texts begin at `start`, behind no tokens; behind them are leftovers."""
+        """Texts begin at `start`, after padding; what follows a text is undefined."""
         self.lengths_B = torch.ones(batch_size, dtype=torch.long, device=device)
         self._earlier_PP = torch.ones(count, count, dtype=torch.bool, device=device).tril(-1)[:, :, None]
         chances = [[match_chance(size, rank) for rank in range(_RANKS)] for size in range(_SIZES)]
         self._chances_X = torch.tensor(chances, device=device).flatten()
 
     def tail(self, size: int) -> Tensor:
-        """Return the last tokens of each text; no token where it has fewer."""
+        """Return the last tokens of each text, padded with `NO_TOKEN`."""
         assert size <= self.start
         place_BX = self.lengths_B[:, None] + torch.arange(self.start - size, self.start, device=self.lengths_B.device)
         return self.tokens_BL.gather(1, place_BX)
@@ -81,12 +81,12 @@ class Texts:
         self.lengths_B += count_B
 
     def copies(self, depth: int) -> Paths:
-        """Find the text's end earlier in the text, and what came next there; at the text's end a copy goes on with itself."""
+        """Find the text's end earlier in the text, and what followed there; beyond the text's end a copy repeats itself."""
         device = self.lengths_B.device
-        # Number j ends before place j of the text.
+        # Window j ends before place j of the text.
         windows_BJK = self.tokens_BL[:, self.start - self._match :].unfold(1, self._match, 1)
         places = windows_BJK.shape[1]
-        # Selecting among short numbers takes half the time.
+        # Selecting among 32-bit integers takes half the time.
         place_J, number_K = (torch.arange(size, dtype=torch.int32, device=device) for size in (places, self._match))
         same_BJK = windows_BJK == self.tail(self._match)[:, None]
         size_BJ = self._match - 1 - torch.where(same_BJK, -1, number_K).amax(-1)
@@ -100,31 +100,31 @@ class Texts:
         marks_BPD = ((tokens_BPD + 1) * powers(device)[1 : depth + 1]).cumsum(-1)
         alike_BPPD = marks_BPD[:, :, None] == marks_BPD[:, None]
         first_BPD = ~(alike_BPPD & self._earlier_PP).any(2) & (size_BP1 > 0)
-        # Tokens that may come next at one place: one of each, ranked by the order of the copies.
+        # Possible next tokens at one place: each once, ranked by the order of the copies.
         ways_BPPD = torch.nn.functional.pad(alike_BPPD, (1, -1), value=True) & first_BPD[:, None]
         rank_BPD = (ways_BPPD & self._earlier_PP).sum(2)
         index_BPD = (size_BP1 + along_D).clamp(max=_SIZES - 1) * _RANKS + rank_BPD.clamp(max=_RANKS - 1)
         factor_BPD = self._chances_X[index_BPD] * (rank_BPD < MOST_WAYS)
         total_BPD = (ways_BPPD * factor_BPD[:, None]).sum(2)
-        # A path that an earlier one begins with too has that one's chances so far.
+        # A path shares the probabilities of its prefix with the first path that has this prefix.
         own_BPD = (factor_BPD / total_BPD.clamp(min=1)).gather(1, alike_BPPD.to(torch.uint8).argmax(2))
         numbers_BPD3 = torch.stack([tokens_BPD, (along_D + 1).expand_as(tokens_BPD), marks_BPD], dim=-1)
         return Paths(numbers_BPD3.flatten(1, 2), torch.where(first_BPD, own_BPD.cumprod(-1), 0).flatten(1))
 
 
 class CorpusTables:
-    """A corpus as an automaton: its states are the n-grams that something follows, and each has a tree of what does.
+    """A corpus as an automaton, whose states are the n-grams with continuations, each with a tree of candidates.
 
-    A text is in the state of its longest end that is one. All that follows from there depends on the state alone, so the trees
+    A text is in the state of its longest end that is one of these n-grams. Candidates depend on the state alone, so the trees
     are grown beforehand, on the device, and a round only looks them up.
 
     Parameters
     ----------
     trie : GramTrie
     nodes : int
-        Candidates of a state.
+        Candidates per state.
     depth : int
-        Levels of its tree.
+        Levels of a state's tree.
     device : torch.device
     """
 
@@ -136,7 +136,7 @@ class CorpusTables:
         weights_N = torch.from_numpy(trie.weights_N.astype(np.int64)).to(device)
         grams_IO, sizes_I = self._grams(trie, firsts_I, tokens_N)
         node_S = (firsts_I[1:] > firsts_I[:-1]).nonzero()[:, 0]
-        # State 0 is that of texts of which nothing is known; longer n-grams have higher numbers.
+        # State 0 is that of unknown texts; longer n-grams have higher numbers.
         nothing_1O, nothing_1 = torch.full_like(grams_IO[:1], NO_TOKEN), torch.zeros_like(sizes_I[:1])
         self._grams_SO, sizes_S = torch.cat([nothing_1O, grams_IO[node_S]]), torch.cat([nothing_1, sizes_I[node_S]])
         self._keys_S, self._states_S = self._marks(self._grams_SO)[:, -1].sort()
@@ -148,7 +148,7 @@ class CorpusTables:
         del self._way_tokens_SK, self._way_chances_SK, self._way_states_SK, self._grams_SO
 
     def _grams(self, trie: GramTrie, firsts_I: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the n-grams of all nodes above the last level, no token before their first ones, and their sizes."""
+        """Return the n-grams of all nodes above the last level, padded on the left with `NO_TOKEN`, and their sizes."""
         inner = len(firsts_I) - 1
         grams_IO = torch.full((inner, self.order), NO_TOKEN, device=tokens_N.device)
         grams_IO[:, -1] = tokens_N[:inner]
@@ -163,7 +163,7 @@ class CorpusTables:
         return grams_IO, sizes_I
 
     def _marks(self, windows_XO: Tensor) -> Tensor:
-        """Return the marks of the ends of some texts, of 1, 2, ... tokens."""
+        """Return the marks of the last 1, 2, ... tokens of some texts."""
         return ((windows_XO.flip(-1) + 1) * self._powers[1 : self.order + 1]).cumsum(-1)
 
     def states(self, windows_XO: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class CorpusTables:
         return torch.where(self._keys_S[place_XO] == marks_XO, self._states_S[place_XO], 0).amax(-1)
 
     def _ways(self, node_S: Tensor, sizes_S: Tensor, firsts_I: Tensor, tokens_N: Tensor, weights_N: Tensor) -> None:
-        """Find the likeliest tokens after each state, its own before those of shorter ends, and the states behind them."""
+        """Find the likeliest tokens after each state, its own before those of shorter ends, and the states they lead to."""
         rank_K = torch.arange(MOST_WAYS, device=node_S.device)
         place_SK = firsts_I[node_S][:, None] + rank_K
         real_SK = place_SK < firsts_I[node_S + 1][:, None]
@@ -185,7 +185,7 @@ class CorpusTables:
             tenths_X[(weights_N[node_S][:, None] - weights_N[place_SK]).clamp(min=0)],
         )
         ways = tuple(torch.nn.functional.pad(part, (0, 0, 1, 0), value=NO_TOKEN) for part in own)
-        # What is left of an n-gram without its first token is its longest end.
+        # An n-gram without its first token is its longest proper end.
         is_first_SO = torch.arange(self.order, device=node_S.device) == self.order - sizes_S[:, None]
         shorter_S = self.states(torch.where(is_first_SO, NO_TOKEN, self._grams_SO))
         for size in range(2, self.order + 1):
@@ -210,11 +210,11 @@ class CorpusTables:
         self._way_states_SK = torch.cat([self.states(self._one_further(*part)) for part in parts])
 
     def _one_further(self, grams_XO: Tensor, tokens_XK: Tensor) -> Tensor:
-        """Return the last tokens of texts that go on with some tokens."""
+        """Return the last tokens of texts after each of some further tokens."""
         return torch.cat([grams_XO[:, None, 1:].expand(-1, tokens_XK.shape[1], -1), tokens_XK[..., None]], dim=-1)
 
     def _grown(self, state_X: Tensor, nodes: int, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the numbers of `Paths` and the chances of the likeliest paths after some states."""
+        """Return the likeliest paths after some states: the numbers and probabilities of `Paths`."""
         empty_XM = torch.zeros(len(state_X), nodes, dtype=torch.long, device=state_X.device)
         kept = [empty_XM, empty_XM, empty_XM, empty_XM, empty_XM.float()]  # tokens, depths, marks, states, chances
         front = (state_X[:, None], torch.zeros_like(state_X[:, None]), torch.ones_like(state_X[:, None], dtype=torch.float32))
@@ -237,10 +237,10 @@ class CorpusTables:
         return torch.stack(kept[:3], dim=-1), kept[-1]
 
     def paths(self, windows_BXO: Tensor, stems: Paths) -> Paths:
-        """Return what follows after X paths of each row; windows are the last tokens of text and path."""
+        """Return candidates after X paths of each row; windows are the last tokens of text and path."""
         states_BX = self.states(windows_BXO)
         depths_BX = stems.numbers_BX3[..., 1]
-        # Tokens stay, depths are added up, and so are marks, once those from here are moved to their depth.
+        # Depths add up, and so do marks, once those of the tree are shifted to their depth; tokens stay.
         begun_BX13 = (stems.numbers_BX3 * self._added_3)[:, :, None]
         numbers_BXM3 = self.numbers_SM3[states_BX]
         numbers_BXM3[..., 2] *= self._powers[depths_BX][..., None]

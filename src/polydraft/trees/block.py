@@ -1,4 +1,4 @@
-"""What one model pass needs to know of a tree.
+"""What one model pass needs to know about a tree.
 
 References
 ----------
@@ -29,11 +29,11 @@ class Block:
     """Which of the uncommitted places each token attends to, its own included; `U = start + T` of them, or more with
     `places_BT`."""
     places_BT: Tensor | None = None
-    """The places themselves, any of the U, where a captured pass must not know them; `start` does not count then."""
+    """The places, any of the U, where they are inputs of a captured pass; `start` is then ignored."""
     plain: bool = False
-    """Whether the tokens are a text: each sees all before it."""
+    """Whether the tokens are plain text: each sees all before it."""
     levels: tuple[int, ...] | None = None
-    """How many tokens each level has, in the order in which they stand, where the host knows it and all rows have the same."""
+    """Tokens of each level, in order, if the host knows it and all rows have the same."""
 
     @property
     def size(self) -> int:
@@ -42,7 +42,7 @@ class Block:
 
     @property
     def stop(self) -> int:
-        """First place after all that the block may look at."""
+        """First place after all that the block may see."""
         return self.start + self.size if self.places_BT is None else self.visible_BTU.shape[2]
 
 
@@ -71,14 +71,14 @@ class StaticBlock:
 
 @dataclass(frozen=True, eq=False)
 class SlicedMask:
-    """The mask and the depths of a whole tree, and of everything that an early stop leaves of it.
+    """Mask and depths of a whole tree, and of what an early stop leaves of it.
 
-    Nodes stand in breadth-first order, so that what was drafted up to any level is a beginning of the list: its mask is the
-    upper left corner of the large one. In [1] that is said of forks; it holds for every tree.
+    Nodes stand in breadth-first order, so a tree drafted up to any level is a prefix of the list, and its mask is the upper
+    left corner of the large one. The paper [1] says so of forks; it holds for every tree.
     """
 
     depths_P: Tensor
-    """Depth of each place: `lead` places in a row first, then the nodes."""
+    """Depth of each place: first `lead` places in a chain, then the nodes."""
     visible_PP: Tensor
     """Which places each place attends to."""
     child_table_NK: Tensor
@@ -92,7 +92,7 @@ class SlicedMask:
         return _build(topology, device, lead)
 
     def level(self, first: int, stop: int) -> StaticBlock:
-        """Return the pass over nodes `first` to `stop` of one level, which see earlier places; a root brings the lead along."""
+        """Return the pass over nodes `first` to `stop` of one level, which see earlier places; the root's has the lead, too."""
         start, end = 0 if first == 0 else first + self.lead, stop + self.lead
         levels = (1,) * (end - start) if first == 0 else (end - start,)
         return StaticBlock(start, self.depths_P[start:end], self.visible_PP[start:end, :end], levels)

@@ -12,9 +12,9 @@ from polydraft.trees.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Candidate tokens of a batch, one tree a row, with the distributions they were drawn from.
+    """Candidate tokens of a batch, one tree per row, with the distributions they were drawn from.
 
-    Rows may have trees of different shapes; a static topology is the same view for all.
+    Rows may have trees of different shapes; those of a static topology share one.
     """
 
     tokens_BN: Tensor
@@ -30,13 +30,13 @@ class DraftTree:
     distribution_rows_BN: Tensor | None = None
     """Which of its level's G distributions each node's children were drawn from."""
     vocabulary: PartialVocabulary | None = None
-    """What the columns of the distributions mean, where they are not all tokens."""
+    """Which tokens the columns of the distributions are, if not all."""
     reach: int | None = None
-    """Largest depth of any node that a walk may get to, where the host knows it and it may be less than `depth`."""
+    """Largest depth of any node that a walk can reach, if the host knows it and it may be less than `depth`."""
     riders: int = 0
-    """How many nodes, the last ones, only ride along in the pass: no walk gets there."""
+    """How many nodes, the last ones, are riders: no walk reaches them."""
     extra_table_BNK: Tensor | None = None
-    """Further children that no scheme has drawn, by node id, 0 for none: a walk may go on there, see `union`."""
+    """Node ids of further children, which no scheme has drawn, 0 for none: a walk may go on there, see `union`."""
     levels: tuple[int, ...] | None = None
     """Nodes of each level, where all rows have one shape that the host knows."""
 
@@ -66,7 +66,7 @@ class DraftTree:
 
     @property
     def chain(self) -> bool:
-        """Whether each node is known to be the next one's parent, in all rows: a text, whose tokens are where they belong."""
+        """Whether every node is known to be the next one's parent, in all rows."""
         return self.levels is not None and len(self.levels) == self.tokens_BN.shape[1]
 
     def block(self) -> Block:
@@ -88,26 +88,26 @@ class DraftTree:
     def paths(self) -> Tensor:
         """Return the tokens between the root and every node, the node's own included, `[B, N, P]`; `NO_TOKEN` where shorter."""
         nodes = self.tokens_BN.shape[1]
-        # An ancestor's token goes to the place of its depth; the root's, and all others', to a place that is cut off. Nodes
-        # that only travel along may be deeper than the tree.
+        # An ancestor's token goes to the place of its depth; the root's, and all others', to one that is cut off. Riders may be
+        # deeper than the tree.
         place_BNX = (self.depths_BN * (self.depths_BN <= self.depth))[:, None] * self.ancestors_BNN
         tokens_BNX = self.tokens_BN[:, None].expand(-1, nodes, -1)
         paths_BNP = torch.full_like(place_BNX[:, :, :1], NO_TOKEN).repeat(1, 1, self.depth + 1)
         return paths_BNP.scatter_(2, place_BNX, tokens_BNX)[:, :, 1:]
 
     def all_distributions(self) -> Tensor:
-        """Return the short distribution that each node's children were drawn from, `[B, N, D]`; anything without children."""
+        """Return the distribution, in the draft's columns, that each node's children were drawn from, `[B, N, D]`."""
         assert self.distributions and self.distribution_rows_BN is not None
         distributions_BGD = torch.cat(self.distributions, dim=1)
         row_BN = self.distribution_rows_BN
         for level, distributions_of_level in enumerate(self.distributions[:-1]):
             row_BN = torch.add(row_BN, self.depths_BN > level, alpha=distributions_of_level.shape[1])
-        row_BN = row_BN.clamp(max=distributions_BGD.shape[1] - 1)  # of nodes without children, any
+        row_BN = row_BN.clamp(max=distributions_BGD.shape[1] - 1)  # nodes without children get any
         return distributions_BGD.gather(1, row_BN[:, :, None].expand(-1, -1, distributions_BGD.shape[-1]))
 
     @property
     def drawn_depth(self) -> int:
-        """Levels whose nodes may have drawn children; below them there are further children at most."""
+        """Levels whose nodes may have drawn children; deeper nodes have only further children."""
         return len(self.distributions) if self.distributions else self.depth
 
     def followers(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ class DraftTree:
         return table_BNK, replace(self, child_table_BNK=table_BNK).all_children()
 
     def without_riders(self) -> "DraftTree":
-        """Return the part of the tree that walks may get to."""
+        """Return the part of the tree that walks can reach."""
         if not self.riders:
             return self
         nodes = self.tokens_BN.shape[1] - self.riders
@@ -166,27 +166,26 @@ class DraftTree:
         if not self.distributions or self.distribution_rows_BN is None:
             return torch.empty(len(node_B), 0, device=node_B.device)
         distributions_BGV = self.distributions[level]
-        # A row whose walk ended higher up asks along with the others: its answer is not used, but must exist.
+        # Rows whose walks ended higher up ask too: their answer is unused, but must exist.
         row_B11 = self.distribution_rows_BN.gather(1, node_B[:, None])[:, :, None].clamp(max=distributions_BGV.shape[1] - 1)
         return distributions_BGV.gather(1, row_B11.expand(-1, 1, distributions_BGV.shape[-1]))[:, 0]
 
 
 def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
-    """Hang the nodes of `certain` below the root of `drawn`, as further children.
+    """Add the nodes of `certain` below the root of `drawn`, as further children.
 
-    A path of tokens that both trees hold has a node in each. Both nodes stand for the same text, so whatever follows in
-    `certain` is a further child of the node in `drawn` too, its *twin*: a walk that is on a drawn path loses nothing.
+    A path of tokens that is in both trees has a node in each. Both stand for the same text, so what follows the node in
+    `certain` also becomes a further child of the node in `drawn`: a walk along a drawn path misses nothing.
 
     Guarantee: a scheme emits a token of the target's distribution at a node, whatever it drew there. Further children do not
-    depend on the random numbers of the round, and only let the walk go on after that token; each step stays exact given the
-    path.
+    depend on the round's random numbers and only let the walk go on after that token, so each step stays exact given the path.
 
     Parameters
     ----------
     drawn : DraftTree
         Nodes keep their numbers.
     certain : DraftTree
-        Has the same root, and all the riders. Node n > 0 becomes node `drawn nodes + n - 1`.
+        Has the same root, and all riders. Node n > 0 becomes node `drawn nodes + n - 1`.
 
     Returns
     -------
@@ -203,9 +202,9 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
     ancestors_BNN[:, own:, own:] = certain.ancestors_BNN[:, 1:, 1:]
     moved_BNK = torch.where(certain.child_table_BNK > 0, certain.child_table_BNK + (own - 1), 0)
     width = moved_BNK.shape[2]
-    # One row more, without children, stands for "no twin".
-    twins_BN = _twins(drawn, certain)
-    inherited_BNK = torch.nn.functional.pad(moved_BNK, (0, 0, 0, 1)).gather(1, twins_BN[:, :, None].expand(-1, -1, width))
+    # One row more, without children, stands for "none".
+    same_BN = _same_paths(drawn, certain)
+    inherited_BNK = torch.nn.functional.pad(moved_BNK, (0, 0, 0, 1)).gather(1, same_BN[:, :, None].expand(-1, -1, width))
     distribution_rows_BN = drawn.distribution_rows_BN
     return replace(
         drawn,
@@ -224,22 +223,22 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
     )
 
 
-def _twins(drawn: DraftTree, certain: DraftTree) -> Tensor:
-    """Return for each node of `drawn` the node of `certain` on the same path of tokens; as many as it has nodes for none."""
+def _same_paths(drawn: DraftTree, certain: DraftTree) -> Tensor:
+    """Return for each node of `drawn` the node of `certain` with the same path of tokens; if none, its number of nodes."""
     none = certain.tokens_BN.shape[1]
     batch_size, own, width = drawn.child_table_BNK.shape
     nodes_BX = torch.arange(own, device=drawn.tokens_BN.device).repeat_interleave(width).expand(batch_size, -1)
     parents_BN = torch.zeros_like(drawn.tokens_BN).scatter_(1, drawn.child_table_BNK.flatten(1), nodes_BX)
     parents_BN[:, 0].zero_()  # missing children all name the root
     tables_BNK = torch.nn.functional.pad(certain.child_table_BNK, (0, 0, 0, 1))
-    twins_BN = torch.full_like(drawn.tokens_BN, none)
-    twins_BN[:, 0].zero_()
+    found_BN = torch.full_like(drawn.tokens_BN, none)
+    found_BN[:, 0].zero_()
     for _ in range(min(drawn.depth, certain.depth)):
-        above_BN = twins_BN.gather(1, parents_BN)
+        above_BN = found_BN.gather(1, parents_BN)
         children_BNK = tables_BNK.gather(1, above_BN[:, :, None].expand(-1, -1, tables_BNK.shape[2]))
         tokens_BNK = certain.tokens_BN.gather(1, children_BNK.flatten(1)).view_as(children_BNK)
         same_BNK = (children_BNK > 0) & (tokens_BNK == drawn.tokens_BN[:, :, None])
         child_BN = children_BNK.gather(2, same_BNK.to(torch.uint8).argmax(-1, keepdim=True))[..., 0]
-        twins_BN = torch.where(same_BNK.any(-1), child_BN, none)
-        twins_BN[:, 0].zero_()
-    return twins_BN
+        found_BN = torch.where(same_BNK.any(-1), child_BN, none)
+        found_BN[:, 0].zero_()
+    return found_BN

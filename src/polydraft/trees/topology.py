@@ -1,8 +1,9 @@
 """Shapes of draft trees: static ones, the limits of dynamic ones, and both as a user writes them."""
 
+import heapq
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice, pairwise
@@ -11,13 +12,35 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
-from polydraft.trees.likely import RANK_ACCEPTANCE, paths_by_product
 
 MAX_NODES = 1024
 """Largest tree that is accepted, the root included."""
+RANK_ACCEPTANCE = (0.70, 0.10, 0.042, 0.026, 0.015, 0.010, 0.008, 0.006)
+"""How often the shipped head's candidates are the target's token at temperature 0, by rank; other good heads are similar."""
 DEFAULT_NODES, DEFAULT_DEPTH = 64, 8
 _LEAST_BEAM, _BEAM, _BRANCH = 2, 8, 16
 _ALLOWED = 'widths ("4x2x2x1x1"), "chain:5", "fork:16x5", "best:64x6", "dynamic:64", paths ("[[0],[1],[0,0]]"), or "none"'
+
+
+def paths_by_product(ranks: Sequence[float], max_depth: int | None) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yield paths of ranks with their products, largest first; each comes after its parent and its elder siblings.
+
+    A product is the probability that the path's last node is accepted, if candidates are accepted by their rank alone. Among
+    equals, shallow paths come first.
+    """
+    heap: list[tuple[float, int, tuple[int, ...], float]] = []
+    if max_depth is None or max_depth > 0:
+        heap.append((-ranks[0], 1, (0,), 1.0))
+    while heap:
+        negative, depth, path, parent = heapq.heappop(heap)
+        if negative == 0:
+            return
+        yield path, -negative
+        rank = path[-1]
+        if rank + 1 < len(ranks):
+            heapq.heappush(heap, (-parent * ranks[rank + 1], depth, (*path[:-1], rank + 1), parent))
+        if max_depth is None or depth < max_depth:
+            heapq.heappush(heap, (negative * ranks[0], depth + 1, (*path, 0), -negative))
 
 
 @dataclass(frozen=True)
@@ -96,7 +119,7 @@ class Topology:
 
     @classmethod
     def likeliest(cls, nodes: int, depth: int) -> "Topology":
-        """Take the nodes likeliest to be accepted at temperature 0, the root included, down to a depth."""
+        """Take the nodes likeliest to be accepted at temperature 0, up to a number, the root included, and a depth."""
         if not 2 <= nodes <= MAX_NODES or depth < 1:
             raise UsageError(f"tree best:{nodes}x{depth}; allowed: 2 to {MAX_NODES} nodes, and a depth from 1")
         return cls.from_paths(path for path, _ in islice(paths_by_product(RANK_ACCEPTANCE, depth), nodes - 1))
@@ -216,7 +239,7 @@ class DynamicShape:
     branch: int = _BRANCH
     """Children that a node may have."""
     adaptive: bool = True
-    """Whether every round chooses its size by what it is expected to be worth; otherwise all trees are as large as allowed."""
+    """Whether every round chooses the size that is expected to pay; otherwise all trees are as large as allowed."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.nodes <= MAX_NODES:
@@ -238,12 +261,12 @@ class DynamicShape:
 
 
 def parse_dynamic(text: str) -> DynamicShape | None:
-    """Read ``"dynamic"``, ``"dynamic:NODES"``, ``"dynamic:NODES:DEPTH"``, the last with ``":fixed"`` behind; None for others.
+    """Read ``"dynamic[:NODES[:DEPTH[:fixed]]]"``; return None for other trees.
 
     Parameters
     ----------
     text : str
-        NODES, the root included, and DEPTH are limits; with ``fixed`` every round uses them up.
+        NODES, the root included, and DEPTH are limits; with ``fixed`` every tree reaches them.
     """
     spec = text.strip().lower()
     if spec.partition(":")[0] != "dynamic":
@@ -255,7 +278,7 @@ def parse_dynamic(text: str) -> DynamicShape | None:
         )
     nodes = int(match[1]) if match[1] is not None else DEFAULT_NODES
     depth = int(match[2]) if match[2] is not None else max(min(DEFAULT_DEPTH, nodes - 1), 1)
-    # Small trees are for machines that pay for every token of a pass, and those of a draft's pass count too.
+    # Small trees are for machines on which every token of a pass costs time, also in the draft's passes.
     beam = min(max(nodes // _BEAM, _LEAST_BEAM), _BEAM)
     return DynamicShape(nodes=nodes, depth=depth, beam=beam, adaptive=match[3] is None)
 
