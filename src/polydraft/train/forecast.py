@@ -1,4 +1,4 @@
-"""What a training will take, said before it begins, and what its draft will bring, said when it is done."""
+"""Estimates: what training will take, before it starts, and how much faster the draft will make decoding, at its end."""
 
 import math
 import time
@@ -19,12 +19,12 @@ from polydraft.train.writer import Texts, Writer, chat_form, enough_memory
 from polydraft.trees import parse_tree
 
 _FEW, _MORE = 8, 24
-"""Tokens of the texts that are written to see how long one takes."""
+"""Tokens of the texts that are written to time a token."""
 _ROWS_ON_CPU = 2
 _LATER = 1.5
-"""A token late in a text takes longer than one of its first, which are timed."""
+"""Tokens late in a text take this much longer than the first ones, which are timed."""
 _BYTES_PER_TOKEN, _BYTES_PER_WEIGHT = 5, 12
-"""On disk: a token and its mark; a weight and what optimisers remember of it, each in float32."""
+"""On disk: a token and its answer mark; a weight and its optimizer state, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Needs:
 
 
 def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, int], None] = lambda done, total: None) -> Needs:
-    """Try a little of everything, and say what all of it will take; `advance` is told how many of the trials are done."""
+    """Try a little of everything, and estimate all of it; `advance` is called with the trials done, and their number."""
     check_length(settings.length, target)
     trials = 2 if settings.texts else 5
     done = 0
@@ -68,7 +68,7 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
             tried_once()
             return took
 
-        seconds(_FEW)  # the first time is not like the others
+        seconds(_FEW)  # the first run also sets things up
         few, more = seconds(_FEW), seconds(_MORE)
         writing = max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
     rows = settings.batch_size if device.type == "cuda" else min(settings.batch_size, _ROWS_ON_CPU)
@@ -106,7 +106,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], tree: str) -> str:
-    """Say what a draft will bring on this machine: from its acceptance on held-out text, and what its passes cost."""
+    """Say how much faster a draft makes decoding here, from its acceptance on held-out text and the cost of its passes."""
     draft, topology = load_draft(folder, target), parse_tree(tree)
     assert draft is not None
     parts = []

@@ -1,4 +1,4 @@
-"""From settings to a trained draft in a folder, with checkpoints on the way and a card at the end."""
+"""From settings to a trained draft in a folder, with checkpoints and a card."""
 
 import json
 import logging
@@ -20,8 +20,9 @@ from polydraft.models.loading import Loaded
 from polydraft.output import check_empty, check_folder, check_same, partial_folder, read_settings, written_whole
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.corpus import Corpus, make_corpus
+from polydraft.train.head_pupil import HeadPupil
 from polydraft.train.objective import loss_of
-from polydraft.train.pupils import Acceptance, DraftPupil, HeadPupil, Pupil, acceptance_of
+from polydraft.train.pupils import Acceptance, DraftPupil, Pupil, acceptance_of
 from polydraft.train.settings import DraftSize, HeadSize, TrainSettings
 from polydraft.train.writer import enough_memory
 
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 _WARM_UP, _LAST_RATE, _CLIP = 0.05, 0.05, 1.0
 _LEAST_REACH = 0.05
-"""Where drafting comes less often than this, nothing is learnt."""
+"""Positions that drafting reaches less often than this are skipped."""
 _LAST_PHASE = 0.6
-"""Share of the steps after which training is for the candidates of a tree, not for one at a time."""
+"""Share of the steps after which the loss is that of all candidates of a node; before, that of one candidate."""
 _TEST_POSITIONS, _TEST_TEXTS = 2048, 16
 _FREE = {"steps", "save_every", "evaluate_every", "sampling_rows"}
 """Settings that may change when a run is resumed."""
@@ -66,11 +67,11 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     out : Path
         The draft goes here; what a resumed run needs is kept in its folder `training`.
     resume : bool
-        Go on with what is in `out`, instead of refusing to touch it.
+        Continue the training in `out`; otherwise a folder that is not empty is refused.
     command : str
         For the card.
     observer : callable
-        Told of progress.
+        Called with progress.
 
     Returns
     -------
@@ -93,7 +94,7 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
 
 
 def check_out(out: Path, *, resume: bool) -> None:
-    """Refuse a folder that training cannot write to, or that holds something it is not to go on with."""
+    """Refuse a folder that training cannot write to, or that is not empty and not to be continued."""
     if resume:
         check_folder(out, resume=True)
     else:
@@ -119,22 +120,13 @@ def _corpus(settings: TrainSettings, target: Loaded, work: Path, observer: Obser
     file = work / "corpus.safetensors"
     if file.exists():
         return Corpus.load(file)
-    written = 0
-    observer(Report(phase="sampling", done=0, total=settings.tokens))
-
-    def advance(tokens: int) -> None:
-        nonlocal written
-        written += tokens
-        observer(Report(phase="sampling", done=min(written, settings.tokens), total=settings.tokens))
-
-    corpus = make_corpus(settings, target, advance)
-    observer(Report(phase="sampling", done=settings.tokens, total=settings.tokens))
+    corpus = make_corpus(settings, target, lambda done, total: observer(Report(phase="sampling", done=done, total=total)))
     corpus.save(file)
     return corpus
 
 
 def make_pupil(settings: TrainSettings, target: Loaded, corpus: Corpus) -> Pupil:
-    """Return the draft to train, untrained; a corpus says which tokens it knows."""
+    """Return the untrained draft; the corpus decides which tokens it knows."""
     vocabulary, size = None, target.model.vocab_size
     if 0 < settings.vocabulary < size:
         tokens_D = corpus.frequent_tokens(settings.vocabulary, size, target.eos_token_ids)
@@ -156,7 +148,7 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
         loss = take_step(settings, pupil, corpus, step, optimizers, parameters)
         step += 1
         ends = step == settings.steps
-        # Looking at the loss waits for the device, so only now and then.
+        # Reading the loss waits for the device, so do it rarely.
         if step % settings.save_every == 0 or step % settings.evaluate_every == 0 or ends or step % 10 == 0:
             value = float(loss)
             if not math.isfinite(value):
@@ -173,7 +165,7 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
 
 
 def make_optimizers(settings: TrainSettings, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Return AdamW, or Muon for matrices and AdamW for all else."""
+    """Return AdamW, or Muon for matrices and AdamW for the rest."""
     rate, on_gpu = settings.learning_rate, parameters[0].is_cuda
     muon = settings.optimizer == "muon" and hasattr(torch.optim, "Muon")
     if muon != (settings.optimizer == "muon"):
@@ -196,7 +188,7 @@ def take_step(
     optimizers: list[torch.optim.Optimizer],
     parameters: list[nn.Parameter],
 ) -> Tensor:
-    """Take one step and return its loss; one whose gradient is not a number changes nothing and is not a number itself."""
+    """Take one step and return its loss. If the gradient is not finite, no weight changes and the loss is NaN."""
     with enough_memory(f"learn from {settings.batch_size} texts per step", "--batch-size"):
         with _autocast(pupil):
             loss = _loss(settings, pupil, corpus, step)
@@ -204,7 +196,7 @@ def take_step(
             optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
     norm = nn.utils.clip_grad_norm_(parameters, _CLIP)
-    if not bool(norm.isfinite()):  # looked at on every device: a checkpoint must never hold what such a step leaves
+    if not bool(norm.isfinite()):  # checked at every step: no checkpoint may hold such weights
         return torch.full_like(loss.detach(), torch.nan)
     for optimizer in optimizers:
         optimizer.step()
@@ -212,7 +204,7 @@ def take_step(
 
 
 def _loss(settings: TrainSettings, pupil: Pupil, corpus: Corpus, step: int) -> Tensor:
-    """Return the mean loss over positions and depths, each weighted by how often drafting comes there."""
+    """Return the mean loss over positions and depths, each weighted by how often drafting reaches it."""
     lesson = pupil.study(corpus.batch(step, settings.batch_size, settings.seed), pupil.depths)
     reach_R = torch.ones_like(lesson.distributions.probs_RD[:, 0])
     loss = weight = reach_R.new_zeros(())
@@ -221,13 +213,13 @@ def _loss(settings: TrainSettings, pupil: Pupil, corpus: Corpus, step: int) -> T
     last_phase = step >= _LAST_PHASE * settings.steps
     for depth, (count, (rows_R, outputs_RH)) in enumerate(zip(counts, lesson.outputs, strict=False)):
         reached_R = reach_R[rows_R] >= _LEAST_REACH
-        if depth > 0:  # every other chain is enough, from its beginning to its end
+        if depth > 0:  # every other chain is enough, but each from start to end
             reached_R &= (rows_R + depth) % 2 == 0
         rows_R, logits_RD = rows_R[reached_R], pupil.logits(outputs_RH[reached_R])
         wanted = count if last_phase else 1
         part, found_R = loss_of(settings.loss, lesson.distributions.probs_RD[rows_R], logits_RD, reach_R[rows_R], wanted)
         loss, weight = loss + part, weight + reach_R[rows_R].sum()
-        # As if the other candidates of a tree were independent of the first, until training is for them.
+        # Until the loss covers the other candidates, they count as independent of the first.
         accepted_R = torch.zeros_like(reach_R).index_put_((rows_R,), 1 - (1 - found_R) ** (count - wanted + 1))
         reach_R = nn.functional.pad((reach_R * accepted_R)[:-1], (1, 0)) * lesson.follows_R
     return loss / weight
@@ -258,7 +250,7 @@ def _autocast(pupil: Pupil) -> torch.autocast:
 
 
 def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder under a temporary name, then put it in place of the old one: a kill leaves one of the two."""
+    """Write a folder under a temporary name, then swap it with the old one, so that a kill leaves one of the two."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(folder) as partial:
@@ -283,7 +275,7 @@ def _save_checkpoint(
         for number, optimizer in enumerate(optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
-        # Tied weights share storage, which safetensors refuses: each gets memory of its own.
+        # safetensors refuses tied weights, which share storage: copy each.
         own = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
         save_file(own, partial / "state.safetensors")
         (partial / "progress.json").write_text(json.dumps(progress))
