@@ -1,17 +1,15 @@
 """`polydraft tune`, from the command line to what other commands make of it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from polydraft.engine import Decoder
 from polydraft.loading import SMALL_GPU_TREE
 from polydraft.profile import VARIABLE
 from polydraft.tune.options import TuneOptions
-from polydraft.tune.tuning import Tuning, Use
+from polydraft.tune.tuning import Tuning, Use, usual_candidates
 
 COMMON = ("--max-new-tokens", "8", "--minutes", "0.001", "--raw", "--device", "cpu", "--dtype", "float32")
 
@@ -110,14 +108,14 @@ def test_everything_is_warm_before_it_is_timed(roomy: str, cache: Path, prompts:
     assert all(given["batch_size"] == 2 and given["longest"] >= 64 for _, _, given in events[:warm])
 
 
-def test_candidates_include_the_default_and_follow_the_device(roomy: str, cache: Path, monkeypatch) -> None:
-    """Shown for a GPU on a CPU that passes for one."""
-    tuning = Tuning(TuneOptions(target=roomy, draft="early-exit:1", device="cpu", dtype="float32"))
-    trees = {use: [one.tree for one in tuning.candidates(Use(*use))] for use in ((0.0, 1), (1.0, 8))}
-    assert trees[0.0, 1] == trees[1.0, 8] and "dynamic:64" in trees[0.0, 1]
-    monkeypatch.setattr("polydraft.tune.tuning.resolved", lambda options: replace(options, tree=SMALL_GPU_TREE))
-    monkeypatch.setattr(tuning, "_place", torch.device("cuda"))
-    assert "dynamic:64:7:fixed" in [one.tree for one in tuning.candidates(Use(0.0, 1))]
-    sampled = [one.tree for one in tuning.candidates(Use(1.0, 1))]
-    assert SMALL_GPU_TREE in sampled and "dynamic:64:7:fixed" not in sampled
-    assert all(one.drafter == "auto" for one in tuning.candidates(Use(0.0, 8)))
+def test_candidates_include_the_default_and_follow_the_device() -> None:
+    def trees(temperature: float, batch: int, device: str, columns: int = 100) -> list[str]:
+        return [one.tree for one in usual_candidates(Use(temperature, batch), device, defaults[device], columns)]
+
+    defaults = {"cpu": "dynamic:8", "cuda": SMALL_GPU_TREE}
+    assert trees(0.0, 1, "cpu") == trees(1.0, 8, "cpu") and "dynamic:64" in trees(0.0, 1, "cpu")
+    assert "dynamic:64:7:fixed" in trees(0.0, 1, "cuda")
+    for sampled in (trees(1.0, 1, "cuda"), trees(0.0, 8, "cuda")):
+        assert sampled[:2] == ["none", SMALL_GPU_TREE] and "dynamic:64:7:fixed" not in sampled
+    assert "4x2x1" not in trees(0.0, 1, "cpu", columns=3)  # a draft of three tokens has no four children
+    assert {one.drafter for one in usual_candidates(Use(0.0, 1), "cpu", "none", None)} == {"auto", "lookup", "suffix"}

@@ -96,16 +96,11 @@ class Tuning:
         return Profile(origin=origin_of(options, self.draft_name, self._place, self._format), picks=picks, figures=figures)
 
     def candidates(self, use: Use) -> list[Candidate]:
-        """Return plain decoding, and what may beat it: n-grams without a draft, otherwise the default tree and some others."""
-        plain = Candidate("plain decoding")
-        if self._draft is None:
-            return [plain, *(Candidate(drafter, drafter=drafter) for drafter in _NGRAMS)]
-        asked, kind = self.options, self._place.type
+        """Return what takes part in a contest, plain decoding first."""
+        asked = self.options
         untuned = LoadOptions(asked.target, self.draft_name, device=asked.device, dtype=asked.dtype, profile=NONE)
-        dynamic = _DYNAMIC[kind] if kind == "cpu" or use == Use(0.0, 1) else ()
-        trees, most = (resolved(untuned).tree, *dynamic, *_STATIC), self._draft.num_columns
-        fitting = [tree for tree in trees if LoadOptions(tree=tree).shape[1].max_children <= most]
-        return [plain, *(Candidate(tree, tree) for tree in dict.fromkeys(fitting))]
+        columns = None if self._draft is None else self._draft.num_columns
+        return usual_candidates(use, self._place.type, resolved(untuned).tree, columns)
 
     def _contest(self, use: Use, number: int, count: int) -> list[Result]:
         """Hold one contest of several; preparing the candidates does not count against its share of the time."""
@@ -141,6 +136,16 @@ class Tuning:
         best = winner(plain, hold_contest(plain, rivals, run, lambda: time.monotonic() - began > seconds))
         ranked = sorted(rivals, key=lambda one: (-len(one.laps), -one.rate))
         return [_result(use, one, plain, picked=one is best) for one in (plain, *ranked)]
+
+
+def usual_candidates(use: Use, device: str, default: str, columns: int | None) -> list[Candidate]:
+    """Return plain decoding, and what may beat it: the default and other trees, or n-grams where no draft has columns."""
+    plain = Candidate("plain decoding")
+    if columns is None:
+        return [plain, *(Candidate(drafter, drafter=drafter) for drafter in _NGRAMS)]
+    trees = (default, *(_DYNAMIC[device] if device == "cpu" or use == Use(0.0, 1) else ()), *_STATIC)
+    fitting = [tree for tree in trees if LoadOptions(tree=tree).shape[1].max_children <= columns]
+    return [plain, *(Candidate(tree, tree) for tree in dict.fromkeys(fitting))]
 
 
 def _result(use: Use, candidate: Candidate, plain: Candidate, *, picked: bool) -> Result:
