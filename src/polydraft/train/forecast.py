@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -47,29 +48,28 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
     """Try a little of everything, and estimate all of it; `advance` is called with the trials done, and their number."""
     check_length(settings.length, target)
     trials = 2 if settings.texts else 5
-    done = 0
+    done, device, taps = 0, target.model.device, target.model.taps
 
-    def tried_once() -> None:
+    def seconds(work: Callable[[], object]) -> float:
         nonlocal done
+        took = _timed(work, device)
         done += 1
         advance(done, trials)
+        return took
 
     advance(done, trials)
-    device, taps = target.model.device, target.model.taps
     writing = 0.0
     if not settings.texts:
         form, wide = chat_form(target.tokenizer), side_by_side(settings.length, settings, target)
         rows = min(wide, -(-settings.tokens // settings.length))
         writer, generator = Writer(target.model, form, target.eos_token_ids), torch.Generator(device).manual_seed(0)
 
-        def seconds(length: int) -> float:
+        def write(length: int) -> None:
             with enough_memory(f"write {rows} texts at a time", "--sampling-rows"):
-                took = _timed(lambda: writer.write([[0]] * rows, length, False, generator, lambda rows: None), device)
-            tried_once()
-            return took
+                writer.write([[0]] * rows, length, False, generator, lambda rows: None)
 
-        seconds(_FEW)  # the first run also sets things up
-        few, more = seconds(_FEW), seconds(_MORE)
+        # The first run also sets things up.
+        _, few, more = (seconds(partial(write, length)) for length in (_FEW, _FEW, _MORE))
         writing = max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
     rows = settings.batch_size if device.type == "cuda" else min(settings.batch_size, _ROWS_ON_CPU)
     tokens_NL = torch.randint(target.model.vocab_size, (rows + 1, settings.length), generator=torch.Generator().manual_seed(0))
@@ -78,14 +78,7 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
     pupil = make_pupil(tried, target, corpus)
     parameters = list(pupil.module.parameters())
     optimizers = make_optimizers(tried, parameters)
-
-    def stepped() -> float:
-        took = _timed(lambda: take_step(tried, pupil, corpus, 0, optimizers, parameters), device)
-        tried_once()
-        return took
-
-    stepped()
-    step = stepped()
+    _, step = (seconds(lambda: take_step(tried, pupil, corpus, 0, optimizers, parameters)) for _ in range(2))
     target.model.tap(taps)
     weights = sum(parameter.numel() for parameter in parameters)
     return Needs(

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -138,8 +137,7 @@ def make_pupil(settings: TrainSettings, target: Loaded, corpus: Corpus) -> Pupil
 def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, observer: Observer) -> tuple[Acceptance, ...]:
     parameters = [parameter for parameter in pupil.module.parameters() if parameter.requires_grad]
     optimizers = make_optimizers(settings, parameters)
-    restored = _load_checkpoint(work, pupil.module, optimizers)
-    step = restored["step"] if restored else 0
+    step = _load_checkpoint(work, pupil.module, optimizers)
     acceptance = evaluate(pupil, corpus, settings)
     observer(Report(phase="training", done=step, total=settings.steps, acceptance=acceptance))
     while step < settings.steps:
@@ -160,7 +158,7 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
                 acceptance = evaluate(pupil, corpus, settings)
             observer(Report(phase="training", done=step, total=settings.steps, loss=value, acceptance=acceptance))
         if step % settings.save_every == 0 or ends:
-            _save_checkpoint(work, pupil.module, optimizers, {"step": step})
+            _save_checkpoint(work, pupil.module, optimizers, step)
     return acceptance
 
 
@@ -249,13 +247,19 @@ def _autocast(pupil: Pupil) -> torch.autocast:
     return torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16)
 
 
-def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder under a temporary name, then swap it with the old one, so that a kill leaves one of the two."""
+def _save_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    """Save weights, optimizer states and the step, under a temporary name first, so that a kill leaves the old or the new."""
+    tensors = {f"weights.{key}": value for key, value in module.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
+    folder, former = work / _CURRENT, work / _FORMER
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(folder) as partial:
-            write(partial)
-            former = folder.with_name(_FORMER)
+            # safetensors refuses tied weights, which share storage: copy each.
+            own = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
+            save_file(own, partial / "state.safetensors")
+            (partial / "progress.json").write_text(json.dumps({"step": step}))
             if folder.exists():
                 shutil.rmtree(former, ignore_errors=True)
                 os.replace(folder, former)
@@ -265,33 +269,14 @@ def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         raise FailureError(f"cannot write {folder} ({error}); what was saved before is intact") from None
 
 
-def _save_checkpoint(
-    folder: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer], progress: dict[str, Any]
-) -> None:
-    """Save weights, optimiser states and progress."""
-
-    def write(partial: Path) -> None:
-        tensors = {f"weights.{key}": value for key, value in module.state_dict().items()}
-        for number, optimizer in enumerate(optimizers):
-            for index, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
-        # safetensors refuses tied weights, which share storage: copy each.
-        own = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
-        save_file(own, partial / "state.safetensors")
-        (partial / "progress.json").write_text(json.dumps(progress))
-
-    _replace_folder(folder / _CURRENT, write)
-
-
-def _load_checkpoint(folder: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any] | None:
-    """Restore the last state and return its progress; None where there is none."""
-    place = next((folder / name for name in (_CURRENT, _FORMER) if (folder / name / "progress.json").exists()), None)
+def _load_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Restore the last state and return its step; 0 where there is none."""
+    place = next((work / name for name in (_CURRENT, _FORMER) if (work / name / "progress.json").exists()), None)
     if place is None:
-        return None
+        return 0
     try:
         tensors = load_file(place / "state.safetensors")
-        progress: dict[str, Any] = json.loads((place / "progress.json").read_text())
-        int(progress["step"])
+        step = int(json.loads((place / "progress.json").read_text())["step"])
     except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
         raise FailureError(f"cannot read the checkpoint {place} ({error}); remove it to train from the start") from None
     weights = {key.removeprefix("weights."): value for key, value in tensors.items() if key.startswith("weights.")}
@@ -299,7 +284,7 @@ def _load_checkpoint(folder: Path, module: nn.Module, optimizers: list[torch.opt
         module.load_state_dict(weights)
     except RuntimeError:
         raise UsageError(
-            f"the checkpoint in {folder} is of another size of draft; use the same sizes, or another --out"
+            f"the checkpoint in {work} is of another size of draft; use the same sizes, or another --out"
         ) from None
     states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
     for key, value in tensors.items():
@@ -308,7 +293,7 @@ def _load_checkpoint(folder: Path, module: nn.Module, optimizers: list[torch.opt
             states[int(number)].setdefault(int(index), {})[name] = value
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return progress
+    return step
 
 
 def _write_card(
