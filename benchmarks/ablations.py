@@ -32,7 +32,7 @@ from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.output import written_whole
 from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
-from polydraft.train import HeadSize, TrainSettings, pupils, training
+from polydraft.train import HeadSize, TrainSettings, head_pupil, training
 from polydraft.train.corpus import Corpus, make_corpus
 from polydraft.trees import parse_tree
 
@@ -256,7 +256,7 @@ def read_corpus(options: argparse.Namespace, name: str, target) -> Corpus:
             corpus = Corpus(mixed.groups[:1], mixed.source)
         else:
             asked = settings if name == MIXED else replace(settings, prompts=None)
-            corpus = make_corpus(asked, target, lambda _: None)
+            corpus = make_corpus(asked, target)
         file.parent.mkdir(parents=True, exist_ok=True)
         corpus.save(file)
         seconds = time.perf_counter() - start
@@ -275,8 +275,8 @@ def train_variant(variant: Variant, out: Path, options: argparse.Namespace, devi
     if not variant.tree_phase:
         training._LAST_PHASE = 1.0
     if not variant.tap_norms:
-        shape_for = pupils.shape_for
-        pupils.shape_for = lambda *arguments: replace(shape_for(*arguments), tap_norm=TapNorm.NONE)
+        shape_for = head_pupil.shape_for
+        head_pupil.shape_for = lambda *arguments: replace(shape_for(*arguments), tap_norm=TapNorm.NONE)
 
     def observer(report: training.Report) -> None:
         if report.phase == "training":

@@ -32,8 +32,8 @@ from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.train import TrainSettings, training, writer
 from polydraft.train.corpus import Corpus, make_corpus
+from polydraft.train.head_pupil import HeadPupil
 from polydraft.train.objective import loss_of
-from polydraft.train.pupils import HeadPupil
 from polydraft.trees import parse_tree
 
 SCHEMES = {0.0: "top", 1.0: "hybrid"}
@@ -159,7 +159,7 @@ def answers(options: argparse.Namespace, target, temperature: float) -> Corpus:
     settings = replace(settings, **asked, tokens=options.held_out)
     usual, writer.ANSWER_TEMPERATURES = writer.ANSWER_TEMPERATURES, (temperature,)
     try:
-        return make_corpus(settings, target, lambda _: None)
+        return make_corpus(settings, target)
     finally:
         writer.ANSWER_TEMPERATURES = usual
 

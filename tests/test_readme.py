@@ -88,7 +88,7 @@ TINY = {
     "analyze": ["--draft", "early-exit:1", "--limit", "2", "--max-new-tokens", "4", "--positions", "2"],
     "generate": ["--max-new-tokens", "4"],
     "certify": ["--quick", "--no-power"],
-    "tune": ["--limit", "2", "--max-new-tokens", "8", "--batches", "1", "--check", "1", "--out", "profile.json"],
+    "tune": ["--max-new-tokens", "8", "--batch-size", "1", "--minutes", "0.001", "--out", "profile.json"],
     "export": [],
     "batch": ["--max-new-tokens", "4", "--slots", "2", "--slot-tokens", "256"],
 }

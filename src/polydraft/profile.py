@@ -1,4 +1,4 @@
-"""What `polydraft tune` found, kept for one machine, pair and version, and used by whatever loads that pair there."""
+"""The profile that `polydraft tune` writes: the best settings for one pair on one machine, which `load` then uses."""
 
 import json
 import logging
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from polydraft.backends.native.build import cpu_features
 from polydraft.errors import UsageError
 from polydraft.models.fingerprint import digest_of, model_fingerprint
 from polydraft.models.inflated import source_name
@@ -25,50 +24,54 @@ logger = logging.getLogger(__name__)
 NONE = "none"
 VARIABLE = "POLYDRAFT_PROFILE"
 """Environment variable that stands for ``profile="auto"``: none, or a file."""
-_FORMAT = 1
-_FAR = 0.5
-"""Temperatures further apart than this accept too differently to stand for each other."""
+_FORMAT = 2
+_FAR_TEMPERATURE, _FAR_BATCH = 0.5, 4
+"""A pick holds for temperatures no further away than this, and for batches no more than this many times larger or smaller."""
 _NAMES = {"pair": "pair", "files": "state of the model files", "machine": "machine", "version": "version"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pick:
-    """The setting that was best for one use."""
+    """The best setting for one temperature and batch size."""
 
     temperature: float
     batch: int
     tree: str
     drafter: str = AUTO
-    expected: float
-    """Speed-up over plain decoding at the same batch, as predicted."""
-    measured: float | None = None
-    """The same as measured, where the setting was run."""
+    speedup: float
+    """Over plain decoding at the same batch size, as measured."""
+
+    @property
+    def name(self) -> str:
+        """The setting in words."""
+        named = {"drafter": (self.drafter, AUTO), "tree": (self.tree, NONE)}
+        return ", ".join(f"{kind} {name}" for kind, (name, usual) in named.items() if name != usual) or "plain decoding"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Settings of one pair on one machine, with the figures they were chosen by."""
+    """The best settings for one pair on one machine, with the figures they were chosen by."""
 
     origin: Mapping[str, str]
     """What it holds for: pair, files, machine, version."""
     picks: Sequence[Pick]
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Costs, acceptance and the table, for people to read."""
+    """What was measured, for people to read."""
 
     def pick(self, batch: int, temperature: float | None) -> Pick | None:
-        """Return the setting for a use: of the nearest temperature, if that is near, and the nearest batch.
+        """Return the setting of the nearest temperature and the nearest batch size, or None where these are too far away.
 
         Where the temperature is unknown, that of the first pick counts.
         """
         wanted = self.picks[0].temperature if temperature is None else temperature
         nearest = min((one.temperature for one in self.picks), key=lambda other: abs(other - wanted))
-        if abs(nearest - wanted) > _FAR:
-            return None
         own = [one for one in self.picks if one.temperature == nearest]
-        return min(own, key=lambda one: abs(math.log(one.batch / batch)))
+        found = min(own, key=lambda one: abs(math.log(one.batch / batch)))
+        near = abs(nearest - wanted) <= _FAR_TEMPERATURE and 1 / _FAR_BATCH <= found.batch / batch <= _FAR_BATCH
+        return found if near else None
 
     def write(self, file: Path) -> None:
-        """Keep it, whole or not at all."""
+        """Write the file, completely or not at all."""
         content = {"format": _FORMAT, "origin": self.origin, "picks": [asdict(one) for one in self.picks], **self.figures}
         file.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(file) as partial:
@@ -86,30 +89,27 @@ class Profile:
         content = json.loads(file.read_text(encoding="utf-8"))
         try:
             if content.pop("format") != _FORMAT:
-                raise ValueError("it has another format")
+                raise ValueError("another version of polydraft wrote it")
             known = {one.name for one in fields(Pick)}
             picks = [Pick(**{name: one[name] for name in known & one.keys()}) for one in content.pop("picks")]
             origin = {str(name): str(value) for name, value in content.pop("origin").items()}
-            for one in picks:  # a tree that somebody has mistyped is told here, not when it is drawn
+            for one in picks:  # report a mistyped tree here, not when it is drawn
                 LoadOptions(tree=one.tree, drafter=one.drafter)
                 assert one.batch >= 1 and one.temperature >= 0
         except (KeyError, TypeError, AttributeError, AssertionError) as error:
-            raise ValueError(f"it is no profile: {error!r}") from None
+            raise ValueError(f"it is not a profile: {error!r}") from None
         if not picks:
-            raise ValueError("it holds no setting")
+            raise ValueError("it holds no settings")
         return cls(origin=origin, picks=picks, figures=content)
 
 
 def origin_of(options: LoadOptions, draft: str, place: torch.device, number_format: torch.dtype) -> dict[str, str]:
-    """Return all that the figures of a profile depend on; the options' own draft may still be ``"auto"``."""
+    """Return what a profile holds for; the options' own draft may still be ``"auto"``."""
     if place.type == "cuda":
         machine = torch.cuda.get_device_name(place) + ("" if options.graphs else ", no graphs")
     else:
-        features = cpu_features()
-        model = next((line.split(":", 1)[1].strip() for line in features.splitlines() if line.startswith("model name")), "")
         kernels = "" if options.native else ", no native kernels"
-        name = f"{model or platform.processor() or platform.machine()} ({digest_of(features)[:6]})"
-        machine = f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{kernels}"
+        machine = f"{_cpu()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{kernels}"
     marks = [model_fingerprint(source_name(name)) if name != NONE else NONE for name in (options.target, draft)]
     return {
         "pair": f"{options.target} with {draft} in {str(number_format).removeprefix('torch.')}",
@@ -120,7 +120,7 @@ def origin_of(options: LoadOptions, draft: str, place: torch.device, number_form
 
 
 def profile_file(target: str, draft: str, place: torch.device, number_format: torch.dtype) -> Path:
-    """Return where the profile of a pair is kept: one file, so that one of another machine or version is noticed."""
+    """Return the file for the profile of a pair; machine and version are not in its name, so that a change is noticed."""
     words = (target, draft, str(number_format).removeprefix("torch."), place.type)
     name = "_".join("".join(letter if letter.isalnum() else "-" for letter in word)[-60:] for word in words)
     return cache_root() / "profiles" / f"{name}.json"
@@ -135,7 +135,7 @@ def tuned(
     batch: int,
     temperature: float | None,
 ) -> Pick | None:
-    """Return the setting that was tuned for what is being loaded; a profile of anything else is ignored with a line."""
+    """Return the setting that was tuned for what is being loaded; any other profile is ignored, with a line in the log."""
     named = os.environ.get(VARIABLE) or AUTO if options.profile == AUTO else options.profile
     if named == NONE:
         return None
@@ -150,22 +150,33 @@ def tuned(
             "none, or auto"
         ) from None
     except ValueError as error:  # broken JSON too
-        logger.warning("profile %s is ignored (%s); make it again with: polydraft tune", file, str(error).splitlines()[0])
+        logger.warning("profile %s is ignored (%s); run polydraft tune again", file, str(error).splitlines()[0])
         return None
     here = origin_of(options, draft, place, number_format)
     for name, value in here.items():
         if profile.origin.get(name) != value:
             what = f"another {_NAMES[name]} ({profile.origin.get(name)}; here: {value})"
-            logger.warning("profile %s is ignored: it is of %s; make one with: polydraft tune", file, what)
+            logger.warning("profile %s is ignored: it is for %s; run polydraft tune again", file, what)
             return None
     found = profile.pick(batch, temperature)
     if found is None:
-        tuned_at = ", ".join(f"{one:g}" for one in dict.fromkeys(one.temperature for one in profile.picks))
-        logger.warning("profile %s is ignored: it was tuned for temperature %s, not %g", file, tuned_at, temperature)
+        uses = ", ".join(f"T={one.temperature:g} with batch size {one.batch}" for one in profile.picks)
+        asked = f"{'' if temperature is None else f'T={temperature:g} with '}batch size {batch}"
+        logger.warning("profile %s is ignored: it was tuned for %s, not for %s", file, uses, asked)
     else:
-        drafter = "" if found.drafter == AUTO else f"drafter {found.drafter}, "
-        logger.info("%stree %s, as tuned here (--profile none leaves it out)", drafter, found.tree)
+        logger.info("%s, as tuned on this machine (--profile none turns this off)", found.name)
     return found
+
+
+def _cpu() -> str:
+    """Return the name of the CPU, with a mark of its instruction sets where the system tells them."""
+    try:
+        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        lines = []
+    told = {name.strip(): value.strip() for name, _, value in lines}
+    name = told.get("model name") or platform.processor() or platform.machine()
+    return f"{name} ({digest_of(told.get('flags') or told.get('Features'))[:6]})"
 
 
 def _version() -> str:

@@ -14,7 +14,8 @@ from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.categorical import row_seed
 from polydraft.train.corpus import Texts
-from polydraft.train.pupils import HeadPupil, Teacher
+from polydraft.train.head_pupil import HeadPupil
+from polydraft.train.pupils import Teacher
 from polydraft.verify import SCHEMES, RejectionWithReplacement
 from polydraft.verify.arrays import normalised
 

@@ -145,7 +145,7 @@ def test_batch_bench_tune_and_all_others_read_the_same_prompts(tmp_path: Path, t
     pair = [*small, "--draft", "early-exit:1", "--prompts", str(file)]
     for command in (
         ["batch", str(file), "--out", str(tmp_path / "out"), *small],
-        ["tune", *pair[:6], "--prompts", str(file), "--batches", "1", "--check", "0"],
+        ["tune", *pair[:6], "--prompts", str(file), "--batch-size", "1", "--minutes", "0.001"],
         ["bench", *pair, "--methods", "ar", "--out", str(tmp_path / "bench")],
         ["analyze", *pair, "--temperature", "1", "--drafts", "1", "--positions", "4", "--schemes", "naive"],
         ["certify", "decoder", *pair, "--tree", "1"],

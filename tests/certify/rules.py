@@ -21,6 +21,13 @@ class Choosy(RejectionWithReplacement):
         self.threshold = threshold
 
 
+class WithLaw(RejectionWithReplacement):
+    """Overrides what an earlier version called; it would be ignored."""
+
+    def law(self, target_probs_RV, draft_probs_RV, children_RK):
+        return draft_probs_RV.double()
+
+
 class Neither:
     """Neither a scheme nor a walk."""
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 import polydraft
-from polydraft.certify.greedy_identity import GreedyJudge, GreedyReference, Likeness, TextJudge, certify_decoder
+from polydraft.certify.greedy_identity import GreedyJudge, GreedyReference, Likeness, TextJudge, certify_decoder, next_logits
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import TabularModel
@@ -84,7 +84,7 @@ def with_twin(reference: GreedyReference, limit: int) -> list[int]:
     text: list[int] = []
     while len(text) < limit:
         token = reference.continued(PROMPT + text, 1)[0]
-        logits_V = reference.logits(PROMPT + text)
+        logits_V = next_logits(reference.target, PROMPT + text)
         text.append(TWIN if logits_V[token] == logits_V[TWIN] else token)
     return text
 

@@ -119,12 +119,21 @@ def test_wrong_usage_is_one_line_and_exit_code_2(invoke, case: str) -> None:
         ("too_few", WITH, "takes 2 arguments"),
         ("Neither", None, "is not a subclass of polydraft's Scheme or Walk"),
         ("Choosy", None, "cannot create"),
+        ("WithLaw", None, "has law.*, which is now called distribution.*; rename it$"),
         ("Own", "top", "--draws top works only with a function"),
     ],
 )
 def test_what_cannot_be_certified_is_refused(rules: str, name: str, draws: str | None, expected: str) -> None:
     with pytest.raises(UsageError, match="(?s)" + expected.replace("?", r"\?")):
         find_subject(f"{rules}:{name}", draws)
+
+
+def test_a_function_by_its_former_name_is_told(rules: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "former_rules.py").write_text("def law(target_probs, draft_probs, children):\n    return target_probs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"^module 'former_rules' has law.*, which is now called distribution.*; rename it$"):
+        find_subject("former_rules:distribution", WITH)
+    assert find_subject("former_rules:law", WITH).has_distribution  # a function may have any name
 
 
 def test_other_arrays_are_refused(rules: str) -> None:

@@ -22,7 +22,8 @@ from polydraft.models.hf import HFModel
 from polydraft.sampling import IDLE, PartialVocabulary, RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
 from polydraft.train.corpus import Texts
-from polydraft.train.pupils import HeadPupil, Teacher
+from polydraft.train.head_pupil import HeadPupil
+from polydraft.train.pupils import Teacher
 from polydraft.trees import DynamicShape, parse_tree
 from stand_in import head_shape
 

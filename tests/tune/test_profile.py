@@ -16,9 +16,9 @@ from polydraft.profile import VARIABLE, Pick, Profile, origin_of, profile_file, 
 CPU = torch.device("cpu")
 DRAFT = "early-exit:1"
 PICKS = [
-    Pick(temperature=0.0, batch=1, tree="3x1", expected=1.5, measured=1.4),
-    Pick(temperature=0.0, batch=16, tree="none", expected=1.0),
-    Pick(temperature=1.0, batch=1, tree="none", drafter="lookup", expected=1.2),
+    Pick(temperature=0.0, batch=1, tree="3x1", speedup=1.4),
+    Pick(temperature=0.0, batch=16, tree="none", speedup=1.0),
+    Pick(temperature=1.0, batch=1, tree="none", drafter="lookup", speedup=1.2),
 ]
 
 
@@ -48,7 +48,7 @@ def test_what_was_written_is_used(options: LoadOptions, caplog: pytest.LogCaptur
     assert found(options, temperature=0.8) == PICKS[2]
     decoder = load_with(options)
     assert decoder.drafter.topology is not None and decoder.drafter.topology.num_nodes == 7
-    assert "tree 3x1, as tuned here" in caplog.text
+    assert "tree 3x1, as tuned on this machine" in caplog.text
     assert load_with(options, temperature=1.0).drafter.name == "lookup"
     assert load_with(options, batch=32).drafter.name == "none"
 
@@ -95,14 +95,20 @@ def test_threads_are_part_of_the_machine(options: LoadOptions, caplog: pytest.Lo
 
 def test_a_temperature_that_was_not_tuned_for(options: LoadOptions, caplog: pytest.LogCaptureFixture) -> None:
     assert found(options, temperature=2.0) is None
-    assert "tuned for temperature 0, 1, not 2" in caplog.text
+    assert "tuned for T=0 with batch size 1, T=0 with batch size 16, T=1 with batch size 1, not for T=2" in caplog.text
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 9}', '{"format": 1, "origin": {}, "picks": []}', "tree"])
+def test_a_batch_size_that_was_not_tuned_for(options: LoadOptions, caplog: pytest.LogCaptureFixture) -> None:
+    assert found(options, batch=64) == PICKS[1]
+    assert found(options, batch=65) is None and "not for T=0 with batch size 65" in caplog.text
+    assert found(options, batch=5, temperature=1.0) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 9}', '{"format": 2, "origin": {}, "picks": []}', "tree"])
 def test_a_broken_profile_is_ignored_with_a_line(options: LoadOptions, content: str, caplog: pytest.LogCaptureFixture) -> None:
     profile_file(options.target, DRAFT, CPU, torch.float32).write_text(content)
     assert found(options) is None
-    assert len(caplog.records) == 1 and "is ignored" in caplog.text
+    assert len(caplog.records) == 1 and "is ignored" in caplog.text and "run polydraft tune again" in caplog.text
 
 
 def test_a_mistyped_tree_is_ignored_with_a_line(options: LoadOptions, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What was tried, how much, what came out, and what would have been too much: trials, checks, and the certificate of all."""
+"""Trials, checks and certificates: what was tried, how much, what came out, and what was allowed."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class CounterExample:
-    """Where a rule goes wrong, as small as it was found."""
+    """A case on which a rule goes wrong, as small as was found."""
 
     reason: str
     """What is wrong, in words."""
@@ -39,7 +39,7 @@ class CounterExample:
         return sum(abs(one - other) for one, other in zip(self.distribution, self.expected, strict=True)) / 2
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON takes, empty parts left out."""
+        """Return the JSON form, without empty parts."""
         parts = {**vars(self), "total_variation": self.distance}
         return {name: plain(value) for name, value in parts.items() if value not in ([], {}, None)}
 
@@ -62,23 +62,23 @@ class Check:
     tests: int = 0
     """Statistical tests in this check."""
     false_alarm: float = 0.0
-    """Chance that a correct rule fails this check."""
+    """Probability that a correct rule fails this check."""
     detects: float | None = None
-    """Total-variation error that is seen with chance .99, where that can be said."""
+    """Total-variation error that the check detects with probability .99, where known."""
     seconds: float = 0.0
     note: str = ""
     counter_example: CounterExample | None = None
     details: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON takes."""
+        """Return the JSON form."""
         parts = {name: plain(value) for name, value in vars(self).items() if name != "counter_example"}
         example = self.counter_example
         return {**parts, "counter_example": None if example is None else example.as_dict()}
 
 
 def plain(value: Any) -> Any:
-    """Replace numbers that JSON does not know by their names."""
+    """Replace infinities and NaN, which JSON lacks, by their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -102,7 +102,7 @@ class Trial:
     allowed: float | None = None
     p_values: list[float] = field(default_factory=list)
     tested: tuple[int, int] | None = None
-    """Samples and degrees of freedom of the test whose power can be told."""
+    """Samples and degrees of freedom of the test whose power is known."""
     pooled: float = 0.0
     """Mass of the cells that this test cannot tell apart, where an error may hide."""
     seconds: float = 0.0
@@ -111,13 +111,13 @@ class Trial:
     details: list[dict[str, Any]] = field(default_factory=list)
 
     def passes(self, threshold: float) -> bool:
-        """Whether findings are as they would be for a correct rule; a rule that did not even return has none."""
+        """Whether the findings are those of a correct rule; a rule that returned nothing has none, and fails."""
         if self.p_values:
             return min(self.p_values) > threshold
         return self.worst is not None and self.allowed is not None and self.worst <= self.allowed
 
     def check(self, subject: str, threshold: float) -> Check:
-        """Decide, by how small p-values may be."""
+        """Decide, given how small p-values may be."""
         statistical, passed = bool(self.p_values), self.passes(threshold)
         return Check(
             name=self.name,
@@ -160,7 +160,7 @@ class Certificate:
         return [check for check in self.checks if not check.passed]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON takes."""
+        """Return the JSON form."""
         return {
             "certified": self.certified,
             "subject": self.subjects[0] if len(self.subjects) == 1 else list(self.subjects),
@@ -170,7 +170,7 @@ class Certificate:
         }
 
     def text(self) -> str:
-        """Return what people read."""
+        """Return the form for people to read."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -252,5 +252,5 @@ def _distribution(distribution: Sequence[float]) -> str:
 
 
 def _number(value: float, digits: int = 4) -> str:
-    """Write a number as short as it is clear."""
+    """Write a number briefly."""
     return str(int(value)) if math.isfinite(value) and value == int(value) else f"{value:.{digits}g}"

@@ -1,4 +1,4 @@
-"""The losslessness kit: everything that is tried on a rule, in order, and on known wrong rules, to show the kit's power."""
+"""The losslessness kit: all checks of a rule, in order, and the same checks of known wrong rules, to show their power."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from polydraft.certify.mutants import CORRECT, STRUCTURAL, SUBTLE, WRONG_WALKS, 
 from polydraft.verify import NodeWalk, RejectionWithoutReplacement, Scheme
 
 Observer = Callable[[str, int, int], None]
-"""Told `(phase, done, total)`."""
+"""Called with `(phase, done, total)`."""
 Step = Callable[[Subject, Sizes], Trial | list[Trial]]
 
 CLAIM = "no error was found in the distribution of emitted tokens; what could have escaped is stated above"
@@ -36,7 +36,7 @@ _HARDEST = FALSE_ALARM / 100
 def certify(
     subjects: Sequence[Subject], sizes: Sizes = FULL, *, power: bool = True, observer: Observer = lambda *_: None
 ) -> Certificate:
-    """Try rules in every way there is.
+    """Run all checks of some rules.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def certify(
     power : bool
         Whether the known wrong rules go through the same checks.
     observer : callable
-        Told how far it is.
+        Called with progress.
 
     Returns
     -------
@@ -69,7 +69,7 @@ def check_subject(subject: Subject, sizes: Sizes, observer: Observer = lambda *_
     for number, (name, step) in enumerate(steps, start=1):
         trials += _tried(name, step, subject, sizes)
         observer(subject.name, number, len(steps))
-        if trials[-1].measure == _NO_RESULT:  # nor will it return anything elsewhere
+        if trials[-1].measure == _NO_RESULT:  # it will not return anything elsewhere either
             break
     # All statistical tests of a subject are one family (Bonferroni).
     threshold = FALSE_ALARM / max(sum(len(trial.p_values) for trial in trials), 1)
@@ -87,7 +87,7 @@ def _node_steps(subject: Subject) -> list[tuple[str, Step]]:
 
 
 def _tried(name: str, step: Step, subject: Subject, sizes: Sizes) -> list[Trial]:
-    """Run one step; what a rule raises is a finding like any other."""
+    """Run one step; an exception that a rule raises is a finding like any other."""
     started = time.monotonic()
     try:
         found = step(subject, sizes)
@@ -106,14 +106,14 @@ def _raised(error: Exception) -> CounterExample:
 
 
 def _with_smallest(subject: Subject, trials: list[Trial], wrong: Trial) -> list[Trial]:
-    """Give the first trial that failed the smallest counter-example there is, where a search can find one."""
+    """Give the first failed trial the smallest counter-example that a search can find."""
     example = wrong.counter_example
     try:
         if wrong.name == "enumeration":
             example = smallest_enumerated(subject.scheme) or (example and rounded(subject.scheme, example)) or example
         elif wrong.name in ("fixture", "joint", "cases"):
             example = smallest_sampled(subject.scheme) or example
-    except Exception:  # what the rule raises on other distributions is no better than what it did on these
+    except Exception:  # an exception on other distributions is no better counter-example
         return trials
     return [replace(trial, counter_example=example) if trial is wrong else trial for trial in trials]
 
@@ -157,7 +157,7 @@ def power_check(sizes: Sizes, observer: Observer = lambda *_: None) -> Check:
 
 def _power_over(rule: type[Scheme], sizes: Sizes) -> dict[str, Any]:
     subject = Subject(rule.__name__, rule(), NodeWalk())
-    # One shape is enough to refuse by, and keeps the list short.
+    # One shape is enough to refuse a rule, and keeps this short.
     small = replace(sizes, vocabularies=(4,), counts=(2,))
     trials = [enumeration_trial(subject, small), *fixture_trials(subject, small)]
     refused_by = [trial.name for trial in trials if not trial.passes(_HARDEST)]

@@ -1,4 +1,4 @@
-"""Checks of a rule at one node, by enumeration or by samples of what production runs, and the smallest counter-example.
+"""Checks of a rule at one node, by enumeration and by samples as in production, and the smallest counter-example.
 
 Smallest: fewest tokens, then fewest drafts, then roundest numbers that still go wrong.
 """
@@ -30,35 +30,33 @@ from polydraft.sampling import NO_TOKEN
 from polydraft.verify import Scheme
 
 _EXTREMES = (0.0, 0.5, 1 - 2.0**-53)
-"""Random numbers at which rounding shows; the last is the largest that a generator returns."""
+"""Random numbers that expose rounding; the last is the largest that a generator returns."""
 _BLACK_BOX_CASES = 8
 _PARTS = {2: (1, 2, 4, 5, 10, 20), 3: (1, 2, 4, 5), 4: (1, 2, 4)}
-"""For each vocabulary, of which fraction probabilities are multiples: coarse first, as far as there are not too many pairs."""
+"""For each vocabulary, n for probabilities in steps of 1/n: coarse first, and only while there are not too many pairs."""
 _SAMPLED_PAIRS = 12
 _SAMPLED = 4_000
 _SURE = 1e-8
-"""Of a sampled counter-example; a thousand are tried at most."""
+"""Largest p-value of a sampled counter-example; at most a thousand are tried."""
 
 
 def cases_of(vocabulary: int, count: int, sizes: Sizes) -> tuple[Tensor, Tensor]:
     """Return random, awkward and fixture distributions."""
     target_CV, draft_CV = random_cases(vocabulary, sizes.cases, seed=10 * vocabulary + count)
     awkward = degenerate_cases(vocabulary)
-    fixture = (
-        [distribution_V[None] for distribution_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V)]
-        if vocabulary == len(FIXTURE_TARGET_V)
-        else awkward
-    )
-    return torch.cat([target_CV, awkward[0], fixture[0]]), torch.cat([draft_CV, awkward[1], fixture[1]])
+    pairs = [(target_CV, draft_CV), awkward]
+    pairs.append((FIXTURE_TARGET_V[None], FIXTURE_DRAFT_V[None]) if vocabulary == len(FIXTURE_TARGET_V) else awkward)
+    target_CV, draft_CV = (torch.cat(side) for side in zip(*pairs, strict=True))
+    return target_CV, draft_CV
 
 
 def counts_of(subject: Subject, sizes: Sizes) -> list[int]:
-    """Return the numbers of drafts that a rule is tried with."""
+    """Return the numbers of drafts to try a rule with."""
     return sorted({largest_count(subject.scheme, count) for count in sizes.counts})
 
 
 def enumeration_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Sum the emitted distribution over all drawings: it must be the target's, in float64 and from float32 probabilities."""
+    """Sum the emitted distribution over all drawings: it must be the target's, from float64 and from float32 probabilities."""
     worst, pairs, size, example = 0.0, 0, 0, None
     for vocabulary in sizes.vocabularies:
         for count in counts_of(subject, sizes):
@@ -139,7 +137,7 @@ def fixture_trials(subject: Subject, sizes: Sizes) -> list[Trial]:
 
 
 def black_box_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Sample more pairs of distributions, for a rule that does not tell its distribution."""
+    """Sample more pairs of distributions, for a rule that does not state its distribution."""
     samples = sizes.node_samples // 4
     target_CV, draft_CV = random_cases(4, _BLACK_BOX_CASES, seed=17)
     p_values = []
@@ -154,7 +152,7 @@ def black_box_trial(subject: Subject, sizes: Sizes) -> Trial:
 
 
 def support_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Verify with extreme random numbers: every token must have target mass, and distributions must be left as they are."""
+    """Verify with extreme random numbers: every token must have target mass, and no distribution may be changed in place."""
     cases = 4 * sizes.cases
     target_CV, draft_CV = (distribution_CV.float() for distribution_CV in random_cases(6, cases, seed=9))
     generator = torch.Generator().manual_seed(9)
@@ -192,21 +190,19 @@ def support_trial(subject: Subject, sizes: Sizes) -> Trial:
 
 
 def smallest_enumerated(scheme: Scheme) -> CounterExample | None:
-    """Search round distributions for one on which a rule's distribution is wrong; None if none is."""
-    for vocabulary, count in _small_first(scheme):
-        for parts in _PARTS[vocabulary]:
-            try:
-                target_CV, draft_CV = round_cases(vocabulary, parts)
-                found = describe(enumerate_rule(scheme, target_CV, draft_CV, count), draft_CV, count)
-            except RuleError as error:
-                return of_error(error)
-            if found is not None:
-                return found
+    """Search distributions with round numbers for one on which a rule's distribution is wrong; None if there is none."""
+    for target_CV, draft_CV, count in _round_cases(scheme):
+        try:
+            found = describe(enumerate_rule(scheme, target_CV, draft_CV, count), draft_CV, count)
+        except RuleError as error:
+            return of_error(error)
+        if found is not None:
+            return found
     return None
 
 
 def rounded(scheme: Scheme, example: CounterExample) -> CounterExample:
-    """Return a counter-example with as few digits as still go wrong; as it is where none do."""
+    """Return a counter-example rounded to as few digits as still go wrong; unchanged if none do."""
     if not example.target_probs or not example.drafts:
         return example
     distributions = torch.tensor([example.target_probs, example.draft_probs], dtype=torch.float64)
@@ -222,15 +218,13 @@ def rounded(scheme: Scheme, example: CounterExample) -> CounterExample:
 
 
 def smallest_sampled(scheme: Scheme) -> CounterExample | None:
-    """Search round distributions for one on which a rule's tokens are wrong, by samples; None if none shows."""
-    for vocabulary, count in _small_first(scheme):
-        for parts in _PARTS[vocabulary]:
-            target_CV, draft_CV = round_cases(vocabulary, parts)
-            chosen_C = torch.linspace(0, len(target_CV) - 1, min(_SAMPLED_PAIRS, len(target_CV))).round().long()
-            for case in chosen_C.tolist():
-                found = _sampled(scheme, target_CV[case], draft_CV[case], count)
-                if found is not None:
-                    return found
+    """Search distributions with round numbers for one on which a rule's sampled tokens are wrong; None if none is found."""
+    for target_CV, draft_CV, count in _round_cases(scheme):
+        chosen_C = torch.linspace(0, len(target_CV) - 1, min(_SAMPLED_PAIRS, len(target_CV))).round().long()
+        for case in chosen_C.tolist():
+            found = _sampled(scheme, target_CV[case], draft_CV[case], count)
+            if found is not None:
+                return found
     return None
 
 
@@ -253,11 +247,12 @@ def _sampled(scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int) -> C
     )
 
 
-def _small_first(scheme: Scheme) -> Iterator[tuple[int, int]]:
-    """Yield vocabularies and numbers of drafts, small ones first."""
-    for vocabulary in _PARTS:
+def _round_cases(scheme: Scheme) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield pairs of distributions with round numbers, and a number of drafts; smallest first."""
+    for vocabulary, all_parts in _PARTS.items():
         for count in range(1, largest_count(scheme, 3) + 1):
-            yield vocabulary, count
+            for parts in all_parts:
+                yield *round_cases(vocabulary, parts), count
 
 
 def describe(enumeration: Enumeration, draft_CV: Tensor, count: int) -> CounterExample | None:

@@ -1,4 +1,4 @@
-"""What is to be certified, found by its name, how much is tried on it, and a user's function as a scheme."""
+"""What to certify, found by its name, how much to try on it, and a user's function as a scheme."""
 
 import importlib
 import inspect
@@ -33,6 +33,8 @@ _ALLOWED = (
     "or verify(target_probs, draft_probs, children, rng)"
 )
 _NODE = "node"
+_FORMER_NAMES = {"law": "distribution", "child_law": "child_distribution"}
+"""Names that rules written for earlier versions use. A method of such a name would be ignored, and another rule certified."""
 _RANDOM_NAMES = {"rng", "generator", "random"}
 
 
@@ -98,7 +100,7 @@ class RuleError(FailureError):
 
 
 class OwnRule(Scheme):
-    """What both kinds of functions share: the drawing, and calls node by node.
+    """A user's function as a scheme: how its children are drawn, and calls node by node.
 
     Parameters
     ----------
@@ -123,7 +125,7 @@ class OwnRule(Scheme):
         return self._drawing.draw(draft_probs_RV, uniforms_RK)
 
     def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Say that there is none."""
+        """Refuse: a black box has none."""
         raise NotImplementedError("this rule only returns tokens, not their distribution")
 
     def _called(
@@ -134,7 +136,7 @@ class OwnRule(Scheme):
         children_RK: Tensor,
         *more: Any,
     ) -> list[Any]:
-        """Call the function for each row, and have `accept` look at its answers."""
+        """Call the function for each row, and pass its answers through `accept`."""
         answers = []
         distributions_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
         for target_V, draft_V, row in zip(*distributions_RV, children_RK.tolist(), strict=True):
@@ -145,7 +147,7 @@ class OwnRule(Scheme):
             ]
             try:
                 answers.append(accept(self._function(*distributions, list(children), *more), len(target_V)))
-            except Exception as error:  # a user's function raises what it likes; Ctrl-C is not among these
+            except Exception as error:  # a user's function may raise anything; Ctrl-C is not an Exception
                 lines = str(error).strip().splitlines() or [""]
                 reason = lines[0] if isinstance(error, FailureError) else f"raised {type(error).__name__}: {lines[0]}"
                 raise RuleError(reason, target_V, draft_V, children) from error
@@ -204,7 +206,7 @@ class Subject:
     scheme: Scheme
     walk: Walk
     has_distribution: bool = True
-    """Whether the rule tells the distribution of what it emits, so that it can be enumerated."""
+    """Whether the rule states the distribution of what it emits, so that it can be enumerated."""
     texts_only: bool = False
     """Whether the rule for one node is certified elsewhere, so that only its walk is left to check."""
 
@@ -299,7 +301,7 @@ def _imported(name: str) -> Any:
     if not module_name or not attribute:
         raise UsageError(f"{name!r} does not name a rule; write module:function or module:Class")
     here = os.getcwd()
-    sys.path.insert(0, here)  # as `python -m` does: a rule being written lies where one works
+    sys.path.insert(0, here)  # as `python -m` does: rules are often in the working folder
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module may raise anything while it is imported
@@ -310,6 +312,9 @@ def _imported(name: str) -> Any:
     finally:
         sys.path.remove(here)
     if not hasattr(module, attribute):
+        former = next((name for name, now in _FORMER_NAMES.items() if now == attribute and hasattr(module, name)), None)
+        if former is not None:
+            raise UsageError(f"module {module_name!r} has {former}(...), which is now called {attribute}(...); rename it")
         public = [one for one in vars(module) if not one.startswith("_") and callable(getattr(module, one))]
         raise unknown_name(f"name in module {module_name!r}:", attribute, public)
     return getattr(module, attribute)
@@ -318,6 +323,9 @@ def _imported(name: str) -> Any:
 def _made(name: str, rule: type) -> Scheme | Walk:
     if not issubclass(rule, Scheme | Walk):
         raise UsageError(f"class {name!r} is not a subclass of polydraft's Scheme or Walk; allowed: {_ALLOWED}")
+    for former, now in _FORMER_NAMES.items():
+        if hasattr(rule, former):
+            raise UsageError(f"class {name!r} has {former}(...), which is now called {now}(...); rename it")
     try:
         made: Scheme | Walk = rule()
         return made
@@ -326,7 +334,7 @@ def _made(name: str, rule: type) -> Scheme | Walk:
 
 
 def _tells_distribution(name: str, rule: Callable[..., Any]) -> bool:
-    """Tell a distribution from a black box by the arguments it wants."""
+    """Tell a distribution from a black box by its arguments."""
     try:
         parameters = list(inspect.signature(rule).parameters.values())
     except (TypeError, ValueError):

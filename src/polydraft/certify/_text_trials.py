@@ -42,7 +42,7 @@ def generate(
     seed: int,
     draft_temperature: float | None = None,
 ) -> tuple[list[list[int]], float]:
-    """Run rounds as `Decoder` does, with a scheme and a walk that nobody need have registered.
+    """Run rounds as `Decoder` does, with a scheme and a walk that need not be registered.
 
     Returns the new tokens of each prompt, and how much of what was offered was accepted.
     """
@@ -88,7 +88,7 @@ class Setting:
 
     def generate(self, subject: Subject) -> tuple[NDArray[Any], float]:
         """Return texts [N, L], and how much of what was offered was accepted."""
-        seed = zlib.crc32(self.label.encode())  # of its own: tests on shared random numbers would fail together
+        seed = zlib.crc32(self.label.encode())  # its own: tests that share random numbers would fail together
         prompts = [list(self.pair.prompt)] * self.texts
         texts, acceptance = generate(subject, self.pair, self.tree, prompts, self.sampling, self.tokens, seed)
         return np.array(texts), acceptance
@@ -98,11 +98,11 @@ class Setting:
         return next_distributions(self.pair.target, list(self.pair.prompt), new_NL, self.sampling)
 
     def draft_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
-        """Return the draft's distributions, which only decide in which order tokens are laid out."""
+        """Return the draft's distributions, which only order the tokens of a test."""
         return next_distributions(self.pair.draft, list(self.pair.prompt), new_NL, SamplingParams())
 
     def p_values(self, tokens_NL: NDArray[Any]) -> list[float]:
-        """Test texts; a missing token, which no distribution has, gives 0."""
+        """Test texts; a missing token, which no distribution allows, gives 0."""
         if (tokens_NL < 0).any():
             return [0.0]
         if self.whole:
@@ -111,7 +111,7 @@ class Setting:
 
 
 def settings_of(sizes: Sizes) -> list[Setting]:
-    """Return what texts are generated from."""
+    """Return the settings to generate texts with."""
     return [
         Setting(label="three tokens", pair=small_pair(), tree="2x2", texts=sizes.small_texts, tokens=3, whole=True),
         Setting(label="fixture F", pair=fixture_pair(), tree="2x2x2", texts=sizes.texts, tokens=4),
@@ -163,7 +163,7 @@ def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None =
 
 
 def _first_token(setting: Setting, tokens_NL: NDArray[Any], p_value: float) -> CounterExample:
-    """Show the worst setting by the distribution of its first token, whichever token the test has found wrong."""
+    """Show the worst setting by the distribution of its first token, whichever token is wrong."""
     distribution_V = setting.target_distributions(np.empty((1, 0), dtype=int))[0]
     shares_V = np.bincount(tokens_NL[:, 0].clip(min=0), minlength=len(distribution_V)) / len(tokens_NL)
     return CounterExample(

@@ -1,4 +1,4 @@
-"""Chi-square tests of tokens, tuples and whole texts against exact distributions, and what such tests are able to see."""
+"""Chi-square tests of tokens, tuples and whole texts against exact distributions, and the power of these tests."""
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 FALSE_ALARM = 1e-4
-"""Chance that a correct rule fails any of its statistical tests; seeds are fixed, so never twice."""
+"""Probability that a correct rule fails any of its statistical tests; as seeds are fixed, a rule that passes always does."""
 LEAST_EXPECTED = 5.0
 """Cells expected less often are pooled: below, the statistic does not follow its limit distribution."""
 
@@ -33,7 +33,7 @@ def critical(freedom: int, false_alarm: float) -> float:
 
 
 def noncentral_survival(statistic: float, freedom: int, noncentrality: float) -> float:
-    """Return the chance to exceed `statistic` where the truth is off by `noncentrality`: a Poisson mixture of central ones."""
+    """Return the chance to exceed `statistic` under a noncentral chi-square: a Poisson mixture of central ones."""
     half = noncentrality / 2
     last = int(half + 12 * half**0.5 + 40)
     extra_J = torch.arange(last, dtype=torch.float64)
@@ -43,10 +43,10 @@ def noncentral_survival(statistic: float, freedom: int, noncentrality: float) ->
 
 
 def detectable_distance(samples: int, freedom: int, false_alarm: float, power: float = 0.99) -> float:
-    """Return the total-variation error from which on a test refuses with chance `power` at least, whatever the error's shape.
+    """Return the total-variation error that a test detects with probability `power` or more, whatever the error's shape.
 
-    An error δ of a distribution p has noncentrality N Σ δ²/p ≥ N (Σ|δ|)² = 4 N TV² by Cauchy and Schwarz. What is to be had
-    at most is 1.
+    An error δ of a distribution p has noncentrality N Σ δ²/p ≥ N (Σ|δ|)² = 4 N TV² by Cauchy and Schwarz. The
+    result is at most 1.
     """
     limit = critical(freedom, false_alarm)
     high = limit
@@ -107,7 +107,7 @@ def tuple_p_value(tuples: Tensor, expected: dict[tuple[int, ...], float]) -> flo
 def text_p_values(
     tokens_NL: NDArray[Any], target_distributions: Distributions, draft_distributions: Distributions
 ) -> list[float]:
-    """Test texts token by token: see the two functions below."""
+    """Test texts token by token, by the two functions below."""
     return conditional_p_values(tokens_NL[:, :3], target_distributions) + transformed_p_values(
         tokens_NL, target_distributions, draft_distributions
     )

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint, asked for greedy text; nothing but the standard library."""
+"""A client of OpenAI-compatible endpoints for greedy text; standard library only."""
 
 import http.client
 import json
@@ -17,7 +17,7 @@ _SHOWN = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where to ask, and for which model."""
+    """The address of an endpoint, and the model to ask for."""
 
     url: str
     """Of the server, with or without ``/v1``."""

@@ -26,15 +26,15 @@ FIXTURE_TARGET_V = torch.tensor([0.15, 0.05, 0.24, 0.56], dtype=torch.float64)
 FIXTURE_DRAFT_V = torch.tensor([0.06, 0.72, 0.20, 0.02], dtype=torch.float64)
 
 _BARELY = 1e-7
-"""A mass that is all but nothing; much below it rounding of float64 sums would be judged, not rules."""
+"""A tiny mass; a much smaller one would test the rounding of float64 sums, not rules."""
 
 
 class ImproperDrawingError(FailureError):
-    """Children whose distribution is no distribution."""
+    """A rule draws children from something that is not a distribution."""
 
 
 def largest_count(scheme: Scheme | type[Scheme], wanted: int) -> int:
-    """Children that may be asked of a scheme."""
+    """Return how many children to ask a scheme for: as many as wanted, or as it can draw."""
     return wanted if scheme.max_children is None else min(wanted, scheme.max_children)
 
 
@@ -100,7 +100,7 @@ class Enumeration:
     def improper_R(self) -> Tensor:
         """How far a single distribution is from being one: negative, or not summing to one; infinite where it is not a number.
 
-        Drawings less likely than the tolerance are left out: they may lie below what float64 tells from impossible.
+        Drawings less likely than the tolerance are left out: float64 may not tell them from impossible ones.
         """
         off_R = torch.maximum((self.distribution_RV.sum(-1) - 1).abs(), -self.distribution_RV.amin(-1)).nan_to_num(
             nan=torch.inf
@@ -128,13 +128,13 @@ def enumerate_rule(
 def enumeration_error(
     scheme: Scheme, target_probs_CV: Tensor, draft_probs_CV: Tensor, count: int, missing: int = 0
 ) -> tuple[float, float]:
-    """Return the largest error of the emitted token's distribution, and of single rows that should sum to one."""
+    """Return the largest error of the emitted token's distribution, and of single rows from being a distribution."""
     enumeration = enumerate_rule(scheme, target_probs_CV, draft_probs_CV, count, missing)
     return enumeration.error_C.max().item(), enumeration.improper_R.max().item()
 
 
 def enumerated_acceptance(scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int) -> float:
-    """Chance that the emitted token is one of the children."""
+    """Return the chance that the emitted token is one of the children."""
     enumeration = enumerate_rule(scheme, target_V[None], draft_V[None], count)
     distribution_RV, children_RK = enumeration.distribution_RV, enumeration.children_RK
     among_RV = (

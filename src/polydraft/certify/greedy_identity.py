@@ -25,6 +25,12 @@ _LEAST_GAP = 1e-3
 _NOISE_FACTOR = 4.0
 """So are logits closer than this many times the rounding seen at that very place."""
 _WATCHED = 16
+"""Likeliest tokens that are looked at: for rounding, and for what an endpoint emitted; a near-tie is among the first two."""
+_GREEDY = SamplingParams(temperature=0)
+_SURE = 0.99
+_UNFINISHED = "\ufffd"
+"""What a tokenizer writes for an incomplete character."""
+_SHOWN = 40
 
 
 class Likeness(StrEnum):
@@ -32,8 +38,15 @@ class Likeness(StrEnum):
 
     IDENTICAL = "identical"
     NEAR_TIE = "near-tie"
-    """They part where two logits are as good as equal: a matrix product of another shape rounds otherwise."""
+    """They diverge where two logits are all but equal: a matrix product of another shape rounds differently."""
     DIFFERENT = "different"
+
+
+@torch.inference_mode()
+def next_logits(target: HFModel, text: list[int]) -> Tensor:
+    """Return the logits after a text, of one ordinary pass."""
+    logits_V: Tensor = target.hf_model(torch.tensor([text], device=target.device)).logits[0, -1].float()
+    return logits_V
 
 
 @dataclass(frozen=True)
@@ -49,19 +62,15 @@ class IdentityCheck:
             return Likeness.IDENTICAL
         parted = [index for index, (one, other) in enumerate(zip(expected, got, strict=False)) if one != other]
         if not parted:
-            return Likeness.DIFFERENT  # one ends early although they agree as far as they go
+            return Likeness.DIFFERENT  # one ends early, and they agree up to there
         index = parted[0]
         text = prompt + expected[:index]
-        logits_V = self._logits(text)
+        logits_V = next_logits(self.target, text)
         gap = float((logits_V[expected[index]] - logits_V[got[index]]).abs())
         return Likeness.NEAR_TIE if gap <= self._tolerance(text, logits_V) else Likeness.DIFFERENT
 
-    def _logits(self, text: list[int]) -> Tensor:
-        logits_V: Tensor = self.target.hf_model(torch.tensor([text], device=self.target.device)).logits[0, -1].float()
-        return logits_V
-
     def _tolerance(self, text: list[int], logits_V: Tensor) -> float:
-        """Measure what rounding does to these very logits: the same text in one pass, and its last token by itself."""
+        """Measure the rounding of these very logits: read the text in one pass, and again with its last token by itself."""
         context = self.target.start(1, len(text))
         context.prefill([text[:-1]])
         last_11 = torch.tensor([text[-1:]], device=self.target.device)
@@ -70,15 +79,6 @@ class IdentityCheck:
         likeliest = logits_V.topk(min(_WATCHED, len(logits_V))).indices
         noise = (logits_V - other_V)[likeliest].abs().max()
         return max(_LEAST_GAP, _NOISE_FACTOR * float(noise))
-
-
-_GREEDY = SamplingParams(temperature=0)
-_SURE = 0.99
-_WATCHED = 16
-"""Likeliest tokens among which the one that an endpoint must have emitted is looked for; a near-tie is among the first two."""
-_UNFINISHED = "\ufffd"
-"""What a decoder writes for the beginning of a character."""
-_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,10 @@ class GreedyReference:
                 break
         return new
 
-    @torch.inference_mode()
-    def logits(self, text: list[int]) -> Tensor:
-        """Return the next token's logits."""
-        logits_V: Tensor = self.target.hf_model(torch.tensor([text], device=self.target.device)).logits[0, -1].float()
-        return logits_V
+    def gap(self, text: list[int], wanted: int, found: int) -> float:
+        """Return how much larger one token's logit is than another's."""
+        logits_V = next_logits(self.target, text)
+        return float(logits_V[wanted] - logits_V[found])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +115,14 @@ class Judgement:
 
     likeness: Likeness
     near_ties: int = 0
-    """Places where the text went the other way of two logits that are as good as equal; it is right after each of them."""
+    """Places where the text took the other of two all but equal logits; after each of them it is right again."""
     details: dict[str, Any] | None = None
     """Where and how it differs."""
 
 
 @dataclass(frozen=True)
 class GreedyJudge:
-    """Compare token by token, and after a near-tie go on along the text that is judged."""
+    """Compare token by token; after a near-tie, go on with the judged text."""
 
     reference: GreedyReference
 
@@ -150,14 +149,13 @@ class GreedyJudge:
         wanted, found = (tokens[index] if index < len(tokens) else None for tokens in (expected, rest))
         details: dict[str, Any] = {"expected token": wanted, "token": found}
         if wanted is not None and found is not None:
-            logits_V = self.reference.logits(text + expected[:index])
-            details["gap of their logits"] = float(logits_V[wanted] - logits_V[found])
+            details["gap of their logits"] = self.reference.gap(text + expected[:index], wanted, found)
         return details
 
 
 @dataclass(frozen=True)
 class TextJudge:
-    """Follow a text along the target's tokens, and find by the target's logits what was emitted where it parts."""
+    """Follow a text along the target's tokens; where it diverges, find by the target's logits which token was emitted."""
 
     reference: GreedyReference
     tokenizer: Any
@@ -197,7 +195,7 @@ class TextJudge:
         return None
 
     def _text(self, prompt: list[int], new: list[int]) -> str:
-        """Return the text of new tokens, as it reads behind the prompt."""
+        """Return the text of new tokens, as it reads after the prompt."""
         before = self.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         whole = self.tokenizer.decode(prompt + new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return _finished(whole[len(before) :])
@@ -211,9 +209,9 @@ class TextJudge:
         return len(expected)
 
     def _emitted(self, prompt: list[int], context: list[int], got: str, instead_of: int) -> int | None:
-        """Return the likeliest token, other than the expected one, with which the text goes on as `got` does."""
+        """Return the likeliest token, other than the expected one, with which the text continues as `got` does."""
         done = self._text(prompt, context)
-        logits_V = self.reference.logits(prompt + context)
+        logits_V = next_logits(self.reference.target, prompt + context)
         for token in logits_V.topk(min(_WATCHED, len(logits_V))).indices.tolist():
             if token == instead_of:
                 continue
@@ -236,13 +234,12 @@ class TextJudge:
         }
         token = self._emitted(prompt, context, got, expected[0]) if expected else None
         if token is not None:
-            logits_V = self.reference.logits(prompt + context)
-            details["gap of their logits"] = float(logits_V[expected[0]] - logits_V[token])
+            details["gap of their logits"] = self.reference.gap(prompt + context, expected[0], token)
         return details
 
 
 def _finished(text: str) -> str:
-    """Leave out the beginning of a character that the next token would finish."""
+    """Drop an incomplete character at the end, which the next token would finish."""
     return text.rstrip(_UNFINISHED)
 
 
@@ -267,12 +264,12 @@ def certify_decoder(
     chat : bool
         Whether prompts go into the chat template.
     observer : callable
-        Told how far it is.
+        Called with progress.
 
     Returns
     -------
     Certificate
-        With one check, `greedy`. A text that goes the other way of a near-tie is judged on from there, with that token kept.
+        With one check, `greedy`. After a near-tie, the rest of a text is compared with what the target writes after that token.
     """
     reference, encoded = _reference(decoder, prompts, chat, max_new_tokens)
     judge = GreedyJudge(reference)
@@ -334,7 +331,7 @@ def _reference(
     longest, positions = max(map(len, encoded)), decoder.target.max_positions
     if new_tokens < 1:
         raise UsageError(f"--max-new-tokens {new_tokens} is out of range; allowed: whole numbers from 1")
-    if positions is not None and longest + new_tokens > positions:  # texts that the context cuts would seem to differ there
+    if positions is not None and longest + new_tokens > positions:  # texts cut off at the context's end would seem to differ
         raise UsageError(
             f"--max-new-tokens {new_tokens} does not fit after the longest prompt of {longest} tokens in the model's context "
             f"of {positions}; use {max(positions - longest, 0)} at most, or shorter prompts"
@@ -358,7 +355,7 @@ def _certificate(
         observer(phase, index + 1, len(prompts))
     counts = {kind: sum(judgement.likeness is kind for judgement in judgements) for kind in Likeness}
     wrong = [index for index, judgement in enumerate(judgements) if judgement.likeness is Likeness.DIFFERENT]
-    # The shortest way to a text that differs is the easiest to look at.
+    # The earliest difference is the easiest to look at.
     worst = min(wrong, key=lambda index: (judgements[index].details or {}).get("new token number", 0), default=None)
     example = worst is not None and CounterExample(
         reason="a greedy text is not the target's, and where the two diverge it is not a near-tie",

@@ -1,4 +1,4 @@
-"""Wrong verification rules and walks, each a mistake that someone has made or could make."""
+"""Wrong verification rules and walks: mistakes that someone has made, or could make."""
 
 import dataclasses
 
@@ -292,7 +292,7 @@ class GumbelSorted(_GumbelOfOthers):
 
 
 class GumbelPruned(_GumbelOfOthers):
-    """Keep from verification the children that the draft finds unlikely: only the noise itself would not mind."""
+    """Drop children that the draft finds unlikely before verification; only with the noise itself would that be right."""
 
     def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
         pruned_RK = PrunedByDraft().arranged(draft_probs_RV, children_RK)
@@ -308,7 +308,7 @@ class GumbelAtAnotherTemperature(_GumbelOfOthers):
 
 
 class BonusFromRoot(NodeWalk):
-    """Draw the token behind the last level from the root's distribution."""
+    """Draw the token after the last level from the root's distribution."""
 
     def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:
         def wrong_distribution(node_B: Tensor, path_BP: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ STRUCTURAL: list[type[Scheme]] = [
     GumbelSorted,
     GumbelPruned,
 ]
-"""Wrong enough for 20,000 samples of the fixture."""
+"""Wrong enough to show in 20,000 samples of the fixture."""
 
 SUBTLE: list[type[Scheme]] = [
     EpsilonInDenominator,
@@ -365,7 +365,7 @@ SUBTLE: list[type[Scheme]] = [
     RaceWithoutExchange,
     GumbelAtAnotherTemperature,
 ]
-"""Seen by enumeration alone: by sampling they would take a million draws, or other distributions than the fixture's."""
+"""Only enumeration detects these: sampling would take a million draws, or other distributions than the fixture's."""
 
 WRONG_WALKS: list[type[Walk]] = [BonusFromRoot, DistributionOfFirstNode, SameNumbersAtEveryLevel]
-"""Each takes correct rules through a tree."""
+"""Walks that go wrong with correct rules."""

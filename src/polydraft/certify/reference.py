@@ -1,4 +1,4 @@
-"""Pairs of models with known distributions, and those that their texts must follow, in numpy: only look-ups are tested."""
+"""Pairs of models with known distributions, and the distributions that their texts must follow, computed apart in numpy."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -13,13 +13,13 @@ from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 
 ECHO_VOCABULARY = 32
-_SHARPNESS = 2.5  # distributions of about two nats: enough to reject, few enough cells to see it
+_SHARPNESS = 2.5  # distributions of about two nats: there are rejections, and few enough cells to test them
 _LAST = [14, 9, 3]
 
 
 @dataclass(frozen=True)
 class ModelPair:
-    """A target, its draft, and where texts begin."""
+    """A target, its draft, and a prompt."""
 
     target: TabularModel
     draft: TabularModel
@@ -41,7 +41,7 @@ def echoing_model(seed: int) -> TabularModel:
 
 @cache
 def echo_pair() -> ModelPair:
-    """32 tokens, distributions of about two nats, a draft that agrees for the most part."""
+    """32 tokens, distributions of about two nats, a draft that mostly agrees."""
     target = echoing_model(seed=1)
     # The likeliest continuations are in the prompt, where the repetition penalty finds them.
     likeliest = [int(token) for token in target.logits_after(_LAST).topk(3).indices]

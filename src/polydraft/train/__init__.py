@@ -1,4 +1,4 @@
-"""Drafts made to measure: distilled models and feature heads, from the target's own text.
+"""Training of drafts, decision models and corpus caches, from the target's own text.
 
 Only settings are imported here, so that the command line's help need not wait for torch; `polydraft.train.training` trains.
 """

@@ -1,7 +1,7 @@
 """The texts a draft is trained on: written by the target itself, answers to prompts, or read from files."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 64
 _PROMPT_SHARE = 0.75
-"""Longest prompt, as a share of its text: the rest is to hold most of an answer."""
+"""Longest prompt, as a share of its text, so that the rest holds most of an answer."""
 _CACHE_SHARE, _MOST_ROWS, _ROWS_ON_CPU = 0.5, 4096, 64
-"""Free memory that texts in writing may take, and how many are written side by side at most."""
+"""Share of free GPU memory for the caches of texts being written, and most texts in parallel, on a GPU and on a CPU."""
 
 
 OPENINGS = (
@@ -67,8 +67,8 @@ OPENINGS = (
     "Describe how",
     "Give three reasons why",
 )
-"""First words of requests that a model completes when it makes up conversations. They end in the middle of a
-sentence, so that what follows is the model's own."""
+"""First words of requests for a model to complete when it makes up conversations. They stop mid-sentence, so that the rest is
+the model's own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +105,10 @@ class Corpus:
                 order, first = _order(total, seed + epoch), number * some
                 return group.rows([order[(first + more) % total] + _held_out(group) for more in range(some)])
             number -= count
-        raise AssertionError("there are as many batches as were counted")
+        raise AssertionError("more batches than were counted")
 
     def frequent_tokens(self, count: int, vocab_size: int, always: Sequence[int]) -> Tensor:
-        """Return the commonest answer tokens, and some in any case, ascending."""
+        """Return the most frequent answer tokens, and those of `always`, in ascending order."""
         counts_V = torch.zeros(vocab_size, dtype=torch.long)
         for group in self.groups:
             counts_V += torch.bincount(group.tokens_NL[group.answer_NL].long(), minlength=vocab_size)
@@ -117,7 +117,7 @@ class Corpus:
         return counts_V.topk(count).indices.sort().values
 
     def save(self, file: Path) -> None:
-        """Write all of it, whole or not at all."""
+        """Write it to a file, completely or not at all."""
         tensors = {}
         for number, group in enumerate(self.groups):
             tensors[f"tokens.{number}"] = group.tokens_NL.contiguous()
@@ -154,11 +154,27 @@ def _order(rows: int, seed: int) -> list[int]:
     return order
 
 
-def make_corpus(settings: TrainSettings, target: Loaded, advance: Advance) -> Corpus:
-    """Sample or read the texts that the settings ask for."""
+def make_corpus(settings: TrainSettings, target: Loaded, progress: Callable[[int, int], None] = lambda *_: None) -> Corpus:
+    """Sample or read the texts that the settings ask for; `progress` is called with the tokens so far, and those of all."""
     check_length(settings.length, target)
+    written = 0
+    progress(written, settings.tokens)
+
+    def advance(tokens: int) -> None:
+        nonlocal written
+        written += tokens
+        progress(min(written, settings.tokens), settings.tokens)
+
     if settings.texts:
-        return Corpus((_from_files(settings, target.tokenizer),), f"the text files {', '.join(settings.texts)}")
+        corpus = Corpus((_from_files(settings, target.tokenizer),), f"the text files {', '.join(settings.texts)}")
+    else:
+        corpus = _written(settings, target, advance)
+    progress(settings.tokens, settings.tokens)
+    return corpus
+
+
+def _written(settings: TrainSettings, target: Loaded, advance: Advance) -> Corpus:
+    """Let the target answer prompts, make up conversations, or both."""
     form = chat_form(target.tokenizer)
     writer = Writer(target.model, form, target.eos_token_ids)
     generator = torch.Generator(target.model.device).manual_seed(settings.seed)
@@ -190,7 +206,7 @@ def _grouped(parts: list[Texts], seed: int) -> tuple[Texts, ...]:
     groups = []
     for length in sorted({part.tokens_NL.shape[1] for part in parts}):
         same = [part for part in parts if part.tokens_NL.shape[1] == length]
-        joined = Texts(torch.cat([part.tokens_NL for part in same]), torch.cat([part.answer_NL for part in same]))
+        joined = Texts.joined(same)
         order_N = torch.randperm(len(joined.tokens_NL), generator=torch.Generator().manual_seed(seed))
         groups.append(joined.rows(order_N))
     return tuple(groups)
@@ -204,14 +220,14 @@ def check_length(length: int, target: Loaded) -> None:
 
 
 def _sizes(tokens: float, length: int, settings: TrainSettings, target: Loaded) -> tuple[int, int]:
-    """Return how many texts to write, and how many side by side: a last few by themselves would take as long as many."""
+    """Return how many texts to write, and how many in parallel; in full batches, as a small one takes as long."""
     wide = side_by_side(length, settings, target)
     rows = max(-(-int(tokens) // length), 8)
     return (rows, rows) if rows <= wide else (-(-rows // wide) * wide, wide)
 
 
 def side_by_side(length: int, settings: TrainSettings, target: Loaded) -> int:
-    """Return how many texts are written side by side: as asked, or what memory allows for keys, values and distributions."""
+    """Return how many texts to write in parallel: as asked, or as many as fit, with keys, values and distributions."""
     model = target.model
     if settings.sampling_rows:
         return max(settings.sampling_rows * settings.length // length, 1)
@@ -226,7 +242,7 @@ def side_by_side(length: int, settings: TrainSettings, target: Loaded) -> int:
 
 
 def _made_up_starts(rows: int, form: ChatForm | None, length: int, target: Loaded) -> list[list[int]]:
-    """Return how conversations begin: in one half the target finds its own topic, in the other it completes a request."""
+    """Return the first tokens of conversations: in half of them the target picks its topic, in half it completes a request."""
     if form is None:
         start = target.tokenizer.bos_token_id
         start = target.tokenizer.eos_token_id if start is None else start
@@ -237,7 +253,7 @@ def _made_up_starts(rows: int, form: ChatForm | None, length: int, target: Loade
 
 
 def _prompts(settings: TrainSettings, target: Loaded, chat: bool) -> dict[int, list[list[int]]]:
-    """Return the prompts by the length of their texts; those that are too long for all are left out."""
+    """Return the prompts by the length of their texts; prompts that are too long for all lengths are left out."""
     if settings.prompts is None:
         return {}
     encoder = Decoder(target.model, tokenizer=target.tokenizer)

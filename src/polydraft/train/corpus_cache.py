@@ -1,9 +1,10 @@
-"""A corpus cache made to measure: n-grams of text files, or of text that the target writes itself."""
+"""A corpus cache: n-grams of text files, or of text that the target writes itself."""
 
 import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from polydraft.train.corpus import make_corpus
 from polydraft.train.settings import CorpusCacheSettings, check_text_file
 
 Observer = Callable[[str, int, int], None]
-"""Told of a phase and how much of it is done."""
+"""Called with a phase, how much of it is done, and how much there is."""
 _BLOCK = 1 << 18
-"""Characters read in one go."""
+"""Characters to read at a time."""
 
 
 def make_corpus_cache(
     settings: CorpusCacheSettings, out: Path, observer: Observer, device: torch.device, dtype: torch.dtype
 ) -> GramTrie:
-    """Count n-grams and write them into a file, whole or not at all.
+    """Count n-grams and write them into a file, completely or not at all.
 
     Parameters
     ----------
@@ -35,9 +36,9 @@ def make_corpus_cache(
     out : Path
         The file.
     observer : callable
-        Told of progress.
+        Called with progress.
     device, dtype
-        Of the model, where it writes.
+        Of the model that writes text.
 
     Returns
     -------
@@ -91,7 +92,7 @@ def _count_files(settings: CorpusCacheSettings, tokenizer: Any, counter: GramCou
             observer("reading", start + done, total)
 
         for text in blocks_of(file, advance=advance):
-            # Blocks are longer than any context; the warning that says so is not for us.
+            # No model reads a whole block, so its length needs no warning.
             counter.add(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         counter.end_text()
         before += size
@@ -99,16 +100,7 @@ def _count_files(settings: CorpusCacheSettings, tokenizer: Any, counter: GramCou
 
 
 def _count_written(settings: CorpusCacheSettings, target: Loaded, counter: GramCounter, observer: Observer) -> None:
-    written = 0
-    observer("writing", 0, settings.generate)
-
-    def advance(tokens: int) -> None:
-        nonlocal written
-        written += tokens
-        observer("writing", min(written, settings.generate), settings.generate)
-
-    (texts,) = make_corpus(settings.written(), target, advance).groups
-    observer("writing", settings.generate, settings.generate)
+    (texts,) = make_corpus(settings.written(), target, partial(observer, "writing")).groups
     for tokens in texts.tokens_NL.tolist():
         for stretch in fresh_stretches(tokens, settings.max_prefix + settings.gram):
             counter.add(stretch)
@@ -118,13 +110,13 @@ def _count_written(settings: CorpusCacheSettings, target: Loaded, counter: GramC
 def blocks_of(file: Path, block: int = _BLOCK, advance: Callable[[int], None] | None = None) -> Iterator[str]:
     """Yield the text of a file in blocks that end with a line, or after two blocks' length where lines are longer.
 
-    `advance` is told how many of the file's bytes have been read.
+    `advance` is called with the number of bytes read so far.
     """
     check_text_file(file)
     try:
         with file.open("rb") as raw:
             source = gzip.open(raw) if file.suffix == ".gz" else raw  # noqa: SIM115 (the wrapper closes it)
-            # Universal newlines would hide a carriage return that the target will see; texts keep theirs.
+            # Universal newlines would hide carriage returns, which the target sees.
             with io.TextIOWrapper(source, encoding="utf-8", newline="") as opened:
                 while text := opened.read(block):
                     yield text if text.endswith("\n") else text + opened.readline(block)
@@ -140,10 +132,10 @@ def blocks_of(file: Path, block: int = _BLOCK, advance: Callable[[int], None] | 
 
 
 def fresh_stretches(tokens: Sequence[int], order: int) -> Iterator[list[int]]:
-    """Yield a text without what it repeats: every token that ends an n-gram of `order` tokens seen in it before is left out.
+    """Yield a text without its repetitions: tokens that end an n-gram of `order` tokens seen before in the text are left out.
 
-    Models, small ones above all, write the same sentence over and over now and then. Counted as it stands, a single such text
-    would crowd out what a thousand others have in common.
+    Models, small ones above all, sometimes write the same sentence over and over. A single such text would outweigh what a
+    thousand others have in common.
     """
     seen: set[tuple[int, ...]] = set()
     stretch: list[int] = []

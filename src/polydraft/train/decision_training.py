@@ -1,6 +1,6 @@
-"""From real rounds of a pair to a decision model in a folder.
+"""From rounds of a pair to a decision model in a folder.
 
-Traces are what the model learns from: what the draft showed between its levels, and what the target made of it.
+The model learns from traces: what the draft computed between its levels, and whether the target accepted it.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Traces:
-    """Drafted tokens that verification came to, one per row."""
+    """Drafted tokens that verification reached, one per row."""
 
     hidden_RF: Tensor
     """The draft's features that the token's distribution came from."""
@@ -59,7 +59,7 @@ class Traces:
 
 @dataclass(eq=False)
 class _Recorder(Decision):
-    """A decision that never stops, and takes down what it could have looked at."""
+    """A decision that never stops, and records its inputs."""
 
     shown: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -70,14 +70,14 @@ class _Recorder(Decision):
 
 
 class _Tracing(TreeDrafter):
-    """A chain of drafts whose rounds are taken down."""
+    """A drafter of chains that records its rounds."""
 
     def __init__(self, draft: LanguageModel | FeatureHead, chain: Topology, scheme: str, traces: list[Traces]) -> None:
         self._recorder, self._traces = _Recorder(), traces
         super().__init__(draft, chain, scheme, decision=self._recorder)
 
     def builder(self, params: RowParams, target: LanguageModel) -> Builder:
-        """Build chains as usual, and take them down."""
+        """Build chains as usual, and record them."""
         temperature, topology = params.rows[0].temperature, self.topology
         assert isinstance(topology, Topology)
         source = self.source(len(params))
@@ -85,7 +85,7 @@ class _Tracing(TreeDrafter):
 
 
 class _TracingBuilder(StaticBuilder):
-    """Takes rounds down; it looks at values, so none is recorded."""
+    """Records rounds. It copies values to the host, so no round is captured."""
 
     elastic = False
 
@@ -105,13 +105,13 @@ class _TracingBuilder(StaticBuilder):
         self._built: DraftTree | None = None
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Keep the tree beside what the recorder is shown meanwhile."""
+        """Keep the tree, and what the recorder sees of it."""
         self._recorder.shown.clear()
         self._built = super().build(tail_B2, uniforms_BU)
         return self._built
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Take down the tokens of the chain up to and including the first rejected one."""
+        """Record the tokens of the chain up to and including the first rejected one."""
         tree, logits_BNV = self._built, self._target.head(features_BNF)
         assert tree is not None, "build() comes first"
         for depth, (hidden_BF, distribution_BK) in enumerate(self._recorder.shown):
@@ -137,9 +137,9 @@ def collect(
     eos_token_ids: Sequence[int] = (),
     advance: Callable[[int], None] = lambda done: None,
 ) -> Traces:
-    """Decode prompts, greedily and at temperature 1 by turns, until there are as many traces as the settings ask for.
+    """Decode prompts, alternately greedily and at temperature 1, until there are as many traces as the settings ask for.
 
-    Prompts are used again, with other seeds, as often as needed; `advance` is told how many traces there are.
+    Prompts are reused, with other seeds, as often as needed; `advance` is called with the number of traces so far.
     """
     rows = settings.rows
     traces: list[Traces] = []
@@ -165,9 +165,9 @@ class Quality:
     """How good a decision model is on traces it has not seen."""
 
     auc: float
-    """Chance that an accepted token is rated above a rejected one."""
+    """Probability that an accepted token is rated above a rejected one."""
     calibration_error: float
-    """Mean distance between what is said and what happens, over ten equal bins."""
+    """Mean distance between predicted and observed acceptance, over ten equal bins."""
     accepted: float
     """Share of tokens that were accepted."""
     count: int
@@ -242,7 +242,7 @@ def fit(
 
 
 def quality_of(chances_R: Tensor, accepted_R: Tensor) -> Quality:
-    """Measure chances against what happened."""
+    """Compare predicted acceptance with what happened."""
     yes = int(accepted_R.sum())
     no = len(accepted_R) - yes
     # Mann-Whitney; equal chances share their ranks.

@@ -1,9 +1,10 @@
-"""What a training will take, said before it begins, and what its draft will bring, said when it is done."""
+"""Estimates: what training will take, before it starts, and how much faster the draft will make decoding, at its end."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,12 +20,12 @@ from polydraft.train.writer import Texts, Writer, chat_form, enough_memory
 from polydraft.trees import parse_tree
 
 _FEW, _MORE = 8, 24
-"""Tokens of the texts that are written to see how long one takes."""
+"""Tokens of the texts that are written to time a token."""
 _ROWS_ON_CPU = 2
 _LATER = 1.5
-"""A token late in a text takes longer than one of its first, which are timed."""
+"""Tokens late in a text take this much longer than the first ones, which are timed."""
 _BYTES_PER_TOKEN, _BYTES_PER_WEIGHT = 5, 12
-"""On disk: a token and its mark; a weight and what optimisers remember of it, each in float32."""
+"""On disk: a token and its answer mark; a weight and its optimizer state, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,32 +45,31 @@ class Needs:
 
 
 def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, int], None] = lambda done, total: None) -> Needs:
-    """Try a little of everything, and say what all of it will take; `advance` is told how many of the trials are done."""
+    """Try a little of everything, and estimate all of it; `advance` is called with the trials done, and their number."""
     check_length(settings.length, target)
     trials = 2 if settings.texts else 5
-    done = 0
+    done, device, taps = 0, target.model.device, target.model.taps
 
-    def tried_once() -> None:
+    def seconds(work: Callable[[], object]) -> float:
         nonlocal done
+        took = _timed(work, device)
         done += 1
         advance(done, trials)
+        return took
 
     advance(done, trials)
-    device, taps = target.model.device, target.model.taps
     writing = 0.0
     if not settings.texts:
         form, wide = chat_form(target.tokenizer), side_by_side(settings.length, settings, target)
         rows = min(wide, -(-settings.tokens // settings.length))
         writer, generator = Writer(target.model, form, target.eos_token_ids), torch.Generator(device).manual_seed(0)
 
-        def seconds(length: int) -> float:
+        def write(length: int) -> None:
             with enough_memory(f"write {rows} texts at a time", "--sampling-rows"):
-                took = _timed(lambda: writer.write([[0]] * rows, length, False, generator, lambda rows: None), device)
-            tried_once()
-            return took
+                writer.write([[0]] * rows, length, False, generator, lambda rows: None)
 
-        seconds(_FEW)  # the first time is not like the others
-        few, more = seconds(_FEW), seconds(_MORE)
+        # The first run also sets things up.
+        _, few, more = (seconds(partial(write, length)) for length in (_FEW, _FEW, _MORE))
         writing = max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
     rows = settings.batch_size if device.type == "cuda" else min(settings.batch_size, _ROWS_ON_CPU)
     tokens_NL = torch.randint(target.model.vocab_size, (rows + 1, settings.length), generator=torch.Generator().manual_seed(0))
@@ -78,14 +78,7 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
     pupil = make_pupil(tried, target, corpus)
     parameters = list(pupil.module.parameters())
     optimizers = make_optimizers(tried, parameters)
-
-    def stepped() -> float:
-        took = _timed(lambda: take_step(tried, pupil, corpus, 0, optimizers, parameters), device)
-        tried_once()
-        return took
-
-    stepped()
-    step = stepped()
+    _, step = (seconds(lambda: take_step(tried, pupil, corpus, 0, optimizers, parameters)) for _ in range(2))
     target.model.tap(taps)
     weights = sum(parameter.numel() for parameter in parameters)
     return Needs(
@@ -106,7 +99,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], tree: str) -> str:
-    """Say what a draft will bring on this machine: from its acceptance on held-out text, and what its passes cost."""
+    """Say how much faster a draft makes decoding here, from its acceptance on held-out text and the cost of its passes."""
     draft, topology = load_draft(folder, target), parse_tree(tree)
     assert draft is not None
     parts = []

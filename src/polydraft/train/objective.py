@@ -1,12 +1,12 @@
-"""What drafts are trained for: to have the target's distribution, and to have candidates accepted.
+"""Losses of drafts: imitate the target's distribution, and get candidates accepted.
 
 Acceptance of one candidate is Σ min(p, q), so 1 − that, the total variation, can be trained directly. The same holds for the n
 candidates of a node, verified as `hybrid` does: with T the m tokens that are candidates for certain, q' the distribution of the
 others and k = n − m draws of it, acceptance is P(T) + 1 − max_H (q'(H)^k − p(H)), H any set of other tokens. The best H holds
-those with k q'(H)^(k − 1) q' > p, which a few steps find from H = everything; with H held fast the gradient is known.
+those with k q'(H)^(k − 1) q' > p, which a few steps find, starting from all tokens; for a fixed H the gradient is known.
 
-Gradients are computed by hand along with the loss: distributions of tens of thousands of tokens at tens of thousands of
-positions are what training moves about most, and this way they are read a dozen times instead of some thirty.
+Gradients are computed by hand along with the loss. Most memory traffic of training is these distributions, of tens of thousands
+of tokens at tens of thousands of positions; this way they are read a dozen times instead of about thirty.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from polydraft.verify import Hybrid
 
 _CHUNK_BYTES = 2**28
 _STEPS = 4
-"""Towards the best H; the tests find acceptance within 0.01 of the largest."""
+"""Steps towards the best H; tests find acceptance within 0.01 of the largest."""
 _TRUST = 3.0
 """How fast ``lk`` turns from imitation to acceptance as drafts get better."""
 

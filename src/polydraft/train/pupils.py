@@ -1,4 +1,4 @@
-"""Drafts in training: a small language model, distilled, and a feature head, trained on its own outputs."""
+"""Drafts in training: what all kinds share, and a small language model that is distilled from the target."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -10,27 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polydraft.models import FeatureHead
-from polydraft.models.heads.head_folder import new_head, save_head, save_vocabulary, tokenizer_fingerprint
+from polydraft.models.heads.head_folder import save_vocabulary
 from polydraft.models.hf import HFModel
 from polydraft.models.language_model import steady_attention
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary
-from polydraft.train.head_start import shape_for, take_over
-from polydraft.train.settings import LENGTHS, DraftSize, HeadSize, TrainSettings
+from polydraft.train.settings import DraftSize, TrainSettings
 from polydraft.train.writer import Texts
 from polydraft.trees import causal_block
 from polydraft.verify import RejectionWithoutReplacement
 
 _CHUNK_BYTES = 2**29
-"""Logits over all tokens are large; so many bytes of them at a time."""
+"""Most bytes of logits over the whole vocabulary at a time."""
 _CHUNK_ROWS, _CANDIDATES = 256, 4
 """Positions whose acceptance is measured at a time, and the candidates drawn at each."""
 
 
 @dataclass(frozen=True, eq=False)
 class TargetDistributions:
-    """Short distributions of some positions, with the mass that a draft cannot reach."""
+    """The target's distributions at some positions, over the tokens that the draft knows."""
 
     probs_RD: Tensor
     """The target's probabilities of the tokens that the draft knows; they need not sum to one."""
@@ -43,13 +41,13 @@ class TargetDistributions:
 
 
 class Teacher:
-    """Read texts with the target and tell its features and distributions.
+    """Runs the target over texts, for its features and distributions.
 
     Parameters
     ----------
     target : HFModel
     vocabulary : PartialVocabulary, optional
-        What the draft knows; all tokens if not given.
+        Tokens that the draft knows; all if not given.
     """
 
     def __init__(self, target: HFModel, vocabulary: PartialVocabulary | None) -> None:
@@ -113,15 +111,13 @@ def acceptance_of(distributions: TargetDistributions, logits_RD: Tensor, seed: i
     sampled_1, sampled_4 = [], []
     scheme = RejectionWithoutReplacement()
     for first in range(0, len(logits_RD), _CHUNK_ROWS):
-        probs_RD, draft_RD = (
-            distributions.probs_RD[first : first + _CHUNK_ROWS],
-            logits_RD[first : first + _CHUNK_ROWS].float().softmax(-1),
-        )
+        part = slice(first, first + _CHUNK_ROWS)
+        probs_RD, draft_RD = distributions.probs_RD[part], logits_RD[part].float().softmax(-1)
         sampled_1.append(torch.minimum(probs_RD, draft_RD).sum(-1))
         # One more column for all tokens that the draft does not know.
         rest_R1 = (1 - probs_RD.double().sum(-1, keepdim=True)).clamp(min=0)
         target_RX = torch.cat([probs_RD.double(), rest_R1], dim=-1)
-        draft_RX = torch.nn.functional.pad(draft_RD, (0, 1))
+        draft_RX = functional.pad(draft_RD, (0, 1))
         uniforms_RK = torch.rand(len(draft_RX), _CANDIDATES, generator=generator, device=generator.device, dtype=torch.float64)
         children_RK = scheme.draw(draft_RX, uniforms_RK)
         distribution_RX = scheme.distribution(target_RX, draft_RX, children_RK)
@@ -136,13 +132,13 @@ def acceptance_of(distributions: TargetDistributions, logits_RD: Tensor, seed: i
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """What there is to learn from some texts: R positions in answers, in the order of the text."""
+    """What to learn from some texts: R positions in answers, in the order of the text."""
 
     distributions: TargetDistributions
     follows_R: Tensor
     """Whether the position before is one of them too."""
     outputs: list[tuple[Tensor, Tensor]]
-    """For each depth of drafting some of the R, and the draft's outputs there."""
+    """For each depth of drafting, which of the R positions it covers, and the draft's outputs there."""
 
 
 class Pupil(ABC):
@@ -155,7 +151,7 @@ class Pupil(ABC):
     """Depths of drafting to train at."""
 
     def prime(self, texts: Texts) -> None:
-        """Look at some text before the first step, to start from the right scales."""
+        """Look at some texts before the first step, to start at the right scales."""
         return
 
     @abstractmethod
@@ -179,7 +175,7 @@ class Pupil(ABC):
 class DraftPupil(Pupil):
     """A small causal language model in training, with the target's tokenizer.
 
-    Its attention is a sliding window as long as the training texts: it need not guess what lies beyond.
+    Its attention is a sliding window as long as the training texts, so that longer texts bring it nothing unfamiliar.
     """
 
     def __init__(self, settings: TrainSettings, target: Loaded, vocabulary: PartialVocabulary | None) -> None:
@@ -220,7 +216,7 @@ class DraftPupil(Pupil):
         asked_BL = functional.pad(answer_BL[:, 1:], (0, 1))
         distributions = self.teacher.distributions(self.teacher.features(tokens_BL)[asked_BL])
         hidden_BLH = self.model.base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state[asked_BL]
-        return Lesson(distributions, _follows(asked_BL), [(torch.arange(len(hidden_BLH), device=device), hidden_BLH)])
+        return Lesson(distributions, follows(asked_BL), [(torch.arange(len(hidden_BLH), device=device), hidden_BLH)])
 
     def logits(self, outputs_RH: Tensor) -> Tensor:
         """Apply the draft's output head, or a part of it."""
@@ -251,114 +247,7 @@ def _take_embeddings(own_VW: Tensor, target_VH: Tensor) -> None:
     own_VW[: len(projected_VW), :width] = projected_VW / projected_VW.std() * own_VW.shape[1] ** -0.5
 
 
-class HeadPupil(Pupil):
-    """A feature head in training, on its own outputs (EAGLE-3 §3.2: training-time test)."""
-
-    def __init__(self, settings: TrainSettings, target: Loaded, vocabulary: PartialVocabulary | None) -> None:
-        assert isinstance(settings.size, HeadSize)
-        self.depths, self._tokenizer = settings.size.rollouts, target.tokenizer
-        longest = settings.length * (LENGTHS[-1] if settings.prompts else 1)
-        shape = shape_for(settings.size, longest, target)
-        target.model.tap(shape.taps)
-        with torch.random.fork_rng():
-            torch.manual_seed(settings.seed)
-            self.head = new_head(shape, target.model, vocabulary, "feature head")
-        self.head.float().to(target.model.device)
-        self._start = settings.size.start
-        self.module: FeatureHead = self.head
-        self.teacher = Teacher(target.model, vocabulary)
-
-    @torch.no_grad()
-    def prime(self, texts: Texts) -> None:
-        """Let outputs begin at the scale of the target's hidden states, channel by channel, as its output head expects."""
-        tokens_BL = texts.tokens_NL[:4].to(self.head.device).long()
-        hidden_BLH = self.teacher.features(tokens_BL)[:, 1:, : self.head.shape.hidden_size].float()
-        self.head.output_norm.weight.copy_(hidden_BLH.square().mean((0, 1)).sqrt())
-        if self._start is not None:
-            features_BLF = self.teacher.features(tokens_BL)[:, 1:].float()
-            take_over(self.head, self._start, features_BLF, self._tokenizer)
-
-    def study(self, texts: Texts, depths: int) -> Lesson:
-        """Run the head along the texts; entry i (features i, token i + 1) answers for the distribution after token i + 1.
-
-        At depth d an entry takes the output of depth d − 1 one entry earlier for its features, and attends, as inside a tree,
-        to entries of depth 0 up to d places back and to one of each depth between.
-        """
-        device = self.head.device
-        tokens_BL, answer_BL = texts.tokens_NL.to(device).long(), texts.answer_NL.to(device)
-        features_BLF = self.teacher.features(tokens_BL)
-        # Two entries at the end answer for nothing: products are faster if their sizes are as round as the texts'.
-        asked_BL = functional.pad(answer_BL[:, 2:], (0, 2))
-        distributions = self.teacher.distributions(features_BLF.roll(-1, 1)[asked_BL])
-        rows_BL = torch.full(asked_BL.shape, -1, device=device).masked_scatter(
-            asked_BL, torch.arange(len(distributions.best_R), device=device)
-        )
-        following_BL = functional.pad(tokens_BL[:, 1:], (0, 1))
-        positions_BL = torch.arange(tokens_BL.shape[1], device=device).expand_as(tokens_BL)
-        mixed = torch.is_autocast_enabled(device.type)
-        fused_BLH = self.head.fused(features_BLF if mixed else features_BLF.to(self.head.dtype))
-        keys, values, outputs = [], [], []
-        for depth in range(depths):
-            passing_BLH, normed_BLX = self.head.entry(fused_BLH, following_BL)
-            query, key, value = self.head.projected(normed_BLX, positions_BL)
-            keys.append(key)
-            values.append(value)
-            mixed_BHLC = _attended(query, keys, values, self.head.shape.window)
-            outputs_BLH = self.head.finished(passing_BLH, mixed_BHLC.transpose(1, 2).flatten(2))
-            asked_here_BL = asked_BL.clone()
-            asked_here_BL[:, :depth] = False  # there is no text so far back
-            outputs.append((rows_BL[asked_here_BL], outputs_BLH[asked_here_BL]))
-            fused_BLH = functional.pad(outputs_BLH[:, :-1], (0, 0, 1, 0))
-        return Lesson(distributions, _follows(asked_BL), outputs)
-
-    def logits(self, outputs_RH: Tensor) -> Tensor:
-        """Apply the target's output head, or a part of it."""
-        return self.head.head(outputs_RH)
-
-    def export(self, folder: Path, details: dict[str, Any]) -> None:
-        """Write the head."""
-        save_head(self.head, folder, tokenizer_fingerprint(self._tokenizer), details)
-
-
-def _follows(asked_BL: Tensor) -> Tensor:
-    """Return for each position that is asked for, in order, whether the one before it is too; the last of a text never is."""
+def follows(asked_BL: Tensor) -> Tensor:
+    """Return for each position that is asked for, in order, whether the one before it is asked for too."""
     place_R = asked_BL.flatten().nonzero()[:, 0]
     return functional.pad(place_R[1:] - place_R[:-1] == 1, (1, 0)) if len(place_R) else place_R.bool()
-
-
-def _attended(query_BHLC: Tensor, keys: list[Tensor], values: list[Tensor], window: int) -> Tensor:
-    """Mix values for entries of one depth, given the keys and values `[B, K, L, C]` of this and all depths above it.
-
-    An entry sees those of depth 0 that are as many places back as it is deep, or more, and one of each depth between: the
-    former by products of matrices, the latter, which stand on diagonals, place by place.
-    """
-    (batch_size, _, length, channels), depth = query_BHLC.shape, len(keys) - 1
-    if depth == 0 and length <= window:
-        return functional.scaled_dot_product_attention(query_BHLC, keys[0], values[0], is_causal=True, enable_gqa=True)
-    query_BKGLC = query_BHLC.reshape(batch_size, keys[0].shape[1], -1, length, channels) * channels**-0.5
-    place_L = torch.arange(length, device=query_BHLC.device)
-    back_LS = place_L[:, None] - place_L
-    far_BKXS = query_BKGLC.flatten(2, 3) @ keys[0].transpose(-1, -2)
-    far_BKGLS = far_BKXS.view(*query_BKGLC.shape[:4], length).float()
-    far_BKGLS = far_BKGLS.masked_fill((back_LS < depth) | (back_LS >= window), -torch.inf)
-    near = []
-    for level in range(1, depth + 1):
-        # Entries before the text began see themselves, at least; their outputs are not used, but must be numbers.
-        score_BKGL = (query_BKGLC * _later(keys[level], depth - level)[:, :, None]).sum(-1).float()
-        near.append(score_BKGL.masked_fill(place_L < depth - level, -torch.inf))
-    peak_BKGL = torch.stack([far_BKGLS.amax(-1), *near]).amax(0).detach()
-    weights_BKGLS = (far_BKGLS - peak_BKGL[..., None]).exp()
-    total_BKGL = weights_BKGLS.sum(-1)
-    mixed_BKXC = weights_BKGLS.flatten(2, 3).to(values[0].dtype) @ values[0]
-    mixed_BKGLC = mixed_BKXC.view(query_BKGLC.shape)
-    for level, score_BKGL in enumerate(near, start=1):
-        weight_BKGL = (score_BKGL - peak_BKGL).exp()
-        total_BKGL = total_BKGL + weight_BKGL
-        mixed_BKGLC = mixed_BKGLC + weight_BKGL[..., None] * _later(values[level], depth - level)[:, :, None]
-    mixed_BHLC: Tensor = (mixed_BKGLC / total_BKGL[..., None]).view(query_BHLC.shape)
-    return mixed_BHLC.to(query_BHLC.dtype)
-
-
-def _later(states_BKLC: Tensor, places: int) -> Tensor:
-    """Let every entry see what stood some places before it."""
-    return functional.pad(states_BKLC[:, :, : states_BKLC.shape[2] - places], (0, 0, places, 0))

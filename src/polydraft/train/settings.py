@@ -1,4 +1,4 @@
-"""What training runs are asked for: sizes, texts and schedules; the command line derives its options from these."""
+"""Settings of training runs: sizes, texts and schedules. The command line derives its options from them."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ class DraftSize:
     """Hidden size, a multiple of 32."""
 
     def check(self) -> None:
-        """Refuse sizes that make no model."""
+        """Refuse sizes that are out of range."""
         _check_positive(self, "layers")
         if self.width < 32 or self.width % 32:
             raise UsageError(f"--width {self.width} is out of range; allowed: multiples of 32")
@@ -44,7 +44,7 @@ class HeadSize:
     """Tree (candidates per node at each depth) that the last part of training optimizes for; only with the losses tv and lk."""
 
     def check(self) -> None:
-        """Refuse sizes that make no head."""
+        """Refuse sizes that are out of range."""
         _check_positive(self, "rollouts")
         check_tree(self.tree)
         if self.start is not None and not (self.start / "config.json").is_file():
@@ -220,13 +220,13 @@ class CorpusCacheSettings:
 
 
 def check_text_file(file: Path) -> None:
-    """Refuse what is no file, before hours are spent on others."""
+    """Refuse a missing file before hours are spent on others."""
     if not file.is_file():
         raise UsageError(f"cannot read {str(file)!r}: there is no such file; allowed: UTF-8 text, plain or gzipped (.gz)")
 
 
 def check_tree(tree: str) -> None:
-    """Refuse what does not name candidates per depth."""
+    """Refuse anything but candidates per depth."""
     if not all(part.isdigit() and 1 <= int(part) <= 64 for part in tree.split("x")):
         raise UsageError(
             f"--tree {tree!r} is not a list of candidates per depth; allowed: numbers from 1 to 64, such as 4x2x2x1x1"

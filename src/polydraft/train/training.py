@@ -1,4 +1,4 @@
-"""From settings to a trained draft in a folder, with checkpoints on the way and a card at the end."""
+"""From settings to a trained draft in a folder, with checkpoints and a card."""
 
 import json
 import logging
@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,8 +19,9 @@ from polydraft.models.loading import Loaded
 from polydraft.output import check_empty, check_folder, check_same, partial_folder, read_settings, written_whole
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.corpus import Corpus, make_corpus
+from polydraft.train.head_pupil import HeadPupil
 from polydraft.train.objective import loss_of
-from polydraft.train.pupils import Acceptance, DraftPupil, HeadPupil, Pupil, acceptance_of
+from polydraft.train.pupils import Acceptance, DraftPupil, Pupil, acceptance_of
 from polydraft.train.settings import DraftSize, HeadSize, TrainSettings
 from polydraft.train.writer import enough_memory
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 _WARM_UP, _LAST_RATE, _CLIP = 0.05, 0.05, 1.0
 _LEAST_REACH = 0.05
-"""Where drafting comes less often than this, nothing is learnt."""
+"""Positions that drafting reaches less often than this are skipped."""
 _LAST_PHASE = 0.6
-"""Share of the steps after which training is for the candidates of a tree, not for one at a time."""
+"""Share of the steps after which the loss is that of all candidates of a node; before, that of one candidate."""
 _TEST_POSITIONS, _TEST_TEXTS = 2048, 16
 _FREE = {"steps", "save_every", "evaluate_every", "sampling_rows"}
 """Settings that may change when a run is resumed."""
@@ -66,11 +66,11 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     out : Path
         The draft goes here; what a resumed run needs is kept in its folder `training`.
     resume : bool
-        Go on with what is in `out`, instead of refusing to touch it.
+        Continue the training in `out`; otherwise a folder that is not empty is refused.
     command : str
         For the card.
     observer : callable
-        Told of progress.
+        Called with progress.
 
     Returns
     -------
@@ -93,7 +93,7 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
 
 
 def check_out(out: Path, *, resume: bool) -> None:
-    """Refuse a folder that training cannot write to, or that holds something it is not to go on with."""
+    """Refuse a folder that training cannot write to, or that is not empty and not to be continued."""
     if resume:
         check_folder(out, resume=True)
     else:
@@ -119,22 +119,13 @@ def _corpus(settings: TrainSettings, target: Loaded, work: Path, observer: Obser
     file = work / "corpus.safetensors"
     if file.exists():
         return Corpus.load(file)
-    written = 0
-    observer(Report(phase="sampling", done=0, total=settings.tokens))
-
-    def advance(tokens: int) -> None:
-        nonlocal written
-        written += tokens
-        observer(Report(phase="sampling", done=min(written, settings.tokens), total=settings.tokens))
-
-    corpus = make_corpus(settings, target, advance)
-    observer(Report(phase="sampling", done=settings.tokens, total=settings.tokens))
+    corpus = make_corpus(settings, target, lambda done, total: observer(Report(phase="sampling", done=done, total=total)))
     corpus.save(file)
     return corpus
 
 
 def make_pupil(settings: TrainSettings, target: Loaded, corpus: Corpus) -> Pupil:
-    """Return the draft to train, untrained; a corpus says which tokens it knows."""
+    """Return the untrained draft; the corpus decides which tokens it knows."""
     vocabulary, size = None, target.model.vocab_size
     if 0 < settings.vocabulary < size:
         tokens_D = corpus.frequent_tokens(settings.vocabulary, size, target.eos_token_ids)
@@ -146,8 +137,7 @@ def make_pupil(settings: TrainSettings, target: Loaded, corpus: Corpus) -> Pupil
 def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, observer: Observer) -> tuple[Acceptance, ...]:
     parameters = [parameter for parameter in pupil.module.parameters() if parameter.requires_grad]
     optimizers = make_optimizers(settings, parameters)
-    restored = _load_checkpoint(work, pupil.module, optimizers)
-    step = restored["step"] if restored else 0
+    step = _load_checkpoint(work, pupil.module, optimizers)
     acceptance = evaluate(pupil, corpus, settings)
     observer(Report(phase="training", done=step, total=settings.steps, acceptance=acceptance))
     while step < settings.steps:
@@ -156,7 +146,7 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
         loss = take_step(settings, pupil, corpus, step, optimizers, parameters)
         step += 1
         ends = step == settings.steps
-        # Looking at the loss waits for the device, so only now and then.
+        # Reading the loss waits for the device, so do it rarely.
         if step % settings.save_every == 0 or step % settings.evaluate_every == 0 or ends or step % 10 == 0:
             value = float(loss)
             if not math.isfinite(value):
@@ -168,12 +158,12 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
                 acceptance = evaluate(pupil, corpus, settings)
             observer(Report(phase="training", done=step, total=settings.steps, loss=value, acceptance=acceptance))
         if step % settings.save_every == 0 or ends:
-            _save_checkpoint(work, pupil.module, optimizers, {"step": step})
+            _save_checkpoint(work, pupil.module, optimizers, step)
     return acceptance
 
 
 def make_optimizers(settings: TrainSettings, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Return AdamW, or Muon for matrices and AdamW for all else."""
+    """Return AdamW, or Muon for matrices and AdamW for the rest."""
     rate, on_gpu = settings.learning_rate, parameters[0].is_cuda
     muon = settings.optimizer == "muon" and hasattr(torch.optim, "Muon")
     if muon != (settings.optimizer == "muon"):
@@ -196,7 +186,7 @@ def take_step(
     optimizers: list[torch.optim.Optimizer],
     parameters: list[nn.Parameter],
 ) -> Tensor:
-    """Take one step and return its loss; one whose gradient is not a number changes nothing and is not a number itself."""
+    """Take one step and return its loss. If the gradient is not finite, no weight changes and the loss is NaN."""
     with enough_memory(f"learn from {settings.batch_size} texts per step", "--batch-size"):
         with _autocast(pupil):
             loss = _loss(settings, pupil, corpus, step)
@@ -204,7 +194,7 @@ def take_step(
             optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
     norm = nn.utils.clip_grad_norm_(parameters, _CLIP)
-    if not bool(norm.isfinite()):  # looked at on every device: a checkpoint must never hold what such a step leaves
+    if not bool(norm.isfinite()):  # checked at every step: no checkpoint may hold such weights
         return torch.full_like(loss.detach(), torch.nan)
     for optimizer in optimizers:
         optimizer.step()
@@ -212,7 +202,7 @@ def take_step(
 
 
 def _loss(settings: TrainSettings, pupil: Pupil, corpus: Corpus, step: int) -> Tensor:
-    """Return the mean loss over positions and depths, each weighted by how often drafting comes there."""
+    """Return the mean loss over positions and depths, each weighted by how often drafting reaches it."""
     lesson = pupil.study(corpus.batch(step, settings.batch_size, settings.seed), pupil.depths)
     reach_R = torch.ones_like(lesson.distributions.probs_RD[:, 0])
     loss = weight = reach_R.new_zeros(())
@@ -221,13 +211,13 @@ def _loss(settings: TrainSettings, pupil: Pupil, corpus: Corpus, step: int) -> T
     last_phase = step >= _LAST_PHASE * settings.steps
     for depth, (count, (rows_R, outputs_RH)) in enumerate(zip(counts, lesson.outputs, strict=False)):
         reached_R = reach_R[rows_R] >= _LEAST_REACH
-        if depth > 0:  # every other chain is enough, from its beginning to its end
+        if depth > 0:  # every other chain is enough, but each from start to end
             reached_R &= (rows_R + depth) % 2 == 0
         rows_R, logits_RD = rows_R[reached_R], pupil.logits(outputs_RH[reached_R])
         wanted = count if last_phase else 1
         part, found_R = loss_of(settings.loss, lesson.distributions.probs_RD[rows_R], logits_RD, reach_R[rows_R], wanted)
         loss, weight = loss + part, weight + reach_R[rows_R].sum()
-        # As if the other candidates of a tree were independent of the first, until training is for them.
+        # Until the loss covers the other candidates, they count as independent of the first.
         accepted_R = torch.zeros_like(reach_R).index_put_((rows_R,), 1 - (1 - found_R) ** (count - wanted + 1))
         reach_R = nn.functional.pad((reach_R * accepted_R)[:-1], (1, 0)) * lesson.follows_R
     return loss / weight
@@ -257,13 +247,19 @@ def _autocast(pupil: Pupil) -> torch.autocast:
     return torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16)
 
 
-def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder under a temporary name, then put it in place of the old one: a kill leaves one of the two."""
+def _save_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    """Save weights, optimizer states and the step, under a temporary name first, so that a kill leaves the old or the new."""
+    tensors = {f"weights.{key}": value for key, value in module.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
+    folder, former = work / _CURRENT, work / _FORMER
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(folder) as partial:
-            write(partial)
-            former = folder.with_name(_FORMER)
+            # safetensors refuses tied weights, which share storage: copy each.
+            own = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
+            save_file(own, partial / "state.safetensors")
+            (partial / "progress.json").write_text(json.dumps({"step": step}))
             if folder.exists():
                 shutil.rmtree(former, ignore_errors=True)
                 os.replace(folder, former)
@@ -273,33 +269,14 @@ def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         raise FailureError(f"cannot write {folder} ({error}); what was saved before is intact") from None
 
 
-def _save_checkpoint(
-    folder: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer], progress: dict[str, Any]
-) -> None:
-    """Save weights, optimiser states and progress."""
-
-    def write(partial: Path) -> None:
-        tensors = {f"weights.{key}": value for key, value in module.state_dict().items()}
-        for number, optimizer in enumerate(optimizers):
-            for index, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
-        # Tied weights share storage, which safetensors refuses: each gets memory of its own.
-        own = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
-        save_file(own, partial / "state.safetensors")
-        (partial / "progress.json").write_text(json.dumps(progress))
-
-    _replace_folder(folder / _CURRENT, write)
-
-
-def _load_checkpoint(folder: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any] | None:
-    """Restore the last state and return its progress; None where there is none."""
-    place = next((folder / name for name in (_CURRENT, _FORMER) if (folder / name / "progress.json").exists()), None)
+def _load_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Restore the last state and return its step; 0 where there is none."""
+    place = next((work / name for name in (_CURRENT, _FORMER) if (work / name / "progress.json").exists()), None)
     if place is None:
-        return None
+        return 0
     try:
         tensors = load_file(place / "state.safetensors")
-        progress: dict[str, Any] = json.loads((place / "progress.json").read_text())
-        int(progress["step"])
+        step = int(json.loads((place / "progress.json").read_text())["step"])
     except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
         raise FailureError(f"cannot read the checkpoint {place} ({error}); remove it to train from the start") from None
     weights = {key.removeprefix("weights."): value for key, value in tensors.items() if key.startswith("weights.")}
@@ -307,7 +284,7 @@ def _load_checkpoint(folder: Path, module: nn.Module, optimizers: list[torch.opt
         module.load_state_dict(weights)
     except RuntimeError:
         raise UsageError(
-            f"the checkpoint in {folder} is of another size of draft; use the same sizes, or another --out"
+            f"the checkpoint in {work} is of another size of draft; use the same sizes, or another --out"
         ) from None
     states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
     for key, value in tensors.items():
@@ -316,7 +293,7 @@ def _load_checkpoint(folder: Path, module: nn.Module, optimizers: list[torch.opt
             states[int(number)].setdefault(int(index), {})[name] = value
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return progress
+    return step
 
 
 def _write_card(

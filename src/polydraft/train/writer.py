@@ -1,4 +1,4 @@
-"""Texts that a model writes to be learnt from: many side by side, both sides of conversations."""
+"""Training texts that a model writes itself: many in parallel, both sides of conversations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,24 +15,24 @@ from polydraft.models.language_model import Context
 from polydraft.trees import causal_block
 
 Advance = Callable[[int], None]
-"""Told how many tokens more have been written."""
+"""Called with the number of tokens just written."""
 _MARKS = "polydraftuserturn", "polydraftanswer", "polydraftsecondturn"
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.7, 1.0, 1.0)
 """Drafts must serve at all temperatures, so answers are sampled at several, each as likely as the others."""
 
 _USER_SHARE, _ANSWER_SHARE = 1 / 6, 1 / 2
-"""Longest turns, as shares of a text: each is to hold a question and most of an answer at least."""
+"""Longest turns, as shares of a text, so that it holds at least a question and most of an answer."""
 _LEAST_LOG_SHARE = -4.0
-"""In the user's turns tokens less likely than e^-4 of the likeliest are left out: a small model drifts otherwise."""
+"""In the user's turns, tokens less likely than e^-4 times the likeliest are dropped: a small model drifts otherwise."""
 _PREFILL_TOKENS = 2**16
-"""Read at a time, so that prompts of many rows need little memory."""
+"""Most tokens of prompts to read at a time, to save memory."""
 
 _USER, _ANSWER = 0, 1
 
 
 @dataclass(frozen=True)
 class ChatForm:
-    """What stands before the user's turn, between it and the answer, and between an answer and the next turn."""
+    """Tokens before the user's first turn, between a question and its answer, and between an answer and the next question."""
 
     opening: list[int]
     to_answer: list[int]
@@ -40,7 +40,7 @@ class ChatForm:
 
 
 def chat_form(tokenizer: Any) -> ChatForm | None:
-    """Read the form off a rendered conversation; None where there is no template, or one that hides its turns."""
+    """Read the form off a rendered conversation; None without a template, or with one that changes its turns."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), _MARKS, strict=True)]
@@ -66,10 +66,15 @@ class Texts:
         """Return some of the texts."""
         return Texts(self.tokens_NL[index], self.answer_NL[index])
 
+    @classmethod
+    def joined(cls, parts: Sequence["Texts"]) -> "Texts":
+        """Put texts of one length together."""
+        return cls(torch.cat([part.tokens_NL for part in parts]), torch.cat([part.answer_NL for part in parts]))
+
 
 @contextmanager
 def enough_memory(task: str, option: str) -> Iterator[None]:
-    """Say in one line that a GPU's memory is too small for something, and which option makes it smaller."""
+    """Turn a GPU's out-of-memory error into one line that names the option to lower."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -77,7 +82,7 @@ def enough_memory(task: str, option: str) -> Iterator[None]:
 
 
 class Writer:
-    """Let a model write texts, all rows in step, without a look at the values; on a GPU the step is captured.
+    """Lets a model write texts, all rows in step. No value is copied to the host, so on a GPU the step is captured.
 
     Parameters
     ----------
@@ -108,7 +113,7 @@ class Writer:
         answering: bool = False,
     ) -> Texts:
         """Continue any number of texts, `rows` side by side."""
-        # Rows that begin alike end alike, and none waits for others.
+        # Rows of one batch have starts of similar length, so that few of them idle.
         order = sorted(range(len(starts)), key=lambda row: len(starts[row]))
         parts = []
         for first in range(0, len(starts), rows):
@@ -117,8 +122,7 @@ class Writer:
                 parts.append(self.write(chosen, length, answering, generator, advance))
         back_N = torch.empty(len(starts), dtype=torch.long)
         back_N[order] = torch.arange(len(starts))
-        joined = Texts(torch.cat([part.tokens_NL for part in parts]), torch.cat([part.answer_NL for part in parts]))
-        return joined.rows(back_N)
+        return Texts.joined(parts).rows(back_N)
 
     @torch.inference_mode()
     def write(
@@ -140,7 +144,7 @@ class Writer:
         page.noise_BV = torch.empty(rows, target.num_columns, device=device)
         graphs = GraphCache() if device.type == "cuda" and target.graph_obstacle is None else None
         if graphs is not None:
-            context.span = context.capacity  # a captured pass serves for all lengths
+            context.span = context.capacity  # one capture serves all lengths
 
         def step() -> Tensor:
             return self._step(page, context)
@@ -168,7 +172,7 @@ class Writer:
         token_BT = page.tokens_BL.gather(1, last_B1)
         features_BTF = context.extend(token_BT, causal_block(rows, 1, token_BT.device))
         logits_BV = self._target.head(features_BTF[:, 0])
-        context.advance((context.lengths_B < length - 1).long())  # a row that began later ends earlier, and idles
+        context.advance((context.lengths_B < length - 1).long())  # rows with long starts finish early, and idle
         user_B = page.turn_B == _USER
         sampled_B = _sampled(logits_BV, torch.where(user_B, 1.0, page.temperature_B), user_B, page.noise_BV)
         # A bridge leads from the turn that ended to the next one; its index is that of the turn that ended.
@@ -187,7 +191,7 @@ class Writer:
             return token_B
         ended_B = ~bridging_B & torch.isin(sampled_B, self._ends_E)
         cut_B = ~bridging_B & ~ended_B & (page.written_B + 1 >= limits_2[page.turn_B])
-        # A turn that ended by itself has already put the first token of its bridge.
+        # A turn that ended by itself has already written the first token of its bridge.
         page.forced_B.copy_(torch.where(bridging_B, page.forced_B + 1, ended_B.long()))
         page.written_B += (~bridging_B).long()
         bridging_B = bridging_B | ended_B | cut_B
@@ -201,7 +205,7 @@ class Writer:
 
 @dataclass(eq=False)
 class _Page:
-    """Where the rows of a batch stand; a captured step finds and leaves everything here."""
+    """State of all rows; a captured step reads and writes it in place."""
 
     tokens_BL: Tensor
     answer_BL: Tensor
@@ -210,11 +214,11 @@ class _Page:
     written_B: Tensor
     """Tokens of the turn."""
     forced_B: Tensor
-    """Tokens of the bridge that have been put."""
+    """Tokens of the bridge written so far."""
     bridging_B: Tensor
     temperature_B: Tensor
     choice_B: Tensor
-    """Which temperature the next answer has, should it begin now."""
+    """Index of the temperature for an answer that begins now."""
     limits_2: Tensor
     """Longest turns."""
     noise_BV: Tensor
@@ -241,7 +245,7 @@ class _Page:
 
 
 def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
-    """Read all of the texts but the last token, not too many at a time."""
+    """Read all tokens of the texts but the last, not too many at a time."""
     longest = max(map(len, starts))
     if longest < 2:
         return
@@ -249,7 +253,7 @@ def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
     if len(starts) * longest <= _PREFILL_TOKENS or shared == 0:
         context.prefill([start[:-1] for start in starts])
         return
-    context.prefill([start[:1] for start in starts])  # with it comes the storage, of which the others take parts
+    context.prefill([start[:1] for start in starts])  # allocates the storage that the following calls fill
     rows = max(_PREFILL_TOKENS // longest, 1)
     for first in range(0, len(starts), rows):
         part = range(first, min(first + rows, len(starts)))
@@ -257,7 +261,7 @@ def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
 
 
 def _sampled(logits_BV: Tensor, temperature_B: Tensor, truncated_B: Tensor, noise_BV: Tensor) -> Tensor:
-    """Draw one token per row by a race with exponential noise, which is used up; at temperature 0 the likeliest."""
+    """Draw one token per row by a race with exponential noise, overwriting it; at temperature 0 take the likeliest."""
     peak_B1 = logits_BV.amax(-1, keepdim=True).float()
     lowest_B1 = torch.where(truncated_B[:, None], peak_B1 + _LEAST_LOG_SHARE, -torch.inf)
     race_BV = noise_BV.log_().mul_(-temperature_B[:, None]).add_(logits_BV)

@@ -1,1 +1,1 @@
-"""Will it help, and with which settings? Costs of this machine and acceptance of a pair, made into expected speed-ups."""
+"""`polydraft tune`: decode the user's prompts with several trees, and keep the fastest."""

@@ -1,373 +1,157 @@
-"""From prompts to a profile: run probes, fit costs, rate every choice, run the best few, pick."""
+"""From prompts to a profile: one contest for each temperature and batch size."""
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice, product, starmap
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.loading import make_decoder, usual_pair
-from polydraft.models import FeatureHead, LanguageModel, check_prompts
-from polydraft.models.loading import Loaded, load_draft, load_model
+from polydraft.loading import make_decoder, resolved, usual_pair
+from polydraft.models import check_prompts
+from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.options import AUTO, LoadOptions
-from polydraft.profile import Pick, Profile, origin_of, profile_file
+from polydraft.profile import NONE, Pick, Profile, origin_of, profile_file
 from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
-from polydraft.trees import Topology, parse_dynamic, parse_tree
-from polydraft.tune.acceptance import PROBES, Acceptance, shapes, spelled
-from polydraft.tune.hardware import PredictedRounds, parse_gpu, size_named, size_of
-from polydraft.tune.model import MeasuredRounds, RoundModel, costs_at
+from polydraft.tune.contest import Candidate, Lap, hold_contest, planned_turns, winner
 from polydraft.tune.options import TuneOptions
-from polydraft.tune.rounds import Rounds, Run, Use, in_batches, pass_seconds
 
-_PROBE_BATCH = 8
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-_ROUNDS, _TURNS = 8, 2
-"""Of each setting whose rounds are timed and nothing else; settings take turns, as machines are not always equally fast."""
-_TIMED = ("none", "chain:1", "4", "chain:4", "2x2x2", "2x1x1x1", "4x2x2x1x1")
-_MOST_TOKENS = {"cpu": 320, "cuda": 2048}
-"""Of a round that is only timed: larger ones take long and teach nothing new, as passes cost by their tokens there."""
-_LISTED = ((1,), (1,) * 2, (1,) * 3, (1,) * 5, (4, 2, 1), (4, 2, 2, 1, 1))
-_MOST_NODES = 64
-_DYNAMIC = ("dynamic:8", "dynamic:64")
-_DEFAULT = ("dynamic:32:6:fixed", "dynamic:64:7:fixed")
-"""At temperature 0 on a GPU, where one of them is what a pair has that was never tuned."""
+_MOST_PROMPTS = 64
+_STATIC = ("chain:2", "chain:4", "2x1x1", "4x2x1", "4x2x2x1x1")
+_DYNAMIC = {"cpu": ("dynamic:8", "dynamic:64"), "cuda": ("dynamic:32:6:fixed", "dynamic:64:7:fixed")}
+"""On a GPU for single greedy texts only: elsewhere they lose (decision 41)."""
 _NGRAMS = ("lookup", "suffix")
-_UNION = "lookup+model"
 
 Observer = Callable[[str, int, int, str], None]
-"""Told how much is done, of how much in all, and what is being done."""
+"""Called with what is going on, how much of it is done, of how much, and a note."""
+
+
+class Use(NamedTuple):
+    """What a setting is tuned for."""
+
+    temperature: float
+    batch: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One setting, with what it is expected to give, and what it gave."""
+class Result(Pick):
+    """How fast one candidate wrote in one contest."""
 
-    kind: str
-    """plain, chain, static tree, dynamic tree, n-grams, or union."""
-    tree: str
-    drafter: str = AUTO
-    temperature: float
-    tokens: float
-    """Per pass."""
-    nodes: float
-    expected: Mapping[int, float]
-    """Speed-up over plain decoding, by batch."""
-    measured: Mapping[int, float] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """How users would ask for it, in a word or two."""
-        return self.tree if self.drafter == AUTO else self.drafter if self.tree == "none" else f"{self.drafter} {self.tree}"
+    low: float
+    high: float
+    """95 % interval of the speed-up."""
+    tokens_per_second: float
+    tokens_per_pass: float
+    laps: int
+    """Batches of prompts that it wrote until it dropped out, or the contest ended."""
+    picked: bool
 
 
 class Tuning:
-    """Rate the choices that a pair has on a machine.
+    """Time the candidates of a pair on this machine.
 
     Parameters
     ----------
     options : TuneOptions
     observer : callable, optional
         For progress.
-    loaded, draft : optional
-        Models that are there already.
     """
 
-    def __init__(
-        self,
-        options: TuneOptions,
-        observer: Observer | None = None,
-        *,
-        loaded: Loaded | None = None,
-        draft: LanguageModel | FeatureHead | None = None,
-    ) -> None:
+    def __init__(self, options: TuneOptions, observer: Observer | None = None) -> None:
         self.options, self._observer = options, observer or (lambda *_: None)
-        self._done = self._total = 0
-        """Work, in rounds, or on a CPU in rounds of one row: what took place and what there is."""
         self.draft_name = usual_pair(options.target)[0] if options.draft == AUTO else options.draft
         self._place = resolve_device(options.device)
         self._format = resolve_dtype(options.dtype, self._place)
-        texts = load_prompts(options.source, options.limit)
-        if loaded is None:
-            loaded = load_model(options.target, self._place, self._format, options.device_map, options.native)
-            draft = load_draft(self.draft_name, loaded)
-        self._loaded, self._draft = loaded, draft
-        encoder = Decoder(loaded.model, tokenizer=loaded.tokenizer)
+        texts = load_prompts(options.source, _MOST_PROMPTS)
+        self._loaded = load_model(options.target, self._place, self._format, None, options.native)
+        self._draft = load_draft(self.draft_name, self._loaded)
+        model = self._loaded.model
+        encoder = Decoder(model, tokenizer=self._loaded.tokenizer)
         self._prompts = [encoder.encode(one.content, chat=not options.raw) for one in texts]
-        check_prompts(self._prompts, loaded.model.max_positions, loaded.model.vocab_size)
-        self.choices: list[Choice] = []
-        """Of all temperatures."""
-        self.figures: dict[str, Any] = {}
-        """What was measured, by temperature."""
+        check_prompts(self._prompts, model.max_positions, model.vocab_size)
+        self.results: list[Result] = []
+        """Of all contests; within one, plain decoding first, then the fastest first."""
 
-    def run(self) -> list[Pick]:
-        """Rate all choices, run the best few, and return the best of every use."""
-        picks: list[Pick] = []
-        tokens, seed = self.options.max_new_tokens, self.options.seed
-        uses = [Use(temperature=one, max_new_tokens=tokens, seed=seed) for one in dict.fromkeys(self.options.temperatures)]
-        self._total = sum(map(self._planned, uses))
-        for use in uses:
-            rated = self._rated(use)
-            if self.options.predict is None and self.options.check:
-                rated = self._checked(rated, use)
-            self.choices += rated
-            picks += [_pick(rated, batch) for batch in dict.fromkeys(self.options.batches)]
-        self._observer("tuning", self._total, self._total, "")
-        return picks
-
-    def _planned(self, use: Use) -> int:
-        """Return the work at one temperature; of choices that are run to check, at most as many as there may be."""
-        options, parts = self.options, {batch: len(in_batches(self._prompts, batch)) for batch in self._batches}
-        others = len(_NGRAMS) + (0 if self._draft is None else len(self._default(use)) + len(_DYNAMIC) + 1)
-        whole = {batch: parts[batch] * self._work(use.max_new_tokens, batch) for batch in parts}
-        work = (1 + others) * whole[options.checked_batch]
-        if self._draft is not None:
-            work += len(self._widths) * whole[self._probe_batch]
-        if options.predict is None:
-            timed = sum(len(self._timed_trees(rows)) * self._work(_ROUNDS, rows) for rows in self._timed_batches)
-            static = 0 if self._draft is None else len(_LISTED) + len(options.batches)
-            checks = (1 + min(options.check, others + static)) if options.check else 0
-            work += _TURNS * timed + checks * sum(whole[batch] for batch in self._checked_batches)
-        return work
-
-    def _work(self, rounds: int, rows: int) -> int:
-        return rounds * (rows if self._place.type == "cpu" else 1)
-
-    def _tell(self, use: Use, what: str, rounds: int, rows: int) -> None:
-        """Say what begins now."""
-        self._observer("tuning", min(self._done, self._total), self._total, f"T={use.temperature:g}: {what}")
-        self._done += self._work(rounds, rows)
-
-    @property
-    def _probe_batch(self) -> int:
-        """Texts at a time where acceptance is counted, which any number of them shows: no more than anybody asked for."""
-        return min(_PROBE_BATCH, len(self._prompts), max(self.options.batches))
-
-    @property
-    def _widths(self) -> list[int]:
-        """Children per node of the probes."""
-        return [] if self._draft is None else [width for width in PROBES if width <= self._draft.num_columns]
-
-    @property
-    def _timed_batches(self) -> list[int]:
-        """Batches whose rounds are timed: the smallest and the largest that were asked for, and one between them."""
-        asked = {*self.options.batches, self.options.checked_batch}
-        between = {self._probe_batch} if min(asked) < self._probe_batch < max(asked) else set()
-        return sorted({min(asked), max(asked), self.options.checked_batch} | between)
-
-    @property
-    def _checked_batches(self) -> list[int]:
-        """Batches that the best few are run at: all of them on a GPU, where that takes seconds."""
-        return sorted({self.options.checked_batch, *(self.options.batches if self._place.type == "cuda" else ())})
-
-    @property
-    def _batches(self) -> list[int]:
-        return sorted({*self.options.batches, self.options.checked_batch, self._probe_batch})
+    def run(self) -> list[Result]:
+        """Hold all contests and return the best setting for each temperature and batch size."""
+        uses = list(starmap(Use, product(self.options.temperatures, self.options.batch_sizes)))
+        for number, use in enumerate(uses):
+            self.results += self._contest(use, number, len(uses))
+        self._observer("tuning", 100, 100, "")
+        return [one for one in self.results if one.picked]
 
     @property
     def file(self) -> Path:
-        """Where the profile is looked for."""
+        """Where `load` looks for the profile."""
         return profile_file(self.options.target, self.draft_name, self._place, self._format)
 
     def profile(self, picks: Sequence[Pick]) -> Profile:
-        """Return the picks with what they hold for."""
+        """Return the picks with what they were chosen by and what they hold for."""
         options = LoadOptions(self.options.target, self.draft_name, native=self.options.native)
-        figures = {
-            "made": time.strftime("%Y-%m-%d"),
-            "options": {name: value for name, value in asdict(self.options).items() if value is not None},
-            "choices": [asdict(one) for one in self.choices],
-            "measured": self.figures,
-        }
+        figures = {"made": time.strftime("%Y-%m-%d"), "results": [asdict(one) for one in self.results]}
         return Profile(origin=origin_of(options, self.draft_name, self._place, self._format), picks=picks, figures=figures)
 
-    def _decoder(self, tree: str, drafter: str = AUTO) -> Decoder:
-        return make_decoder(LoadOptions(tree=tree, drafter=drafter), self._loaded, self._draft)
+    def candidates(self, use: Use) -> list[Candidate]:
+        """Return what takes part in a contest, plain decoding first."""
+        asked = self.options
+        untuned = LoadOptions(asked.target, self.draft_name, device=asked.device, dtype=asked.dtype, profile=NONE)
+        columns = None if self._draft is None else self._draft.num_columns
+        return usual_candidates(use, self._place.type, resolved(untuned).tree, columns)
 
-    def _observed(self, tree: str, use: Use, batch: int, what: str) -> Rounds:
-        """Let a static tree write all prompts."""
-        run, parts = Run(self._decoder(tree), use, batch), in_batches(self._prompts, batch)
-        for number, part in enumerate(parts):
-            self._tell(use, what, use.max_new_tokens, batch)
-            run.generate(part, first=number * batch)
-        return run.rounds(robust=True)
+    def _contest(self, use: Use, number: int, count: int) -> list[Result]:
+        """Hold one contest of several; preparing the candidates does not count against its share of the time."""
+        plain, *rivals = entered = self.candidates(use)
+        steps, seconds = len(entered) + planned_turns(len(rivals)), 60 * self.options.minutes / count
+        done, began = 0, math.inf
 
-    @cached_property
-    def _passes(self) -> dict[int, float]:
-        most = _MOST_TOKENS[self._place.type]
-        found = pass_seconds(self._loaded.model, [size for size in _SIZES if size <= most])
-        self.figures["pass seconds"] = found
-        return found
+        def tell(note: str) -> None:
+            """Show how far tuning is, by its work or by its time, whichever is nearer to the end."""
+            nonlocal done
+            share = min(max(done / steps, (time.monotonic() - began) / seconds), 1.0)
+            where = f"T={use.temperature:g}, batch size {use.batch}"
+            self._observer("tuning", int(99 * (number + share) / count), 100, f"{where}: {note}")
+            done += 1
 
-    def _probed(self, use: Use) -> tuple[dict[int, Rounds], Acceptance | None]:
-        """Run the probes; their rounds teach both what is accepted and what rounds of their batch take."""
-        if self._draft is None:
-            return {}, None
-        batch = self._probe_batch
-        seen = {
-            width: self._observed(spelled(PROBES[width]), use, batch, f"acceptance of {width} per node")
-            for width in self._widths
-        }
-        found = Acceptance.counted({width: (one.accepts, one.offers) for width, one in seen.items()})
-        self.figures[f"acceptance at T={use.temperature:g}"] = {str(width): list(one) for width, one in found.by_width.items()}
-        return seen, found
+        sampling, most = SamplingParams(temperature=use.temperature), self.options.max_new_tokens
+        longest = max(map(len, self._prompts)) + most + 1
+        decoders = {}
+        for one in entered:
+            tell(f"preparing {one.name}")
+            # Drafting pauses while it does not pay, as it will in what `load` makes of a profile.
+            options = LoadOptions(tree=one.tree, drafter=one.drafter)
+            decoders[one] = make_decoder(options, self._loaded, self._draft, pauses=True)
+            decoders[one].warm_up(sampling=sampling, batch_size=use.batch, longest=longest)
 
-    def _model(self, use: Use, probes: Mapping[int, Rounds]) -> RoundModel:
-        """Return what rounds take: reckoned for other hardware, fitted to rounds of a few batches here."""
-        options, target = self.options, self._loaded.model
-        if options.predict is not None:
-            draft = None if self._draft is None else size_of(self._draft)
-            size = size_of(target) if options.size is None else size_named(options.size, target.vocab_size)
-            if options.size is not None and self._draft is not None:
-                draft = size_named(options.size, self._draft.num_columns, layers=1)
-            return PredictedRounds(gpu=parse_gpu(options.predict), target=size, draft=draft)
-        seen = [one for one in probes.values() if one.batch in self._timed_batches]
-        for rows in self._timed_batches:
-            runs = [Run(self._decoder(tree), use, rows) for tree in self._timed_trees(rows)]
-            for _ in range(_TURNS):
-                for run in runs:
-                    self._tell(use, f"costs of rounds of {rows}", _ROUNDS, rows)
-                    run.generate(self._prompts, most_rounds=_ROUNDS)
-            seen += [run.rounds(robust=True) for run in runs]
-        model = MeasuredRounds.fitted(self._passes, seen)
-        self.figures[f"beside passes at T={use.temperature:g}"] = {str(rows): asdict(fit) for rows, fit in model.fits.items()}
-        return model
+        def run(one: Candidate, lap: int) -> Lap:
+            tell(f"timing {one.name}")
+            prompts = list(islice(cycle(self._prompts), lap * use.batch, (lap + 1) * use.batch))
+            stats = decoders[one].generate(prompts, sampling=sampling, max_new_tokens=most)[0].stats
+            return Lap(stats.new_tokens, stats.decode_seconds, stats.passes)
 
-    def _timed_trees(self, rows: int) -> list[str]:
-        """Return the trees whose rounds are timed, of so many rows."""
-        trees = ("none",) if self._draft is None else _TIMED
-        fitting = [tree for tree in trees if rows * parse_tree(tree).num_nodes <= _MOST_TOKENS[self._place.type]]
-        return fitting if len(fitting) > 2 else list(trees[:3])
-
-    def _rated(self, use: Use) -> list[Choice]:
-        """Return all choices at one temperature with what they are expected to give."""
-        probes, acceptance = self._probed(use)
-        model = self._model(use, probes)
-        rated = [self._choice("plain", "none", AUTO, use, model, tokens=1.0, nodes=1.0, levels=0.0)]
-        others = [("n-grams", "none", drafter, self._decoder("none", drafter)) for drafter in _NGRAMS]
-        if acceptance is not None:
-            rated += self._static(acceptance, use, model)
-            best = max(rated[1:], key=lambda one: one.expected[self.options.batches[0]])
-            others = [
-                *(("dynamic tree", tree, AUTO, self._dynamic(tree, model)) for tree in (*self._default(use), *_DYNAMIC)),
-                *others,
-                ("union", best.tree, _UNION, self._decoder(best.tree, _UNION)),
-            ]
-        return rated + self._ran(others, use, model, self.options.checked_batch)
-
-    def _default(self, use: Use) -> tuple[str, ...]:
-        """Return the trees of which an untuned pair has one."""
-        return _DEFAULT if self._place.type == "cuda" and use.temperature == 0 else ()
-
-    def _dynamic(self, tree: str, model: RoundModel) -> Decoder:
-        """Return a decoder with dynamic trees, which follow the costs of other hardware where these are asked for."""
-        decoder, shape = self._decoder(tree), parse_dynamic(tree)
-        if self.options.predict is None or self._draft is None or shape is None:
-            return decoder
-        return decoder.replace(drafter=TreeDrafter(self._draft, shape, costs=costs_at(model, 1)))
-
-    def _static(self, acceptance: Acceptance, use: Use, model: RoundModel) -> list[Choice]:
-        """Rate chains and trees: some that everybody knows, and the best of all for each batch."""
-        assert self._draft is not None
-        most = self._draft.num_columns
-        all_shapes = [shape for shape in shapes(_MOST_NODES) if shape[0] <= most]
-        sizes = {shape: Topology.from_widths(shape).num_nodes for shape in all_shapes}
-        tokens = {shape: acceptance.tokens(shape) for shape in all_shapes}
-        wanted: list[tuple[int, ...]] = [shape for shape in _LISTED if shape in sizes]
-        for batch in self.options.batches:
-            wanted.append(max(all_shapes, key=lambda one: tokens[one] / model.drafted(batch, sizes[one], len(one))))
-        rated = []
-        for shape in sorted(dict.fromkeys(wanted), key=lambda one: (set(one) != {1}, sizes[one])):
-            kind = "chain" if set(shape) == {1} else "static tree"
-            figures = {"tokens": tokens[shape], "nodes": float(sizes[shape]), "levels": float(len(shape))}
-            rated.append(self._choice(kind, spelled(shape), AUTO, use, model, **figures))
-        return rated
-
-    def _ran(self, settings: Sequence[tuple[str, str, str, Decoder]], use: Use, model: RoundModel, batch: int) -> list[Choice]:
-        """Rate what no table of acceptance can: run it, in turns with plain decoding.
-
-        Only how its cost changes with the batch is the model's; for other hardware all of it.
-        """
-        plain, *others = self._turns([self._decoder("none"), *(one[3] for one in settings)], use, batch, "trying")
-        rated = []
-        for (kind, tree, drafter, _), run in zip(settings, others, strict=True):
-            seen = run.rounds()
-            levels = 0.0 if kind == "n-grams" else seen.levels if kind == "dynamic tree" else float(parse_tree(tree).depth)
-            factor = 1.0
-            if self.options.predict is None:
-                reckoned = model.plain(batch) / model.drafted(batch, seen.nodes, levels)
-                factor = reckoned * seen.seconds / plain.rounds().seconds
-            figures = {"tokens": seen.tokens, "nodes": seen.nodes, "levels": levels}
-            rated.append(self._choice(kind, tree, drafter, use, model, **figures, factor=factor))
-        return rated
-
-    def _turns(self, decoders: Sequence[Decoder], use: Use, batch: int, what: str) -> list[Run]:
-        """Let settings write all prompts, batch by batch in turns, so that a slow minute hits all of them."""
-        self._tell(use, f"getting ready for {batch} at a time", 0, batch)
-        for decoder in decoders:
-            if self._place.type == "cuda":  # captures are of lengths, and one that is made while it counts takes a second
-                longest = max(map(len, self._prompts)) + use.max_new_tokens + 1
-                decoder.warm_up(sampling=SamplingParams(temperature=use.temperature), batch_size=batch, longest=longest)
-            Run(decoder, use, batch).generate(self._prompts[:batch], most_rounds=None if self._place.type == "cuda" else 2)
-        runs, parts = [Run(decoder, use, batch) for decoder in decoders], in_batches(self._prompts, batch)
-        for number, part in enumerate(parts):
-            for run in runs:
-                self._tell(use, f"{what} {batch} at a time", use.max_new_tokens, batch)
-                run.generate(part, first=number * batch)
-        return runs
-
-    def _choice(
-        self,
-        kind: str,
-        tree: str,
-        drafter: str,
-        use: Use,
-        model: RoundModel,
-        *,
-        tokens: float,
-        nodes: float,
-        levels: float,
-        factor: float = 1.0,
-    ) -> Choice:
-        batches = dict.fromkeys((*self.options.batches, self.options.checked_batch))
-        expected = {
-            batch: tokens * model.plain(batch) / (factor * model.drafted(batch, nodes, levels)) if kind != "plain" else 1.0
-            for batch in batches
-        }
-        return Choice(
-            kind=kind, tree=tree, drafter=drafter, temperature=use.temperature, tokens=tokens, nodes=nodes, expected=expected
-        )
-
-    def _checked(self, rated: Sequence[Choice], use: Use) -> list[Choice]:
-        """Run the best few."""
-        for batch in self._checked_batches:
-            rated = self._checked_at(batch, rated, use)
-        return list(rated)
-
-    def _checked_at(self, batch: int, rated: Sequence[Choice], use: Use) -> list[Choice]:
-        """Run plain decoding and the best few in turns, batch of prompts by batch of prompts."""
-        ranked = sorted((one for one in rated if one.kind != "plain"), key=lambda one: -one.expected[batch])
-        chosen = [next(one for one in rated if one.kind == "plain"), *ranked[: self.options.check]]
-        runs = self._turns([self._decoder(one.tree, one.drafter) for one in chosen], use, batch, "checking")
-        plain = runs[0].rounds().rate
-        measured = {one.name: run.rounds().rate / plain for one, run in zip(chosen, runs, strict=True)}
-        return [
-            replace(one, measured={**one.measured, batch: measured[one.name]}) if one.name in measured else one for one in rated
-        ]
+        began = time.monotonic()
+        best = winner(plain, hold_contest(plain, rivals, run, lambda: time.monotonic() - began > seconds))
+        ranked = sorted(rivals, key=lambda one: (-len(one.laps), -one.rate))
+        return [_result(use, one, plain, picked=one is best) for one in (plain, *ranked)]
 
 
-def _pick(rated: Sequence[Choice], batch: int) -> Pick:
-    """Return the best of one batch: by what was measured, where some were."""
-    run = [one for one in rated if batch in one.measured]
-    best = max(run or rated, key=lambda one: one.measured[batch] if run else one.expected[batch])
-    return Pick(
-        temperature=best.temperature,
-        batch=batch,
-        tree=best.tree,
-        drafter=best.drafter,
-        expected=round(best.expected[batch], 4),
-        measured=round(best.measured[batch], 4) if batch in best.measured else None,
-    )
+def usual_candidates(use: Use, device: str, default: str, columns: int | None) -> list[Candidate]:
+    """Return plain decoding, and what may beat it: the default and other trees, or n-grams where no draft has columns."""
+    plain = Candidate("plain decoding")
+    if columns is None:
+        return [plain, *(Candidate(drafter, drafter=drafter) for drafter in _NGRAMS)]
+    trees = (default, *(_DYNAMIC[device] if device == "cpu" or use == Use(0.0, 1) else ()), *_STATIC)
+    fitting = [tree for tree in trees if LoadOptions(tree=tree).shape[1].max_children <= columns]
+    return [plain, *(Candidate(tree, tree) for tree in dict.fromkeys(fitting))]
+
+
+def _result(use: Use, candidate: Candidate, plain: Candidate, *, picked: bool) -> Result:
+    speedup, low, high = (round(value, 3) for value in candidate.speedup(plain))
+    per_second, per_pass = round(candidate.rate, 2), round(candidate.tokens_per_pass, 3)
+    return Result(
+        **use._asdict(), tree=candidate.tree, drafter=candidate.drafter, speedup=speedup, low=low, high=high,
+        tokens_per_second=per_second, tokens_per_pass=per_pass, laps=len(candidate.laps), picked=picked,
+    )  # fmt: skip
