@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from polydraft.loading import usual_pair
+from polydraft.defaults import default_draft
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.options import AUTO
@@ -70,7 +70,7 @@ def main() -> None:
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
     loaded = load_model(options.target, place, number_format)
-    draft = load_draft(usual_pair(options.target)[0] if options.draft == AUTO else options.draft, loaded)
+    draft = load_draft(default_draft(options.target) if options.draft == AUTO else options.draft, loaded)
     figures: dict[str, Any] = {"target": options.target, "device": str(place), "dtype": str(number_format), "uses": []}
     if place.type == "cuda":
         figures["gpu"] = torch.cuda.get_device_name()

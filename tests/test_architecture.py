@@ -30,6 +30,7 @@ ROOMS = [
     "engine",
     "beam",
     "options",
+    "defaults",
     "profile",
     "backends",
     "loading",

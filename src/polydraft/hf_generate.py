@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from polydraft.defaults import asked_for, default_tree
 from polydraft.described import documented, made_from
 from polydraft.draft import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
 from polydraft.draft.grams import gram_tree
@@ -16,7 +17,6 @@ from polydraft.draft.tree_drafter import check_drafter, split_drafter
 from polydraft.engine import Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
-from polydraft.loading import DEFAULT_TREE, cpu_tree
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.families import text_config
 from polydraft.models.generation_defaults import sampling_params
@@ -71,9 +71,9 @@ class SpeculateOptions(TreeOptions):
         """Return the draft tree; ``"auto"`` is a dynamic one on a CPU, as for `polydraft.load`."""
         tree = self.tree
         if tree == AUTO:
-            own = getattr(draft, "dtype", torch.float32)
-            on_cpu = draft.device.type == "cpu"
-            tree = cpu_tree(own, scheme=self.scheme, walk=self.walk) if on_cpu else DEFAULT_TREE
+            dtype = str(getattr(draft, "dtype", torch.float32)).removeprefix("torch.")
+            asked = asked_for(self.scheme, self.walk, drafter="model")  # which has one tree for all temperatures
+            tree = default_tree(gpu=draft.device.type != "cpu", dtype=dtype, asked=asked)
         dynamic, topology = replace(self, tree=tree).shape
         return topology if dynamic is None else dynamic
 

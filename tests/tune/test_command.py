@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from polydraft.defaults import DEFAULTS
 from polydraft.engine import Decoder
-from polydraft.loading import GPU_TREE, SMALL_GPU_TREE
 from polydraft.profile import VARIABLE
 from polydraft.tune.options import TuneOptions
 from polydraft.tune.rounds import Run, Use
@@ -147,7 +147,7 @@ def test_a_gpu_is_warm_before_it_counts_and_rates_its_own_default(
     greedy, drawn = Use(temperature=0.0, max_new_tokens=8), Use(temperature=1.0, max_new_tokens=8)
     assert tuning._default(greedy) == ()
     monkeypatch.setattr(tuning, "_place", torch.device("cuda"))
-    default = SMALL_GPU_TREE.partition("/")[0], GPU_TREE.partition("/")[0]
+    default = tuple(one.tree.partition("/")[0] for one in DEFAULTS if "/" in one.tree)
     assert tuning._default(greedy) == default and tuning._default(drawn) == ()
     warmed = []
     monkeypatch.setattr(Decoder, "warm_up", lambda self, **asked: warmed.append(asked))

@@ -7,9 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from polydraft.defaults import default_draft
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.loading import make_decoder, usual_pair
+from polydraft.loading import make_decoder
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
@@ -88,7 +89,7 @@ class Tuning:
         self.options, self._observer = options, observer or (lambda *_: None)
         self._done = self._total = 0
         """Work, in rounds, or on a CPU in rounds of one row: what took place and what there is."""
-        self.draft_name = usual_pair(options.target)[0] if options.draft == AUTO else options.draft
+        self.draft_name = default_draft(options.target) if options.draft == AUTO else options.draft
         self._place = resolve_device(options.device)
         self._format = resolve_dtype(options.dtype, self._place)
         texts = load_prompts(options.source, options.limit)
