@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from polydraft import operations
 from polydraft.draft import DRAFTERS
 from polydraft.models import FAMILIES
 from polydraft.verify import SCHEMES
@@ -38,6 +39,15 @@ def test_info_says_which_trees_are_used_here(
         "n-grams alone": "drafter lookup",
         "no draft": "none",
     }
+
+
+@pytest.mark.parametrize(
+    ("backends", "said"),
+    [(("triton", "native"), "triton, native, reference"), (("native",), "native, reference"), ((), "reference")],
+)
+def test_info_says_which_backends_may_be_chosen(invoke, backends: tuple[str, ...], said: str) -> None:
+    with operations.using(*backends):
+        assert json.loads(invoke("info", "--json")[1])["machine"]["backends"] == said
 
 
 def test_info_as_json(invoke) -> None:

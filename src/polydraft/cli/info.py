@@ -37,6 +37,7 @@ def _facts() -> dict[str, Any]:
     from polydraft.models import FAMILIES
     from polydraft.models.bundled import BUNDLED, weights_file
     from polydraft.models.placement import cpu_computes_bfloat16, resolve_device, resolve_dtype
+    from polydraft.operations import BACKENDS, REFERENCE, enabled
     from polydraft.output import cache_root
     from polydraft.verify import SCHEMES, WALKS
 
@@ -56,6 +57,7 @@ def _facts() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "dtype": str(resolve_dtype("auto", device)).removeprefix("torch."),
             "cpu bfloat16": "yes" if cpu_computes_bfloat16() else "no",
+            "backends": ", ".join([*filter(enabled, BACKENDS), REFERENCE]),
         },
         "models": {BUNDLED: bundled},
         "default trees": {pair.name: _drafting(pair) for pair in PAIRS},
