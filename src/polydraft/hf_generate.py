@@ -14,7 +14,7 @@ from polydraft.described import documented, made_from
 from polydraft.draft import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
 from polydraft.draft.grams import gram_tree
 from polydraft.draft.tree_drafter import check_drafter, split_drafter
-from polydraft.engine import Engine, Stats, StopReason, TokenSequence
+from polydraft.engine import Decoder, Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
@@ -23,7 +23,7 @@ from polydraft.models.generation_defaults import sampling_params
 from polydraft.models.hf import HFModel
 from polydraft.options import AUTO, TreeOptions
 from polydraft.sampling import RowParams, SamplingParams
-from polydraft.sampling.categorical import row_generator, row_seed
+from polydraft.sampling.categorical import row_seed
 from polydraft.trees import DynamicShape, Topology
 
 _MOST_PADDING = 512
@@ -146,19 +146,18 @@ class Speculate:
         ends = [token for one in eos_criteria for token in one.eos_token_id.flatten().tolist()]
         # Of a batch without end-of-text tokens all rows grow on until the last one has ended.
         stops_after = _stop_strings(stopping_criteria, target.device) if ends or len(prompts) == 1 else None
-        sequences = []
+        decoder, sequences = Decoder(target, self._drafter, eos_token_ids=ends), []
         for row, prompt in enumerate(prompts):
             # Others may look at padding and row numbers: each row's own see what they would see.
             bound = [_RowProcessor(other, paddings[row], row, len(prompts)) for other in others] if apart else others
             sequences.append(
-                TokenSequence(
-                    row=row,
-                    prompt=prompt,
-                    params=SamplingParams(**params, processors=tuple(bound)),
-                    generator=row_generator(row_seed(seed, row)),
+                decoder.sequence(
+                    prompt,
+                    SamplingParams(**params, processors=tuple(bound)),
+                    seed=row_seed(seed, row),
+                    follows_load=False,
                     max_new_tokens=max_new_tokens,
-                    eos_token_ids=frozenset(ends),
-                    max_positions=target.max_positions,
+                    row=row,
                     stops_after=stops_after,
                 )
             )

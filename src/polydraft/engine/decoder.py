@@ -13,7 +13,7 @@ from polydraft.draft.forced import with_forced
 from polydraft.engine.loop import Engine
 from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, prompts_to_read, rehearsing
 from polydraft.engine.request import Options, Request, rows_of, token_ids
-from polydraft.engine.sequence import Generation, TokenSequence
+from polydraft.engine.sequence import Generation, SequenceOptions, TokenSequence, is_steady
 from polydraft.engine.stream import Stream
 from polydraft.engine.text import TextAssembler
 from polydraft.engine.workspace import Workspace
@@ -22,7 +22,8 @@ from polydraft.models import LanguageModel, check_prompts
 from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.sampling import RowParams, SamplingParams, check_params
-from polydraft.sampling.grammar import Grammars
+from polydraft.sampling.categorical import row_generator
+from polydraft.sampling.grammar import GrammarProcessor, Grammars
 from polydraft.verify import AUTO, WALKS
 
 Prompt = str | Sequence[int]
@@ -173,30 +174,29 @@ class Decoder:
         request = Request.from_options(options)
         texts = [self.encode(prompt, request.chat) for prompt in rows_of(prompts)[0]]
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
-        asked = request.row_params(len(texts))
-        params = RowParams(tuple(self.with_defaults(own, text) for own, text in zip(asked, texts, strict=True)))
-        for row in params:
-            check_params(row, self.target.vocab_size)
-        drafter, params = self._constrained(params, texts)
-        assemblers = [self.assembler(strings) for strings in request.row_stops(len(texts))]
-        limits = request.row_limits(len(texts))
+        asked, seeds = request.row_params(len(texts)), request.seeds(len(texts))
+        limits, stops = request.row_limits(len(texts)), request.row_stops(len(texts))
+        grammars = self._grammar_processors(asked, texts)
+        drafter = self._with_forced if any(grammars) else self.drafter
         sequences = [
-            TokenSequence(
-                row=row,
-                prompt=text,
-                params=own,
-                generator=generator,
+            self.sequence(
+                text,
+                own,
+                seed=seed,
+                seeded=options.get("seed") is not None,
+                follows_load=drafter.by_load,
                 max_new_tokens=limit,
-                eos_token_ids=frozenset(self.eos_token_ids),
-                assembler=assembler,
-                max_positions=self.target.max_positions,
-                # The likeliest token is the likeliest whatever was drafted; what a seed gives depends on the trees.
-                steady=not drafter.by_load or (options.get("seed") is not None and own.temperature > 0),
+                stop=stop,
+                grammar=grammar,
+                row=row,
             )
-            for row, (text, own, generator, limit, assembler) in enumerate(
-                zip(texts, params, request.generators(len(texts)), limits, assemblers, strict=True)
+            for row, (text, own, grammar, seed, limit, stop) in enumerate(
+                zip(texts, asked, grammars, seeds, limits, stops, strict=True)
             )
         ]
+        params = RowParams(tuple(one.params for one in sequences))
+        for own in params:
+            check_params(own, self.target.vocab_size)
         with self._turn if request.keep else nullcontext():
             rows = RowParams((*params.rows, *params.rows[:1] * (batch_size - len(params))))
             workspace = self._lend(drafter, rows, request.keep)
@@ -211,12 +211,57 @@ class Decoder:
             )
             self._put_back(drafter, workspace, request.keep)
         settings = {
-            "seeds": request.seeds(len(texts)),
+            "seeds": seeds,
             "max_new_tokens": request.max_new_tokens,
             "scheme": workspace.session.scheme.name if workspace.session.depth else None,
             "walk": engine.walk_name if workspace.session.depth else None,
         }
         return Stream(engine, sequences, settings, request.cancel)
+
+    def sequence(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        grammar: GrammarProcessor | None = None,
+        seeded: bool = True,
+        follows_load: bool = True,
+        **options: Unpack[SequenceOptions],
+    ) -> TokenSequence:
+        """Make a text for an `Engine` from what a request asks for: the one place where that happens.
+
+        Parameters
+        ----------
+        prompt : sequence of int
+        params : SamplingParams
+            What they leave out follows the model's generation config.
+        seed : int
+            Of this text alone.
+        max_new_tokens : int
+        stop : sequence of str
+            Strings that end it.
+        grammar : GrammarProcessor, optional
+            Keeps it to a grammar; it comes after all other processors.
+        seeded, follows_load : bool
+            Whether the seed was asked for, and whether trees may follow the load, see `is_steady`.
+        **options
+            Other fields of `TokenSequence`.
+        """
+        params = self.with_defaults(params, prompt)
+        options.setdefault("eos_token_ids", frozenset(self.eos_token_ids))
+        options.setdefault("max_positions", self.target.max_positions)
+        return TokenSequence(
+            prompt=prompt,
+            params=params if grammar is None else params.following(grammar),
+            generator=row_generator(seed),
+            max_new_tokens=max_new_tokens,
+            assembler=self.assembler(stop),
+            steady=is_steady(params, seeded=seeded, follows_load=follows_load),
+            **options,
+        )
 
     def warm_up(
         self,
@@ -327,11 +372,11 @@ class Decoder:
         _check_text(text)
         return text
 
-    def _constrained(self, params: RowParams, texts: Sequence[Sequence[int]]) -> tuple[Drafter, RowParams]:
-        """Return who drafts, and the rows' parameters with grammars put to work."""
+    def _grammar_processors(self, params: RowParams, texts: Sequence[Sequence[int]]) -> list[GrammarProcessor | None]:
+        """Return what keeps each text to its grammar; None for texts without one."""
         wanted = [own.grammar for own in params]
         if not any(wanted):
-            return self.drafter, params
+            return [None] * len(texts)
         if not all(wanted):
             raise UsageError("some texts of this batch have a grammar and others have none; generate them apart")
         with self._lending:
@@ -340,11 +385,7 @@ class Decoder:
                     raise UsageError("grammars need a tokenizer; pass tokenizer=... to the Decoder")
                 self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
         compiled = {id(grammar): self._grammars.compiled(grammar) for grammar in wanted if grammar is not None}
-        rows = [
-            own.following(self._grammars.processor(compiled[id(own.grammar)], len(text)))
-            for own, text in zip(params, texts, strict=True)
-        ]
-        return self._with_forced, RowParams(tuple(rows))
+        return [self._grammars.processor(compiled[id(grammar)], len(text)) for grammar, text in zip(wanted, texts, strict=True)]
 
     def _lend(self, drafter: Drafter, params: RowParams, keep: bool) -> Workspace:
         """Return memories for a batch that nobody else is given until they are put back: kept or spare ones, else new ones."""

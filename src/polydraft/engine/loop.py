@@ -204,11 +204,12 @@ class Engine:
                 self.slots.noise.seat(slot, sequence.generator)
         # A slot without a sequence at work asks for nothing, whatever it was asked for last. Where rounds are captured it
         # draws if all others do: a batch of both kinds would be captured by itself.
-        wanted = [sequence.params for slot, sequence in enumerate(self.slots) if sequence is not None and active[slot]]
+        wanted = [sequence.row_params for slot, sequence in enumerate(self.slots) if sequence is not None and active[slot]]
         drawing = self._workspace.captures and all(own.temperature > 0 for own in wanted)
         idle = SamplingParams() if drawing else IDLE
         params = {
-            slot: sequence.params if sequence is not None and active[slot] else idle for slot, sequence in enumerate(self.slots)
+            slot: sequence.row_params if sequence is not None and active[slot] else idle
+            for slot, sequence in enumerate(self.slots)
         }
         longest = max(sequence.end for sequence in self.slots.running())
         self._share()

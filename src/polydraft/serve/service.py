@@ -13,7 +13,7 @@ from polydraft.errors import UsageError, shown
 from polydraft.models import check_prompts
 from polydraft.models.placement import is_shared
 from polydraft.sampling import SamplingParams, check_params
-from polydraft.sampling.categorical import row_generator, row_seed
+from polydraft.sampling.categorical import row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.answers import Answer
 from polydraft.serve.errors import RequestError
@@ -198,26 +198,18 @@ class Service:
             raise RequestError(str(error), param=name, reason=f"{name} cannot be used") from None
 
     def _sequence(self, prompt: list[int], limit: int, seed: int, asked: Asked, grammar: str | None) -> TokenSequence:
-        params = self.decoder.with_defaults(asked.params, prompt)
-        if grammar is not None:
-            assert self._grammars is not None
-            params = params.following(self._grammars.processor(grammar, len(prompt)))
-        # The likeliest token is the likeliest whatever was drafted; what a seed gives depends on the trees.
-        steady = asked.seed is not None and params.temperature > 0
-        options: dict[str, Any] = {
-            "steady": steady,
-            "traced": asked.trace,
-            "max_positions": self.slot_tokens,
-            "top_logprobs": asked.top_logprobs,
-        }
-        return TokenSequence(
-            prompt=prompt,
-            params=params,
-            generator=row_generator(seed),
+        processor = None if grammar is None or self._grammars is None else self._grammars.processor(grammar, len(prompt))
+        return self.decoder.sequence(
+            prompt,
+            asked.params,
+            seed=seed,
+            seeded=asked.seed is not None,
             max_new_tokens=limit,
-            eos_token_ids=frozenset(self.decoder.eos_token_ids),
-            assembler=self.decoder.assembler(asked.stop),
-            **options,
+            stop=asked.stop,
+            grammar=processor,
+            max_positions=self.slot_tokens,
+            traced=asked.trace,
+            top_logprobs=asked.top_logprobs,
         )
 
 
