@@ -13,7 +13,8 @@ import torch
 import interpreted
 from polydraft.backends import triton as kernels
 from polydraft.draft import TreeDrafter
-from polydraft.engine import Decoder, compiling
+from polydraft.engine import Decoder
+from polydraft.engine import warm_up as compiling
 from polydraft.models import FAMILIES
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody

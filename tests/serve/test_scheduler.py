@@ -464,9 +464,10 @@ def test_rounds_are_captured_anew_in_storage_that_is_handed_on(caches: list[Stan
 
 
 def test_who_leaves_does_not_wait_for_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.serve.lane.ROUNDS", 10**9)
-    monkeypatch.setattr("polydraft.serve.lane.NEW_TOKENS", 10**5)  # memory for all of them is reserved at once
-    scheduler = Scheduler(decoder(), OPTIONS, max_queue=10, warm_up=[SamplingParams()])
+    monkeypatch.setattr("polydraft.engine.warm_up.ROUNDS", 10**9)
+    monkeypatch.setattr("polydraft.engine.warm_up.NEW_TOKENS", 10**5)  # memory for all of them is reserved at once
+    monkeypatch.setattr("polydraft.serve.lane.USUAL_LENGTH", 10**5)
+    scheduler = Scheduler(decoder(), replace(OPTIONS, slot_tokens=10**5), max_queue=10, warm_up=[SamplingParams()])
     scheduler.start()
     scheduler.drain(0.0)
     assert not scheduler._thread.is_alive()

@@ -11,11 +11,11 @@ from typing import Any, Unpack, cast, overload
 from polydraft.draft import Drafter, Plain
 from polydraft.draft.forced import with_forced
 from polydraft.engine.loop import Engine
-from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, prompts_to_read, rehearsing
 from polydraft.engine.request import Options, Request, rows_of, token_ids
 from polydraft.engine.sequence import Generation, SequenceOptions, TokenSequence, is_steady
 from polydraft.engine.stream import Stream
 from polydraft.engine.text import TextAssembler
+from polydraft.engine.warm_up import USUAL_LENGTH, groups_to_read, rehearse
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
@@ -167,10 +167,6 @@ class Decoder:
         Stream
             An iterator of `TokenEvent`; its `results()` are complete once it is exhausted.
         """
-        return self._open(prompts, options)
-
-    def _open(self, prompts: Any, options: Options, batch_size: int = 0) -> Stream:
-        """Do so in memories for at least `batch_size` texts."""
         request = Request.from_options(options)
         texts = [self.encode(prompt, request.chat) for prompt in rows_of(prompts)[0]]
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
@@ -198,8 +194,7 @@ class Decoder:
         for own in params:
             check_params(own, self.target.vocab_size)
         with self._turn if request.keep else nullcontext():
-            rows = RowParams((*params.rows, *params.rows[:1] * (batch_size - len(params))))
-            workspace = self._lend(drafter, rows, request.keep)
+            workspace = self._lend(drafter, params, request.keep)
             engine = Engine(
                 target=self.target,
                 drafter=drafter,
@@ -296,28 +291,13 @@ class Decoder:
             raise UsageError(f"batch_size={batch_size}, longest={longest} is out of range; allowed: from 1, and from 2 up")
         start = time.perf_counter()
         longest = min(longest, self.target.max_positions or longest)
-        for length in lengths_of(longest, self.target.device):
-            if progress is not None:
-                progress(length)
-            new_tokens = min(NEW_TOKENS, longest - 1)
-            prompt = prompt_of(length, new_tokens, self.target.vocab_size)
-            asked: Options = {"sampling": sampling, "max_new_tokens": new_tokens, "seed": 0}
-            sizes, size = [batch_size], 0
-            while size < len(sizes):
-                number, kinds = 0, 1
-                while number < kinds:
-                    stream = self._open([prompt] * sizes[size], asked, batch_size)
-                    sizes, kinds = stream.sizes, stream.session.num_kinds
-                    with rehearsing(stream.session, number):
-                        for _ in stream:
-                            if stream.stats.rounds >= ROUNDS:
-                                stream.close()
-                                break
-                    number += 1
-                size += 1
-        if batch_size == 1:  # passes that read several prompts are not captured
-            for prompt in prompts_to_read(longest, PREFILL_CHUNK, self.target.vocab_size, self.target.device):
-                self.generate(prompt, sampling=sampling, max_new_tokens=1, seed=0)
+        # Prompts of a batch are read in passes that are not captured.
+        groups = groups_to_read(longest, PREFILL_CHUNK, 1, self.target.vocab_size, self.target.device, behind=PREFILL_CHUNK)
+        params = self.sequence([0], sampling, seed=0, max_new_tokens=1).params
+        workspace = self._lend(self.drafter, RowParams((params,) * batch_size), keep=False)
+        engine = Engine(target=self.target, drafter=self.drafter, workspace=workspace, walk=self.walk, elastic=True)
+        rehearse(self, engine, [sampling], longest=longest, groups=groups if batch_size == 1 else (), progress=progress)
+        self._put_back(self.drafter, workspace, keep=False)
         return time.perf_counter() - start
 
     def with_defaults(self, params: SamplingParams, prompt: Sequence[int], *, draws: bool = True) -> SamplingParams:

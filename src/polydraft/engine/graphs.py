@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from polydraft.draft.session import Capturable
-from polydraft.engine.compiling import compiling_ahead
 from polydraft.engine.outcome import Outcome, RowOutcome
 from polydraft.engine.round import State, run_round
 from polydraft.engine.stats import Stats
+from polydraft.engine.warm_up import compiling_ahead
 from polydraft.models import Context
 from polydraft.trees import DraftTree
 from polydraft.verify import Walk
