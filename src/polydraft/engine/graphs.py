@@ -208,9 +208,12 @@ class Launcher:
 
     def __init__(self, graphs: GraphCache | None, ahead: bool) -> None:
         self.graphs, self._ahead, self._new = graphs, ahead, True
+        self.rounds = Counter[int]()
+        """Rounds that were launched, by their rows."""
 
     def launch(self, state: State, contexts: Sequence[Context], walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
         """Launch a round, without a look at the values."""
+        self.rounds[len(uniforms_BU)] += 1
         depth, can = state.session.depth, state.session.capturable
         if self.graphs is None or _obstacle(state, can):
             for context in contexts:

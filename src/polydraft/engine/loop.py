@@ -84,7 +84,7 @@ class Engine:
         self.stats = Stats()
         self._reuse, self._pace, self._isolate = reuse, Pace(chunk, stall), isolate
         self._spoilt: list[int] = []
-        """Slots whose sequences have failed: what the memories hold there may be no numbers."""
+        """Slots whose sequences have failed, and which may hold NaNs."""
         self._started = time.perf_counter()
         self._wish = walk
         self._walk: Walk | None = None
@@ -237,7 +237,8 @@ class Engine:
         with self.stats.clock("draft"):
             count = self._workspace.num_uniforms(self._walk)
             uniforms_BU = self.slots.noise.uniforms(count, self._session.own_uniforms(count))
-        return self._workspace.launch(self._walk, uniforms_BU, self.stats)
+        workspace = self._workspace
+        return workspace.launcher.launch(workspace.begun, workspace.contexts, self._walk, uniforms_BU, self.stats)
 
     def _share(self) -> None:
         """Tell the drafter how many texts are at work."""
@@ -251,7 +252,9 @@ class Engine:
         most = self._session.depth + 1
         goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self.slots.running())
         reads = any(slot not in self.slots.free() for slot in self.slots.known)
-        return goes_on and not self.waiting and not reads and not self._retiring and self._workspace.runs_ahead(now)
+        if not goes_on or self.waiting or reads or self._retiring:
+            return False
+        return self._workspace.launcher.runs_ahead(self._workspace.begun, self._workspace.contexts, now)
 
     def _settle(self, outcome: list[RowOutcome], reports: list[list[int]]) -> list[Emitted]:
         """Give every running sequence what the round brought it, up to its end; let those that ended go."""
@@ -301,7 +304,7 @@ class Engine:
             if not own or self._workspace.state is None:  # nobody was let in yet
                 return
             if not any(self.slots.running()):
-                self._launched.clear()  # what runs, runs in vain; the device cuts the memories behind it
+                self._launched.clear()  # rounds launched ahead of finished rows are discarded
             self._retiring = bool(self._launched)
             if not self._retiring:
                 self._workspace.retire(self.slots.texts(), self.slots.active())
@@ -318,9 +321,7 @@ class Engine:
 
     def _failed(self, slot: int, sequence: TokenSequence, fault: Fault) -> Emitted:
         """End a sequence whose round brought nothing, alone if that is wanted."""
-        state = self._workspace.state
-        assert state is not None, "a round was run"
-        processing = state.warper.processing
+        processing = self._workspace.begun.warper.processing
         raised = (processing.errors or {}).get(slot) if fault == Fault.TARGET else None
         if raised is not None and not self._isolate:
             raise raised
