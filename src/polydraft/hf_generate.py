@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polydraft.defaults import asked_for, default_tree
 from polydraft.described import documented, made_from
+from polydraft.devices import is_host
 from polydraft.draft import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
 from polydraft.draft.grams import gram_tree
 from polydraft.draft.tree_drafter import check_drafter, split_drafter
@@ -73,7 +74,7 @@ class SpeculateOptions(TreeOptions):
         if tree == AUTO:
             dtype = str(getattr(draft, "dtype", torch.float32)).removeprefix("torch.")
             asked = asked_for(self.scheme, self.walk, drafter="model")  # which has one tree for all temperatures
-            tree = default_tree(gpu=draft.device.type != "cpu", dtype=dtype, asked=asked)
+            tree = default_tree(gpu=not is_host(draft.device), dtype=dtype, asked=asked)
         dynamic, topology = replace(self, tree=tree).shape
         return topology if dynamic is None else dynamic
 

@@ -7,6 +7,7 @@ import torch
 
 from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import described_by
+from polydraft.devices import is_host
 from polydraft.draft import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
 from polydraft.draft.decision import SHIPPED_DECISIONS, DecisionModel, load_decision
 from polydraft.draft.tree_drafter import needs_draft
@@ -139,7 +140,7 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
     tree, draft = options.tree, options.draft
     if tree == AUTO:
         tree = default_tree(
-            gpu=place.type == "cuda",
+            gpu=not is_host(place),
             dtype=str(number_format).removeprefix("torch."),
             asked=asked_for(options.scheme, options.walk, options.drafter, options.lossy),
             target=options.target,

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from polydraft.devices import captures
 from polydraft.draft.session import Capturable
 from polydraft.engine.outcome import Outcome, RowOutcome
 from polydraft.engine.round import State, run_round
@@ -133,7 +134,7 @@ class Arriving:
     @classmethod
     def send(cls, values_BX: Tensor) -> "Arriving":
         """Let a tensor travel, out of reach of whatever overwrites it next."""
-        pinned = values_BX.device.type == "cuda"
+        pinned = captures(values_BX.device)
         # Torch lends page-locked memory anew only when the copies into it are over, so any number may be under way.
         arriving_BX = torch.empty(values_BX.shape, dtype=values_BX.dtype, pin_memory=pinned)
         arriving_BX.copy_(values_BX, non_blocking=pinned)
@@ -159,7 +160,7 @@ class DeviceClock:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Time what is launched here."""
-        if self._device.type != "cuda":
+        if not captures(self._device):
             yield
             return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

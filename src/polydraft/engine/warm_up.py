@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polydraft.devices import captures
 from polydraft.engine.sequence import StopReason, TokenSequence
 from polydraft.models.hf_context import READING_COUNTS, READING_SIZES, reading_count
 from polydraft.operations import operation
@@ -123,7 +124,7 @@ def _only(engine: "Engine", number: int) -> Iterator[None]:
 
 def lengths_of(longest: int, device: torch.device) -> list[int]:
     """Return the lengths of texts to rehearse, so that none up to `longest` meets anything new."""
-    if device.type != "cuda":  # nothing there depends on the length, and reading takes its time
+    if not captures(device):  # nothing there depends on the length, and reading takes its time
         return [min(longest - 1, _SHORT)]
     # A capture serves up to the next power of two. Long ones first: captures are lost when memory grows.
     powers = range((longest - 1).bit_length(), _SHORTEST_POWER, -1)
@@ -143,7 +144,7 @@ def groups_to_read(
     Each group comes twice, as a pass is captured when it comes for the second time. The first one leaves in some slots what
     others are read behind, where slots keep their texts; elsewhere a prompt is read behind its own first chunk.
     """
-    if device.type != "cuda":
+    if not captures(device):
         return []
     held = [token % vocab_size for token in range(behind + 2)]
     groups, first = [[held] * min(READING_COUNTS[-1], slots)], _BEHIND

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from polydraft.devices import captures
 from polydraft.draft import Drafter
 from polydraft.engine.graphs import GraphCache, Launcher
 from polydraft.engine.round import State
@@ -100,7 +101,7 @@ class Workspace:
         graphs: bool = True,
         ahead: bool = True,
     ) -> None:
-        captures = graphs and target.device.type == "cuda"
+        captured = graphs and captures(target.device)
         self.target, self.params, self.asked = target, params, params
         """What rows at work ask for, and what all of them were made for."""
         self.session = drafter.start(params, target)
@@ -110,7 +111,7 @@ class Workspace:
         self.state: State | None = None
         """What rounds work on, once there are texts."""
         # Compilation takes a second run to see what varies.
-        self.launcher = Launcher(GraphCache() if captures else None, ahead)
+        self.launcher = Launcher(GraphCache() if captured else None, ahead)
 
     @property
     def contexts(self) -> tuple[Context, ...]:
