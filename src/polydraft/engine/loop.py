@@ -52,13 +52,13 @@ class Engine:
         Let a sequence into the slot whose last text it begins with, if one is free, and read only the rest of its prompt.
         Drafters that learn from texts do so from its own alone, whatever stood there before.
     chunk : int, optional
-        Tokens of prompts that a step reads at most, so that long ones keep nobody waiting; all if not given.
+        Most prompt tokens that a step reads, so that long prompts keep nobody waiting; all if not given.
     stall : float, optional
-        Seconds that a step may spend on them where texts at work wait for it, or as long as a round takes: it reads fewer
-        tokens then, by what they took so far. Steps of processes that share a model must be alike, so it is not for them.
+        Seconds that a step may spend on prompts while texts at work wait, but at least as long as a round takes. Steps then
+        read fewer tokens, by measured speed. Not for processes that share a model, whose steps must be alike.
     elastic : bool
-        Have about as many slots as there are texts, up to the workspace's rows. What other slots hold is forgotten then, unless
-        rounds are captured: then they sleep.
+        Have about as many slots as there are texts, up to the workspace's rows. Other slots are forgotten, or where rounds
+        are captured, sleep.
     isolate : bool
         Let a sequence whose model or logits processor fails end alone (`StopReason.FAILED`); raised otherwise.
     """
@@ -95,7 +95,7 @@ class Engine:
         self._retiring = False
         """Whether sequences have ended that the round ahead still takes for active ones."""
         self._torn = False
-        """Whether a round broke off half-way, so that nobody knows how far the memories got."""
+        """Whether a round was interrupted, so that the state of the caches is unknown."""
         with workspace.ownership.taken_by(self), torch.inference_mode(), _device_errors():
             self._admit(keep=keep)
 
@@ -156,7 +156,7 @@ class Engine:
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
-        """Take note if what is done here breaks off half-way, which leaves text and memory apart: there is no going on."""
+        """Note if this block is interrupted: text and caches no longer match, so the engine cannot go on."""
         try:
             yield
         except BaseException:
@@ -299,7 +299,7 @@ class Engine:
             self._release()
 
     def _release(self) -> None:
-        """Let ended sequences go, unless a round is at work whose tokens others still want: then after it."""
+        """Let ended sequences go; after the round ahead, if there is one whose tokens others still need."""
         with self._workspace.ownership.settled_by(self) as own:
             if not own or self._workspace.state is None:  # nobody was let in yet
                 return
@@ -320,7 +320,7 @@ class Engine:
         return [TokenLogprob(*pair) for pair in zip(own_D.tolist(), likeliest, strict=True)]
 
     def _failed(self, slot: int, sequence: TokenSequence, fault: Fault) -> Emitted:
-        """End a sequence whose round brought nothing, alone if that is wanted."""
+        """End a sequence whose round failed; raise the failure unless sequences fail alone."""
         processing = self._workspace.begun.warper.processing
         raised = (processing.errors or {}).get(slot) if fault == Fault.TARGET else None
         if raised is not None and not self._isolate:

@@ -1,4 +1,4 @@
-"""Memories of a batch, kept from round to round and from one text to the next."""
+"""What a batch keeps on the device, from round to round and from one text to the next."""
 
 import threading
 import weakref
@@ -110,7 +110,6 @@ class Workspace:
         """Whose texts are in the memories."""
         self.state: State | None = None
         """What rounds work on, once there are texts."""
-        # Compilation takes a second run to see what varies.
         self.launcher = Launcher(GraphCache() if captured else None, ahead)
 
     @property
@@ -127,7 +126,7 @@ class Workspace:
     def elastic(self) -> bool:
         """Whether the number of rows may change from round to round, see `resize`.
 
-        Where there is a graphs, rows that are out of use must come back as they were: they do so where rounds are captured.
+        Where rounds may be captured, idle rows must come back as they were, which they do only if rounds are captured.
         """
         can = self.session.elastic and all(one.elastic for one in self.contexts)
         return can and (not self.has_graphs or (self.captures and self.session.movable))
@@ -285,7 +284,7 @@ class Workspace:
         return list(zip(parents, tree.tokens_BN[row].tolist(), strict=True))
 
     def watch(self, paths: bool) -> None:
-        """Say whether rounds keep what `path_logits` needs, uncaptured."""
+        """Say whether rounds keep what `path_logits` needs; they are not captured then."""
         self.begun.watched = paths
 
     def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
