@@ -163,13 +163,7 @@ class Speculate:
                 )
             )
         workspace = Workspace(target, self._drafter, RowParams(tuple(sequence.params for sequence in sequences)))
-        engine = Engine(
-            target=target,
-            drafter=self._drafter,
-            workspace=workspace,
-            walk=self._walk,
-            sequences=sequences,
-        )
+        engine = Engine(workspace, walk=self._walk, sequences=sequences)
         output_ids = _decode(engine, sequences, input_ids, stopping_criteria, generation_config, streamer)
         self.stats = (engine.stats,)
         if generation_config.return_dict_in_generate:

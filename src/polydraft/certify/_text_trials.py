@@ -55,13 +55,7 @@ def generate(
         decoder.sequence(prompt, params, seed=row_seed(seed, row), max_new_tokens=new_tokens, follows_load=False, row=row)
         for row, prompt in enumerate(prompts)
     ]
-    engine = Engine(
-        target=pair.target,
-        drafter=drafter,
-        workspace=workspace,
-        walk=subject.walk,
-        sequences=sequences,
-    )
+    engine = Engine(workspace, walk=subject.walk, sequences=sequences)
     while not engine.done:
         engine.step()
     return [sequence.new_tokens for sequence in sequences], engine.stats.acceptance_rate

@@ -195,15 +195,7 @@ class Decoder:
             check_params(own, self.target.vocab_size)
         with self._turn if request.keep else nullcontext():
             workspace = self._lend(drafter, params, request.keep)
-            engine = Engine(
-                target=self.target,
-                drafter=drafter,
-                workspace=workspace,
-                walk=self.walk,
-                sequences=sequences,
-                keep=request.keep,
-                elastic=not request.keep,
-            )
+            engine = Engine(workspace, walk=self.walk, sequences=sequences, keep=request.keep, elastic=not request.keep)
             self._put_back(drafter, workspace, request.keep)
         settings = {
             "seeds": seeds,
@@ -295,7 +287,7 @@ class Decoder:
         groups = groups_to_read(longest, PREFILL_CHUNK, 1, self.target.vocab_size, self.target.device, behind=PREFILL_CHUNK)
         params = self.sequence([0], sampling, seed=0, max_new_tokens=1).params
         workspace = self._lend(self.drafter, RowParams((params,) * batch_size), keep=False)
-        engine = Engine(target=self.target, drafter=self.drafter, workspace=workspace, walk=self.walk, elastic=True)
+        engine = Engine(workspace, walk=self.walk, elastic=True)
         rehearse(self, engine, [sampling], longest=longest, groups=groups if batch_size == 1 else (), progress=progress)
         self._put_back(self.drafter, workspace, keep=False)
         return time.perf_counter() - start

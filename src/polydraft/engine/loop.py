@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from polydraft.draft import Drafter, DraftSession
+from polydraft.draft import DraftSession
 from polydraft.engine.graphs import DeviceClock, Launched
 from polydraft.engine.outcome import RowOutcome
 from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSequence
@@ -16,7 +16,6 @@ from polydraft.engine.slots import Slots
 from polydraft.engine.stats import TARGET, Pace, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError, PolydraftError
-from polydraft.models import LanguageModel
 from polydraft.sampling import IDLE, SamplingParams
 from polydraft.verify import AUTO, Fault, Walk
 
@@ -38,10 +37,8 @@ class Engine:
 
     Parameters
     ----------
-    target : LanguageModel
-    drafter : Drafter
     workspace : Workspace
-        Its rows are the slots.
+        Target, drafter and memory; its rows are the slots.
     walk : str or Walk
         In which order trees are verified; ``"auto"`` for what suits the drafter. A walk of your own counts where it fits.
     sequences : sequence of TokenSequence
@@ -65,10 +62,8 @@ class Engine:
 
     def __init__(
         self,
-        *,
-        target: LanguageModel,
-        drafter: Drafter,
         workspace: Workspace,
+        *,
         walk: str | Walk = AUTO,
         sequences: Sequence[TokenSequence] = (),
         keep: bool = False,
@@ -78,7 +73,6 @@ class Engine:
         elastic: bool = False,
         isolate: bool = False,
     ) -> None:
-        self.target, self.drafter = target, drafter
         self.slots = Slots(workspace, elastic=elastic, reuse=reuse)
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
@@ -91,7 +85,7 @@ class Engine:
         self._session, self._workspace = workspace.session, workspace
         self._launched: list[Launched] = []
         """Rounds whose outcomes are not known yet: between steps the one ahead, if there is one."""
-        self._reading = DeviceClock(target.device)
+        self._reading = DeviceClock(workspace.target.device)
         self._retiring = False
         """Whether sequences have ended that the round ahead still takes for active ones."""
         self._torn = False
@@ -349,7 +343,7 @@ class Engine:
                 f"logits processor {emptied_by!r} left no token to go on with after {length} tokens; leave at least one with "
                 "a finite score"
             )
-        who = f"the target {self.target.name!r}" if fault == Fault.TARGET else "the draft"
+        who = f"the target {self._workspace.target.name!r}" if fault == Fault.TARGET else "the draft"
         return FailureError(
             f"{who} returned logits that are not numbers after {length} tokens; try dtype float32, or check the weights"
         )

@@ -204,9 +204,7 @@ class Lane:
             self._workspace = workspace
             workspace.reserve(options.slot_tokens, options.places)
             self._engine = Engine(
-                target=decoder.target,
-                drafter=decoder.drafter,
-                workspace=workspace,
+                workspace,
                 walk=decoder.walk,
                 reuse=True,
                 elastic=True,
