@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from polydraft import SamplingParams, load
-from polydraft.engine import Decoder, TokenSequence
+from polydraft.engine import Decoder
 from polydraft.prompts import load_prompts
-from polydraft.sampling.categorical import row_generator
 from polydraft.serve.lane import LaneOptions
 from polydraft.serve.request import AUTO, OFF, Request
 from polydraft.serve.scheduler import Scheduler
@@ -60,19 +59,26 @@ def length_of(number: int, turn: int, mean: int) -> int:
 
 
 async def one_client(
-    scheduler: Scheduler, arm: str, prompts: list[list[int]], number: int, options: argparse.Namespace, gaps: list[float]
+    decoder: Decoder,
+    scheduler: Scheduler,
+    arm: str,
+    prompts: list[list[int]],
+    number: int,
+    options: argparse.Namespace,
+    gaps: list[float],
 ) -> None:
     """Ask some times, one after the other."""
     params = SamplingParams(temperature=options.temperature)
     for turn in range(options.turns):
         tokens = length_of(number, turn, options.tokens)
-        text = TokenSequence(
-            prompt=prompts[(number + turn) % len(prompts)],
-            params=params,
-            generator=row_generator(1000 * turn + number),
+        text = decoder.sequence(
+            prompts[(number + turn) % len(prompts)],
+            params,
+            seed=1000 * turn + number,
+            seeded=False,
             max_new_tokens=tokens,
             max_positions=LONGEST,
-            steady=False,
+            eos_token_ids=frozenset(),
         )
         request, last = Request([text], arm, asyncio.get_running_loop()), 0.0
         scheduler.submit(request)
@@ -101,7 +107,7 @@ async def timed_clients(
         await asyncio.sleep(0.05)
     waited = time.perf_counter() - start
     start = time.perf_counter()
-    await asyncio.gather(*(one_client(scheduler, AUTO, prompts, number, options, gaps) for number in range(count)))
+    await asyncio.gather(*(one_client(decoder, scheduler, AUTO, prompts, number, options, gaps) for number in range(count)))
     seconds = time.perf_counter() - start
     await asyncio.to_thread(scheduler.drain, 5.0)
     ordered = sorted(gaps)

@@ -10,19 +10,27 @@ import pytest
 from click.testing import CliRunner
 
 import polydraft
+from polydraft.certify.reference import echo_pair
 from polydraft.cli.bench import command as bench
 from polydraft.cli.certify import _decoder as certify
 from polydraft.cli.generate import command as generate
 from polydraft.cli.options import GroupedCommand, options_of
+from polydraft.defaults import DEFAULTS, PAIRS, VERIFIERS, default_table
 from polydraft.described import described_by, options_in
+from polydraft.draft import TreeDrafter
 from polydraft.draft.decision import DEFAULT_THRESHOLD
+from polydraft.draft.speedup import Costs
+from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.hf_generate import SpeculateOptions
 from polydraft.lab.bench.method import MethodSpec
 from polydraft.lab.bench.options import BenchOptions, method_options
 from polydraft.options import LoadOptions, NgramOptions, TreeOptions
+from polydraft.sampling import SamplingParams
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
+CHOOSING = PAGE.parent / "choosing.md"
+COSTS = Costs(draft_level=0.1, tree_pass=lambda nodes: 1 + 0.01 * nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +136,28 @@ def test_the_page_shows_the_fields() -> None:
         lines.append(f"| `{name}` | `{option.default!r}` | {' '.join(option.doc.split())} |")
     table = "\n".join(lines)
     assert table in PAGE.read_text(), f"put this table into docs/python.md:\n{table}"
+
+
+def test_the_page_shows_the_defaults() -> None:
+    table = "\n".join(default_table())
+    assert table in CHOOSING.read_text(), f"put this into docs/choosing.md:\n{table}"
+
+
+def test_defaults_are_options_that_can_be_given() -> None:
+    for default in DEFAULTS:
+        assert LoadOptions(tree=default.tree).tree == default.tree
+    for pair in PAIRS:
+        assert LoadOptions(pair.target, pair.draft, drafter=pair.drafter).draft == pair.draft
+
+
+@pytest.mark.parametrize("tree", [one.tree for one in DEFAULTS])
+@pytest.mark.parametrize("temperature", VERIFIERS)
+def test_the_default_verifiers_are_those_of_a_decoder(tree: str, temperature: float) -> None:
+    options, pair = LoadOptions(tree=tree), echo_pair()
+    (dynamic, topology), greedy = options.shape, options.greedy
+    drafter = TreeDrafter(pair.draft, dynamic or topology, greedy=greedy, costs=COSTS)
+    settings = Decoder(pair.target, drafter).stream([1, 2], sampling=SamplingParams(temperature=temperature)).settings
+    assert (settings["scheme"], settings["walk"]) == VERIFIERS[temperature]
 
 
 def test_options_are_values() -> None:

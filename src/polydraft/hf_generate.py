@@ -9,25 +9,26 @@ import torch
 import transformers
 from torch import Tensor
 
+from polydraft.defaults import asked_for, default_tree
 from polydraft.described import documented, made_from
+from polydraft.devices import is_host
 from polydraft.draft import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
 from polydraft.draft.grams import gram_tree
 from polydraft.draft.tree_drafter import check_drafter, split_drafter
-from polydraft.engine import Engine, Stats, StopReason, TokenSequence
+from polydraft.engine import Decoder, Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
-from polydraft.loading import DEFAULT_TREE, cpu_tree
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.families import text_config
 from polydraft.models.generation_defaults import sampling_params
 from polydraft.models.hf import HFModel
 from polydraft.options import AUTO, TreeOptions
 from polydraft.sampling import RowParams, SamplingParams
-from polydraft.sampling.categorical import row_generator, row_seed
+from polydraft.sampling.categorical import row_seed
 from polydraft.trees import DynamicShape, Topology
 
 _MOST_PADDING = 512
-"""Rows that tables of equal tokens may differ by: sizes are rounded up to multiples of 64 to 512."""
+"""Rows by which embedding tables of the same tokenizer may differ: their sizes are rounded up to multiples of 64 to 512."""
 _OFF = (None, False)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (None, 1)),
@@ -38,10 +39,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit", "speculation_type", "use_mtp"), _OFF),
     **dict.fromkeys(("cache_config", "max_cache_len", "compile_config"), _OFF),
 }
-"""Settings that would change what `generate` does in ways we do not follow, each with the values that ask for nothing."""
-# Processors that keep a state from call to call, or run a model, which calls for nodes of a tree would upset.
+"""Settings of `generate` that we do not support, each with the values that leave it off."""
+# Processors that keep state between calls, or run a model: calls for the nodes of a tree would confuse them.
 _REMEMBERING = ("ClassifierFreeGuidance", "SynthIDText", "Whisper", "AlternatingCodebooks", "BarkEos", "Dia")
-# Arguments that `generate` makes itself, or that we do follow.
+# Arguments that `generate` prepares itself, or that we support.
 _PREPARED = (
     "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "cache_position",
     "streamer",
@@ -55,12 +56,12 @@ class SpeculateOptions(TreeOptions):
     """What `Speculate` can be told."""
 
     draft: Any = field(default=None, kw_only=False)
-    """A small transformers model with the same tokens, on the same device, a `LanguageModel` or a `FeatureHead`; None decodes
-    plainly."""
+    """A small transformers model with the same tokenizer, on the same device, a `LanguageModel` or a `FeatureHead`; None for
+    plain decoding."""
     ngrams: str | None = None
-    """Propose from n-grams too: self-draft, ngram, lookup, suffix, corpus; several with +.
+    """Also draft from n-grams: self-draft, ngram, lookup, suffix, corpus; join several with +.
 
-    A corpus cache must be named in `grams`, and its tokenizer cannot be checked here."""
+    A corpus cache must be named in `grams`; its tokenizer cannot be checked here."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,9 +72,9 @@ class SpeculateOptions(TreeOptions):
         """Return the draft tree; ``"auto"`` is a dynamic one on a CPU, as for `polydraft.load`."""
         tree = self.tree
         if tree == AUTO:
-            own = getattr(draft, "dtype", torch.float32)
-            on_cpu = draft.device.type == "cpu"
-            tree = cpu_tree(own, scheme=self.scheme, walk=self.walk) if on_cpu else DEFAULT_TREE
+            dtype = str(getattr(draft, "dtype", torch.float32)).removeprefix("torch.")
+            asked = asked_for(self.scheme, self.walk, drafter="model")  # a single tree for all temperatures
+            tree = default_tree(gpu=not is_host(draft.device), dtype=dtype, asked=asked)
         dynamic, topology = replace(self, tree=tree).shape
         return topology if dynamic is None else dynamic
 
@@ -82,15 +83,15 @@ class SpeculateOptions(TreeOptions):
 class Speculate:
     """A decoding method for `model.generate(..., custom_generate=Speculate(...))`.
 
-    The text has the distribution it would have without: identical for ``do_sample=False``, equal in distribution otherwise.
+    The text is what `generate` alone would give: identical for ``do_sample=False``, equal in distribution otherwise.
 
     Notes
     -----
     Logits processors beyond temperature, top-k, top-p, min-p and repetition penalty may look at padding and row numbers: they
-    are called for one row at a time, and see what they would see without.
-    Processors must be functions of their arguments alone. They are not asked what follows an end of text, a stop string or the
-    last token; behind a stopping criterion of your own they may be, as far as trees reach.
-    `generate` keeps its `tokenizer` argument from a callable: instead of ``stop_strings=`` pass
+    are called for one row at a time, with the arguments that plain `generate` would give them.
+    Processors must depend on their arguments alone. They are never called past an end of text, a stop string or the last token,
+    but may be called past the end that your own stopping criterion sets, as far as a tree reaches.
+    `generate` does not pass its `tokenizer` argument on: instead of ``stop_strings=`` use
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
     Examples
@@ -102,7 +103,7 @@ class Speculate:
     @made_from(SpeculateOptions)
     def __init__(self, options: SpeculateOptions) -> None:
         self.stats: tuple[Stats, ...] = ()
-        """Figures of the last call."""
+        """Statistics of the last call."""
         self._target: HFModel | None = None
         self._places: list[int] = []
         self._drafter: Drafter = Plain()
@@ -129,7 +130,7 @@ class Speculate:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Decode; `generate` calls this with everything prepared, and returns what this returns."""
+        """Decode; `generate` calls this with everything prepared and returns the result."""
         target = self._wrapped(model)
         dropped = _dropped_arguments()
         asked = {name: value for name, value in {**model_kwargs, **dropped}.items() if not _tells_of_text(model, name, value)}
@@ -144,32 +145,25 @@ class Speculate:
         seed = int(torch.randint(2**62, (1,))) if generation_config.do_sample else 0
         eos_criteria = [one for one in stopping_criteria if type(one) is transformers.EosTokenCriteria]
         ends = [token for one in eos_criteria for token in one.eos_token_id.flatten().tolist()]
-        # Of a batch without end-of-text tokens all rows grow on until the last one has ended.
+        # Without end-of-text tokens, all rows of a batch grow until the last one has ended.
         stops_after = _stop_strings(stopping_criteria, target.device) if ends or len(prompts) == 1 else None
-        sequences = []
+        decoder, sequences = Decoder(target, self._drafter, eos_token_ids=ends), []
         for row, prompt in enumerate(prompts):
-            # Others may look at padding and row numbers: each row's own see what they would see.
+            # Other processors may look at padding and row numbers, so each row has its own.
             bound = [_RowProcessor(other, paddings[row], row, len(prompts)) for other in others] if apart else others
             sequences.append(
-                TokenSequence(
-                    row=row,
-                    prompt=prompt,
-                    params=SamplingParams(**params, processors=tuple(bound)),
-                    generator=row_generator(row_seed(seed, row)),
+                decoder.sequence(
+                    prompt,
+                    SamplingParams(**params, processors=tuple(bound)),
+                    seed=row_seed(seed, row),
+                    follows_load=False,
                     max_new_tokens=max_new_tokens,
-                    eos_token_ids=frozenset(ends),
-                    max_positions=target.max_positions,
+                    row=row,
                     stops_after=stops_after,
                 )
             )
         workspace = Workspace(target, self._drafter, RowParams(tuple(sequence.params for sequence in sequences)))
-        engine = Engine(
-            target=target,
-            drafter=self._drafter,
-            workspace=workspace,
-            walk=self._walk,
-            sequences=sequences,
-        )
+        engine = Engine(workspace, walk=self._walk, sequences=sequences)
         output_ids = _decode(engine, sequences, input_ids, stopping_criteria, generation_config, streamer)
         self.stats = (engine.stats,)
         if generation_config.return_dict_in_generate:
@@ -177,7 +171,7 @@ class Speculate:
         return output_ids
 
     def _wrapped(self, model: Any) -> HFModel:
-        """Return the target as a `LanguageModel`, the one of the last call where it is still true."""
+        """Return the target as a `LanguageModel`: that of the last call if the model has not changed since."""
         if model.training:
             raise UsageError("the model is in training mode, where dropout makes every pass different; call model.eval() first")
         target = self._target
@@ -192,17 +186,17 @@ class Speculate:
 
 
 def _as_draft(draft: Any) -> LanguageModel | FeatureHead:
-    """Return a draft as rounds use it."""
+    """Wrap a transformers model as a `LanguageModel`."""
     if isinstance(draft, LanguageModel | FeatureHead):
         return draft
     if not isinstance(draft, torch.nn.Module):
         load = f"AutoModelForCausalLM.from_pretrained({draft!r})" if isinstance(draft, str) else "a transformers model"
-        raise UsageError(f"draft={draft!r} is no model; pass {load}")
+        raise UsageError(f"draft={draft!r} is not a model; pass {load}")
     return HFModel(draft, endless=True, invariant=False)
 
 
 def _check_draft(draft: LanguageModel | FeatureHead, target: HFModel) -> None:
-    """Refuse a draft on another device, or with other tokens; tables of equal tokens may be padded differently."""
+    """Refuse a draft on another device or with another vocabulary; embedding tables may be padded differently."""
     if draft.device != target.device:
         raise UsageError(f"the draft is on {draft.device} but the target on {target.device}; move one of them")
     apart = abs(draft.num_columns - target.vocab_size)
@@ -234,7 +228,7 @@ def _decode(
     generation_config: Any,
     streamer: Any,
 ) -> Tensor:
-    """Hand out one token per row at a time, whatever the rounds yield: criteria and streamers see what they always do."""
+    """Hand out one token per row at a time, however many a round yields: criteria and streamers see plain decoding."""
     ends_rows = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     tokens: list[list[int]] = [[] for _ in input_ids]
     unfinished = [True] * len(tokens)
@@ -265,7 +259,7 @@ def _decode(
 
 
 def _stop_strings(stopping_criteria: Any, device: torch.device) -> Callable[[Sequence[int]], bool] | None:
-    """Return what says whether stop strings end a text; other criteria may remember what they were asked."""
+    """Return a function that says whether a stop string ends a text; other criteria may keep state and are not asked ahead."""
     known = transformers.StopStringCriteria.__call__
     found = [one for one in stopping_criteria if type(one).__call__ is known]
     if not found:
@@ -274,7 +268,7 @@ def _stop_strings(stopping_criteria: Any, device: torch.device) -> Callable[[Seq
 
 
 def _check_room(target: HFModel, longest: int, max_new_tokens: int) -> None:
-    """Refuse, before the first token, a text that could outgrow positions which are looked up or change with its length."""
+    """Refuse, before the first token, a text that could outgrow the model's positions where these cannot be extended."""
     positions = target.max_positions
     if positions is not None and longest + max_new_tokens > positions:
         raise UsageError(
@@ -284,7 +278,7 @@ def _check_room(target: HFModel, longest: int, max_new_tokens: int) -> None:
 
 
 def _places(model: Any) -> list[int]:
-    """Return where the weights are: other places mean that the model was moved, converted, or got new layers."""
+    """Return the addresses of the weights: they change if the model is moved, converted, or gets new layers."""
     return [parameter.data_ptr() for parameter in model.parameters()]
 
 
@@ -296,9 +290,9 @@ def _padding(generation_config: Any) -> int:
 
 
 def _dropped_arguments() -> dict[str, Any]:
-    """Return arguments that `generate` was given but does not pass on to a callable.
+    """Return arguments of `generate` that it does not pass on to a callable.
 
-    transformers 5.22 loses them; ignoring them without a word would be worse than this look at the caller's variables.
+    transformers 5.22 drops them. Reading the caller's variables is better than silently ignoring what the user asked for.
     """
     code = inspect.unwrap(transformers.GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -309,14 +303,14 @@ def _dropped_arguments() -> dict[str, Any]:
 
 
 def _refuse(config: Any, processors: Sequence[Any], arguments: dict[str, Any], usual: Any) -> None:
-    """Raise a `UsageError` that names whatever was asked for and cannot be done; `usual` is what the model does unasked."""
+    """Raise a `UsageError` that names the first unsupported setting; `usual` is the model's own generation config."""
     asked = {name: getattr(config, name, None) for name in _HARMLESS}
-    if asked["use_cache"] == usual.use_cache:  # MPT's is off, which costs time and changes no text
+    if asked["use_cache"] == usual.use_cache:  # MPT turns it off, which costs time but changes no text
         del asked["use_cache"]
     refused = [f"{name}={value!r}" for name, value in asked.items() if value not in _HARMLESS[name]]
     for name, value in arguments.items():
         prepared = name in _PREPARED and not getattr(value, "_is_user_defined", False)
-        # `generate` hands on empty collections (of images, say) that nobody gave it.
+        # `generate` passes on empty collections (of images, say) that nobody gave it.
         nothing = value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
         refused += [name] if not prepared and not nothing else []
     names = [type(processor).__name__ for processor in processors]
@@ -326,7 +320,7 @@ def _refuse(config: Any, processors: Sequence[Any], arguments: dict[str, Any], u
 
 
 def _tells_of_text(model: Any, name: str, value: Any) -> bool:
-    """Whether an argument only tells a multimodal model that all tokens are text, as its processor does."""
+    """Whether an argument only says that all tokens are text, as a multimodal model's processor does."""
     kinds = ("mm_token_type_ids", *(("token_type_ids",) if text_config(model) is not model.config else ()))
     return name in kinds and isinstance(value, Tensor) and not bool(value.any())
 
@@ -347,7 +341,7 @@ def _split_padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[lis
 
 
 class _RowProcessor:
-    """A logits processor as it acts on one row of the batch: it sees the row's padding, and its number where it matters."""
+    """A logits processor for one row of a batch: it sees the row's padding, and the row's number if it depends on that."""
 
     def __init__(self, processor: Any, padding: list[int], row: int, rows: int) -> None:
         self._processor, self._padding, self._row = processor, padding, row

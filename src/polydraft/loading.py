@@ -5,64 +5,21 @@ import logging
 
 import torch
 
+from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import described_by
+from polydraft.devices import is_host
 from polydraft.draft import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
 from polydraft.draft.decision import SHIPPED_DECISIONS, DecisionModel, load_decision
-from polydraft.draft.tree_drafter import needs_draft, split_drafter
+from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.models.bundled import BUNDLED
-from polydraft.models.inflated import source_name
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, IF_SHIPPED, LoadOptions
 from polydraft.profile import tuned
-from polydraft.verify import SCHEMES
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_TREE = "4x2x2x1x1"
-"""The tree on a GPU where a scheme, a walk, a drafter or a lossy rule is asked for."""
-WIDE_TREE, NARROW_TREE = "dynamic:64", "dynamic:8"
-"""Trees of all pairs on a CPU; the second in float32 and int8, where a pass costs by its tokens once it has more than a few."""
-DEFAULT_PAIRS = {BUNDLED: ("smollm2-head", WIDE_TREE)}
-"""Draft and tree that ``"auto"`` means for a target. Other targets decode plainly until they are given a draft."""
-GPU_TREE, SMALL_GPU_TREE = f"dynamic:64:7:fixed/{BY_LOAD}4x2x1x1x1", f"dynamic:32:6:fixed/{BY_LOAD}4x2x1x1x1"
-"""Trees on a GPU, where a pass of 64 nodes costs little more than one of a single token; the second for the bundled model
-itself, beside which levels of the draft are not cheap."""
-STATIC_TREE, NARROW_STATIC_TREE = "4x2x1", "chain:3"
-"""Trees on a CPU where something is asked for that dynamic ones do not have; the second in float32, and for schemes of few
-children."""
-_WIDEST_STATIC = 4
-_GROWN = (None, "model", "dynamic", "dynamic-head")
-"""What draws trees beside n-grams that may be dynamic."""
-
-
-def usual_pair(target: str) -> tuple[str, str]:
-    """Return draft and tree that ``"auto"`` means for a target."""
-    return DEFAULT_PAIRS.get(source_name(target), ("none", WIDE_TREE))
-
-
-def cpu_tree(
-    number_format: torch.dtype,
-    *,
-    scheme: str = AUTO,
-    walk: str = AUTO,
-    drafter: str = AUTO,
-    lossy: str | None = None,
-    timed: bool = True,
-) -> str:
-    """Return the tree that ``"auto"`` means on a CPU, for whatever draft: dynamic, if that can have what is asked for.
-
-    `timed` unless several processes share the model: no two would time its passes alike, and all must take as many.
-    """
-    narrow = number_format in (torch.float32, torch.int8)
-    grows = drafter == AUTO or split_drafter(drafter)[1] in _GROWN
-    if timed and scheme == walk == AUTO and lossy is None and grows:
-        return NARROW_TREE if narrow else WIDE_TREE
-    most = None if scheme == AUTO else SCHEMES.get(scheme).max_children
-    return NARROW_STATIC_TREE if narrow or (most is not None and most < _WIDEST_STATIC) else STATIC_TREE
 
 
 @described_by(LoadOptions)
@@ -169,32 +126,28 @@ def _tuned(
     given = (options.lossy, options.decision, options.draft_temperature, options.device_map)
     if not left_open or any(one is not None for one in given):
         return options
-    draft = usual_pair(options.target)[0] if options.draft == AUTO else options.draft
+    draft = default_draft(options.target) if options.draft == AUTO else options.draft
     found = tuned(options, draft, place, number_format, batch=batch, temperature=temperature)
     if found is None:
         return options
     return dataclasses.replace(
-        options, tree=found.tree, drafter=found.drafter, draft=draft if needs_draft(found.drafter) else "none"
+        options, tree=found.tree, drafter=found.drafter, draft=draft if needs_draft(found.drafter) else NONE
     )
 
 
 def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dtype) -> LoadOptions:
     """Put what ``"auto"`` means in place of draft and tree; they are checked as if they had been given."""
-    usual_draft, _ = usual_pair(options.target)
     tree, draft = options.tree, options.draft
     if tree == AUTO:
-        plain = options.scheme == options.walk == options.drafter == AUTO and options.lossy is None
-        if place.type == "cuda" and plain:
-            tree = SMALL_GPU_TREE if options.target in DEFAULT_PAIRS else GPU_TREE
-            if options.device_map == TENSOR_PARALLEL:  # no two processes would time rounds alike
-                tree = tree.replace(BY_LOAD, "")
-        elif place.type == "cuda":
-            tree = DEFAULT_TREE
-        else:
-            asked = {name: getattr(options, name) for name in ("scheme", "walk", "drafter", "lossy")}
-            tree = cpu_tree(number_format, **asked, timed=options.device_map != TENSOR_PARALLEL)
+        tree = default_tree(
+            gpu=not is_host(place),
+            dtype=str(number_format).removeprefix("torch."),
+            asked=asked_for(options.scheme, options.walk, options.drafter, options.lossy),
+            target=options.target,
+            shared=options.device_map == TENSOR_PARALLEL,
+        )
     if draft == AUTO:
-        draft = usual_draft if needs_draft(options.drafter) else "none"
+        draft = default_draft(options.target) if needs_draft(options.drafter) else NONE
     return dataclasses.replace(options, tree=tree, draft=draft)
 
 

@@ -118,7 +118,8 @@ class DrafterOptions:
 
     N-grams need no draft; ``"model"`` stands for the draft in a combination."""
     decision: str | None = None
-    """Decision model that ends drafting early: a folder, auto for the shipped one, or if-shipped for that one or none."""
+    """Decision model that ends drafting early: a folder, auto (the one that ships for the draft), or if-shipped (that one, if
+    any)."""
     stop_below: float = 0.4
     """Threshold of the decision model, 0 to 1."""
     lossy: str | None = None
@@ -244,7 +245,7 @@ class NgramOptions:
     ngram_depth: int | None = field(default=None, metadata={"short": "depth"})
     """Draft at most this many tokens ahead from n-grams."""
     ngram_chance: float | None = field(default=None, metadata={"short": "chance"})
-    """Drop candidates less likely than this to be reached and right, 0 to 1."""
+    """Drop candidates whose chance of being accepted is below this, 0 to 1."""
     gram: int | None = None
     """Tokens per continuation in the context cache."""
     ngram_prefix: int | None = field(default=None, metadata={"short": "prefix"})

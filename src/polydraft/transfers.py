@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to a device, behind all that it still has to do and without waiting for it."""
+"""Copies from the host to a device that nobody waits for: they queue behind the device's other work."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polydraft.devices import captures
+
 
 def brought(values: Tensor, device: torch.device) -> Tensor:
     """Return numbers of the host on a device."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    return values.pin_memory().to(device, non_blocking=True) if captures(device) else values.to(device)
 
 
 def assign(tensor: Tensor, values: Sequence[Any]) -> None:
     """Overwrite a tensor with numbers of the host, nested as its shape is."""
-    pinned = tensor.device.type == "cuda"
+    pinned = captures(tensor.device)
     tensor.copy_(torch.tensor(values, dtype=tensor.dtype, pin_memory=pinned), non_blocking=pinned)

@@ -3,8 +3,8 @@ import json
 import pytest
 import torch
 
+from polydraft import operations
 from polydraft.draft import DRAFTERS
-from polydraft.loading import GPU_TREE, SMALL_GPU_TREE
 from polydraft.models import FAMILIES
 from polydraft.verify import SCHEMES
 
@@ -17,15 +17,15 @@ def test_info_lists_everything_that_can_be_chosen(invoke) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "dtype", "bundled", "own"),
+    ("place", "dtype", "bundled", "own", "with_ngrams"),
     [
-        ("cpu", torch.float32, "dynamic:8", "dynamic:8"),
-        ("cpu", torch.bfloat16, "dynamic:64", "dynamic:64"),
-        ("cuda", torch.bfloat16, SMALL_GPU_TREE, GPU_TREE),
+        ("cpu", torch.float32, "dynamic:8", "dynamic:8", "dynamic:8"),
+        ("cpu", torch.bfloat16, "dynamic:64", "dynamic:64", "dynamic:64"),
+        ("cuda", torch.bfloat16, "dynamic:32:6:fixed/load:4x2x1x1x1", "dynamic:64:7:fixed/load:4x2x1x1x1", "4x2x2x1x1"),
     ],
 )
 def test_info_says_which_trees_are_used_here(
-    invoke, monkeypatch: pytest.MonkeyPatch, place: str, dtype: torch.dtype, bundled: str, own: str
+    invoke, monkeypatch: pytest.MonkeyPatch, place: str, dtype: torch.dtype, bundled: str, own: str, with_ngrams: str
 ) -> None:
     for module in ("polydraft.loading", "polydraft.models.placement"):
         monkeypatch.setattr(f"{module}.resolve_device", lambda asked: torch.device(place))
@@ -35,7 +35,19 @@ def test_info_says_which_trees_are_used_here(
     assert json.loads(out)["default trees"] == {
         "smollm2": f"draft smollm2-head, tree {bundled}",
         "your own pair": f"draft your draft, tree {own}",
+        "n-grams too": f"draft your draft, tree {with_ngrams}, drafter lookup+model",
+        "n-grams alone": "drafter lookup",
+        "no draft": "none",
     }
+
+
+@pytest.mark.parametrize(
+    ("backends", "said"),
+    [(("triton", "native"), "triton, native, reference"), (("native",), "native, reference"), ((), "reference")],
+)
+def test_info_says_which_backends_may_be_chosen(invoke, backends: tuple[str, ...], said: str) -> None:
+    with operations.using(*backends):
+        assert json.loads(invoke("info", "--json")[1])["machine"]["backends"] == said
 
 
 def test_info_as_json(invoke) -> None:

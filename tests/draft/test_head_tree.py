@@ -168,8 +168,6 @@ def test_texts_may_come_while_all_others_rest() -> None:
     greedy = SamplingParams(temperature=0)
     prompts = [[(7 * number + 3 * place) % 50 + 3 for place in range(4 + number)] for number in range(8)]
     engine = Engine(
-        target=target,
-        drafter=drafter,
         workspace=Workspace(target, drafter, RowParams((IDLE,) * 3)),
         reuse=True,
         elastic=True,

@@ -34,8 +34,6 @@ def test_fewer_candidates_pay_where_more_rows_share_a_pass() -> None:
 
 def rounds_of(decoder: Decoder, count: int, steady: bool) -> tuple[list[TokenSequence], list[list[int]]]:
     engine = Engine(
-        target=decoder.target,
-        drafter=decoder.drafter,
         workspace=Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * count)),
         elastic=True,
     )

@@ -12,8 +12,9 @@ import torch
 
 import interpreted
 from polydraft.backends import triton as kernels
+from polydraft.backends.triton import compiling
 from polydraft.draft import TreeDrafter
-from polydraft.engine import Decoder, compiling
+from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody

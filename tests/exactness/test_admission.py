@@ -24,13 +24,7 @@ pytestmark = pytest.mark.usefixtures("short_blocks")
 
 def open_engine(decoder: Decoder, slots: int, **options: Any) -> Engine:
     workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * slots))
-    return Engine(
-        target=decoder.target,
-        drafter=decoder.drafter,
-        workspace=workspace,
-        walk=decoder.walk,
-        **options,
-    )
+    return Engine(workspace, walk=decoder.walk, **options)
 
 
 def sequence(decoder: Decoder, row: int, prompt: list[int], params: SamplingParams, limit: int, seed: int) -> TokenSequence:

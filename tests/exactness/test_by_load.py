@@ -144,7 +144,7 @@ def test_texts_with_a_seed_have_one_tree_alone_and_one_in_company() -> None:
 def test_other_texts_have_smaller_trees_where_these_pay(steady: bool) -> None:
     decoder = by_load()
     workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * 4))
-    engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=workspace)
+    engine = Engine(workspace)
     sequences = [
         TokenSequence(
             prompt=[1, 2, 3 + row], params=SamplingParams(), generator=row_generator(row), max_new_tokens=80, steady=steady
@@ -188,7 +188,7 @@ def finished(decoder: Decoder, texts: list[TokenSequence], capture: bool = False
     graphs = None
     if capture:
         graphs = workspace.launcher.graphs = round_graphs(workspace)
-    engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=workspace, elastic=not capture)
+    engine = Engine(workspace, elastic=not capture)
     for one in texts:
         engine.add(one)
     while not engine.done:

@@ -48,7 +48,7 @@ def captured_engine(decoder: Decoder, count: int, **options: Any) -> tuple[Engin
     """Open an elastic engine whose rounds are captured."""
     memories = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * count), ahead=decoder.ahead)
     graphs = memories.launcher.graphs = round_graphs(memories)
-    engine = Engine(target=decoder.target, drafter=decoder.drafter, workspace=memories, elastic=True, **options)
+    engine = Engine(memories, elastic=True, **options)
     return engine, graphs
 
 

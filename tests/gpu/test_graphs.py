@@ -295,7 +295,7 @@ def test_texts_with_a_seed_keep_theirs_in_captured_rounds_of_larger_trees(kind: 
             for row, own in enumerate(steady)
         ]
         workspace = Workspace(target, drafter, RowParams((SamplingParams(),) * len(texts)))
-        engine = Engine(target=target, drafter=drafter, workspace=workspace, sequences=texts)
+        engine = Engine(workspace, sequences=texts)
         while not engine.done:
             engine.step()
         return texts, engine

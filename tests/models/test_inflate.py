@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_families import Forest
 
+from polydraft.defaults import default_draft
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
-from polydraft.loading import usual_pair
 from polydraft.models import FAMILIES, HeadShape
 from polydraft.models import inflated as module
 from polydraft.models.heads.head_folder import new_head
@@ -157,7 +157,7 @@ def test_by_name(wider, roomy, monkeypatch):
     greedy = SamplingParams(temperature=0)
     texts = [Decoder(one.model).generate([5, 6, 7], sampling=greedy, max_new_tokens=12).token_ids for one in (small, loaded)]
     assert texts[0] == texts[1]
-    assert source_name(name) == roomy and usual_pair("inflated:7b") == usual_pair("smollm2")
+    assert source_name(name) == roomy and default_draft("inflated:7b") == default_draft("smollm2")
     assert parse_inflated("inflated:7b") == ("7b", "smollm2")
     monkeypatch.setattr(module.Path, "read_text", lambda self: "MemAvailable: 3 kB")
     with pytest.raises(FailureError, match="smaller shape"):

@@ -11,7 +11,7 @@ from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
-from polydraft.sampling import SamplingParams, Warper, warper
+from polydraft.sampling import SamplingParams, Warper, truncation
 from polydraft.trees import parse_tree
 
 VOCABULARY = 40
@@ -53,7 +53,7 @@ def ours(distribution_RV: torch.Tensor, top_p: float) -> torch.Tensor:
 def test_of_equals_at_the_edge_those_stay_that_hugging_face_keeps(
     top_p: float, candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warper, "_TOP_P_CANDIDATES", candidates)
+    monkeypatch.setattr(truncation, "_TOP_P_CANDIDATES", candidates)
     distribution_RV = torch.stack(DISTRIBUTIONS)
     got_RV = ours(distribution_RV, top_p)
     torch.testing.assert_close(got_RV, hugging_face(distribution_RV, top_p), rtol=0, atol=1e-7)
@@ -65,7 +65,7 @@ def test_of_equals_at_the_edge_those_stay_that_hugging_face_keeps(
 @pytest.mark.parametrize("top_p", TOP_P)
 def test_a_distribution_is_the_same_in_any_company(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flat neighbour, which needs more than the likeliest candidates, changes nobody's choice."""
-    monkeypatch.setattr(warper, "_TOP_P_CANDIDATES", 8)
+    monkeypatch.setattr(truncation, "_TOP_P_CANDIDATES", 8)
     flat_V = torch.full((VOCABULARY,), 1 / VOCABULARY)
     for distribution_V in DISTRIBUTIONS:
         assert torch.equal(ours(torch.stack([distribution_V, flat_V]), top_p)[0], ours(distribution_V[None], top_p)[0])

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from polydraft.errors import UsageError
-from polydraft.sampling import NO_TOKEN, SamplingParams, Warper, warper
+from polydraft.sampling import NO_TOKEN, SamplingParams, Warper, truncation
 
 VOCABULARY = 60
 CPU = torch.device("cpu")
@@ -211,7 +211,7 @@ BROKEN = {
 @pytest.mark.parametrize("candidates", [3, 2048])
 def test_broken_logits_give_rows_that_say_so(monkeypatch, options, breakage, candidates):
     """The walk looks at entry 0 alone, so all of a broken row must be NaN, and its neighbour stay sound."""
-    monkeypatch.setattr(warper, "_TOP_P_CANDIDATES", candidates)
+    monkeypatch.setattr(truncation, "_TOP_P_CANDIDATES", candidates)
     warp = Warper(SamplingParams(**options), VOCABULARY, PROMPTS, CPU)
     logits = random_logits(2, 1)
     breakage(logits[0])
@@ -224,10 +224,10 @@ def test_broken_logits_give_rows_that_say_so(monkeypatch, options, breakage, can
 @pytest.mark.parametrize("scale", [0.1, 2.0, 8.0])
 def test_the_nucleus_among_candidates_equals_a_full_sort(monkeypatch, top_p, scale):
     probs = torch.softmax(random_logits(2, 3, scale=scale), -1)
-    full = warper._nucleus(probs, top_p)
+    full = truncation._nucleus(probs, top_p)
     for candidates in (1, 4, 16):
-        monkeypatch.setattr(warper, "_TOP_P_CANDIDATES", candidates)
-        assert torch.equal(warper._nucleus(probs, top_p), full)
+        monkeypatch.setattr(truncation, "_TOP_P_CANDIDATES", candidates)
+        assert torch.equal(truncation._nucleus(probs, top_p), full)
     for distribution, kept in zip(probs.flatten(0, 1), full.flatten(0, 1), strict=True):
         mass = distribution[kept].double().sum()
         assert mass >= top_p - 1e-6 and mass - distribution[kept].min() < top_p + 1e-6, "the smallest set that reaches it"

@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -286,9 +287,10 @@ def test_a_warm_scheduler_meets_nothing_new(temperatures: list[float], caches: l
 
 
 def test_who_leaves_does_not_wait_for_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.serve.lane.ROUNDS", 10**9)
-    monkeypatch.setattr("polydraft.serve.lane.NEW_TOKENS", 10**5)  # memory for all of them is reserved at once
-    scheduler = Scheduler(decoder(), OPTIONS, max_queue=10, warm_up=[SamplingParams()])
+    monkeypatch.setattr("polydraft.engine.warm_up.ROUNDS", 10**9)
+    monkeypatch.setattr("polydraft.engine.warm_up.NEW_TOKENS", 10**5)  # memory for all of them is reserved at once
+    monkeypatch.setattr("polydraft.serve.lane.USUAL_LENGTH", 10**5)
+    scheduler = Scheduler(decoder(), replace(OPTIONS, slot_tokens=10**5), max_queue=10, warm_up=[SamplingParams()])
     scheduler.start()
     scheduler.drain(0.0)
     assert not scheduler.alive

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from polydraft.defaults import default_tree
 from polydraft.engine import Decoder
-from polydraft.loading import SMALL_GPU_TREE
 from polydraft.profile import VARIABLE
 from polydraft.tune.options import TuneOptions
 from polydraft.tune.tuning import Tuning, Use, usual_candidates
@@ -112,10 +112,10 @@ def test_candidates_include_the_default_and_follow_the_device() -> None:
     def trees(temperature: float, batch: int, device: str, columns: int = 100) -> list[str]:
         return [one.tree for one in usual_candidates(Use(temperature, batch), device, defaults[device], columns)]
 
-    defaults = {"cpu": "dynamic:8", "cuda": SMALL_GPU_TREE}
+    defaults = {"cpu": "dynamic:8", "cuda": default_tree(gpu=True, dtype="bfloat16")}
     assert trees(0.0, 1, "cpu") == trees(1.0, 8, "cpu") and "dynamic:64" in trees(0.0, 1, "cpu")
     assert "dynamic:64:7:fixed" in trees(0.0, 1, "cuda")
     for sampled in (trees(1.0, 1, "cuda"), trees(0.0, 8, "cuda")):
-        assert sampled[:2] == ["none", SMALL_GPU_TREE] and "dynamic:64:7:fixed" not in sampled
+        assert sampled[:2] == ["none", defaults["cuda"]] and "dynamic:64:7:fixed" not in sampled
     assert "4x2x1" not in trees(0.0, 1, "cpu", columns=3)  # a draft of three tokens has no four children
     assert {one.drafter for one in usual_candidates(Use(0.0, 1), "cpu", "none", None)} == {"auto", "lookup", "suffix"}

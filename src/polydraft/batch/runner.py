@@ -12,7 +12,7 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.models import check_prompts
 from polydraft.prompts import prompt_of
 from polydraft.sampling import SamplingParams, check_params
-from polydraft.sampling.categorical import row_generator, row_seed
+from polydraft.sampling.categorical import row_seed
 from polydraft.serve.lane import Lane, LaneOptions
 from polydraft.serve.request import Request
 
@@ -109,17 +109,13 @@ def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> 
         raise UsageError(
             f"a prompt of {len(prompt)} tokens leaves no room in {slot_tokens}; shorten it, or raise --slot-tokens"
         )
-    params = decoder.with_defaults(task.sampling, prompt)
-    return TokenSequence(
-        prompt=prompt,
-        params=params,
-        generator=row_generator(row_seed(task.seed, row.number)),
+    return decoder.sequence(
+        prompt,
+        task.sampling,
+        seed=row_seed(task.seed, row.number),
         max_new_tokens=task.max_new_tokens,
-        eos_token_ids=frozenset(decoder.eos_token_ids),
-        assembler=decoder.assembler(task.stop),
+        stop=task.stop,
         max_positions=slot_tokens,
-        # What a seed gives depends on the trees, which must not depend on the company then.
-        steady=params.temperature > 0,
     )
 
 

@@ -21,10 +21,10 @@ from polydraft.certify.reference import (
     small_pair,
 )
 from polydraft.draft import TreeDrafter
-from polydraft.engine import Engine, TokenSequence
+from polydraft.engine import Decoder, Engine
 from polydraft.engine.workspace import Workspace
 from polydraft.sampling import RowParams, SamplingParams
-from polydraft.sampling.categorical import row_generator, row_seed
+from polydraft.sampling.categorical import row_seed
 from polydraft.trees import parse_tree
 
 GREEDY = SamplingParams(temperature=0)
@@ -50,24 +50,12 @@ def generate(
         pair.draft, parse_tree(tree_for(subject.scheme, tree)), subject.scheme, draft_temperature=draft_temperature
     )
     workspace = Workspace(pair.target, drafter, RowParams.of(params, len(prompts)))
+    decoder = Decoder(pair.target, drafter)
     sequences = [
-        TokenSequence(
-            row=row,
-            prompt=prompt,
-            params=params,
-            generator=row_generator(row_seed(seed, row)),
-            max_new_tokens=new_tokens,
-            max_positions=pair.target.max_positions,
-        )
+        decoder.sequence(prompt, params, seed=row_seed(seed, row), max_new_tokens=new_tokens, follows_load=False, row=row)
         for row, prompt in enumerate(prompts)
     ]
-    engine = Engine(
-        target=pair.target,
-        drafter=drafter,
-        workspace=workspace,
-        walk=subject.walk,
-        sequences=sequences,
-    )
+    engine = Engine(workspace, walk=subject.walk, sequences=sequences)
     while not engine.done:
         engine.step()
     return [sequence.new_tokens for sequence in sequences], engine.stats.acceptance_rate

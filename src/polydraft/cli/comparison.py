@@ -13,7 +13,6 @@ from rich.table import Table
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Generation, Stats
 from polydraft.errors import FailureError
-from polydraft.loading import NARROW_STATIC_TREE
 from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams, was_asked
@@ -125,7 +124,7 @@ def drafting_always(decoder: Decoder) -> Decoder | None:
     drafter = decoder.drafter
     if not isinstance(drafter, TreeDrafter) or not drafter.dynamic:
         return None
-    tree = parse_tree(NARROW_STATIC_TREE)
+    tree = parse_tree("chain:3")
     static = TreeDrafter(drafter.model, tree, draft_temperature=drafter.draft_temperature, decision=drafter.decision)
     return decoder.replace(drafter=static)
 

@@ -4,11 +4,14 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import polydraft
+
+if TYPE_CHECKING:
+    from polydraft.defaults import Pair
 
 
 @click.command("info")
@@ -29,12 +32,12 @@ def command(as_json: bool) -> None:
 def _facts() -> dict[str, Any]:
     import torch
 
+    from polydraft.defaults import PAIRS
     from polydraft.draft import DRAFTERS
-    from polydraft.loading import DEFAULT_PAIRS, resolved
     from polydraft.models import FAMILIES
     from polydraft.models.bundled import BUNDLED, weights_file
     from polydraft.models.placement import cpu_computes_bfloat16, resolve_device, resolve_dtype
-    from polydraft.options import LoadOptions
+    from polydraft.operations import BACKENDS, REFERENCE, enabled
     from polydraft.output import cache_root
     from polydraft.verify import SCHEMES, WALKS
 
@@ -54,13 +57,10 @@ def _facts() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "dtype": str(resolve_dtype("auto", device)).removeprefix("torch."),
             "cpu bfloat16": "yes" if cpu_computes_bfloat16() else "no",
+            "backends": ", ".join([*filter(enabled, BACKENDS), REFERENCE]),
         },
         "models": {BUNDLED: bundled},
-        "default trees": {
-            # A profile of an own pair, if there is one, is found once its models are named.
-            **{name: _drafting(resolved(LoadOptions(name))) for name in DEFAULT_PAIRS},
-            "your own pair": _drafting(resolved(LoadOptions("your target", "your draft", profile="none"))),
-        },
+        "default trees": {pair.name: _drafting(pair) for pair in PAIRS},
         "schemes": {name: _first_line(SCHEMES.get(name)) for name in SCHEMES},
         "walks": {name: _first_line(WALKS.get(name)) for name in WALKS},
         "drafters": list(DRAFTERS),
@@ -68,10 +68,19 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def _drafting(options: Any) -> str:
-    """Say what "auto" means here, for one text."""
-    with_grams = "" if options.drafter == "auto" else f", drafter {options.drafter}"
-    return f"draft {options.draft}, tree {options.tree}{with_grams}"
+def _drafting(pair: "Pair") -> str:
+    """Say what "auto" means here for a pair: its draft, its drafter, its tree."""
+    from polydraft.loading import resolved
+    from polydraft.models.bundled import BUNDLED
+    from polydraft.options import LoadOptions
+
+    # A profile of your own pair, if there is one, is found once its models are named.
+    profile = "auto" if pair.target == BUNDLED else "none"
+    options = resolved(LoadOptions(pair.target, pair.draft, drafter=pair.drafter, profile=profile))
+    drafter = [] if options.drafter == "auto" else [f"drafter {options.drafter}"]
+    if options.draft == "none":
+        return ", ".join(drafter) or "none"
+    return ", ".join([f"draft {options.draft}", f"tree {options.tree}", *drafter])
 
 
 def _version(package: str) -> str:

@@ -132,12 +132,11 @@ def decision(target: str, draft: str, out: Path, device: str, dtype: str, thread
     check_empty(out)
     announce_start()
 
-    from polydraft.loading import DEFAULT_PAIRS
+    from polydraft.defaults import default_draft
     from polydraft.models.loading import load_draft, load_model
     from polydraft.train.decision_training import train_decision
 
-    usual, _ = DEFAULT_PAIRS.get(target, ("none", ""))
-    name = usual if draft == "auto" else draft
+    name = default_draft(target) if draft == "auto" else draft
     if name == "none":
         raise UsageError("a decision model needs a draft; pass --draft NAME, a folder, or early-exit:k")
     place = _place(device, dtype, threads)

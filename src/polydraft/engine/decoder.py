@@ -11,18 +11,19 @@ from typing import Any, Unpack, cast, overload
 from polydraft.draft import Drafter, Plain
 from polydraft.draft.forced import with_forced
 from polydraft.engine.loop import Engine
-from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, lengths_of, prompt_of, prompts_to_read, rehearsing
 from polydraft.engine.request import Options, Request, rows_of, token_ids
-from polydraft.engine.sequence import Generation, TokenSequence
+from polydraft.engine.sequence import Generation, SequenceOptions, TokenSequence, is_steady
 from polydraft.engine.stream import Stream
 from polydraft.engine.text import TextAssembler
+from polydraft.engine.warm_up import USUAL_LENGTH, groups_to_read, rehearse
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
 from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.sampling import RowParams, SamplingParams, check_params
-from polydraft.sampling.grammar import Grammars
+from polydraft.sampling.categorical import row_generator
+from polydraft.sampling.grammar import GrammarProcessor, Grammars
 from polydraft.verify import AUTO, WALKS
 
 Prompt = str | Sequence[int]
@@ -166,57 +167,88 @@ class Decoder:
         Stream
             An iterator of `TokenEvent`; its `results()` are complete once it is exhausted.
         """
-        return self._open(prompts, options)
-
-    def _open(self, prompts: Any, options: Options, batch_size: int = 0) -> Stream:
-        """Do so in memories for at least `batch_size` texts."""
         request = Request.from_options(options)
         texts = [self.encode(prompt, request.chat) for prompt in rows_of(prompts)[0]]
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
-        asked = request.row_params(len(texts))
-        params = RowParams(tuple(self.with_defaults(own, text) for own, text in zip(asked, texts, strict=True)))
-        for row in params:
-            check_params(row, self.target.vocab_size)
-        drafter, params = self._constrained(params, texts)
-        assemblers = [self.assembler(strings) for strings in request.row_stops(len(texts))]
-        limits = request.row_limits(len(texts))
+        asked, seeds = request.row_params(len(texts)), request.seeds(len(texts))
+        limits, stops = request.row_limits(len(texts)), request.row_stops(len(texts))
+        grammars = self._grammar_processors(asked, texts)
+        drafter = self._with_forced if any(grammars) else self.drafter
         sequences = [
-            TokenSequence(
-                row=row,
-                prompt=text,
-                params=own,
-                generator=generator,
+            self.sequence(
+                text,
+                own,
+                seed=seed,
+                seeded=options.get("seed") is not None,
+                follows_load=drafter.by_load,
                 max_new_tokens=limit,
-                eos_token_ids=frozenset(self.eos_token_ids),
-                assembler=assembler,
-                max_positions=self.target.max_positions,
-                # The likeliest token is the likeliest whatever was drafted; what a seed gives depends on the trees.
-                steady=not drafter.by_load or (options.get("seed") is not None and own.temperature > 0),
+                stop=stop,
+                grammar=grammar,
+                row=row,
             )
-            for row, (text, own, generator, limit, assembler) in enumerate(
-                zip(texts, params, request.generators(len(texts)), limits, assemblers, strict=True)
+            for row, (text, own, grammar, seed, limit, stop) in enumerate(
+                zip(texts, asked, grammars, seeds, limits, stops, strict=True)
             )
         ]
+        params = RowParams(tuple(one.params for one in sequences))
+        for own in params:
+            check_params(own, self.target.vocab_size)
         with self._turn if request.keep else nullcontext():
-            rows = RowParams((*params.rows, *params.rows[:1] * (batch_size - len(params))))
-            workspace = self._lend(drafter, rows, request.keep)
-            engine = Engine(
-                target=self.target,
-                drafter=drafter,
-                workspace=workspace,
-                walk=self.walk,
-                sequences=sequences,
-                keep=request.keep,
-                elastic=not request.keep,
-            )
+            workspace = self._lend(drafter, params, request.keep)
+            engine = Engine(workspace, walk=self.walk, sequences=sequences, keep=request.keep, elastic=not request.keep)
             self._put_back(drafter, workspace, request.keep)
         settings = {
-            "seeds": request.seeds(len(texts)),
+            "seeds": seeds,
             "max_new_tokens": request.max_new_tokens,
             "scheme": workspace.session.scheme.name if workspace.session.depth else None,
             "walk": engine.walk_name if workspace.session.depth else None,
         }
         return Stream(engine, sequences, settings, request.cancel)
+
+    def sequence(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        grammar: GrammarProcessor | None = None,
+        seeded: bool = True,
+        follows_load: bool = True,
+        **options: Unpack[SequenceOptions],
+    ) -> TokenSequence:
+        """Make a text for an `Engine` from what a request asks for: the one place where that happens.
+
+        Parameters
+        ----------
+        prompt : sequence of int
+        params : SamplingParams
+            What they leave out follows the model's generation config.
+        seed : int
+            Of this text alone.
+        max_new_tokens : int
+        stop : sequence of str
+            Strings that end it.
+        grammar : GrammarProcessor, optional
+            Keeps it to a grammar; it comes after all other processors.
+        seeded, follows_load : bool
+            Whether the seed was asked for, and whether trees may follow the load, see `is_steady`.
+        **options
+            Other fields of `TokenSequence`.
+        """
+        params = self.with_defaults(params, prompt)
+        options.setdefault("eos_token_ids", frozenset(self.eos_token_ids))
+        options.setdefault("max_positions", self.target.max_positions)
+        return TokenSequence(
+            prompt=prompt,
+            params=params if grammar is None else params.following(grammar),
+            generator=row_generator(seed),
+            max_new_tokens=max_new_tokens,
+            assembler=self.assembler(stop),
+            steady=is_steady(params, seeded=seeded, follows_load=follows_load),
+            **options,
+        )
 
     def warm_up(
         self,
@@ -251,28 +283,13 @@ class Decoder:
             raise UsageError(f"batch_size={batch_size}, longest={longest} is out of range; allowed: from 1, and from 2 up")
         start = time.perf_counter()
         longest = min(longest, self.target.max_positions or longest)
-        for length in lengths_of(longest, self.target.device):
-            if progress is not None:
-                progress(length)
-            new_tokens = min(NEW_TOKENS, longest - 1)
-            prompt = prompt_of(length, new_tokens, self.target.vocab_size)
-            asked: Options = {"sampling": sampling, "max_new_tokens": new_tokens, "seed": 0}
-            sizes, size = [batch_size], 0
-            while size < len(sizes):
-                number, kinds = 0, 1
-                while number < kinds:
-                    stream = self._open([prompt] * sizes[size], asked, batch_size)
-                    sizes, kinds = stream.sizes, stream.session.num_kinds
-                    with rehearsing(stream.session, number):
-                        for _ in stream:
-                            if stream.stats.rounds >= ROUNDS:
-                                stream.close()
-                                break
-                    number += 1
-                size += 1
-        if batch_size == 1:  # passes that read several prompts are not captured
-            for prompt in prompts_to_read(longest, PREFILL_CHUNK, self.target.vocab_size, self.target.device):
-                self.generate(prompt, sampling=sampling, max_new_tokens=1, seed=0)
+        # Prompts of a batch are read in passes that are not captured.
+        groups = groups_to_read(longest, PREFILL_CHUNK, 1, self.target.vocab_size, self.target.device, behind=PREFILL_CHUNK)
+        params = self.sequence([0], sampling, seed=0, max_new_tokens=1).params
+        workspace = self._lend(self.drafter, RowParams((params,) * batch_size), keep=False)
+        engine = Engine(workspace, walk=self.walk, elastic=True)
+        rehearse(self, engine, [sampling], longest=longest, groups=groups if batch_size == 1 else (), progress=progress)
+        self._put_back(self.drafter, workspace, keep=False)
         return time.perf_counter() - start
 
     def with_defaults(self, params: SamplingParams, prompt: Sequence[int], *, draws: bool = True) -> SamplingParams:
@@ -327,11 +344,11 @@ class Decoder:
         _check_text(text)
         return text
 
-    def _constrained(self, params: RowParams, texts: Sequence[Sequence[int]]) -> tuple[Drafter, RowParams]:
-        """Return who drafts, and the rows' parameters with grammars put to work."""
+    def _grammar_processors(self, params: RowParams, texts: Sequence[Sequence[int]]) -> list[GrammarProcessor | None]:
+        """Return what keeps each text to its grammar; None for texts without one."""
         wanted = [own.grammar for own in params]
         if not any(wanted):
-            return self.drafter, params
+            return [None] * len(texts)
         if not all(wanted):
             raise UsageError("some texts of this batch have a grammar and others have none; generate them apart")
         with self._lending:
@@ -340,11 +357,7 @@ class Decoder:
                     raise UsageError("grammars need a tokenizer; pass tokenizer=... to the Decoder")
                 self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
         compiled = {id(grammar): self._grammars.compiled(grammar) for grammar in wanted if grammar is not None}
-        rows = [
-            own.following(self._grammars.processor(compiled[id(own.grammar)], len(text)))
-            for own, text in zip(params, texts, strict=True)
-        ]
-        return self._with_forced, RowParams(tuple(rows))
+        return [self._grammars.processor(compiled[id(grammar)], len(text)) for grammar, text in zip(wanted, texts, strict=True)]
 
     def _lend(self, drafter: Drafter, params: RowParams, keep: bool) -> Workspace:
         """Return memories for a batch that nobody else is given until they are put back: kept or spare ones, else new ones."""

@@ -12,11 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from polydraft.devices import captures
 from polydraft.draft.session import Capturable
-from polydraft.engine.compiling import compiling_ahead
 from polydraft.engine.outcome import Outcome, RowOutcome
 from polydraft.engine.round import State, run_round
 from polydraft.engine.stats import Stats
+from polydraft.engine.warm_up import compiling_ahead
 from polydraft.models import Context
 from polydraft.trees import DraftTree
 from polydraft.verify import Walk
@@ -52,18 +53,18 @@ class Capture:
 
 
 class GraphCache:
-    """Capture a kind of round when it has come a few times, and replay it from then on.
+    """Capture a kind of round after a few runs, and replay it from then on.
 
-    The first times it runs as it is: libraries set themselves up and kernels are compiled, which no capture may contain.
-    What a function leaves behind must be in tensors that stay where they are; captures share the memory for everything
-    in between. The longest unused capture goes when there are too many.
+    The first runs are not captured: libraries set themselves up and kernels are compiled, which no capture may contain.
+    A function may leave results only in tensors that stay where they are; captures share the memory for everything in between.
+    When there are too many, the least recently used capture goes.
 
     Parameters
     ----------
     before : int
         Runs before a capture.
     device : torch.device, optional
-        Where inputs are brought that may come from the host, page-locked; they need be nowhere else if not given.
+        Where to copy inputs that may be in page-locked memory of the host; not copied if not given.
     """
 
     def __init__(self, before: int = 1, device: torch.device | None = None) -> None:
@@ -110,7 +111,7 @@ class GraphCache:
             self.obstacle = "too little GPU memory to capture a round; use a smaller batch, a smaller tree or a shorter context"
         except RuntimeError as error:
             self._pool = None  # it may still think that it captures
-            self.obstacle = f"capture a round failed: {str(error).splitlines()[0]}"
+            self.obstacle = f"capturing a round failed: {str(error).splitlines()[0]}"
         else:
             return Capture(graph, static, output)
         _LOGGER.warning("rounds run without CUDA graphs: %s", self.obstacle)
@@ -132,8 +133,8 @@ class Arriving:
 
     @classmethod
     def send(cls, values_BX: Tensor) -> "Arriving":
-        """Let a tensor travel, out of reach of whatever overwrites it next."""
-        pinned = values_BX.device.type == "cuda"
+        """Start copying a tensor to the host; it may be overwritten from now on."""
+        pinned = captures(values_BX.device)
         # Torch lends page-locked memory anew only when the copies into it are over, so any number may be under way.
         arriving_BX = torch.empty(values_BX.shape, dtype=values_BX.dtype, pin_memory=pinned)
         arriving_BX.copy_(values_BX, non_blocking=pinned)
@@ -144,14 +145,14 @@ class Arriving:
         return cls(arriving_BX, copied)
 
     def arrived(self) -> Tensor:
-        """Return it once it is on the host; whatever was launched later goes on meanwhile."""
+        """Wait for the copy and return it; work that was launched later goes on meanwhile."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.values_BX
 
 
 class DeviceClock:
-    """How much longer a device works on something than the host takes to launch it, without waiting for it."""
+    """Measure how much longer a device works on something than the host takes to launch it, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._spans = device, list[tuple[float, Any, Any]]()
@@ -159,7 +160,7 @@ class DeviceClock:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Time what is launched here."""
-        if self._device.type != "cuda":
+        if not captures(self._device):
             yield
             return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -208,15 +209,18 @@ class Launcher:
 
     def __init__(self, graphs: GraphCache | None, ahead: bool) -> None:
         self.graphs, self._ahead, self._new = graphs, ahead, True
+        self.rounds = Counter[int]()
+        """Rounds that were launched, by their rows."""
 
     def launch(self, state: State, contexts: Sequence[Context], walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
-        """Launch a round, without a look at the values."""
+        """Launch a round without reading any values."""
+        self.rounds[len(uniforms_BU)] += 1
         depth, can = state.session.depth, state.session.capturable
         if self.graphs is None or _obstacle(state, can):
             for context in contexts:
                 context.span = None
             return Launched(Arriving.send(run_round(state, walk, uniforms_BU, stats).packed_BX), depth, replayed=False)
-        # One span for all: each by itself, they would change at different lengths, and every pair of them be captured.
+        # One span for all contexts: spans of their own would change at different lengths, and each pair would be captured.
         common = max(context.wanted_span() for context in contexts)
         spans = tuple(context.fix_span(common) for context in contexts)
         stored = tuple((context.capacity, context.address) for context in contexts)

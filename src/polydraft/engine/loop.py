@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from polydraft.draft import Drafter, DraftSession
+from polydraft.draft import DraftSession
 from polydraft.engine.graphs import DeviceClock, Launched
 from polydraft.engine.outcome import RowOutcome
 from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSequence
@@ -16,7 +16,6 @@ from polydraft.engine.slots import Slots
 from polydraft.engine.stats import TARGET, Pace, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError, PolydraftError
-from polydraft.models import LanguageModel
 from polydraft.sampling import IDLE, SamplingParams
 from polydraft.verify import AUTO, Fault, Walk
 
@@ -38,10 +37,8 @@ class Engine:
 
     Parameters
     ----------
-    target : LanguageModel
-    drafter : Drafter
     workspace : Workspace
-        Its rows are the slots.
+        Target, drafter and memory; its rows are the slots.
     walk : str or Walk
         In which order trees are verified; ``"auto"`` for what suits the drafter. A walk of your own counts where it fits.
     sequences : sequence of TokenSequence
@@ -52,23 +49,21 @@ class Engine:
         Let a sequence into the slot whose last text it begins with, if one is free, and read only the rest of its prompt.
         Drafters that learn from texts do so from its own alone, whatever stood there before.
     chunk : int, optional
-        Tokens of prompts that a step reads at most, so that long ones keep nobody waiting; all if not given.
+        Most prompt tokens that a step reads, so that long prompts keep nobody waiting; all if not given.
     stall : float, optional
-        Seconds that a step may spend on them where texts at work wait for it, or as long as a round takes: it reads fewer
-        tokens then, by what they took so far. Steps of processes that share a model must be alike, so it is not for them.
+        Seconds that a step may spend on prompts while texts at work wait, but at least as long as a round takes. Steps then
+        read fewer tokens, by measured speed. Not for processes that share a model, whose steps must be alike.
     elastic : bool
-        Have about as many slots as there are texts, up to the workspace's rows. What other slots hold is forgotten then, unless
-        rounds are captured: then they sleep.
+        Have about as many slots as there are texts, up to the workspace's rows. Other slots are forgotten, or where rounds
+        are captured, sleep.
     isolate : bool
         Let a sequence whose model or logits processor fails end alone (`StopReason.FAILED`); raised otherwise.
     """
 
     def __init__(
         self,
-        *,
-        target: LanguageModel,
-        drafter: Drafter,
         workspace: Workspace,
+        *,
         walk: str | Walk = AUTO,
         sequences: Sequence[TokenSequence] = (),
         keep: bool = False,
@@ -78,24 +73,23 @@ class Engine:
         elastic: bool = False,
         isolate: bool = False,
     ) -> None:
-        self.target, self.drafter = target, drafter
         self.slots = Slots(workspace, elastic=elastic, reuse=reuse)
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
         self._reuse, self._pace, self._isolate = reuse, Pace(chunk, stall), isolate
         self._spoilt: list[int] = []
-        """Slots whose sequences have failed: what the memories hold there may be no numbers."""
+        """Slots whose sequences have failed, and which may hold NaNs."""
         self._started = time.perf_counter()
         self._wish = walk
         self._walk: Walk | None = None
         self._session, self._workspace = workspace.session, workspace
         self._launched: list[Launched] = []
         """Rounds whose outcomes are not known yet: between steps the one ahead, if there is one."""
-        self._reading = DeviceClock(target.device)
+        self._reading = DeviceClock(workspace.target.device)
         self._retiring = False
         """Whether sequences have ended that the round ahead still takes for active ones."""
         self._torn = False
-        """Whether a round broke off half-way, so that nobody knows how far the memories got."""
+        """Whether a round was interrupted, so that the state of the caches is unknown."""
         with workspace.ownership.taken_by(self), torch.inference_mode(), _device_errors():
             self._admit(keep=keep)
 
@@ -156,7 +150,7 @@ class Engine:
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
-        """Take note if what is done here breaks off half-way, which leaves text and memory apart: there is no going on."""
+        """Note if this block is interrupted: text and caches no longer match, so the engine cannot go on."""
         try:
             yield
         except BaseException:
@@ -204,11 +198,12 @@ class Engine:
                 self.slots.noise.seat(slot, sequence.generator)
         # A slot without a sequence at work asks for nothing, whatever it was asked for last. Where rounds are captured it
         # draws if all others do: a batch of both kinds would be captured by itself.
-        wanted = [sequence.params for slot, sequence in enumerate(self.slots) if sequence is not None and active[slot]]
+        wanted = [sequence.row_params for slot, sequence in enumerate(self.slots) if sequence is not None and active[slot]]
         drawing = self._workspace.captures and all(own.temperature > 0 for own in wanted)
         idle = SamplingParams() if drawing else IDLE
         params = {
-            slot: sequence.params if sequence is not None and active[slot] else idle for slot, sequence in enumerate(self.slots)
+            slot: sequence.row_params if sequence is not None and active[slot] else idle
+            for slot, sequence in enumerate(self.slots)
         }
         longest = max(sequence.end for sequence in self.slots.running())
         self._share()
@@ -236,7 +231,8 @@ class Engine:
         with self.stats.clock("draft"):
             count = self._workspace.num_uniforms(self._walk)
             uniforms_BU = self.slots.noise.uniforms(count, self._session.own_uniforms(count))
-        return self._workspace.launch(self._walk, uniforms_BU, self.stats)
+        workspace = self._workspace
+        return workspace.launcher.launch(workspace.begun, workspace.contexts, self._walk, uniforms_BU, self.stats)
 
     def _share(self) -> None:
         """Tell the drafter how many texts are at work."""
@@ -250,7 +246,9 @@ class Engine:
         most = self._session.depth + 1
         goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self.slots.running())
         reads = any(slot not in self.slots.free() for slot in self.slots.known)
-        return goes_on and not self.waiting and not reads and not self._retiring and self._workspace.runs_ahead(now)
+        if not goes_on or self.waiting or reads or self._retiring:
+            return False
+        return self._workspace.launcher.runs_ahead(self._workspace.begun, self._workspace.contexts, now)
 
     def _settle(self, outcome: list[RowOutcome], reports: list[list[int]]) -> list[Emitted]:
         """Give every running sequence what the round brought it, up to its end; let those that ended go."""
@@ -295,12 +293,12 @@ class Engine:
             self._release()
 
     def _release(self) -> None:
-        """Let ended sequences go, unless a round is at work whose tokens others still want: then after it."""
+        """Let ended sequences go; after the round ahead, if there is one whose tokens others still need."""
         with self._workspace.ownership.settled_by(self) as own:
             if not own or self._workspace.state is None:  # nobody was let in yet
                 return
             if not any(self.slots.running()):
-                self._launched.clear()  # what runs, runs in vain; the device cuts the memories behind it
+                self._launched.clear()  # rounds launched ahead of finished rows are discarded
             self._retiring = bool(self._launched)
             if not self._retiring:
                 self._workspace.retire(self.slots.texts(), self.slots.active())
@@ -316,10 +314,8 @@ class Engine:
         return [TokenLogprob(*pair) for pair in zip(own_D.tolist(), likeliest, strict=True)]
 
     def _failed(self, slot: int, sequence: TokenSequence, fault: Fault) -> Emitted:
-        """End a sequence whose round brought nothing, alone if that is wanted."""
-        state = self._workspace.state
-        assert state is not None, "a round was run"
-        processing = state.warper.processing
+        """End a sequence whose round failed; raise the failure unless sequences fail alone."""
+        processing = self._workspace.begun.warper.processing
         raised = (processing.errors or {}).get(slot) if fault == Fault.TARGET else None
         if raised is not None and not self._isolate:
             raise raised
@@ -347,7 +343,7 @@ class Engine:
                 f"logits processor {emptied_by!r} left no token to go on with after {length} tokens; leave at least one with "
                 "a finite score"
             )
-        who = f"the target {self.target.name!r}" if fault == Fault.TARGET else "the draft"
+        who = f"the target {self._workspace.target.name!r}" if fault == Fault.TARGET else "the draft"
         return FailureError(
             f"{who} returned logits that are not numbers after {length} tokens; try dtype float32, or check the weights"
         )

@@ -1,4 +1,4 @@
-"""What a round brings: to the host, in one tensor, and to the next round; on a GPU in one kernel."""
+"""What a round brings: to the host, in one tensor, and to the next round."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,15 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
+from polydraft.operations import operation
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import DraftTree
 from polydraft.verify import Verdict
-
-_LEAST_DEPTH = 8
-"""Trees that are less deep share the kernel of these."""
-_BLOCK = 512
-"""Children that the kernel looks at in one go."""
 
 
 class RowOutcome(NamedTuple):
@@ -56,6 +51,7 @@ class Outcome:
         return rows, [row[told:] for row in values]
 
 
+@operation
 def conclude(draft: DraftTree, verdict: Verdict, tail_B2: Tensor, active_B: Tensor) -> tuple[Outcome, Tensor]:
     """Return a round's outcome, and how many nodes of the path each row keeps, the root included: none of rows that idle.
 
@@ -70,8 +66,6 @@ def conclude(draft: DraftTree, verdict: Verdict, tail_B2: Tensor, active_B: Tens
         Rows that take part.
     """
     assert verdict.tokens_BD.shape[1] == draft.depth + 1
-    if kernels_run(tail_B2):
-        return _by_kernel(draft, verdict, tail_B2, active_B)
     keep_B = torch.where(active_B, verdict.accepted_B + 1, 0)
     recent_BX = torch.cat([tail_B2[:, 1:], verdict.tokens_BD], dim=1)
     last_B2 = verdict.accepted_B[:, None] + torch.arange(2, device=recent_BX.device)
@@ -81,23 +75,4 @@ def conclude(draft: DraftTree, verdict: Verdict, tail_B2: Tensor, active_B: Tens
     # What `RowOutcome` has beside tokens, in its order.
     numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B, draft.longest(), branch_B, drafted_B)
     packed_BX = torch.cat([verdict.tokens_BD, *(number_B[:, None] for number_B in numbers)], dim=1)
-    return Outcome(packed_BX, draft.depth), keep_B
-
-
-def _by_kernel(draft: DraftTree, verdict: Verdict, tail_B2: Tensor, active_B: Tensor) -> tuple[Outcome, Tensor]:
-    """Do so in one kernel instead of thirty operations on a few hundred numbers."""
-    from polydraft.backends.triton import outcome_kernels as kernels
-
-    assert tail_B2.is_contiguous()
-    (batch, nodes, count), columns = draft.child_table_BNK.shape, draft.depth + len(RowOutcome._fields)
-    tables = verdict.path_BD, verdict.tokens_BD, draft.tokens_BN, draft.depths_BN, draft.child_table_BNK
-    path_BD, emitted_BD, tokens_BN, depths_BN, table_BNK = map(side_by_side, tables)
-    numbers = (number_B.contiguous() for number_B in (verdict.accepted_B, verdict.offered_B, verdict.fault_B))
-    packed_BX, keep_B = tail_B2.new_empty(batch, columns), tail_B2.new_empty(batch)
-    kernels.conclude[(batch,)](
-        path_BD, emitted_BD, *numbers, tokens_BN, depths_BN, table_BNK, active_B.view(torch.uint8), tail_B2, packed_BX, keep_B,
-        nodes, nodes - draft.riders, count, draft.depth, path_BD.stride(0), emitted_BD.stride(0), tokens_BN.stride(0),
-        depths_BN.stride(0), *table_BNK.stride()[:2],
-        BLOCK_D=power_of_two(draft.depth + 1, _LEAST_DEPTH), BLOCK=_BLOCK, num_warps=4,
-    )  # fmt: skip
     return Outcome(packed_BX, draft.depth), keep_B

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict
 
-import torch
-
 from polydraft.errors import UsageError, shown, unknown_name
 from polydraft.sampling import RowParams, SamplingParams
-from polydraft.sampling.categorical import row_generator, row_seed
+from polydraft.sampling.categorical import row_seed
 
 ALLOWED = "text, token ids, or a list of either"
 _MOST_TOKENS = 10**9
@@ -142,10 +140,6 @@ class Request:
         if isinstance(self.seed, int):
             return [row_seed(self.seed, row) for row in range(rows)]
         return _spread("seed", self.seed, rows)
-
-    def generators(self, rows: int) -> list[torch.Generator]:
-        """Return one generator per row."""
-        return [row_generator(seed) for seed in self.seeds(rows)]
 
 
 def _given(value: Any) -> list[Any]:

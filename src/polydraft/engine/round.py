@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from polydraft.devices import is_host
 from polydraft.draft import DraftSession
 from polydraft.engine.outcome import Outcome, conclude
 from polydraft.engine.stats import Stats
@@ -78,7 +79,7 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
     own_BU, walk_BU = uniforms_BU[:, : session.num_uniforms], uniforms_BU[:, session.num_uniforms :]
     with stats.clock("draft"):
         draft = session.propose(state.tail_B2, own_BU, host_tree)
-    foreseen = state.warper.params.has_processors and state.target.device.type != "cpu"
+    foreseen = state.warper.params.has_processors and not is_host(state.target.device)
     paths = draft.without_riders().paths().tolist() if foreseen else []  # before the pass is launched, or it is waited for
     with stats.clock("target"):
         features_BNF = target_context.extend(draft.tokens_BN, draft.block())

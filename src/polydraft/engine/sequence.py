@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -89,14 +89,43 @@ class Emitted:
     """Its candidates, where they were asked for: parent and token of each, the root first."""
 
 
+def is_steady(params: SamplingParams, *, seeded: bool, follows_load: bool) -> bool:
+    """Whether a text must have the same trees however many others are at work.
+
+    Above temperature 0 the text of a seed depends on its trees. At temperature 0 the likeliest token is the likeliest whatever
+    was drafted, so trees may change with the load.
+
+    Parameters
+    ----------
+    params : SamplingParams
+    seeded : bool
+        Whether somebody asked for a seed.
+    follows_load : bool
+        Whether trees may follow the load at all.
+    """
+    return not follows_load or (seeded and params.temperature > 0)
+
+
+class SequenceOptions(TypedDict, total=False):
+    """Fields of a `TokenSequence` that few callers set."""
+
+    row: int
+    eos_token_ids: frozenset[int]
+    max_positions: int | None
+    stops_after: Callable[[Sequence[int]], bool] | None
+    traced: bool
+    top_logprobs: int | None
+
+
 @dataclass(eq=False, kw_only=True)
 class TokenSequence:
-    """One text of a request; all ends of text are decided here."""
+    """One text of a request; all ends of text are decided here. `Decoder.sequence` makes them."""
 
     row: int = 0
     """Which one of its caller's."""
     prompt: Sequence[int]
     params: SamplingParams
+    """As asked for; rounds use `row_params`."""
     generator: torch.Generator
     """Of its own: a text depends neither on its slot nor on its company."""
     max_new_tokens: int
@@ -113,6 +142,8 @@ class TokenSequence:
     """Whether to show its trees."""
     top_logprobs: int | None = None
     """How many of the likeliest tokens to tell beside each one's log-probability; None for no log-probabilities."""
+    row_params: SamplingParams = field(init=False)
+    """The same, with logits processors that are not asked what follows the text's end."""
     tokens: list[int] = field(init=False)
     """Prompt and new tokens."""
     sources: list[str] = field(init=False, default_factory=list)
@@ -125,7 +156,7 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.params = until_end(self.params, self.is_over)
+        self.row_params = until_end(self.params, self.is_over)
 
     @property
     def done(self) -> bool:

@@ -5,10 +5,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from polydraft.draft import DraftSession
 from polydraft.engine.loop import Engine
 from polydraft.engine.sequence import Generation, StopReason, TokenEvent, TokenSequence
-from polydraft.engine.stats import Stats
 
 
 class Stream(Iterator[TokenEvent]):
@@ -17,24 +15,9 @@ class Stream(Iterator[TokenEvent]):
     def __init__(
         self, engine: Engine, sequences: Sequence[TokenSequence], settings: dict[str, Any], cancel: threading.Event | None
     ) -> None:
-        self.settings = settings
+        self.settings, self.stats = settings, engine.stats
         self._engine, self._sequences, self._cancel = engine, list(sequences), cancel
         self._queue: deque[TokenEvent] = deque()
-
-    @property
-    def stats(self) -> Stats:
-        """Figures so far."""
-        return self._engine.stats
-
-    @property
-    def session(self) -> DraftSession:
-        """Who drafts."""
-        return self._engine.session
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many rows its rounds may have, as texts end, largest first."""
-        return self._engine.slots.sizes
 
     def __iter__(self) -> "Stream":
         return self

@@ -1,8 +1,7 @@
-"""Memories of a batch, kept from round to round and from one text to the next."""
+"""What a batch keeps on the device, from round to round and from one text to the next."""
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -10,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from polydraft.devices import captures
 from polydraft.draft import Drafter
-from polydraft.engine.graphs import GraphCache, Launched, Launcher
+from polydraft.engine.graphs import GraphCache, Launcher
 from polydraft.engine.round import State
-from polydraft.engine.stats import Stats
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.models.language_model import PREFILL_CHUNK
@@ -102,19 +101,16 @@ class Workspace:
         graphs: bool = True,
         ahead: bool = True,
     ) -> None:
-        captures = graphs and target.device.type == "cuda"
+        captured = graphs and captures(target.device)
         self.target, self.params, self.asked = target, params, params
         """What rows at work ask for, and what all of them were made for."""
         self.session = drafter.start(params, target)
         self.memory = Memory(target, len(params), behind=1, places=self.session.num_nodes)
         self.ownership = Ownership()
         """Whose texts are in the memories."""
-        self._rounds = Counter[int]()
-        """Rounds that were launched, by their rows."""
         self.state: State | None = None
         """What rounds work on, once there are texts."""
-        # Compilation takes a second run to see what varies.
-        self.launcher = Launcher(GraphCache() if captures else None, ahead)
+        self.launcher = Launcher(GraphCache() if captured else None, ahead)
 
     @property
     def contexts(self) -> tuple[Context, ...]:
@@ -130,7 +126,7 @@ class Workspace:
     def elastic(self) -> bool:
         """Whether the number of rows may change from round to round, see `resize`.
 
-        Where there is a graphs, rows that are out of use must come back as they were: they do so where rounds are captured.
+        Where rounds may be captured, idle rows must come back as they were, which they do only if rounds are captured.
         """
         can = self.session.elastic and all(one.elastic for one in self.contexts)
         return can and (not self.has_graphs or (self.captures and self.session.movable))
@@ -232,7 +228,7 @@ class Workspace:
 
     def activate(self, active: Sequence[bool]) -> None:
         """Say which rows take part in rounds."""
-        assign(self._begun.active_B, active)
+        assign(self.begun.active_B, active)
 
     def num_uniforms(self, walk: Walk) -> int:
         """Random numbers per row that the next round uses."""
@@ -240,22 +236,13 @@ class Workspace:
 
     def worth(self, rows: int) -> int:
         """Return how many tokens some text must have left for it to pay to shrink to so many rows."""
-        if not self.has_graphs or self._rounds[rows] >= _PRACTISED:
+        if not self.has_graphs or self.launcher.rounds[rows] >= _PRACTISED:
             return _WORTH_A_MOVE
         return _WORTH_A_CAPTURE
 
-    def launch(self, walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
-        """Launch a round."""
-        self._rounds[len(uniforms_BU)] += 1
-        return self.launcher.launch(self._begun, self.contexts, walk, uniforms_BU, stats)
-
-    def runs_ahead(self, last: Launched) -> bool:
-        """Whether a round may follow before the host has seen the last one's outcome."""
-        return self.launcher.runs_ahead(self._begun, self.contexts, last)
-
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Take note on the host of the texts after a round, and of what it added."""
-        self._begun.warper.advance(emitted)
+        self.begun.warper.advance(emitted)
         self.memory.settle(texts)
         self.session.settle(texts, emitted)
 
@@ -280,7 +267,7 @@ class Workspace:
 
     def path_logits(self, row: int, count: int) -> Tensor:
         """Return the target's own logits, `[count, V]`, of the first tokens that the last round brought a row."""
-        path_BDF = self._begun.path_features_BDF
+        path_BDF = self.begun.path_features_BDF
         assert path_BDF is not None, "rounds keep them where they are asked to"
         return self.target.head(path_BDF[row, :count]).float()
 
@@ -289,7 +276,7 @@ class Workspace:
 
         The root has parent -1, and a node without a token was not drawn.
         """
-        tree = self._begun.tree
+        tree = self.begun.tree
         assert tree is not None, "rounds keep it where they are asked to"
         # A node's nearest ancestor is the last before it: parents come before their children.
         above_NN = tree.ancestors_BNN[row].tril(-1)
@@ -297,8 +284,8 @@ class Workspace:
         return list(zip(parents, tree.tokens_BN[row].tolist(), strict=True))
 
     def watch(self, paths: bool) -> None:
-        """Say whether rounds keep what `path_logits` needs, uncaptured."""
-        self._begun.watched = paths
+        """Say whether rounds keep what `path_logits` needs; they are not captured then."""
+        self.begun.watched = paths
 
     def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
         """Let ended rows idle: memories drop what was cut off at the end and grow no more."""
@@ -307,7 +294,8 @@ class Workspace:
         self.session.rewind(texts)
 
     @property
-    def _begun(self) -> State:
+    def begun(self) -> State:
+        """What rounds work on; there are texts."""
         assert self.state is not None, "begin() comes first"
         return self.state
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polydraft.devices import is_host
 from polydraft.sampling.categorical import NO_TOKEN
 
 
@@ -39,7 +40,7 @@ class PartialVocabulary:
 
     def lumped(self, weights_RV: Tensor) -> Tensor:
         """Return the weights of the known tokens, and in one more column that of all others together, as float64."""
-        if weights_RV.ndim == 2 and weights_RV.device.type == "cpu" and not torch.compiler.is_compiling():
+        if weights_RV.ndim == 2 and is_host(weights_RV.device) and not torch.compiler.is_compiling():
             return torch.from_numpy(self._lumped(weights_RV.double().numpy()))
         weights_RV = weights_RV.double()
         lumped_RX = weights_RV.index_select(-1, self._token_X)

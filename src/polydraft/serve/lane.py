@@ -4,21 +4,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from polydraft.draft import TreeDrafter
 from polydraft.draft.forced import with_forced
-from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
-from polydraft.engine.rehearsal import NEW_TOKENS, ROUNDS, USUAL_LENGTH, groups_to_read, lengths_of, prompt_of, rehearsing
+from polydraft.engine import Decoder, Engine, StopReason
 from polydraft.engine.sequence import Emitted
+from polydraft.engine.warm_up import USUAL_LENGTH, groups_to_read, prompt_of, rehearse
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import Context
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.sampling import IDLE, RowParams, SamplingParams
-from polydraft.sampling.categorical import row_generator
 from polydraft.serve.request import AUTO, OFF, Progress, Request, SlotQueue
 from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 
@@ -109,56 +107,11 @@ class Lane:
         """
         if not samplings:
             return
-        engine, target = self._opened(), self.decoder.target
-        longest = min(USUAL_LENGTH, self._options.slot_tokens)
-        casts = [[params] for params in samplings]
-        if min(len(samplings), self._options.slots) > 1:
-            casts.append(sorted(samplings, key=lambda one: one.temperature))  # so that two of them are mixed as well
-        for cast in casts:
-            for length in lengths_of(longest, target.device):
-                prompt = prompt_of(length, min(NEW_TOKENS, longest - 1), target.vocab_size)
-                for rows in (size for size in engine.slots.sizes if size >= min(len(cast), 2)):
-                    self._rehearse_all(engine, prompt, cast, rows, stopped)
-                    if stopped():
-                        return
-        chunk = min(self._options.chunk_tokens, PREFILL_CHUNK)
-        size = self._options.slot_tokens, chunk, self._options.slots
-        for group in groups_to_read(*size, target.vocab_size, target.device):
-            options: dict[str, Any] = {"params": samplings[0], "max_new_tokens": 1}
-            sequences = [TokenSequence(prompt=prompt, generator=row_generator(0), **options) for prompt in group]
-            for sequence in sequences:
-                engine.add(sequence)
-            while not engine.done and not stopped():
-                engine.step()
-            if stopped():
-                self._let_go(engine, sequences)
-                return
-
-    def _rehearse_all(
-        self, engine: Engine, prompt: list[int], cast: Sequence[SamplingParams], rows: int, stopped: Callable[[], bool]
-    ) -> None:
-        """Run some rounds of each kind with so many texts, and let the texts go."""
-        number, kinds = 0, 1
-        while number < kinds and not stopped():
-            options: dict[str, Any] = {"prompt": prompt, "max_new_tokens": NEW_TOKENS, "steady": False}
-            sequences = [
-                TokenSequence(generator=row_generator(row), params=cast[row % len(cast)], **options) for row in range(rows)
-            ]
-            for sequence in sequences:
-                engine.add(sequence)
-            engine.step()  # after which there are as many rows as there are texts
-            last, kinds = engine.stats.rounds + ROUNDS, engine.session.num_kinds
-            with rehearsing(engine.session, number):
-                while not engine.done and engine.stats.rounds < last and not stopped():
-                    engine.step()
-            self._let_go(engine, sequences)
-            number += 1
-
-    @staticmethod
-    def _let_go(engine: Engine, sequences: Sequence[TokenSequence]) -> None:
-        for sequence in sequences:
-            if not sequence.done:
-                engine.end(sequence, StopReason.CANCELLED, 0)
+        options, target = self._options, self.decoder.target
+        chunk = min(options.chunk_tokens, PREFILL_CHUNK)
+        groups = groups_to_read(options.slot_tokens, chunk, options.slots, target.vocab_size, target.device)
+        longest = min(USUAL_LENGTH, options.slot_tokens)
+        rehearse(self.decoder, self._opened(), samplings, longest=longest, groups=groups, stopped=stopped)
 
     def cancel(self, request: Request) -> None:
         """End all sequences of a request."""
@@ -211,7 +164,7 @@ class Lane:
         """Allocate all memory for keys and values: generate a short text, then write to every byte."""
         engine = self._opened()
         prompt = prompt_of(_SHORT, 1, self.decoder.target.vocab_size)
-        engine.add(TokenSequence(prompt=prompt, params=IDLE, generator=row_generator(0), max_new_tokens=1))
+        engine.add(self.decoder.sequence(prompt, IDLE, seed=0, max_new_tokens=1))
         while not engine.done:
             engine.step()
         self._forget()
@@ -229,9 +182,7 @@ class Lane:
             self._workspace = workspace
             workspace.reserve(options.slot_tokens, options.places)
             self._engine = Engine(
-                target=decoder.target,
-                drafter=decoder.drafter,
-                workspace=workspace,
+                workspace,
                 walk=decoder.walk,
                 reuse=True,
                 elastic=True,

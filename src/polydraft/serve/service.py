@@ -13,7 +13,7 @@ from polydraft.errors import UsageError, shown
 from polydraft.models import check_prompts
 from polydraft.models.placement import is_follower, is_shared
 from polydraft.sampling import SamplingParams, check_params
-from polydraft.sampling.categorical import row_generator, row_seed
+from polydraft.sampling.categorical import row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.errors import RequestError, from_library, unsupported
 from polydraft.serve.followers import Lockstep
@@ -189,26 +189,18 @@ class Service:
     def _sequence(
         self, prompt: list[int], limit: int, seed: int, wanted: CompletionRequest, grammar: str | None
     ) -> TokenSequence:
-        params = self.decoder.with_defaults(wanted.params, prompt)
-        if grammar is not None:
-            assert self._grammars is not None
-            params = params.following(self._grammars.processor(grammar, len(prompt)))
-        # Greedy text does not depend on the trees; what a seed gives does.
-        steady = wanted.seed is not None and params.temperature > 0
-        options: dict[str, Any] = {
-            "steady": steady,
-            "traced": wanted.trace,
-            "max_positions": self.slot_tokens,
-            "top_logprobs": wanted.top_logprobs,
-        }
-        return TokenSequence(
-            prompt=prompt,
-            params=params,
-            generator=row_generator(seed),
+        processor = None if grammar is None or self._grammars is None else self._grammars.processor(grammar, len(prompt))
+        return self.decoder.sequence(
+            prompt,
+            wanted.params,
+            seed=seed,
+            seeded=wanted.seed is not None,
             max_new_tokens=limit,
-            eos_token_ids=frozenset(self.decoder.eos_token_ids),
-            assembler=self.decoder.assembler(wanted.stop),
-            **options,
+            stop=wanted.stop,
+            grammar=processor,
+            max_positions=self.slot_tokens,
+            traced=wanted.trace,
+            top_logprobs=wanted.top_logprobs,
         )
 
 

@@ -8,8 +8,9 @@ from itertools import cycle, islice, product, starmap
 from pathlib import Path
 from typing import NamedTuple
 
+from polydraft.defaults import default_draft
 from polydraft.engine import Decoder
-from polydraft.loading import make_decoder, resolved, usual_pair
+from polydraft.loading import make_decoder, resolved
 from polydraft.models import check_prompts
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
@@ -63,7 +64,7 @@ class Tuning:
 
     def __init__(self, options: TuneOptions, observer: Observer | None = None) -> None:
         self.options, self._observer = options, observer or (lambda *_: None)
-        self.draft_name = usual_pair(options.target)[0] if options.draft == AUTO else options.draft
+        self.draft_name = default_draft(options.target) if options.draft == AUTO else options.draft
         self._place = resolve_device(options.device)
         self._format = resolve_dtype(options.dtype, self._place)
         texts = load_prompts(options.source, _MOST_PROMPTS)

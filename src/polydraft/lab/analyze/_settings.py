@@ -6,9 +6,9 @@ from functools import cached_property
 
 import torch
 
+from polydraft.defaults import default_draft
 from polydraft.errors import UsageError
 from polydraft.lab.theory.without_replacement import MAX_COUNT
-from polydraft.loading import usual_pair
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.fingerprint import model_fingerprint
 from polydraft.models.loading import Loaded, load_draft, load_model
@@ -94,7 +94,7 @@ class Pair:
 
     def __init__(self, target: str, draft: str, device: str, dtype: str) -> None:
         self.target_name = target
-        self.draft_name = usual_pair(target)[0] if draft == "auto" else draft
+        self.draft_name = default_draft(target) if draft == "auto" else draft
         if self.draft_name == "none":
             raise UsageError(f"target {target!r} has no draft to compare with; pass --draft NAME, a folder, or early-exit:k")
         self.device: torch.device = resolve_device(device)

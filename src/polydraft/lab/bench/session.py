@@ -14,6 +14,7 @@ import torch
 import polydraft
 from polydraft.beam import text_log_probs
 from polydraft.certify.greedy_identity import IdentityCheck, Likeness
+from polydraft.defaults import default_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.lab.bench import BASELINE, SCHEMA
@@ -23,7 +24,6 @@ from polydraft.lab.bench.meters import git_revision, machine
 from polydraft.lab.bench.method import Bench, build_methods
 from polydraft.lab.bench.options import BenchOptions
 from polydraft.lab.bench.shards import Shard
-from polydraft.loading import usual_pair
 from polydraft.models import check_prompts
 from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import Loaded, load_draft, load_model
@@ -68,8 +68,7 @@ class BenchSession:
             torch.set_num_threads(options.threads)
         check_device_map(options.device_map, options.device)
         device = resolve_device(options.device)
-        usual, _ = usual_pair(options.target)
-        draft_name = usual if options.draft == "auto" else options.draft
+        draft_name = default_draft(options.target) if options.draft == "auto" else options.draft
         self.loaded, draft = (models or Models()).load(options, device, draft_name)
         encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)
         encoded = [(prompt, encoder.encode(prompt.content, chat=not options.raw)) for prompt in prompts]

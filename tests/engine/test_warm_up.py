@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from polydraft.engine.rehearsal import groups_to_read
+from polydraft.engine.warm_up import groups_to_read
 from polydraft.models.hf_context import READING_SIZES, reading_count, reading_size
 from polydraft.models.memory import common_prefix
 

@@ -1,8 +1,8 @@
 """Compiling the kernels of a round in several threads, where a GPU meets them for the first time.
 
-Each kernel is compiled when it is first launched, and a round launches some forty, one after the other: 16 seconds on a fast
-machine. Most of a compiler's work needs no Python, so threads that launch what comes later on made-up values shorten that.
-Kernels that they miss, because a round launches them in another form, are compiled in the round as ever. See
+A kernel is compiled when it is first launched, and a round launches some forty, one after the other: 16 seconds on a fast
+machine. Most of a compiler's work needs no Python, so threads that launch later kernels on made-up values shorten that. Kernels
+that they miss, because a round launches them in another form, are compiled in the round as ever. See
 docs/decisions/045-kernels-compile-in-threads.md.
 """
 
@@ -15,28 +15,34 @@ import torch
 
 from polydraft.backends import triton as kernels
 from polydraft.engine.round import State, distributions
+from polydraft.engine.warm_up import compiling_ahead
 from polydraft.models.hf import HFModel
+from polydraft.operations import implements
 from polydraft.trees import DraftTree, Topology
 from polydraft.verify import Walk
 
 _LOGGER = logging.getLogger("polydraft")
 _MOST_SLOTS = 4096
-"""Of the made-up memory: what large batches have reserved may be all the memory there is."""
+"""Slots of a cache that exists only to compile: what large batches reserve may be all the memory there is."""
 
 
+def _supports(state: State, walk: Walk) -> bool:
+    return isinstance(state.target, HFModel) and kernels.are_new(state.target.device)
+
+
+@implements(compiling_ahead, "triton", supports=_supports)
 @contextmanager
-def compiling_ahead(state: State, walk: Walk) -> Iterator[None]:
+def _in_threads(state: State, walk: Walk) -> Iterator[None]:
     """Let threads compile while a batch's first round does.
 
     They work in the order of the round's stream, so that whatever one of them makes for all is there for all, and write to
     nothing that the round reads. It waits for them at the end: the next round is captured, and nobody else may work then.
     """
     device, threads = state.target.device, list[threading.Thread]()
-    if kernels.are_new(device) and isinstance(state.target, HFModel):
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        for work in (_pass_through_target, _draw_and_verify):
-            threads.append(threading.Thread(target=_quietly, args=(work, state, walk, stream), daemon=True))
-            threads[-1].start()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    for work in (_pass_through_target, _draw_and_verify):
+        threads.append(threading.Thread(target=_quietly, args=(work, state, walk, stream), daemon=True))
+        threads[-1].start()
     try:
         yield
     finally:

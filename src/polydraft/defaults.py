@@ -1,0 +1,149 @@
+"""What ``"auto"`` means: one table, which `load` and `Speculate` read, `polydraft info` prints and docs/choosing.md shows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from polydraft.models.bundled import BUNDLED
+from polydraft.models.inflated import source_name
+from polydraft.options import AUTO, BY_LOAD
+
+SHIPPED_DRAFT = "smollm2-head"
+NONE = "none"
+_FULL = ("float32", "int8")
+"""Number formats in which a pass on a CPU costs by its tokens once it has more than a few."""
+_FEWEST_CHILDREN = 4
+
+
+class Asked(StrEnum):
+    """How much beyond models and machine is asked for: the less, the freer the choice of a tree."""
+
+    NOTHING = "nothing"
+    DRAFTER = "drafter"
+    """`Speculate`, n-grams, or another drafter by name whose trees may be dynamic."""
+    RULES = "rules"
+    """A scheme, a walk, another drafter or a lossy rule; on a CPU also whatever several processes share, as each would
+    measure its own costs."""
+    FEW_CHILDREN = "few children"
+    """A scheme that takes fewer than four children."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Default:
+    """The tree of some cases."""
+
+    tree: str
+    gpu: bool
+    full: bool | None = None
+    """Whether it is for float32 and int8, or for all other number formats; None for any."""
+    asked: tuple[Asked, ...] = tuple(Asked)
+    bundled_only: bool = False
+    """Whether it is for the bundled target alone, whatever the draft."""
+
+    def fits(self, *, gpu: bool, dtype: str, asked: Asked, bundled: bool) -> bool:
+        """Whether it is for this case."""
+        right_format = self.full in (None, dtype in _FULL)
+        return gpu == self.gpu and right_format and asked in self.asked and (bundled or not self.bundled_only)
+
+
+DEFAULTS = (
+    # On a GPU a pass over 64 nodes costs little more than one over a single token. Beside the bundled model, which is small,
+    # levels of the draft are not cheap.
+    Default(gpu=True, asked=(Asked.NOTHING,), bundled_only=True, tree=f"dynamic:32:6:fixed/{BY_LOAD}4x2x1x1x1"),
+    Default(gpu=True, asked=(Asked.NOTHING,), tree=f"dynamic:64:7:fixed/{BY_LOAD}4x2x1x1x1"),
+    Default(gpu=True, tree="4x2x2x1x1"),
+    # On a CPU dynamic trees weigh every node against its cost. In float32 and int8, wide ones hardly ever pay.
+    Default(gpu=False, full=False, asked=(Asked.NOTHING, Asked.DRAFTER), tree="dynamic:64"),
+    Default(gpu=False, full=True, asked=(Asked.NOTHING, Asked.DRAFTER), tree="dynamic:8"),
+    Default(gpu=False, full=False, asked=(Asked.RULES,), tree="4x2x1"),
+    Default(gpu=False, tree="chain:3"),
+)
+"""Trees by default; the first one that fits counts."""
+
+
+def default_tree(*, gpu: bool, dtype: str, asked: Asked = Asked.NOTHING, target: str = "", shared: bool = False) -> str:
+    """Return the tree that ``"auto"`` means.
+
+    Parameters
+    ----------
+    gpu : bool
+    dtype : str
+        Number format of the target.
+    asked : Asked
+    target : str
+        Its name.
+    shared : bool
+        Whether several processes compute one model: they must decide alike, so nothing may depend on what one of them times.
+    """
+    if shared and not gpu and asked != Asked.FEW_CHILDREN:
+        asked = Asked.RULES
+    bundled = target == BUNDLED
+    found = next(one.tree for one in DEFAULTS if one.fits(gpu=gpu, dtype=dtype, asked=asked, bundled=bundled))
+    return found.replace(BY_LOAD, "") if shared else found
+
+
+def default_draft(target: str) -> str:
+    """Return the draft that ``"auto"`` means for a target: the one that ships for it, or none."""
+    return SHIPPED_DRAFT if source_name(target) == BUNDLED else NONE
+
+
+def asked_for(scheme: str, walk: str, drafter: str = AUTO, lossy: str | None = None) -> Asked:
+    """Say how much these options of a decoder leave open."""
+    from polydraft.draft.tree_drafter import split_drafter
+    from polydraft.verify import SCHEMES
+
+    if scheme == walk == AUTO and lossy is None:
+        if drafter == AUTO:
+            return Asked.NOTHING
+        if split_drafter(drafter)[1] in (None, "model", "dynamic", "dynamic-head"):
+            return Asked.DRAFTER
+    most = None if scheme == AUTO else SCHEMES.get(scheme).max_children
+    return Asked.FEW_CHILDREN if most is not None and most < _FEWEST_CHILDREN else Asked.RULES
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target with whatever drafts for it."""
+
+    name: str
+    words: str
+    target: str = "your target"
+    draft: str = NONE
+    drafter: str = AUTO
+
+
+PAIRS = (
+    Pair(BUNDLED, f"`{BUNDLED}` with the head that ships for it", BUNDLED, SHIPPED_DRAFT),
+    Pair("your own pair", "your target with a head, a draft model or `early-exit:k`", draft="your draft"),
+    Pair("n-grams too", "n-grams beside a draft (`--drafter lookup+model`)", draft="your draft", drafter="lookup+model"),
+    Pair("n-grams alone", "n-grams alone (`--drafter lookup`)", drafter="lookup"),
+    Pair("no draft", "your target alone"),
+)
+PLACES = {"GPU": (True, "bfloat16"), "CPU, bfloat16": (False, "bfloat16"), "CPU, float32 or int8": (False, "float32")}
+VERIFIERS = {0.0: ("top", "node"), 1.0: ("hybrid", "block")}
+"""Scheme and walk that ``"auto"`` means at temperature 0 and above, for trees that are drawn from a draft."""
+
+
+def trees_of(pair: Pair, *, gpu: bool, dtype: str) -> tuple[str, str, str]:
+    """Return the trees of one greedy text, one sampled text and a batch, in words."""
+    if pair.draft == NONE:
+        return ("none" if pair.drafter == AUTO else "whatever n-grams find",) * 3
+    tree = default_tree(gpu=gpu, dtype=dtype, asked=asked_for(AUTO, AUTO, pair.drafter), target=pair.target)
+    first, _, other = tree.rpartition("/")
+    alone = other.removeprefix(BY_LOAD)
+    smaller = ", or a smaller one if that is faster" if BY_LOAD in tree else ""
+    return f"`{first or alone}`", f"`{alone}`", f"`{alone}`{smaller}"
+
+
+def default_table() -> Iterator[str]:
+    """Yield the lines that docs/choosing.md has of it."""
+    yield "| pair | device | one text, temperature 0 | one text, above 0 | batch |"
+    yield "|---|---|---|---|---|"
+    for pair in PAIRS:
+        places = PLACES if pair.draft != NONE else {"any": (False, "float32")}
+        for place, (gpu, dtype) in places.items():
+            yield f"| {pair.words} | {place} | {' | '.join(trees_of(pair, gpu=gpu, dtype=dtype))} |"
+    (greedy, greedy_walk), (drawn, drawn_walk) = VERIFIERS.values()
+    yield ""
+    yield f"Trees from a draft are drawn and verified by `{greedy}` and `{greedy_walk}` at temperature 0, and by `{drawn}` and"
+    yield f"`{drawn_walk}` above; n-grams by `node`. Models run in bfloat16 where the hardware computes in it, else in float32."

@@ -1,0 +1,165 @@
+"""What first requests would otherwise wait for: rounds are captured and timed beforehand."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from polydraft.devices import captures
+from polydraft.engine.sequence import StopReason, TokenSequence
+from polydraft.models.hf_context import READING_COUNTS, READING_SIZES, reading_count
+from polydraft.operations import operation
+from polydraft.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from polydraft.engine.decoder import Decoder
+    from polydraft.engine.loop import Engine
+    from polydraft.engine.round import State
+    from polydraft.verify import Walk
+
+ROUNDS, NEW_TOKENS = 10, 64
+"""Rounds of each kind, which is captured when it comes for the second time and timed from then on; room for their tokens."""
+USUAL_LENGTH = 512
+_SHORTEST_POWER = 5
+_SHORT = 2 * NEW_TOKENS
+_BEHIND = 8
+"""Tokens of a text that slots hold already."""
+
+
+def rehearse(
+    decoder: "Decoder",
+    engine: "Engine",
+    samplings: Sequence[SamplingParams],
+    *,
+    longest: int,
+    groups: Sequence[Sequence[Sequence[int]]] = (),
+    stopped: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Run rounds of all kinds, with all numbers of rows and for texts of all lengths, so that no request meets a new one.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        Makes the texts.
+    engine : Engine
+        Without texts of its own.
+    samplings : sequence of SamplingParams
+        Each is rehearsed by itself, and all of them side by side.
+    longest : int
+        Prompt and new tokens of the longest text.
+    groups : sequence of lists of prompts
+        To read, all of a group at once; see `groups_to_read`.
+    stopped : function
+        Asked after every round whether to stop.
+    progress : function, optional
+        Called with every length that is about to be tried.
+    """
+    target, new_tokens = decoder.target, min(NEW_TOKENS, longest - 1)
+    casts = [[params] for params in samplings]
+    if min(len(samplings), engine.slots.most) > 1:
+        casts.append(sorted(samplings, key=lambda one: one.temperature))  # so that two of them are mixed as well
+
+    def texts(prompts: Sequence[Sequence[int]], cast: Sequence[SamplingParams], limit: int) -> list[TokenSequence]:
+        return [
+            decoder.sequence(
+                prompt,
+                cast[row % len(cast)],
+                seed=row,
+                seeded=False,
+                max_new_tokens=limit,
+                eos_token_ids=frozenset(),
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+
+    for cast in casts:
+        for length in lengths_of(longest, target.device):
+            if stopped():
+                return
+            if progress is not None:
+                progress(length)
+            prompt = prompt_of(length, new_tokens, target.vocab_size)
+            for rows in (size for size in engine.slots.sizes if size >= min(len(cast), 2)):
+                number, kinds = 0, 1
+                while number < kinds and not stopped():
+                    sequences = texts([prompt] * rows, cast, new_tokens)
+                    with _at_work(engine, sequences):
+                        engine.step()  # after which there are as many rows as there are texts
+                        last, kinds = engine.stats.rounds + ROUNDS, engine.session.num_kinds
+                        with _only(engine, number):
+                            while not engine.done and engine.stats.rounds < last and not stopped():
+                                engine.step()
+                    number += 1
+    for group in groups:
+        if stopped():
+            return
+        with _at_work(engine, texts(group, samplings[:1], 1)):
+            while not engine.done and not stopped():
+                engine.step()
+
+
+@contextmanager
+def _at_work(engine: "Engine", sequences: Sequence[TokenSequence]) -> Iterator[None]:
+    """Let an engine have some texts."""
+    for sequence in sequences:
+        engine.add(sequence)
+    yield
+    for sequence in sequences:
+        if not sequence.done:
+            engine.end(sequence, StopReason.CANCELLED, 0)
+
+
+@contextmanager
+def _only(engine: "Engine", number: int) -> Iterator[None]:
+    """Let all rounds be of one kind."""
+    engine.session.rehearse(number)
+    try:
+        yield
+    finally:
+        engine.session.rehearse(None)
+
+
+def lengths_of(longest: int, device: torch.device) -> list[int]:
+    """Return the lengths of texts to rehearse, so that none up to `longest` meets anything new."""
+    if not captures(device):  # nothing there depends on the length, and reading takes its time
+        return [min(longest - 1, _SHORT)]
+    # A capture serves up to the next power of two. Long ones first: captures are lost when memory grows.
+    powers = range((longest - 1).bit_length(), _SHORTEST_POWER, -1)
+    return [min(2**power, longest - 1) for power in powers] or [longest - 1]
+
+
+def prompt_of(length: int, new_tokens: int, vocab_size: int) -> list[int]:
+    """Return a text that is `length` tokens long before its last new one."""
+    return [token % vocab_size for token in range(max(length + 1 - new_tokens, 1))]
+
+
+def groups_to_read(
+    longest: int, chunk: int, slots: int, vocab_size: int, device: torch.device, *, behind: int = _BEHIND
+) -> list[list[list[int]]]:
+    """Return prompts to read together, of all sizes and counts, at the beginning of a text and behind `behind` tokens.
+
+    Each group comes twice, as a pass is captured when it comes for the second time. The first one leaves in some slots what
+    others are read behind, where slots keep their texts; elsewhere a prompt is read behind its own first chunk.
+    """
+    if not captures(device):
+        return []
+    held = [token % vocab_size for token in range(behind + 2)]
+    groups, first = [[held] * min(READING_COUNTS[-1], slots)], _BEHIND
+    for before in (held[:behind], []):
+        fitting = [size for size in READING_SIZES if size <= chunk and len(before) + size + 2 <= longest]
+        for size, count in itertools.product(fitting * 2, READING_COUNTS):
+            if reading_count(size, min(count, chunk // size)) == count <= slots:
+                # The last token of a prompt is not read but drafted behind.
+                sizes = range(first + 1, first + 1 + count)
+                groups.append([[*before, *((own + place) % vocab_size for place in range(size + 1))] for own in sizes])
+                first += count
+    return groups
+
+
+@operation
+def compiling_ahead(state: "State", walk: "Walk") -> AbstractContextManager[None]:
+    """Compile what a batch's first round needs while that round runs; a backend that compiles nothing does nothing."""
+    return nullcontext()

@@ -1,0 +1,131 @@
+"""What depends on a text so far: penalties, and logits processors."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.row_storage import RowStorage
+from polydraft.sampling.categorical import NO_TOKEN
+from polydraft.sampling.params import RowParams
+from polydraft.sampling.processing import Processing
+from polydraft.sampling.row_numbers import RowNumbers
+from polydraft.sampling.vocabulary import PartialVocabulary
+
+_TABLES = ("_seen_BV", "_counts_BV")
+
+
+class History:
+    """The certain text of each row, prompt and emitted tokens, as far as penalties and processors need it.
+
+    Parameters
+    ----------
+    numbers : RowNumbers
+        Penalties of the rows among them.
+    vocab_size : int
+    device : torch.device
+    processing : Processing
+        Calls logits processors.
+    vocabulary : PartialVocabulary, optional
+        What the columns of the logits mean, where they are not all tokens.
+    """
+
+    def __init__(
+        self,
+        numbers: RowNumbers,
+        vocab_size: int,
+        device: torch.device,
+        processing: Processing,
+        vocabulary: PartialVocabulary | None,
+    ) -> None:
+        self._numbers, self._vocab_size, self._device, self._vocabulary = numbers, vocab_size, device, vocabulary
+        self._processing, self._storage = processing, RowStorage()
+        self._params = RowParams(())
+        self._texts: list[list[int]] = []
+        self._seen_BV: Tensor | None = None
+        """Which tokens a text has, where some row has a repetition penalty."""
+        self._counts_BV: Tensor | None = None
+        """How often a text's new tokens have come, where some row has another penalty."""
+
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on."""
+        self._params = params
+        self._texts = self._storage.resized_list("texts", self._texts, len(params), list)
+        if self._seen_BV is None and "repetition_penalty" in self._numbers.used:
+            self._seen_BV = self._new_table("_seen_BV", torch.bool)
+        if self._counts_BV is None and self._numbers.used & {"presence_penalty", "frequency_penalty"}:
+            self._counts_BV = self._new_table("_counts_BV", torch.float32)
+
+    def _new_table(self, name: str, dtype: torch.dtype) -> Tensor:
+        zeros_BV = torch.zeros(self._numbers.all_rows, self._vocab_size, dtype=dtype, device=self._device)
+        return self._storage.keep(name, zeros_BV, len(self._params))
+
+    def resize(self, rows: int) -> None:
+        """Have so many rows: the first ones stay as they are."""
+        for name in _TABLES:
+            if getattr(self, name) is not None:
+                setattr(self, name, self._storage.resized(name, getattr(self, name), rows))
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Swap two rows, the second of which may sleep."""
+        for name in _TABLES:
+            if getattr(self, name) is not None:
+                self._storage.swap(name, getattr(self, name), first, second)
+        self._texts = self._storage.swapped_list("texts", self._texts, first, second)
+
+    def begin(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Begin other texts in some rows."""
+        self._processing.emptied_by = None
+        for row, prompt in zip(rows, prompts, strict=True):
+            self._texts[row] = list(prompt) if self._params.has_processors else []
+            if self._seen_BV is not None:
+                self._seen_BV[row].zero_()
+                self._seen_BV[row, torch.as_tensor(list(prompt), device=self._device)] = True
+            if self._counts_BV is not None:
+                self._counts_BV[row].zero_()
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Add newly emitted tokens to the text of each row."""
+        if not self._params.needs_history:
+            return
+        self._processing.forget()
+        for row, tokens in enumerate(emitted):
+            if not tokens:
+                continue
+            ids = torch.as_tensor(list(tokens), dtype=torch.long, device=self._device)
+            if self._seen_BV is not None:
+                self._seen_BV[row, ids] = True
+            if self._counts_BV is not None:
+                self._counts_BV[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+            if self._params.has_processors:
+                self._texts[row].extend(tokens)
+
+    def penalised(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
+        """Return scores after penalties and processors; parameters as for `Warper.probs`."""
+        if not self._params.needs_history:
+            return scores_BGV
+        columns_BGP = paths_BGP if self._vocabulary is None else self._vocabulary.columns(paths_BGP)
+        real_BGP, columns_BGP = columns_BGP != NO_TOKEN, columns_BGP.clamp(min=0)
+        numbers = self._numbers
+        if self._seen_BV is not None and "repetition_penalty" in numbers.used:
+            on_path_BGV = torch.zeros_like(scores_BGV).scatter_add_(-1, columns_BGP, real_BGP.float()) > 0
+            seen_BGV = self._known(self._seen_BV)[:, None] | on_path_BGV
+            penalty_B11 = numbers["repetition_penalty"]
+            punished_BGV = torch.where(scores_BGV < 0, scores_BGV * penalty_B11, scores_BGV / penalty_B11)
+            scores_BGV = torch.where(seen_BGV, punished_BGV, scores_BGV)
+        if self._counts_BV is not None and numbers.used & {"presence_penalty", "frequency_penalty"}:
+            counts_BGV = self._known(self._counts_BV)[:, None].expand(scores_BGV.shape).clone()
+            counts_BGV.scatter_add_(-1, columns_BGP, real_BGP.float())
+            scores_BGV = scores_BGV - numbers["presence_penalty"] * (counts_BGV > 0)
+            scores_BGV = scores_BGV - numbers["frequency_penalty"] * counts_BGV
+        if not self._params.has_processors:
+            return scores_BGV
+        return self._processing(scores_BGV, paths_BGP, self._params, self._texts)
+
+    def _known(self, table_BV: Tensor) -> Tensor:
+        """Return the columns that the logits have."""
+        return table_BV if self._vocabulary is None else table_BV.index_select(-1, self._vocabulary.tokens_D)
+
+    def foresee(self, paths: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Let grammars find out what may follow some nodes."""
+        self._processing.foresee(paths, self._params, self._texts)
