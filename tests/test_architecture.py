@@ -22,6 +22,7 @@ ROOMS = [
     "prompts",
     "transfers",
     "row_storage",
+    "rows",
     "sampling",
     "trees",
     "verify",
