@@ -53,28 +53,40 @@ class BeamOptions:
     """How to decode with beams; every choice of a draft and its width leaves the distribution of fixed-width beams as it is."""
 
     beams: int = 4
-    """Width W_L: beams kept at each step."""
+    """Decode with this many beams: beam search at temperature 0, beam sampling above.
+
+    The width W_L."""
     mode: BeamMode | str = BeamMode.SEARCH
+    """search or sample: the best continuations of all beams, or continuations drawn by their likelihood."""
     draws: Draws | str = Draws.DISTINCT
-    """Sampling: how beams are drawn."""
+    """When sampling: distinct beams, iid (independent) beams, or hf (draw twice as many, keep the best)."""
     verification: Verification | str = Verification.AUTO
-    """Sampling: how drafts are verified."""
+    """When sampling: layers (the paper's method), coupled (shared noise) or auto."""
     draft_width: int | None = None
-    """Width W_S of the draft's own beams; see `on` if it is not given."""
+    """Number of draft beams  [default: 4 times the beams on a GPU, 1.5 times on a CPU; twice with a width threshold].
+
+    The width W_S of the draft's own beams; see `on` for the default."""
     draft_depth: int | None = None
-    """Most steps γ that the draft runs ahead; fewer if recent rounds accepted few layers. See `on` if not given."""
+    """Let draft beams run at most this many steps ahead  [default: 4 on a GPU, 2 on a CPU; 3 with a width threshold].
+
+    The depth γ; fewer steps if recent rounds accepted few layers. See `on` for the default."""
     twins: bool = False
-    """Draft without a draft model, from the target's distributions after texts that end alike; a draft is ignored."""
+    """Draft beams from what the target predicted after texts with the same ending; needs no draft model.
+
+    A draft is ignored."""
     width_threshold: float | None = None
-    """Sampling: let each layer keep as many beams as its drafts yield with this probability; a fixed width if not given."""
+    """When sampling: keep as many beams per layer as the drafts yield with this probability  [default: a fixed width]."""
     min_width: int | None = None
-    """Minimum width of a layer whose width the threshold chooses; 1 if not given."""
+    """With a width threshold: keep at least this many beams per layer  [default: 1]."""
     one_cache: bool = False
-    """Sampling: continue with only the likeliest beam after each round. A heuristic: texts follow no sampling distribution."""
+    """When sampling: continue with only the likeliest beam after each round (a heuristic; the text is no longer an exact
+    sample)."""
     num_return_sequences: int = 1
-    """Number of finished texts to return, best first."""
+    """Return this many texts with their log-probabilities: the best beams, or independent samples."""
     length_penalty: float = 1.0
+    """Divide beam scores by the length raised to this power  [default: 1]."""
     early_stopping: EarlyStopping = False
+    """When beam search stops, as in Hugging Face: true, false or never  [default: false]."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _named(BeamMode, "beam mode", self.mode))

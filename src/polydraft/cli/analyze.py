@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import machine_options, options_of, prepare
+from polydraft.cli.options import json_option, machine_options, options_of, prepare, prompts_option, raw_option
 from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import UsageError
 from polydraft.options import LoadOptions
@@ -31,9 +31,9 @@ _ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")
 
 @click.command("analyze")
 @options_of(LoadOptions, only=("target", "draft", "draft_temperature"))
-@click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
+@prompts_option
 @click.option("--limit", type=int, default=32, show_default=True, help="Use this many prompts, spread over the categories.")
-@click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
+@raw_option
 @click.option("--temperature", default=None, metavar="T,T,...", help="Temperatures to analyze  [default: 0.6,1.0].")
 @click.option("--drafts", default=None, metavar="N,N,...", help="Numbers of drafts to analyze  [default: 2,4,8].")
 @click.option(
@@ -50,7 +50,7 @@ _ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=None, help="Folder for tables, plots and collected distributions."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+@json_option
 @machine_options()
 def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) -> None:
     """Compare what each scheme accepts with the most that any verifier could accept from drafts drawn the same way.

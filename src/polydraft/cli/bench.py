@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import in_range, options_of, prepare
+from polydraft.cli.options import in_range, options_of, prepare, prompts_option
 from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import FailureError, UsageError
 from polydraft.lab.bench.options import BenchOptions, method_options
@@ -82,7 +82,7 @@ def diff(before: Path, after: Path) -> None:
 
 @command.command("serve", short_help="Measure a server under load.")
 @options_of(ServingLoad)
-@click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
+@prompts_option
 @click.option(
     "--out", type=click.Path(path_type=Path), default=None, help="JSON file for the figures; an HTML page goes beside it."
 )

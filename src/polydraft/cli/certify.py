@@ -8,9 +8,12 @@ import click
 from polydraft.cli.options import (
     GroupedCommand,
     Loading,
+    json_option,
     loading_options,
     machine_options,
     options_of,
+    prompts_option,
+    raw_option,
     set_threads,
     taken,
     with_options,
@@ -21,17 +24,16 @@ from polydraft.errors import FailureError, UsageError
 if TYPE_CHECKING:
     from polydraft.certify import Certificate
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 _prompted = with_options(
     [
-        click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."),
+        prompts_option,
         click.option(
             "--limit", type=int, default=20, show_default=True, help="Use this many prompts, spread over the categories."
         ),
         click.option(
             "--max-new-tokens", type=int, default=64, show_default=True, help="Generate at most this many tokens per text."
         ),
-        _JSON,
+        json_option,
     ]
 )
 """What both commands have that compare texts with a target's."""
@@ -39,7 +41,7 @@ _prompted = with_options(
 
 @click.command("decoder", cls=GroupedCommand)
 @loading_options
-@click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
+@raw_option
 @_prompted
 def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: int, **options: Any) -> None:
     """Compare a decoder's greedy texts, token by token, with those of the target alone.
@@ -118,7 +120,7 @@ class _Certify(click.Command):
 @click.option("--quick", is_flag=True, help="Run fewer checks: seconds instead of half a minute per name.")
 @click.option("--no-power", is_flag=True, help="Skip the known wrong rules.")
 @machine_options(skip=("device", "dtype"))
-@_JSON
+@json_option
 def command(
     names: tuple[str, ...],
     everything: bool,

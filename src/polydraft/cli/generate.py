@@ -4,11 +4,11 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import click
 
-from polydraft.cli.options import Choices, GroupedCommand, GroupedOption, options_of, shared_options, taken
+from polydraft.cli.options import Choices, GroupedCommand, GroupedOption, json_option, options_of_decoders, taken
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,40 +18,30 @@ if TYPE_CHECKING:
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Settings of sampling that stand in the JSON output."""
-_FLAGS = {"draws": "--beam-draws", "verification": "--beam-verification"}
+_EXPERT = ("mode", "draws", "verification", "min_width", "one_cache")
+"""Fields of beams that `--set` sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamChoices:
     """Beams and several samples."""
 
+    described_in: ClassVar[str] = "polydraft.beam.options:BeamOptions"
+
     beams: int | None = None
-    """Decode with this many beams: beam search at temperature 0, beam sampling above."""
-    beam_mode: str | None = None
-    """search or sample  [default: search at temperature 0, sample above]."""
-    draws: str | None = None
-    """When sampling: distinct beams, iid (independent) beams, or hf (draw twice as many, keep the best)."""
-    verification: str | None = None
-    """When sampling: layers (the paper's method), coupled (shared noise) or auto."""
-    draft_width: int | None = None
-    """Number of draft beams  [default: 4 times --beams on a GPU, 1.5 times on a CPU; twice with --width-threshold]."""
-    draft_depth: int | None = None
-    """Let draft beams run at most this many steps ahead  [default: 4 on a GPU, 2 on a CPU; 3 with --width-threshold]."""
-    twins: bool = False
-    """Draft beams from what the target predicted after texts with the same ending; needs no draft model."""
-    width_threshold: float | None = None
-    """When sampling: keep as many beams per layer as the drafts yield with this probability."""
-    min_width: int | None = None
-    """With --width-threshold: keep at least this many beams per layer."""
-    one_cache: bool = False
-    """When sampling: continue with only the likeliest beam after each round (a heuristic; the text is no longer an exact
-    sample)."""
-    length_penalty: float | None = None
-    """Divide beam scores by the length raised to this power  [default: 1]."""
-    early_stopping: Literal["true", "false", "never"] | None = None
-    """When beam search stops, as in Hugging Face  [default: false]."""
     num_return_sequences: int | None = None
-    """Return this many texts with their log-probabilities: the best beams, or independent samples."""
+    length_penalty: float | None = None
+    early_stopping: Literal["true", "false", "never"] | None = None
+    draft_width: int | None = None
+    draft_depth: int | None = None
+    twins: bool = False
+    width_threshold: float | None = None
+    min_width: int | None = None
+    mode: str | None = None
+    """With beams: search or sample  [default: search at temperature 0, sample above]."""
+    draws: str | None = None
+    verification: str | None = None
+    one_cache: bool = False
 
     def given(self) -> dict[str, Any]:
         """Return those that were set."""
@@ -61,8 +51,7 @@ class BeamChoices:
         """Return them as options of the decoder."""
         from polydraft.beam import BeamOptions
 
-        fields = self.given()
-        fields["mode"] = fields.pop("beam_mode", "search" if temperature == 0 else "sample")
+        fields = {"mode": "search" if temperature == 0 else "sample", **self.given()}
         if "early_stopping" in fields:
             fields["early_stopping"] = {"true": True, "false": False}.get(fields["early_stopping"], "never")
         return BeamOptions(**fields)
@@ -106,8 +95,7 @@ class Task:
 
 @click.command("generate", cls=GroupedCommand)
 @click.argument("prompt")
-@shared_options
-@options_of(BeamChoices, **{name: {"flag": flag} for name, flag in _FLAGS.items()})
+@options_of_decoders(Choices, BeamChoices, expert=_EXPERT)
 @click.option(
     "--json-schema",
     cls=GroupedOption,
@@ -118,7 +106,7 @@ class Task:
 )
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--compare", is_flag=True, help="Also decode without drafts and with Hugging Face, and print a comparison.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+@json_option
 def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_json: bool, **options: Any) -> None:
     """Generate text that continues or answers PROMPT ('-' reads the prompt from standard input).
 
@@ -219,7 +207,7 @@ def _generate_samples(task: Task, beams: BeamChoices) -> None:
     count = beams.num_return_sequences
     for name in beams.given():
         if name != "num_return_sequences":
-            flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+            flag = f"--set {name}" if name in _EXPERT else "--" + name.replace("_", "-")
             raise UsageError(f"{flag} works only with --beams; add it, such as --beams 4")
     assert count is not None
     if count < 1:
@@ -295,7 +283,7 @@ def _refuse_what_does_not_apply(choices: Choices) -> None:
     for flag, value in (("--scheme", choices.scheme), ("--walk", choices.walk), ("--tree", choices.tree)):
         if value != "auto":
             what = "beams have their own verification" if flag != "--tree" else "beams grow forests"
-            remedy = "--draft-width and --draft-depth" if flag == "--tree" else "--beam-verification"
+            remedy = "--draft-width and --draft-depth" if flag == "--tree" else "--set verification"
             raise UsageError(f"{flag} {value} does not apply to beams: {what}; leave it out, or see {remedy}")
     if choices.drafter not in ("auto", "model"):
         raise UsageError(

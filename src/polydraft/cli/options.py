@@ -1,6 +1,7 @@
 """Options of commands, derived from dataclasses (`polydraft.described`): a field is an option, its docstring the help text.
 
-Nothing here imports torch, so that help comes at once.
+Fields that only experts need have no flag of their own; `--set NAME=VALUE` sets them. Nothing here imports torch, so that help
+comes at once.
 """
 
 import dataclasses
@@ -8,12 +9,12 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import click
 
 from polydraft.described import Option, options_in
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, unknown_name
 from polydraft.options import LoadOptions, NgramOptions, PlaceOptions
 
 if TYPE_CHECKING:
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
 Decorator = Callable[[Any], Any]
 Kind = TypeVar("Kind")
 _MOST_THREADS = 1024
+_EXPERT = {option.name for option in options_in(NgramOptions)} - {"corpus"} | {"stop_below", "graphs", "invariant"}
+"""Fields of decoders that `--set` sets."""
+_SAMPLING = "polydraft.sampling.params:SamplingParams"
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+raw_option = click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
+prompts_option = click.option(
+    "--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."
+)
 
 
 class GroupedOption(click.Option):
@@ -47,6 +57,73 @@ class GroupedCommand(click.Command):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+
+
+class _Settings(GroupedOption):
+    """`--set NAME=VALUE`, for fields that have no flag of their own."""
+
+    def __init__(self, *names: Any, fields: Sequence[Option], **arguments: Any) -> None:
+        super().__init__(*names, **arguments)
+        # In the messages about a value, too, fields have the names by which they are set.
+        named = [dataclasses.replace(field, short=field.name.removeprefix("no_")) for field in fields]
+        self._fields = {field.short: field for field in named}
+
+    def handle_parse_result(self, ctx: click.Context, opts: Any, args: list[str]) -> tuple[Any, list[str]]:
+        """Put all the fields among the command's options, those that are given and the others."""
+        given, args = super().handle_parse_result(ctx, opts, args)
+        if "help" in (given or ()):
+            self._describe(ctx)
+        ctx.params |= {field.name: field.default for field in self._fields.values()}
+        ctx.params |= dict(self._read(text) for text in given or ())
+        return given, args
+
+    def _read(self, text: str) -> tuple[str, Any]:
+        name, equals, value = text.partition("=")
+        field = self._fields.get(name.strip().replace("-", "_"))
+        if field is None:
+            raise unknown_name("name in --set", name, self._fields)
+        if not equals:
+            raise UsageError(f"--set {name} has no value; write --set {_entry(field)}")
+        return field.name, field.read(value.strip())
+
+    def _describe(self, ctx: click.Context) -> None:
+        """Say what each of them does, and leave."""
+        formatter = ctx.make_formatter()
+        with formatter.section("Settings, as --set NAME=VALUE"):
+            formatter.write_dl([(_entry(field), _said(field)) for field in self._fields.values()])
+        click.echo(formatter.getvalue().rstrip())
+        ctx.exit()
+
+
+def _entry(field: Option) -> str:
+    """Show how a field is set."""
+    kinds = {bool: "no" if field.name.startswith("no_") else "yes|no", int: "INTEGER", float: "FLOAT"}
+    return f"{field.short}={kinds.get(field.kind, 'TEXT')}"
+
+
+def _said(field: Option) -> str:
+    """Describe a field and its default, if that says anything."""
+    if field.default is None or field.default is False:
+        return field.help
+    return f"{field.help}  [default: {'yes' if field.default is True else field.default}]"
+
+
+def settings_of(*kinds: type[Any], only: Collection[str]) -> Decorator:
+    """Return a decorator that adds `--set` for some fields of dataclasses."""
+    fields = [option for kind in kinds for option in options_in(kind) if option.name in only]
+    names = ", ".join(field.name.removeprefix("no_") for field in fields)
+    return click.option(
+        "--set",
+        "settings",
+        cls=_Settings,
+        fields=fields,
+        heading="Expert settings",
+        metavar="NAME=VALUE",
+        multiple=True,
+        expose_value=False,
+        is_eager=True,
+        help=f"Set one of these, which '--set help' describes; may be given several times: {names}.",
+    )
 
 
 def with_options(options: Sequence[Decorator]) -> Decorator:
@@ -144,10 +221,10 @@ class Loading(LoadOptions, NgramOptions, Threads):
 class Request:
     """Options."""
 
+    described_in: ClassVar[str] = _SAMPLING
+
     temperature: float = 0.0
-    """Sampling temperature; 0 decodes greedily."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that together reach this probability."""
     max_new_tokens: int = 128
     """Generate at most this many tokens."""
     seed: int = 0
@@ -158,12 +235,11 @@ class Request:
 class Sampling:
     """Sampling."""
 
+    described_in: ClassVar[str] = _SAMPLING
+
     top_k: int = 0
-    """Sample from the k likeliest tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this fraction of the likeliest one's probability."""
     repetition_penalty: float = 1.0
-    """Values above 1 discourage repetition."""
     stop: tuple[str, ...] = ()
     """String that ends the text; may be given several times."""
 
@@ -204,7 +280,15 @@ def _asked(name: str, value: Any) -> Any:
 
 
 _RANGES = {"threads": {"callback": in_range}}
-shared_options, loading_options = options_of(Choices, **_RANGES), options_of(Loading, **_RANGES)
+
+
+def options_of_decoders(kind: type[Loading], *others: type[Any], expert: Collection[str] = ()) -> Decorator:
+    """Return a decorator that adds the options of a decoder, those of other dataclasses, and `--set` for the expert ones."""
+    flags = [options_of(kind, skip=_EXPERT, **_RANGES), *(options_of(other, skip=expert) for other in others)]
+    return with_options([*flags, settings_of(kind, *others, only={*_EXPERT, *expert})])
+
+
+shared_options, loading_options = options_of_decoders(Choices), options_of_decoders(Loading)
 """Add the options of `Choices`, or of `Loading`, to a command."""
 
 

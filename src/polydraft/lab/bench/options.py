@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 from polydraft.described import Option, options_in
 from polydraft.errors import UsageError
@@ -23,6 +24,8 @@ def method_options(*, grams: bool, skip: Collection[str] = ()) -> list[Option]:
 class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
     """What to measure."""
 
+    described_in: ClassVar[str] = "polydraft.sampling.params:SamplingParams"
+
     source: str = "builtin"
     """builtin, a file, or hf:NAME[:SPLIT]."""
     limit: int | None = None
@@ -34,11 +37,8 @@ class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
     corpus: str = "auto"
     """Corpus cache: a file, none, or auto."""
     temperature: float = 0.0
-    """Sampling temperature; 0 decodes greedily."""
     top_k: int = 0
-    """Sample from the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that together reach this probability."""
     log_likelihood: bool = False
     """Also score every text with the target; this is not timed."""
     max_new_tokens: int = 64
