@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 import polydraft
 from polydraft.beam import BeamOptions
-from polydraft.cli.bench import command as bench
 from polydraft.cli.certify import _decoder as certify
 from polydraft.cli.generate import BeamChoices
 from polydraft.cli.generate import command as generate
@@ -22,6 +21,7 @@ from polydraft.errors import UsageError
 from polydraft.hf_generate import SpeculateOptions
 from polydraft.lab.bench.method import MethodSpec
 from polydraft.lab.bench.options import BenchOptions, method_options
+from polydraft.lab.commands.bench import command as bench
 from polydraft.options import LoadOptions, NgramOptions, TreeOptions
 from polydraft.sampling import SamplingParams
 

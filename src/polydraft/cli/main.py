@@ -28,6 +28,7 @@ _COMMANDS = {
     "train": "Train a draft for your target.",
     "tune": "Find the best drafting settings for this machine, and keep them.",
 }
+_OF_THE_LABORATORY = ("analyze", "bench")
 
 
 class _LazyGroup(click.Group):
@@ -39,7 +40,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"polydraft.cli.{cmd_name}").command
+        room = "lab.commands" if cmd_name in _OF_THE_LABORATORY else "cli"
+        command: click.Command = import_module(f"polydraft.{room}.{cmd_name}").command
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from polydraft.errors import UsageError, duration
@@ -177,46 +175,3 @@ def sources_text(tokens_by_source: Mapping[str, int], unit: str = "") -> str:
         return ""
     ordered = sorted(counts.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{source} {count}{unit}" for source, count in ordered)
-
-
-def results_table(results: dict[str, Any]) -> Table:
-    """Return the headline table of a benchmark."""
-    settings = results["settings"]
-    title = (
-        f"{settings['target']}, draft {settings['draft']}, T={settings['temperature']}, {settings['prompts']['count']} prompts"
-    )
-    if "inflated" in settings:
-        title += f"\n{settings['inflated']}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("method", overflow="fold")
-    for heading in ("tokens/s", "speed-up (95 %)", "tokens/pass", "accepted", "same text"):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
-    sources = {name: _shares(figures) for name, figures in results["methods"].items()}
-    if any(sources.values()):
-        table.add_column("drafted by", overflow="fold")
-    for name, figures in results["methods"].items():
-        low, high = figures["speedup_low"], figures["speedup_high"]
-        speed_up = _number(figures["speedup"]) + ("" if low is None else f" ({low:.2f}-{high:.2f})")
-        cells = [_number(figures[key]) for key in ("tokens_per_second", "tokens_per_pass", "acceptance_rate")]
-        status = _identity(figures) if figures["status"] == "ok" else "failed"
-        told = [sources[name]] if any(sources.values()) else []
-        table.add_row(name, cells[0], speed_up, *cells[1:], status, *told)
-    return table
-
-
-def _shares(figures: dict[str, Any]) -> str:
-    """Say what share of the tokens each n-gram cache and draft proposed."""
-    counts, own = figures.get("tokens_by_source", {}), ("target", "unknown")
-    drafted = {source: count for source, count in counts.items() if source not in own}
-    return sources_text({source: round(100 * count / sum(counts.values())) for source, count in drafted.items()}, unit=" %")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _identity(figures: dict[str, Any]) -> str:
-    if figures["identical"] is None:
-        return "-"
-    ties, others = figures["near_tie_differences"], figures["differences"]
-    return f"{figures['identical']}" + (f" +{ties} ties" if ties else "") + (f", {others} NOT" if others else "")

@@ -21,7 +21,7 @@ from polydraft.lab.papers import PAPERS, DistributionRun, Results
 from polydraft.lab.papers.pages import filled, keep, measured, read_kept, write_kept
 from polydraft.papers.target_init import TargetInit
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs" / "papers"
 MOST_BYTES = 200_000
 RENDERED = runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["rendered"]()

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich import box
+from rich.console import Group
+from rich.table import Table
 
 from polydraft.cli.options import json_option, machine_options, options_of, prepare, prompts_option, raw_option
-from polydraft.cli.terminal import PhaseProgress, announce_start
+from polydraft.cli.terminal import PhaseProgress, announce_start, output_console
 from polydraft.errors import UsageError
 from polydraft.options import LoadOptions
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from polydraft.lab.analyze import Analysis, AnalyzeSettings, DistributionStore, Row
     from polydraft.lab.analyze.analysis import SampleSize
 
@@ -132,18 +133,11 @@ def _report(analysis: "Analysis", rows: list["Row"]) -> dict[str, Any]:
 
 def _show(analysis: "Analysis", rows: list["Row"]) -> None:
     """Print one table per temperature."""
-    from rich.console import Group
-
-    from polydraft.cli.terminal import output_console
-
     output_console().print(Group(*(_table(analysis, rows, size) for size in analysis.sizes)))
 
 
-def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> "Table":
+def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> Table:
     """Return the table of one temperature, a section for each number of drafts; a dash where a scheme takes fewer."""
-    from rich import box
-    from rich.table import Table
-
     from polydraft.lab.analyze.comparison import drawing_of
     from polydraft.verify import SCHEMES
 
