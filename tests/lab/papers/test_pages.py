@@ -2,13 +2,12 @@
 
 import ast
 import contextlib
-import importlib
 import io
 import json
+import pkgutil
 import re
 import runpy
 import shlex
-from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,15 +44,6 @@ def rows_of(name: str) -> list[Row]:
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
 
 
-def found(dotted: str) -> object:
-    """Import what a dotted name means: a package, and names in it."""
-    package, *names = dotted.removeprefix("polydraft.").split(".")
-    module = importlib.import_module(f"polydraft.{package}")
-    while hasattr(module, "__path__") and names and not hasattr(module, names[0]):
-        module = importlib.import_module(f"{module.__name__}.{names.pop(0)}")
-    return reduce(getattr, names, module)
-
-
 def names_in(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
@@ -79,7 +69,7 @@ def test_every_piece_is_where_it_says_with_its_test_and_its_command(name: str) -
         if row.here.startswith("not done: "):
             assert not row.test and not row.command
             continue
-        found(row.here.strip("`"))
+        pkgutil.resolve_name(row.here.strip("`"))
         file, _, test = row.test.strip("`").partition("::")
         assert test in names_in(ROOT / file), row.test
         check_command(row.command.strip("`"))
