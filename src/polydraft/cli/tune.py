@@ -150,7 +150,7 @@ def _table(tuning: "Tuning", temperature: float) -> "Table":
 
 def _chart(tuning: "Tuning") -> str:
     """Draw expected speed-ups over the batch, of the first temperature."""
-    from polydraft.lab.analyze.files import Curve, Point, chart
+    from polydraft.lab.charts import Curve, Point, line_chart
 
     batches = tuning.options.batches
     places = {batch: math.log2(batch) for batch in batches}
@@ -160,7 +160,7 @@ def _chart(tuning: "Tuning") -> str:
         for one in own
     ]
     names = {place: str(batch) for batch, place in places.items()}
-    return chart(curves, across="texts at a time", up="expected speed-up over plain decoding", most=math.inf, names=names)
+    return line_chart(curves, across="texts at a time", up="expected speed-up over plain decoding", most=math.inf, names=names)
 
 
 def _verdict(picks: Sequence["Pick"]) -> str:

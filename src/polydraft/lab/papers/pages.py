@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polydraft.lab.papers._charts import Drawing
+from polydraft.lab.charts import Drawing
 from polydraft.lab.papers.paper import UNKNOWN, Comparison, Paper, Results, table, text_of
 
 FILE = "reproduction.md"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.lab.papers._charts import Drawing
+from polydraft.lab.charts import Drawing
 from polydraft.registry import Registry
 
 
