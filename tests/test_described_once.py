@@ -19,6 +19,7 @@ from polydraft.described import described_by, options_in
 from polydraft.draft.decision import DEFAULT_THRESHOLD
 from polydraft.errors import UsageError
 from polydraft.hf_generate import SpeculateOptions
+from polydraft.lab.analyze.settings import AnalyzeSettings
 from polydraft.lab.bench.method import MethodSpec
 from polydraft.lab.bench.options import BenchOptions, method_options
 from polydraft.lab.commands.bench import command as bench
@@ -96,7 +97,9 @@ def test_a_new_field_is_read_from_a_method() -> None:
         MethodSpec.parse("sd,patience=3").read(options)
 
 
-@pytest.mark.parametrize("kind", [LoadOptions, NgramOptions, SpeculateOptions, BenchOptions], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [LoadOptions, NgramOptions, SpeculateOptions, BenchOptions, AnalyzeSettings], ids=lambda kind: kind.__name__
+)
 def test_every_field_says_what_it_is(kind: type) -> None:
     described = options_in(kind)
     assert {option.name for option in described} == {one.name for one in dataclasses.fields(kind)}

@@ -111,7 +111,7 @@ def test_missing_bundled_package_says_how_to_get_it(invoke, monkeypatch: pytest.
 def test_help_of_every_command_comes_without_loading_torch() -> None:
     script = (
         "import sys; from polydraft.cli.main import run\n"
-        "for command in ('', 'generate', 'chat', 'info', 'train head', 'train decision', 'train corpus-cache'):\n"
+        "for command in ('', 'generate', 'chat', 'info', 'bench', 'train head', 'train decision', 'train corpus-cache'):\n"
         "    assert run([*command.split(), '--help']) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )

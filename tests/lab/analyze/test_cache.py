@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from covering import keeping
-from polydraft.lab.analyze import DistributionStore
+from polydraft.lab.analyze.analysis import DistributionStore
 from polydraft.models.hf import HFModel
 
 OPTIONS = ("--json", "--temperature", "1", "--drafts", "2", "--positions", "10")

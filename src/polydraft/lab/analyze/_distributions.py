@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
-from polydraft.lab.analyze._settings import AnalyzeSettings
+from polydraft.lab.analyze.settings import AnalyzeSettings
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary, SamplingParams, Warper

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polydraft.engine import Decoder
+from polydraft.errors import UsageError
 from polydraft.lab.analyze._distributions import Distributions, Observer, collect
-from polydraft.lab.analyze._settings import AnalyzeSettings, Pair
 from polydraft.lab.analyze.comparison import Comparison, Row, takes, work
-from polydraft.models import check_prompts
-from polydraft.models.fingerprint import digest_of
+from polydraft.lab.analyze.settings import AnalyzeSettings
+from polydraft.loading import usual_pair
+from polydraft.models import FeatureHead, LanguageModel, check_prompts
+from polydraft.models.fingerprint import digest_of, model_fingerprint
+from polydraft.models.loading import Loaded, load_draft, load_model
+from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.output import written_whole
 from polydraft.prompts import load_prompts
 from polydraft.verify import SCHEMES
@@ -27,6 +32,42 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _NAMES = ("target", "draft", "prompt")
+
+
+class Pair:
+    """A target and its draft by name, loaded only when something has to be computed with them.
+
+    Parameters
+    ----------
+    target, draft, device, dtype : str
+        As `polydraft.load` takes them.
+    """
+
+    def __init__(self, target: str, draft: str, device: str, dtype: str) -> None:
+        self.target_name = target
+        self.draft_name = usual_pair(target)[0] if draft == "auto" else draft
+        if self.draft_name == "none":
+            raise UsageError(f"target {target!r} has no draft to compare with; pass --draft NAME, a folder, or early-exit:k")
+        self.device: torch.device = resolve_device(device)
+        self.dtype: torch.dtype = resolve_dtype(dtype, self.device)
+
+    @cached_property
+    def target(self) -> Loaded:
+        """The target, loaded."""
+        return load_model(self.target_name, self.device, self.dtype)
+
+    @cached_property
+    def draft(self) -> LanguageModel | FeatureHead:
+        """The draft, loaded."""
+        draft = load_draft(self.draft_name, self.target)
+        assert draft is not None, "'none' was refused"
+        return draft
+
+    def fingerprint(self) -> list[str] | None:
+        """Return marks of both models' files and of how they compute, or None while that cannot be told."""
+        marks = [model_fingerprint(name) for name in (self.target_name, self.draft_name)]
+        found = [mark for mark in marks if mark is not None]
+        return [*found, str(self.dtype), self.device.type] if len(found) == len(marks) else None
 
 
 class DistributionStore:

@@ -10,14 +10,15 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from polydraft.cli.options import json_option, machine_options, options_of, prepare, prompts_option, raw_option
+from polydraft.cli.options import in_range, json_option, options_of, prepare
 from polydraft.cli.terminal import PhaseProgress, announce_start, output_console
 from polydraft.errors import UsageError
-from polydraft.options import LoadOptions
+from polydraft.lab.analyze.settings import AnalyzeSettings
+from polydraft.options import PairOptions
 
 if TYPE_CHECKING:
-    from polydraft.lab.analyze import Analysis, AnalyzeSettings, DistributionStore, Row
-    from polydraft.lab.analyze.analysis import SampleSize
+    from polydraft.lab.analyze.analysis import Analysis, DistributionStore, SampleSize
+    from polydraft.lab.analyze.comparison import Row
 
 _USUAL = {
     None: ("0.6,1.0", "2,4,8"),
@@ -25,34 +26,28 @@ _USUAL = {
     "drafts": ("0.7", "1,2,3,4,6,8"),
 }
 """What --sweep looks at, temperatures and drafts, unless told otherwise; 3 drafts and 0.7 are the paper's own."""
+_LIST: dict[str, Any] = {"type": str, "multiple": False, "default": None, "show_default": False}
 _KEPT_BYTES = 2**31
 """Of distributions in the user's cache folder; in --out all are kept."""
 _ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")
 
 
 @click.command("analyze")
-@options_of(LoadOptions, only=("target", "draft", "draft_temperature"))
-@prompts_option
-@click.option("--limit", type=int, default=32, show_default=True, help="Use this many prompts, spread over the categories.")
-@raw_option
-@click.option("--temperature", default=None, metavar="T,T,...", help="Temperatures to analyze  [default: 0.6,1.0].")
-@click.option("--drafts", default=None, metavar="N,N,...", help="Numbers of drafts to analyze  [default: 2,4,8].")
-@click.option(
-    "--schemes", default="all", show_default=True, metavar="NAME,...", help="Schemes to analyze; 'polydraft info' lists them."
+@options_of(PairOptions)
+@options_of(
+    AnalyzeSettings,
+    skip=("target", "draft", "categories"),
+    source={"flag": "--prompts"},
+    temperatures={"flag": "--temperature", "metavar": "T,T,...", **_LIST},
+    drafts={"metavar": "N,N,...", **_LIST},
+    schemes={"metavar": "NAME,...", **_LIST},
+    threads={"callback": in_range},
 )
 @click.option("--sweep", type=click.Choice(["temperature", "drafts"]), help="Plot α over many temperatures or drafts.")
-@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Generate at most this many tokens per answer.")
-@click.option(
-    "--positions", type=int, default=256, show_default=True, help="Number of random positions in the answers to examine."
-)
-@click.option("--batch-size", type=int, default=16, show_default=True, help="Prompts to answer at a time.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same answers and positions.")
-@click.option("--paper-bound", is_flag=True, help="Also show the value that the paper prints for α*.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=None, help="Folder for tables, plots and collected distributions."
 )
 @json_option
-@machine_options()
 def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) -> None:
     """Compare what each scheme accepts with the most that any verifier could accept from drafts drawn the same way.
 
@@ -64,7 +59,7 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     if sweep is not None and out is None:
         raise UsageError("--sweep needs --out; name a folder for the plots")
     announce_start()
-    from polydraft.lab.analyze import Analysis
+    from polydraft.lab.analyze.analysis import Analysis
     from polydraft.lab.analyze.files import Sweep, write_files
     from polydraft.output import check_folder
 
@@ -86,14 +81,12 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
         click.echo(f"{', '.join(map(str, written))} written")
 
 
-def _settings(sweep: str | None, options: dict[str, Any]) -> "AnalyzeSettings":
+def _settings(sweep: str | None, options: dict[str, Any]) -> AnalyzeSettings:
     """Read the lists and check everything that can be checked without a model."""
-    from polydraft.lab.analyze import AnalyzeSettings
-
     temperatures, drafts = _USUAL[sweep]
-    options["temperatures"] = _numbers("--temperature", options.pop("temperature") or temperatures, float)
-    options["drafts"] = _numbers("--drafts", options.pop("drafts") or drafts, int)
-    schemes = options.pop("schemes").replace(",", " ").split()
+    options["temperatures"] = _numbers("--temperature", options["temperatures"] or temperatures, float)
+    options["drafts"] = _numbers("--drafts", options["drafts"] or drafts, int)
+    schemes = (options.pop("schemes") or "all").replace(",", " ").split()
     return AnalyzeSettings(schemes=() if schemes in ([], ["all"]) else tuple(schemes), **options)
 
 
@@ -109,7 +102,7 @@ def _numbers(option: str, text: str, kind: type[float] | type[int]) -> tuple[Any
 
 
 def _store(out: Path | None) -> "DistributionStore":
-    from polydraft.lab.analyze import DistributionStore
+    from polydraft.lab.analyze.analysis import DistributionStore
     from polydraft.output import cache_root
 
     return (

@@ -15,6 +15,7 @@ from polydraft.cli.terminal import PhaseProgress, announce_start, output_console
 from polydraft.errors import FailureError, UsageError
 from polydraft.lab.bench.options import BenchOptions, method_options
 from polydraft.lab.bench.serving import ServingLoad
+from polydraft.options import PairOptions
 
 if TYPE_CHECKING:
     from polydraft.lab.bench.session import BenchSession
@@ -27,8 +28,10 @@ _BEHIND = (
 
 
 @click.group("bench", invoke_without_command=True, epilog=_BEHIND)
+@options_of(PairOptions)
 @options_of(
     BenchOptions,
+    skip=("target", "draft"),
     source={"flag": "--prompts"},
     shard={"metavar": "I/N"},
     methods={"type": str, "multiple": False, "default": "ar sd:5 mcsd:4x2x1 hf", "show_default": True},
