@@ -30,7 +30,7 @@ USAGE = {
     "a scheme": (["--beams", "2", "--scheme", "rrs-wr"], "--scheme rrs-wr does not apply to beams"),
     "a walk": (["--beams", "2", "--walk", "block"], "--walk block does not apply to beams"),
     "a tree": (["--beams", "2", "--tree", "4x2"], "--tree 4x2 does not apply to beams"),
-    "a draft temperature": (["--beams", "2", "--draft-temperature", "0.5"], "--draft-temperature does not apply"),
+    "a draft temperature": (["--beams", "2", "--draft-temperature", "0.5"], "--draft-temperature 0.5 does not apply"),
     "more beams than memory": (["--beams", "100000"], "beams=100000 is out of range; allowed: whole numbers from 1 to 1024"),
     "drafts too wide": (["--beams", "2", "--draft-width", "99999"], "draft_width=99999 is out of range"),
     "penalty that is no number": (["--beams", "2", "--length-penalty", "nan"], "length_penalty=nan is out of range"),
@@ -51,7 +51,7 @@ USAGE = {
     "twins without beams": (["--twins"], "--twins works only with --beams"),
     "twins and a draft": (["--beams", "2", "--twins", "--draft", "early-exit:2"], "--twins needs no draft"),
     "another kind of draft": (["--beams", "2", "--drafter", "self-draft"], "--drafter self-draft does not apply to beams"),
-    "a decision model": (["--beams", "2", "--decision", "auto"], "--decision does not apply to beams"),
+    "a decision model": (["--beams", "2", "--decision", "auto"], "--decision auto does not apply to beams"),
     "draws without beams": (["--set", "draws=iid"], "--set draws works only with --beams"),
     "coupled dynamic widths": (
         ["--beams", "2", "--temperature", "1", "--width-threshold", "0.5", "--set", "verification=coupled"],

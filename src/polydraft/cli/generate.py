@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from polydraft.sampling import SamplingParams
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Settings of sampling that stand in the JSON output."""
+"""Sampling parameters that the JSON output repeats."""
 _EXPERT = ("mode", "draws", "verification", "min_width", "one_cache")
 """Fields of beams that `--set` sets."""
 
@@ -44,11 +44,11 @@ class BeamChoices:
     one_cache: bool = False
 
     def given(self) -> dict[str, Any]:
-        """Return those that were set."""
+        """Return the options that were given."""
         return {name: value for name, value in vars(self).items() if value is not None and value is not False}
 
     def options(self, temperature: float) -> "BeamOptions":
-        """Return them as options of the decoder."""
+        """Return them as `BeamOptions`."""
         from polydraft.beam import BeamOptions
 
         fields = {"mode": "search" if temperature == 0 else "sample", **self.given()}
@@ -59,7 +59,7 @@ class BeamChoices:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be generated, and how it is shown."""
+    """What to generate, and how to show it."""
 
     text: str
     choices: Choices
@@ -203,7 +203,7 @@ def _as_object(result: "Generation", decoder: "Decoder", task: Task) -> dict[str
 
 
 def _generate_samples(task: Task, beams: BeamChoices) -> None:
-    """Draw samples of one prompt, as one batch."""
+    """Draw several samples for one prompt, as one batch."""
     count = beams.num_return_sequences
     for name in beams.given():
         if name != "num_return_sequences":
@@ -278,24 +278,24 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
         console.print("the texts are identical, token by token")
 
 
+_NOT_FOR_BEAMS = {
+    "scheme": "which have their own verification; leave it out, or see --set verification",
+    "walk": "which have their own verification; leave it out, or see --set verification",
+    "tree": "which grow forests; leave it out, or see --draft-width and --draft-depth",
+    "drafter": "which take their drafts from a model or, with --twins, from the target; leave it out",
+    "lossy": "which have their own verification; leave it out",
+    "decision": "which decide for themselves when to stop drafting; leave it out",
+    "draft_temperature": "whose draft samples as the target does; leave it out",
+}
+"""Options of single texts, and why they do not apply to beams."""
+
+
 def _refuse_what_does_not_apply(choices: Choices) -> None:
-    """Refuse options of single texts."""
-    for flag, value in (("--scheme", choices.scheme), ("--walk", choices.walk), ("--tree", choices.tree)):
-        if value != "auto":
-            what = "beams have their own verification" if flag != "--tree" else "beams grow forests"
-            remedy = "--draft-width and --draft-depth" if flag == "--tree" else "--set verification"
-            raise UsageError(f"{flag} {value} does not apply to beams: {what}; leave it out, or see {remedy}")
-    if choices.drafter not in ("auto", "model"):
-        raise UsageError(
-            f"--drafter {choices.drafter} does not apply to beams, which take their drafts from a model or, with --twins, "
-            "from the target; leave it out"
-        )
-    if choices.lossy is not None:
-        raise UsageError(f"--lossy {choices.lossy} does not apply to beams, which have their own verification; leave it out")
-    if choices.decision is not None:
-        raise UsageError("--decision does not apply to beams, which decide for themselves when to stop drafting; leave it out")
-    if choices.draft_temperature is not None:
-        raise UsageError("--draft-temperature does not apply to beams, whose draft samples as the target does; leave it out")
+    """Refuse options that only single texts have."""
+    for name, why in _NOT_FOR_BEAMS.items():
+        value, default = getattr(choices, name), Choices.__dataclass_fields__[name].default
+        if value != default and (name, value) != ("drafter", "model"):
+            raise UsageError(f"--{name.replace('_', '-')} {value} does not apply to beams, {why}")
 
 
 def _print_texts(texts: "list[ScoredText]") -> None:
