@@ -35,7 +35,7 @@ _NAMES = ("target", "draft", "prompt")
 
 
 class Pair:
-    """A target and its draft by name, loaded only when something has to be computed with them.
+    """A target and its draft by name, loaded on first use.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class Pair:
         return draft
 
     def fingerprint(self) -> list[str] | None:
-        """Return marks of both models' files and of how they compute, or None while that cannot be told."""
+        """Return fingerprints of both models' files, with dtype and device; None while a file is not there yet."""
         marks = [model_fingerprint(name) for name in (self.target_name, self.draft_name)]
         found = [mark for mark in marks if mark is not None]
         return [*found, str(self.dtype), self.device.type] if len(found) == len(marks) else None
@@ -92,7 +92,7 @@ class DistributionStore:
         return self._folder / f"distributions-{digest_of(origin)}.safetensors"
 
     def load(self, origin: dict[str, Any]) -> Distributions | None:
-        """Return the distributions of an origin, or None where they are not kept, or not whole."""
+        """Return the distributions of an origin, or None if they are not stored or incomplete."""
         file = self.file(origin)
         if not file.exists():
             return None
@@ -109,7 +109,7 @@ class DistributionStore:
         return Distributions(target_RV, draft_RV, prompt_R)
 
     def save(self, origin: dict[str, Any], distributions: Distributions) -> None:
-        """Keep distributions, whole or not at all; where there is no room for them, they are not kept."""
+        """Store distributions completely or not at all; without room on the disk, not at all."""
         tensors = [tensor.contiguous() for tensor in (distributions.target_RV, distributions.draft_RV, distributions.prompt_R)]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def _header(origin: dict[str, Any], *tensors: Tensor) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SampleSize:
-    """On how much the rows of one temperature rest."""
+    """How many prompts and positions the rows of one temperature are computed from."""
 
     temperature: float
     positions: int
@@ -203,7 +203,7 @@ class Analysis:
                         yield comparison.row(name, count)
 
     def _counter(self, temperature: float, positions: int) -> Callable[[int], None]:
-        """Return what counts up, for progress."""
+        """Return a function that counts progress."""
         settings, done = self.settings, 0
         total = positions * work(settings.scheme_names, settings.drafts, settings.paper_bound)
 
@@ -221,7 +221,7 @@ class Analysis:
         if kept is not None:
             return kept
         distributions = collect(self.settings, self.pair.target, self.pair.draft, self._encoded(), temperature, self._observer)
-        # Only now are the files of a model there that had to be downloaded.
+        # The files of a downloaded model exist only now.
         origin = self._origin(temperature)
         if self._store is not None and origin is not None:
             self._store.save(origin, distributions)

@@ -26,11 +26,11 @@ class Sweep(StrEnum):
         return {"temperature": "temperature T", "drafts": "drafts n"}[self]
 
     def place(self, row: Row) -> float:
-        """Where a row stands on the axis."""
+        """Position of a row on the axis."""
         return row.temperature if self is Sweep.TEMPERATURE else row.drafts
 
     def other(self, row: Row) -> str:
-        """Name of what stays the same in a figure, as it stands in the name of the file."""
+        """Name of what is constant in a figure, for the file name."""
         return f"drafts-{row.drafts}" if self is Sweep.TEMPERATURE else f"temperature-{row.temperature:g}"
 
 

@@ -1,4 +1,4 @@
-"""Measure methods against each other, arms interleaved, prompt by prompt, in one process; and keep what was measured."""
+"""Measure methods against each other, interleaved prompt by prompt in one process, and keep the measurements."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from polydraft.prompts import Prompt
 
 _WARM_UP_TOKENS = 8
 _WARM_UPS_OF_GPUS = 2
-"""Whole texts: a kind of pass is captured when it comes for the second time."""
+"""Whole texts: a kind of round is captured when it occurs for the second time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class Runner:
                     yield repeat, index, method
 
     def _warm_up(self, method: Method, token_ids: list[int]) -> None:
-        """Let a method load, compile and allocate before it counts; a failure shows in its first measurement."""
+        """Let a method load, compile and allocate before it is timed; a failure shows in its first measurement."""
         captures = self._device.type == "cuda"
         try:
             if method.warm_up is not None and captures:
@@ -267,7 +267,7 @@ class Runner:
     def _measurement(
         self, method: Method, pair: tuple[Prompt, list[int]], tokens: Sequence[Token], *, error: str | None, **figures: Any
     ) -> Measurement:
-        """Put down one text, scored by the target if that is asked for."""
+        """Return the measurement of one text, scored by the target if asked for."""
         prompt, prompt_ids = pair
         token_ids = [token.token_id for token in tokens]
         passes = [token.target_pass for token in tokens if token.target_pass is not None]

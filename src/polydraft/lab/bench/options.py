@@ -1,4 +1,4 @@
-"""What a benchmark measures, and what its methods can be told; nothing here imports torch before something is checked."""
+"""What a benchmark measures, and the options of its methods. Nothing here imports torch before something is checked."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from polydraft.errors import UsageError
 from polydraft.options import CpuOptions, LoadOptions, NgramOptions, PairOptions, PlaceOptions
 
 OF_DRAFTS = ("scheme", "walk", "draft_temperature", "decision", "stop_below")
-"""Options of drafts and their trees, which n-grams alone have no use for."""
+"""Options of drafts and their trees, which n-grams alone do not have."""
 _SETTLED = ("target", "draft", "device", "dtype", "device_map", "profile", "native", "corpus", "tree", "drafter")
-"""Options that the whole benchmark or a method's name and argument settle."""
+"""Options that the benchmark as a whole, or a method's name and argument, determine."""
 
 
 def method_options(*, grams: bool, skip: Collection[str] = ()) -> list[Option]:
-    """Return the options that may stand behind a method, with those of n-grams or without."""
+    """Return the options that a method can have, with or without those of n-grams."""
     found = [*options_in(LoadOptions), *(options_in(NgramOptions) if grams else [])]
     return [option for option in found if option.has_text and option.name not in (*_SETTLED, *skip)]
 
