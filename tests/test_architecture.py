@@ -2,6 +2,9 @@
 
 import ast
 import importlib
+import re
+import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -43,12 +46,14 @@ ROOMS = [
     "train",
     "serve",
     "batch",
-    "lab",
     "cli",
+    "lab",
     "__main__",
 ]
 """From the ground up: a room may import itself and what stands before it."""
 PRINTING_ROOMS = {"lab", "cli"}
+NEEDING_EXTRAS = {"serve", "batch", "backends"}
+"""Rooms that whoever lacks an extra never enters: they import its packages freely."""
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -63,10 +68,10 @@ def parsed(path):
     return ast.parse(path.read_text())
 
 
-def modules_imported(path):
+def modules_imported(path, nodes=None):
     """Names of polydraft modules that a file imports, inside functions too, as full dotted names."""
     package = ("polydraft", *path.relative_to(SOURCE).parts[:-1])
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(parsed(path)) if nodes is None else nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "polydraft")
         elif isinstance(node, ast.ImportFrom):
@@ -78,6 +83,27 @@ def modules_imported(path):
                 yield module
 
 
+def at_import(path):
+    """Statements that run when a module is imported: not those of functions, nor those for type checkers."""
+    waiting = list(parsed(path).body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+
+
+def packages_at_import(path):
+    """Top-level packages that importing a module imports."""
+    for node in at_import(path):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").split(".")[0]
+
+
 def allowed(room, module):
     """Whether a file of `room` may import `module`."""
     parts = module.split(".")
@@ -86,6 +112,8 @@ def allowed(room, module):
     if len(parts) == 1 or parts[1] not in ROOMS:  # the front door, which knows nearly every room
         return room in PRINTING_ROOMS
     if parts[1] == "backends":  # TODO: only `operations` finds them, by name
+        return True
+    if room == "cli" and parts[1] == "lab":  # inside functions; see below
         return True
     return ROOMS.index(parts[1]) <= ROOMS.index(room)
 
@@ -117,6 +145,29 @@ def test_the_import_rule_is_able_to_fail():
     assert allowed("cli", "polydraft.load") and allowed("engine", "polydraft.trees")
 
 
+def test_the_product_does_not_know_the_laboratory():
+    """Only `cli` imports `lab`, and only inside functions: whoever generates and serves never loads any of it."""
+
+    def wrong(path):
+        nodes = at_import(path) if room_of(path) == "cli" else None
+        known = [] if room_of(path) in ("lab", "__main__") else modules_imported(path, nodes)
+        return [module for module in known if module.split(".")[1:2] == ["lab"]]
+
+    assert not wrongs(wrong)
+
+
+def test_every_command_is_there_without_extras():
+    """Packages of extras are imported where they are used, so that importing a module needs none of them."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    needed = {re.match(r"[\w-]+", one).group() for one in project["dependencies"]}
+    known = {"polydraft", *needed, *sys.stdlib_module_names}
+
+    def wrong(path):
+        return [] if room_of(path) in NEEDING_EXTRAS else {*packages_at_import(path)} - known
+
+    assert not wrongs(wrong)
+
+
 def test_nothing_prints_but_command_line_and_bench():
     def prints(path):
         calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
@@ -138,11 +189,13 @@ def test_the_rules_see_every_file(tmp_path, monkeypatch):
     """Planted errors are found, so that a rule that loops over nothing would show."""
     bad = tmp_path / "engine"
     bad.mkdir()
-    (bad / "utils.py").write_text("from polydraft.loading import load\nprint(load)\n")
+    (bad / "utils.py").write_text("import scipy\nfrom polydraft.lab import svg\nprint(svg)\n")
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
     monkeypatch.setitem(globals(), "FILES", sorted(tmp_path.rglob("*.py")))
     for rule in (
         test_imports_run_downwards_only,
+        test_the_product_does_not_know_the_laboratory,
+        test_every_command_is_there_without_extras,
         test_nothing_prints_but_command_line_and_bench,
         test_modules_are_named_for_what_they_are,
         test_every_module_says_what_it_is,

@@ -10,11 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 import polydraft
+from polydraft.beam import BeamOptions
 from polydraft.certify.reference import echo_pair
-from polydraft.cli.bench import command as bench
 from polydraft.cli.certify import _decoder as certify
+from polydraft.cli.generate import BeamChoices
 from polydraft.cli.generate import command as generate
-from polydraft.cli.options import GroupedCommand, options_of
+from polydraft.cli.options import Choices, GroupedCommand, options_of
 from polydraft.defaults import DEFAULTS, PAIRS, VERIFIERS, default_table
 from polydraft.described import described_by, options_in
 from polydraft.draft import TreeDrafter
@@ -23,8 +24,10 @@ from polydraft.draft.speedup import Costs
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.hf_generate import SpeculateOptions
+from polydraft.lab.analyze.settings import AnalyzeSettings
 from polydraft.lab.bench.method import MethodSpec
 from polydraft.lab.bench.options import BenchOptions, method_options
+from polydraft.lab.commands.bench import command as bench
 from polydraft.options import LoadOptions, NgramOptions, TreeOptions
 from polydraft.sampling import SamplingParams
 
@@ -101,7 +104,9 @@ def test_a_new_field_is_read_from_a_method() -> None:
         MethodSpec.parse("sd,patience=3").read(options)
 
 
-@pytest.mark.parametrize("kind", [LoadOptions, NgramOptions, SpeculateOptions, BenchOptions], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [LoadOptions, NgramOptions, SpeculateOptions, BenchOptions, AnalyzeSettings], ids=lambda kind: kind.__name__
+)
 def test_every_field_says_what_it_is(kind: type) -> None:
     described = options_in(kind)
     assert {option.name for option in described} == {one.name for one in dataclasses.fields(kind)}
@@ -113,12 +118,30 @@ def test_every_field_is_in_load_and_in_help() -> None:
     assert set(inspect.signature(polydraft.load).parameters) == {option.name for option in described}
     assert all(f"\n{option.name} : " in (polydraft.load.__doc__ or "") for option in described)
     for command in (generate, certify):
-        flags = {name for one in command.params for name in one.opts}
+        words = CliRunner().invoke(command, ["--help"]).output.split()
+        settings = CliRunner().invoke(command, ["--set", "help"]).output.split()
         for option in (*described, *options_in(NgramOptions)):
-            assert ("--" + option.name.replace("_", "-") in flags) == option.has_text
+            flag, setting = "--" + option.name.replace("_", "-"), option.name.removeprefix("no_")
+            ways = ["no"] if option.name.startswith("no_") else ["INTEGER", "FLOAT", "TEXT", "yes|no"]
+            assert (flag in words) + any(f"{setting}={way}" in settings for way in ways) == option.has_text
     assert {option.name for option in described if not option.has_text} == {"grams", "lossless"}
     shown = " ".join(CliRunner().invoke(bench, ["--help"]).output.split())
     assert f"walk=node: {', '.join(option.short for option in method_options(grams=True))};" in shown
+
+
+@pytest.mark.parametrize("kind", [BeamChoices, Choices, BenchOptions], ids=lambda kind: kind.__name__)
+def test_every_option_of_a_command_says_what_it_is(kind: type) -> None:
+    assert all(option.doc for option in options_in(kind))
+
+
+def test_descriptions_are_those_of_the_classes_that_check_them() -> None:
+    beams = {option.name: option.help for option in options_in(BeamOptions)}
+    assert all(beams.values())
+    assert {option.name for option in options_in(BeamChoices)} == set(beams)
+    assert {option.name for option in options_in(BeamChoices) if option.help != beams[option.name]} == {"mode"}
+    sampling = {option.name: option.help for option in options_in(SamplingParams)}
+    shared = [option for option in options_in(Choices) if option.name in sampling]
+    assert len(shared) >= 5 and all(option.help == sampling[option.name] for option in shared)
 
 
 def test_speculate_has_the_part_that_makes_sense() -> None:

@@ -166,6 +166,19 @@ def test_every_relative_link_leads_somewhere() -> None:
     assert not unread, "pages that nothing links to"
 
 
+def test_the_page_on_architecture_names_places_that_exist() -> None:
+    """Of the source, relative to the package, and of the tests; each room has a row in the table, in the order of imports."""
+    from test_architecture import ROOMS, SOURCE
+
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    paths = {found for found in re.findall(r"`([\w./]+)`", page) if "/" in found or found.endswith(".py")}
+    assert len(paths) > 40
+    assert not {path for path in paths if not (ROOT / path).exists() and not (SOURCE / path).exists()}
+    table = page.split("| room |")[1].split("\n\n")[0].splitlines()[2:]
+    named = [name.rstrip("/") for row in table for name in re.findall(r"`([\w/]+)`", row.split("|")[1])]
+    assert named == [room for room in ROOMS if room != "__main__"]
+
+
 def test_figures_of_the_readme_are_those_of_the_newest_log_and_of_the_page_of_results() -> None:
     """Speed-ups and baselines of the table stand on the page of results, and in a log that the table names."""
     logs, table = re.search(r"<!-- figures: (.*?) -->\n(.*?)\n\n", README, flags=re.DOTALL).groups()

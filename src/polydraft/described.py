@@ -6,6 +6,9 @@ may have
 - ``heading``: where help lists it, if not below the first line of its class's docstring;
 - ``short``: its name in texts such as ``lookup,nodes=8``, if not its own;
 - ``has_text``: False for what no text can hold.
+
+A class whose fields are described elsewhere says where in `described_in`, such as ``"polydraft.beam.options:BeamOptions"``: the
+command line takes its help from there without importing that module, and torch with it.
 """
 
 import ast
@@ -18,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import pairwise
+from pathlib import Path
 from types import NoneType
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
@@ -82,9 +86,17 @@ def options_in(kind: type[Any]) -> list[Option]:
 
 
 def _docs(kind: type[Any]) -> dict[str, str]:
-    """Return the docstrings below a class's own fields, by field."""
+    """Return the docstrings below a class's own fields, by field, or those where it says that they are."""
     found = {}
-    for statement, following in pairwise(_class_bodies(kind.__module__).get(kind.__name__, [])):
+    if place := vars(kind).get("described_in"):
+        found.update(_docs_in(*place.split(":")))
+    return found | _docs_in(kind.__module__, kind.__name__)
+
+
+def _docs_in(module: str, name: str) -> dict[str, str]:
+    """Return the docstrings below a class's fields, of a module that need not be imported."""
+    found = {}
+    for statement, following in pairwise(_class_bodies(module).get(name, [])):
         match statement, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 found[name] = "\n\n".join(re.sub(r"\n\s*", " ", part.strip()) for part in re.split(r"\n\s*\n", text))
@@ -95,10 +107,16 @@ def _docs(kind: type[Any]) -> dict[str, str]:
 def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
     """Parse a module once: `inspect.getsource` of a class would do so for each. Without its source nothing is said."""
     try:
-        parsed = ast.parse(inspect.getsource(sys.modules[module]))
+        parsed = ast.parse(inspect.getsource(sys.modules[module]) if module in sys.modules else _source(module))
     except (OSError, TypeError):
         return {}
     return {node.name: node.body for node in parsed.body if isinstance(node, ast.ClassDef)}
+
+
+def _source(module: str) -> str:
+    """Read a module of this package without importing it."""
+    _, *rooms, name = module.split(".")
+    return Path(__file__).parent.joinpath(*rooms, f"{name}.py").read_text(encoding="utf-8")
 
 
 def described_by(kind: Callable[Given, Options]) -> Callable[[Callable[[Options], Result]], Callable[Given, Result]]:

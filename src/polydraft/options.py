@@ -269,7 +269,7 @@ class NgramOptions:
         from polydraft.ngrams import GramOptions
 
         if self.corpus is not None and self.no_corpus:
-            raise UsageError(f"--corpus {self.corpus} and --no-corpus cannot be combined; leave one out")
+            raise UsageError(f"--corpus {self.corpus} and --set corpus=no cannot be combined; leave one out")
         riders = _given(branches=self.branches, length=self.branch_length, seeds=self.branch_seeds)
         return GramTreeOptions(
             **_given(nodes=self.ngram_nodes, depth=self.ngram_depth, least_chance=self.ngram_chance),

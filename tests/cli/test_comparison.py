@@ -8,8 +8,8 @@ from polydraft.backends.native import kernels
 from polydraft.cli.comparison import break_even_line
 from polydraft.engine import Decoder, Stats
 
-SAME = ("target", "tokenizer", "eos_token_ids", "walk", "graphs", "compiled", "ahead")
-SETTINGS = ("--compiled", "--no-graphs", "--max-new-tokens", "6", "--compare")
+SAME = ("target", "tokenizer", "eos_token_ids", "walk", "graphs", "ahead")
+SETTINGS = ("--set", "graphs=no", "--max-new-tokens", "6", "--compare")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_arms_differ_in_their_drafts_alone(invoke, tiny: str, arms: list[Decoder
     assert code == 0, err
     plain, dynamic, restless = arms = list(dict.fromkeys(arms))  # each is warmed up first
     assert [arm.drafter.name for arm in arms] == ["none", "dynamic", "model"]
-    assert (dynamic.compiled, dynamic.graphs, dynamic.walk) == (True, False, "node")
+    assert (dynamic.graphs, dynamic.walk) == (False, "node")
     for arm in (plain, restless):
         assert [getattr(arm, name) for name in SAME] == [getattr(dynamic, name) for name in SAME]
     assert restless.drafter.draft_temperature == dynamic.drafter.draft_temperature == 0.5
@@ -66,7 +66,7 @@ def test_beams_are_compared_with_beams_of_the_same_decoder(invoke, tiny: str, ar
     code, _, err = invoke("generate", "hello", "--target", tiny, "--draft", "early-exit:1", "--beams", "2", *SETTINGS)
     assert code == 0, err
     plain, drafted = arms
-    assert [arm.drafter.name for arm in arms] == ["none", "dynamic"] and drafted.compiled
+    assert [arm.drafter.name for arm in arms] == ["none", "dynamic"] and not drafted.graphs
     assert [getattr(plain, name) for name in SAME] == [getattr(drafted, name) for name in SAME]
 
 

@@ -14,7 +14,7 @@ USAGE = {
     "a scheme of one's own": (["--tree", "dynamic:8", "--scheme", "race"], "dynamic trees choose their own"),
     "fork without width": (["--tree", "fork:0x3"], "tree width 0"),
     "fork without depth": (["--tree", "target-root:3x0"], "fork depth 0"),
-    "threshold above 1": (["--stop-below", "1.5"], "threshold 1.5 (--stop-below) is out of range; allowed: 0"),
+    "threshold above 1": (["--set", "stop_below=1.5"], "threshold 1.5 (stop_below) is out of range; allowed: 0"),
     "no decision model there": (["--decision", "no/such"], "'no/such' is not a decision model"),
     "no decision model ships": (["--decision", "auto"], "no decision model ships for draft"),
     "unknown lossy drafter": (["--lossy", "target-int"], "unknown lossy rule 'target-int'"),
@@ -54,7 +54,7 @@ def test_a_comparison_shows_what_drafting_would_cost_where_a_tree_rests(
     options = ("--target", tiny, "--draft", "early-exit:1", "--max-new-tokens", "8", "--tree", "dynamic:8", "--compare")
     code, out, err = invoke("generate", "hello", *options)
     assert code == 0 and "tree dynamic:8" in out
-    assert ("tree 1x1x1" in out) == ("to show what that would cost" in err) == rests
+    assert ("tree 1x1x1" in out) == ("to show what that costs" in err) == rests
 
 
 def test_dynamic_trees_generate_the_same_text(invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

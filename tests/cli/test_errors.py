@@ -38,18 +38,24 @@ USAGE = {
     "n-grams with a walk": (["--drafter", "lookup+model", "--walk", "block"], "walk 'block' cannot verify n-grams"),
     "no corpus": (["--drafter", "corpus", "--draft", "none"], "has no corpus cache for this tokenizer"),
     "no corpus file": (["--drafter", "corpus", "--draft", "none", "--corpus", "no/such"], "no/such"),
-    "no cache left": (["--drafter", "self-draft", "--draft", "none", "--no-context"], "no cache left"),
-    "no candidates": (["--drafter", "lookup+model", "--ngram-nodes", "0"], "nodes=0 is out of range"),
-    "no gram": (["--drafter", "ngram+model", "--gram", "0"], "gram=0"),
-    "branches below zero": (["--drafter", "self-draft+model", "--branches", "-1"], "branches=-1"),
-    "branches too long": (["--drafter", "self-draft+model", "--branches", "2", "--branch-length", "200"], "context of 128"),
+    "no cache left": (["--drafter", "self-draft", "--draft", "none", "--set", "context=no"], "no cache left"),
+    "no candidates": (["--drafter", "lookup+model", "--set", "ngram_nodes=0"], "nodes=0 is out of range"),
+    "no gram": (["--drafter", "ngram+model", "--set", "gram=0"], "gram=0"),
+    "branches below zero": (["--drafter", "self-draft+model", "--set", "branches=-1"], "branches=-1"),
+    "branches too long": (
+        ["--drafter", "self-draft+model", "--set", "branches=2", "--set", "branch_length=200"],
+        "context of 128",
+    ),
     "branches too many": (
-        ["--drafter", "self-draft+model", "--branches", "999", "--branch-length", "9"],
+        ["--drafter", "self-draft+model", "--set", "branches=999", "--set", "branch_length=9"],
         "too many for one pass",
     ),
-    "unknown seeds": (["--drafter", "self-draft+model", "--branch-seeds", "soil"], "unknown branch_seeds 'soil'"),
+    "unknown seeds": (["--drafter", "self-draft+model", "--set", "branch_seeds=soil"], "unknown branch_seeds 'soil'"),
     "unknown lossy rule": (["--lossy", "all"], "unknown lossy rule 'all'"),
-    "two wishes about the corpus": (["--corpus", "x", "--no-corpus"], "--corpus x and --no-corpus cannot be combined"),
+    "two wishes about the corpus": (
+        ["--corpus", "x", "--set", "corpus=no"],
+        "--corpus x and --set corpus=no cannot be combined",
+    ),
     "unknown option": (["--temprature", "1"], "--temprature"),
     "not a number": (["--seed", "abc"], "abc"),
 }
@@ -105,7 +111,7 @@ def test_missing_bundled_package_says_how_to_get_it(invoke, monkeypatch: pytest.
 def test_help_of_every_command_comes_without_loading_torch() -> None:
     script = (
         "import sys; from polydraft.cli.main import run\n"
-        "for command in ('', 'generate', 'chat', 'info', 'train head', 'train decision', 'train corpus-cache'):\n"
+        "for command in ('', 'generate', 'chat', 'info', 'bench', 'train head', 'train decision', 'train corpus-cache'):\n"
         "    assert run([*command.split(), '--help']) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )

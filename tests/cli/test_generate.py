@@ -45,8 +45,8 @@ def test_greedy_text_does_not_depend_on_tree_scheme_or_draft(invoke, tiny: str) 
         ["--draft", "early-exit:2", "--tree", "4x2x1"],
         ["--draft", "early-exit:1", "--tree", "chain:3", "--scheme", "speculative"],
         ["--draft", tiny, "--tree", "[[0],[1],[0,0]]", "--scheme", "naive", "--draft-temperature", "1"],
-        ["--draft", "none", "--drafter", "self-draft+suffix", "--branches", "2"],
-        ["--draft", "early-exit:1", "--drafter", "lookup+model", "--ngram-nodes", "8"],
+        ["--draft", "none", "--drafter", "self-draft+suffix", "--set", "branches=2"],
+        ["--draft", "early-exit:1", "--drafter", "lookup+model", "--set", "ngram_nodes=8"],
     ):
         code, out, _ = invoke(*base, *options)
         assert code == 0

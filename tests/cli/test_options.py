@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import click
 import pytest
@@ -10,8 +10,11 @@ from click.testing import CliRunner
 
 from polydraft.cli.chat import command as chat
 from polydraft.cli.generate import command as generate
-from polydraft.cli.options import GroupedCommand, options_of, taken
+from polydraft.cli.options import GroupedCommand, options_of, settings_of, taken
+from polydraft.errors import UsageError
 
+MOST = 40
+"""Options that anybody can look through."""
 FIRST = "--target --draft --tree --temperature --top-p --max-new-tokens --seed --raw --compare --json"
 
 
@@ -94,8 +97,73 @@ def test_generate_shows_ten_options_first_and_leaves_none_out() -> None:
         "Machine:",
         "GPUs:",
         "Beams and several samples:",
+        "Expert settings:",
     ]
+    assert len(generate.params) <= MOST, "what only experts need is set by --set"
     for subject in (generate, chat):
         listed = CliRunner().invoke(subject, ["--help"]).output.split()
         options = [parameter for parameter in subject.params if isinstance(parameter, click.Option)]
         assert options and all(name in listed for option in options for name in option.opts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deep:
+    """Where it is described."""
+
+    steps: int | None = None
+    """Number of steps."""
+    no_rest: bool = False
+    """Run through."""
+    pace: float = 0.5
+    """How fast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shallow:
+    """Experts."""
+
+    described_in: ClassVar[str] = f"{__name__}:Deep"
+
+    steps: int | None = None
+    no_rest: bool = False
+    """Do not stop."""
+    pace: float = 0.5
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("name")
+@settings_of(Shallow, only=("steps", "no_rest", "pace"))
+def expert(name: str, **options: object) -> None:
+    """Try."""
+    click.echo(repr(taken(Shallow, dict(options))))
+
+
+def test_settings_are_fields_too() -> None:
+    def run(*arguments: str) -> object:
+        return CliRunner().invoke(expert, ["x", *arguments], catch_exceptions=False).output.strip()
+
+    assert run() == repr(Shallow())
+    assert run("--set", "steps=3", "--set", "rest=no") == repr(Shallow(steps=3, no_rest=True))
+    assert run("--set", "steps=3", "--set", "steps = 4") == repr(Shallow(steps=4)), "the last one counts"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stepps=3", "unknown name in --set 'stepps'; did you mean 'steps'? allowed: pace, rest, steps"),
+        ("steps", "--set steps has no value; write --set steps=INTEGER"),
+        ("steps=few", "steps='few' is out of range; allowed: whole numbers"),
+        ("rest=maybe", "rest='maybe' is out of range; allowed: yes, no"),
+    ],
+)
+def test_wrong_settings_say_what_is_allowed(setting: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        CliRunner().invoke(expert, ["x", "--set", setting], catch_exceptions=False)
+    assert str(error.value) == message
+
+
+def test_settings_describe_themselves() -> None:
+    shown = CliRunner().invoke(expert, ["--set", "help"])
+    lines = [" ".join(line.split()) for line in shown.output.splitlines()]
+    assert shown.exit_code == 0, "although the argument is missing"
+    assert lines[1:] == ["steps=INTEGER Number of steps.", "rest=no Do not stop.", "pace=FLOAT How fast. [default: 0.5]"]

@@ -57,34 +57,40 @@ class BeamOptions:
     """
 
     beams: int = 4
-    """Decode with this many beams, the width W."""
+    """Decode with this many beams: beam search at temperature 0, beam sampling above.
+
+    The width W_L."""
     mode: BeamMode | str = BeamMode.SEARCH
-    """search for beam search, sample for beam sampling."""
+    """search or sample: the best continuations of all beams, or continuations drawn by their likelihood."""
     draws: Draws | str = Draws.DISTINCT
     """When sampling: distinct beams, iid (independent) beams, or hf (draw twice as many, keep the best)."""
     verification: Verification | str = Verification.AUTO
-    """When sampling: layers (the paper's method), coupled (shared noise) or auto (coupled where possible)."""
+    """When sampling: layers (the paper's method), coupled (shared noise) or auto."""
     draft_width: int | None = None
-    """Number of draft beams, W_S  [default: 4 times the beams on a GPU, 1.5 times on a CPU; twice with a width threshold]."""
+    """Number of draft beams  [default: 4 times the beams on a GPU, 1.5 times on a CPU; twice with a width threshold].
+
+    The width W_S of the draft's own beams; see `on` for the default."""
     draft_depth: int | None = None
     """Let draft beams run at most this many steps ahead  [default: 4 on a GPU, 2 on a CPU; 3 with a width threshold].
 
-    They run fewer steps if recent rounds accepted few layers."""
+    The depth γ; fewer steps if recent rounds accepted few layers. See `on` for the default."""
     twins: bool = False
-    """Draft beams from what the target predicted after texts with the same ending; needs no draft model and ignores one."""
+    """Draft beams from what the target predicted after texts with the same ending; needs no draft model.
+
+    A draft is ignored."""
     width_threshold: float | None = None
-    """When sampling: keep as many beams per layer as the drafts yield with this probability; fixed width by default."""
+    """When sampling: keep as many beams per layer as the drafts yield with this probability  [default: a fixed width]."""
     min_width: int | None = None
     """With a width threshold: keep at least this many beams per layer  [default: 1]."""
     one_cache: bool = False
     """When sampling: continue with only the likeliest beam after each round (a heuristic; the text is no longer an exact
     sample)."""
     num_return_sequences: int = 1
-    """Return this many texts with their log-probabilities, best first."""
+    """Return this many texts with their log-probabilities: the best beams, or independent samples."""
     length_penalty: float = 1.0
-    """Divide scores by the length raised to this power  [default: 1]."""
+    """Divide beam scores by the length raised to this power  [default: 1]."""
     early_stopping: EarlyStopping = False
-    """When to stop: true, false or never, as in Hugging Face  [default: false]."""
+    """When beam search stops, as in Hugging Face: true, false or never  [default: false]."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _named(BeamMode, "beam mode", self.mode))

@@ -8,9 +8,12 @@ import click
 from polydraft.cli.options import (
     GroupedCommand,
     Loading,
+    json_option,
     loading_options,
     machine_options,
     options_of,
+    prompts_option,
+    raw_option,
     set_threads,
     taken,
     with_options,
@@ -21,25 +24,24 @@ from polydraft.errors import FailureError, UsageError
 if TYPE_CHECKING:
     from polydraft.certify import Certificate
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 _prompted = with_options(
     [
-        click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."),
+        prompts_option,
         click.option(
             "--limit", type=int, default=20, show_default=True, help="Use this many prompts, spread over the categories."
         ),
         click.option(
             "--max-new-tokens", type=int, default=64, show_default=True, help="Generate at most this many tokens per text."
         ),
-        _JSON,
+        json_option,
     ]
 )
-"""What both commands have that compare texts with a target's."""
+"""Options of both commands that compare texts with the target's."""
 
 
 @click.command("decoder", cls=GroupedCommand)
 @loading_options
-@click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
+@raw_option
 @_prompted
 def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: int, **options: Any) -> None:
     """Compare a decoder's greedy texts, token by token, with those of the target alone.
@@ -58,8 +60,8 @@ def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: 
         decoder = loading.decoder()
         certificate = certify_decoder(decoder, prompts, max_new_tokens=max_new_tokens, chat=not raw, observer=progress)
     _show(certificate, as_json)
-    if not decoder.lossless:  # so few differing texts that none was seen prove nothing
-        raise FailureError(f"{decoder.drafter.name} is not certified: it is lossy by its own word; use more prompts to see it")
+    if not decoder.lossless:  # that no text differed proves nothing
+        raise FailureError(f"{decoder.drafter.name} is not certified: it declares itself lossy; more prompts would show it")
 
 
 @click.command("endpoint")
@@ -84,7 +86,7 @@ def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **opt
     endpoint = taken(Endpoint, options)
     loading = Loading(draft="none", **options)
     prompts = load_prompts(source, limit)
-    endpoint.complete(prompts[0].content, 1)  # a server that is not there should not cost the loading of a model
+    endpoint.complete(prompts[0].content, 1)  # fail before loading a model if there is no server
     with PhaseProgress() as progress:
         target = loading.decoder()
         certificate = certify_endpoint(endpoint, target, prompts, max_new_tokens=max_new_tokens, observer=progress)
@@ -92,7 +94,7 @@ def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **opt
 
 
 class _Certify(click.Command):
-    """A command of names whose first one may be a command of its own."""
+    """A command that takes names; if the first one is a subcommand, that runs instead."""
 
     others: ClassVar[dict[str, click.Command]] = {"decoder": _decoder, "endpoint": _endpoint}
 
@@ -118,7 +120,7 @@ class _Certify(click.Command):
 @click.option("--quick", is_flag=True, help="Run fewer checks: seconds instead of half a minute per name.")
 @click.option("--no-power", is_flag=True, help="Skip the known wrong rules.")
 @machine_options(skip=("device", "dtype"))
-@_JSON
+@json_option
 def command(
     names: tuple[str, ...],
     everything: bool,
@@ -156,7 +158,7 @@ def command(
 
 
 def _show(certificate: "Certificate", as_json: bool) -> None:
-    """Print the certificate; a failure ends in an error once everything is said."""
+    """Print the certificate; then raise an error if anything failed."""
     click.echo(json.dumps(certificate.as_dict(), ensure_ascii=False) if as_json else certificate.text())
     if not certificate.certified:
         first = certificate.failures[0]

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 HUGGING_FACE = "Hugging Face generate"
 _WARM_UP = 8
-"""Tokens on a CPU; a GPU is warmed up by the whole text, whose rounds are captured meanwhile."""
+"""Tokens on a CPU; on a GPU the whole text is the warm-up, because its rounds are captured in it."""
 _FEW = 0.5
-"""Share of rounds with drafts below which the mean round says little about them."""
+"""If a smaller share of rounds has drafts, the mean round says little about them."""
 _SPOKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling parameters that `generate` knows under the same names."""
+"""Sampling parameters that Hugging Face `generate` has under the same names."""
 
 
 def compare(task: "Task", decoder: Decoder, console: Any) -> None:
-    """Decode the same text in all ways, print the text, then a table and what it means."""
+    """Decode the same prompt in every way; print the text, then a table and what it means."""
     from polydraft.cli.terminal import TokenPrinter
 
     plain = decoder.replace(drafter=None)
@@ -48,7 +48,7 @@ def compare(task: "Task", decoder: Decoder, console: Any) -> None:
     drafted = [result.stats]
     restless = drafting_always(decoder) if rested(result.stats) else None
     if restless is not None:
-        click.echo("it mostly rested: decoding with drafts in every round, to show what that would cost ...", err=True)
+        click.echo("most rounds had no drafts: decoding with drafts in every round, to show what that costs ...", err=True)
         task.run(restless, **_short(task, decoder))
         other = task.run(restless)
         rows.append((arm_name(restless), other.stats))
@@ -69,7 +69,7 @@ def _short(task: "Task", decoder: Decoder) -> dict[str, Any]:
 
 
 def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | None:
-    """Time `generate` of the target's own model; None where it cannot be asked for the same text."""
+    """Time Hugging Face `generate` on the target; None where it cannot generate the same text."""
     target, params = decoder.target, task.params
     others = dataclasses.replace(SamplingParams(), **{name: getattr(params, name) for name in _SPOKEN})
     if not isinstance(target, HFModel) or target.int8 or target.spread is not None or others != params:
@@ -84,8 +84,7 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
     sampling: dict[str, Any] = {"do_sample": decoder.with_defaults(params, prompt).temperature > 0}
     for name in _SPOKEN if sampling["do_sample"] else ("repetition_penalty",):
         value = getattr(params, name)
-        # Numbers that ask for nothing, too: by default `generate` keeps 50 tokens and samples from another distribution than we
-        # do.
+        # Pass neutral values too: by default, `generate` applies top-k 50 and samples from another distribution than we do.
         if decoder.defaults is None or was_asked(value) or name not in own:
             sampling[name] = (value or None) if name == "min_p" else value
 
@@ -112,7 +111,7 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
         click.echo(f"{HUGGING_FACE} failed and is left out: {str(error).splitlines()[0] if str(error) else error!r}", err=True)
         return None
     count = len(found)
-    # Reading the prompt brings the first token; at the pace of the others all of them take this long.
+    # The first token comes with the prompt; this is how long all would take at the pace of the others.
     decoding = (seconds - first) * count / (count - 1) if count > 1 else seconds
     stats = Stats(new_tokens=count, block_tokens=count, passes=count, rounds=count, total_seconds=first + decoding)
     stats.seconds["prefill"] = first
@@ -120,7 +119,7 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
 
 
 def drafting_always(decoder: Decoder) -> Decoder | None:
-    """Return a decoder whose draft works in every round, where a dynamic tree may rest; all else is the same."""
+    """Return the same decoder with drafts in every round, if its dynamic tree may pause; otherwise None."""
     drafter = decoder.drafter
     if not isinstance(drafter, TreeDrafter) or not drafter.dynamic:
         return None
@@ -130,13 +129,13 @@ def drafting_always(decoder: Decoder) -> Decoder | None:
 
 
 def draft_name(decoder: Decoder) -> str:
-    """Name the draft, or whoever else proposes."""
+    """Name the draft model, or the drafter if there is none."""
     model = decoder.drafter.model
     return model.name if model is not None else decoder.drafter.name
 
 
 def tree_name(decoder: Decoder) -> str:
-    """Name the tree, or both where one greedy text has another."""
+    """Name the tree, or both trees if single greedy texts have one of their own."""
     drafter = decoder.drafter
     if isinstance(drafter, TreeDrafter) and drafter.greedy is not None:
         return f"{drafter.greedy}/{drafter.topology}"
@@ -180,15 +179,15 @@ def _offered(stats: Stats) -> int:
 
 
 def break_even_line(plain: Stats, drafted: Stats) -> str:
-    """Say what a round with drafts costs on this machine, and so what it must yield to pay; or that few rounds had any."""
+    """Say what a round with drafts costs here, and how many tokens it must yield to pay; or that few rounds had drafts."""
     if rested(drafted):
         return (
-            f"{_offered(drafted)} of {drafted.rounds} rounds had drafts; for the others there was nothing to propose, or it "
-            "was not expected to pay on this machine"
+            f"{_offered(drafted)} of {drafted.rounds} rounds had drafts; for the others there was nothing to propose, or "
+            "drafting was not expected to pay on this machine"
         )
     plain_round = plain.decode_seconds / plain.rounds
     drafted_round = drafted.decode_seconds / drafted.rounds
-    # The output head is read while verifying; of rounds replayed as CUDA graphs only the whole is known.
+    # The output head counts as verification. Of rounds replayed as CUDA graphs, only the total is known.
     phases = {} if drafted.replayed_rounds else {"drafting": "draft", "target": "target", "verification": "verify"}
     shares = [f"{name} {drafted.seconds[phase] / drafted.rounds / plain_round:.1f}" for name, phase in phases.items()]
     split = f" ({', '.join(shares)})" if shares else ""
@@ -201,32 +200,32 @@ def break_even_line(plain: Stats, drafted: Stats) -> str:
 
 
 def _exact(target: Any) -> bool:
-    """Whether a token's logits are the same in a tree and alone, but for what float32 loses."""
+    """Whether a token has the same logits in a tree as alone, up to float32 rounding."""
     same_bits = getattr(target, "native", None) is not None or getattr(target, "invariant", False)
     return same_bits or getattr(target, "dtype", None) is torch.float32
 
 
 def _state_identity(baseline: Generation, result: Generation, console: Any, exact: bool) -> None:
-    """Say whether both texts are the same; a difference is an error, or in half precision a near-tie of two logits."""
+    """Say whether both texts are the same; a difference is an error, except for near-ties in half precision."""
     if baseline.token_ids == result.token_ids:
         console.print("plain and drafted texts are identical, token by token")
         return
     where = _parting(baseline.token_ids, result.token_ids)
     if exact:
         raise FailureError(f"the texts differ from token {where} on; please report this with the command and the model")
-    console.print(f"the texts part at token {where}; in half precision two logits can tie: check with --dtype float32")
+    console.print(f"the texts differ from token {where} on; in half precision two logits can tie: check with --dtype float32")
 
 
 def _state_likeness(theirs: list[int], ours: list[int], console: Any) -> None:
-    """Say whether Hugging Face gave the same text; its kernels round differently, so that near-ties may part."""
+    """Say whether Hugging Face gave the same text; its kernels round differently, so near-ties may be decided differently."""
     if theirs == ours:
         console.print(f"{HUGGING_FACE} gives the same text")
     else:
         where = _parting(theirs, ours)
-        console.print(f"{HUGGING_FACE} parts from it at token {where}, as kernels that round differently do at a near-tie")
+        console.print(f"{HUGGING_FACE} differs from token {where} on, as kernels that round differently do at a near-tie")
 
 
 def _parting(one: list[int], other: list[int]) -> int:
-    """Return the first place at which two texts differ."""
+    """Return the first position at which two texts differ."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (first, second) in pairs if first != second), min(len(one), len(other)))

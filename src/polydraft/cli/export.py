@@ -64,7 +64,7 @@ def head(
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Lend a folder to write into, which is `out` at the end of the block; refuse at its start where nothing can be written."""
+    """Yield a temporary folder that becomes `out` at the end of the block; fail at once if nothing can be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(out) as partial:
@@ -84,7 +84,7 @@ def _trained_for(folder: str) -> str:
     except (OSError, ValueError, AttributeError):
         name = None
     if name is None and folder not in SHIPPED_DRAFTS and not Path(folder).is_dir():
-        raise UsageError(f"there is no folder {folder} that could say its target; check the name, or pass --target NAME")
+        raise UsageError(f"there is no folder {folder}, so its target is unknown; check the name, or pass --target NAME")
     if not isinstance(name, str):
         raise UsageError(f"{folder} does not say which target it was trained for; pass --target NAME")
     return name

@@ -4,46 +4,62 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import click
 
-from polydraft.beam.options import BeamOptions
-from polydraft.cli.options import Choices, GroupedCommand, GroupedOption, options_of, shared_options
-from polydraft.described import options_in
+from polydraft.cli.options import Choices, GroupedCommand, GroupedOption, json_option, options_of_decoders, taken
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from polydraft.beam import BeamDecoder, BeamGeneration, ScoredText
+    from polydraft.beam import BeamDecoder, BeamGeneration, BeamOptions, ScoredText
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Settings of sampling that stand in the JSON output."""
-_FLAGS = {"mode": "--beam-mode", "draws": "--beam-draws", "verification": "--beam-verification"}
-_BEAM_CHANGES: dict[str, dict[str, Any]] = {
-    # No defaults: what was not given is not passed on.
-    option.name: {"default": None, "show_default": False}
-    for option in options_in(BeamOptions)
-    if option.annotation is not bool
-}
-for _name, _flag in _FLAGS.items():
-    _BEAM_CHANGES[_name] |= {"flag": _flag, "type": str}
-_BEAM_CHANGES["mode"]["help"] = "search or sample  [default: search at temperature 0, sample above]."
-_BEAM_CHANGES["early_stopping"]["type"] = click.Choice(["true", "false", "never"])
+"""Sampling parameters that the JSON output repeats."""
+_EXPERT = ("mode", "draws", "verification", "min_width", "one_cache")
+"""Fields of beams that `--set` sets."""
 
 
-def _beam_options(given: dict[str, Any], temperature: float) -> BeamOptions:
-    """Return what was given for beams as options of the decoder."""
-    fields = {"mode": "search" if temperature == 0 else "sample", **given}
-    if "early_stopping" in fields:
-        fields["early_stopping"] = {"true": True, "false": False}.get(fields["early_stopping"], "never")
-    return BeamOptions(**fields)
+@dataclass(frozen=True, kw_only=True)
+class BeamChoices:
+    """Beams and several samples."""
+
+    described_in: ClassVar[str] = "polydraft.beam.options:BeamOptions"
+
+    beams: int | None = None
+    num_return_sequences: int | None = None
+    length_penalty: float | None = None
+    early_stopping: Literal["true", "false", "never"] | None = None
+    draft_width: int | None = None
+    draft_depth: int | None = None
+    twins: bool = False
+    width_threshold: float | None = None
+    min_width: int | None = None
+    mode: str | None = None
+    """With beams: search or sample  [default: search at temperature 0, sample above]."""
+    draws: str | None = None
+    verification: str | None = None
+    one_cache: bool = False
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given."""
+        return {name: value for name, value in vars(self).items() if value is not None and value is not False}
+
+    def options(self, temperature: float) -> "BeamOptions":
+        """Return them as `BeamOptions`."""
+        from polydraft.beam import BeamOptions
+
+        fields = {"mode": "search" if temperature == 0 else "sample", **self.given()}
+        if "early_stopping" in fields:
+            fields["early_stopping"] = {"true": True, "false": False}.get(fields["early_stopping"], "never")
+        return BeamOptions(**fields)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be generated, and how it is shown."""
+    """What to generate, and how to show it."""
 
     text: str
     choices: Choices
@@ -79,8 +95,7 @@ class Task:
 
 @click.command("generate", cls=GroupedCommand)
 @click.argument("prompt")
-@shared_options
-@options_of(BeamOptions, **_BEAM_CHANGES)
+@options_of_decoders(Choices, BeamChoices, expert=_EXPERT)
 @click.option(
     "--json-schema",
     cls=GroupedOption,
@@ -91,7 +106,7 @@ class Task:
 )
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--compare", is_flag=True, help="Also decode without drafts and with Hugging Face, and print a comparison.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+@json_option
 def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_json: bool, **options: Any) -> None:
     """Generate text that continues or answers PROMPT ('-' reads the prompt from standard input).
 
@@ -100,8 +115,7 @@ def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_
     """
     from polydraft.cli.terminal import read_all
 
-    found = {option.name: options.pop(option.name) for option in options_in(BeamOptions)}
-    beams = {name: value for name, value in found.items() if value is not None and value is not False}
+    beams = taken(BeamChoices, options)
     choices = Choices(**options)
     params = choices.check()
     if as_json and compare:
@@ -109,12 +123,12 @@ def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_
     text = read_all() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("empty prompt: it has no tokens; give at least one character")
-    if json_schema is not None and (compare or beams):
+    if json_schema is not None and (compare or beams.given()):
         raise UsageError("--json-schema is for one text; leave out --compare, --beams and --num-return-sequences")
     task = Task(text, choices, params, raw, compare, as_json, None if json_schema is None else _read_schema(json_schema))
-    if "beams" in beams:
-        _generate_beams(task, _beam_options(beams, params.temperature))
-    elif beams:
+    if beams.beams is not None:
+        _generate_beams(task, beams)
+    elif beams.given():
         _generate_samples(task, beams)
     else:
         _generate_one(task)
@@ -188,13 +202,14 @@ def _as_object(result: "Generation", decoder: "Decoder", task: Task) -> dict[str
     }
 
 
-def _generate_samples(task: Task, beams: dict[str, Any]) -> None:
-    """Draw samples of one prompt, as one batch."""
-    for name in beams:
+def _generate_samples(task: Task, beams: BeamChoices) -> None:
+    """Draw several samples for one prompt, as one batch."""
+    count = beams.num_return_sequences
+    for name in beams.given():
         if name != "num_return_sequences":
-            flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+            flag = f"--set {name}" if name in _EXPERT else "--" + name.replace("_", "-")
             raise UsageError(f"{flag} works only with --beams; add it, such as --beams 4")
-    count: int = beams["num_return_sequences"]
+    assert count is not None
     if count < 1:
         raise UsageError(f"--num-return-sequences {count} is out of range; allowed: whole numbers from 1")
     if count > 1 and task.params.temperature == 0:
@@ -219,12 +234,13 @@ def _generate_samples(task: Task, beams: dict[str, Any]) -> None:
     click.echo(summary_line(stats), err=True)
 
 
-def _generate_beams(task: Task, options: BeamOptions) -> None:
+def _generate_beams(task: Task, beams: BeamChoices) -> None:
     from polydraft.beam import BeamDecoder
     from polydraft.beam.decoder import check_distribution
 
     choices = task.choices
     _refuse_what_does_not_apply(choices)
+    options = beams.options(task.params.temperature)
     check_distribution(options, task.params)
     if options.twins:
         if choices.draft not in ("auto", "none"):
@@ -262,24 +278,24 @@ def _generate_beams(task: Task, options: BeamOptions) -> None:
         console.print("the texts are identical, token by token")
 
 
+_NOT_FOR_BEAMS = {
+    "scheme": "which have their own verification; leave it out, or see --set verification",
+    "walk": "which have their own verification; leave it out, or see --set verification",
+    "tree": "which grow forests; leave it out, or see --draft-width and --draft-depth",
+    "drafter": "which take their drafts from a model or, with --twins, from the target; leave it out",
+    "lossy": "which have their own verification; leave it out",
+    "decision": "which decide for themselves when to stop drafting; leave it out",
+    "draft_temperature": "whose draft samples as the target does; leave it out",
+}
+"""Options of single texts, and why they do not apply to beams."""
+
+
 def _refuse_what_does_not_apply(choices: Choices) -> None:
-    """Refuse options of single texts."""
-    for flag, value in (("--scheme", choices.scheme), ("--walk", choices.walk), ("--tree", choices.tree)):
-        if value != "auto":
-            what = "beams have their own verification" if flag != "--tree" else "beams grow forests"
-            remedy = "--draft-width and --draft-depth" if flag == "--tree" else "--beam-verification"
-            raise UsageError(f"{flag} {value} does not apply to beams: {what}; leave it out, or see {remedy}")
-    if choices.drafter not in ("auto", "model"):
-        raise UsageError(
-            f"--drafter {choices.drafter} does not apply to beams, which take their drafts from a model or, with --twins, "
-            "from the target; leave it out"
-        )
-    if choices.lossy is not None:
-        raise UsageError(f"--lossy {choices.lossy} does not apply to beams, which have their own verification; leave it out")
-    if choices.decision is not None:
-        raise UsageError("--decision does not apply to beams, which decide for themselves when to stop drafting; leave it out")
-    if choices.draft_temperature is not None:
-        raise UsageError("--draft-temperature does not apply to beams, whose draft samples as the target does; leave it out")
+    """Refuse options that only single texts have."""
+    for name, why in _NOT_FOR_BEAMS.items():
+        value, default = getattr(choices, name), Choices.__dataclass_fields__[name].default
+        if value != default and (name, value) != ("drafter", "model"):
+            raise UsageError(f"--{name.replace('_', '-')} {value} does not apply to beams, {why}")
 
 
 def _print_texts(texts: "list[ScoredText]") -> None:

@@ -28,10 +28,11 @@ _COMMANDS = {
     "train": "Train a draft for your target.",
     "tune": "Find the best drafting settings for this machine, and keep them.",
 }
+_OF_THE_LABORATORY = ("analyze", "bench")
 
 
 class _LazyGroup(click.Group):
-    """A group whose commands are modules, imported only when they are asked for."""
+    """A group whose commands are modules, imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -39,14 +40,15 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"polydraft.cli.{cmd_name}").command
+        room = "lab.commands" if cmd_name in _OF_THE_LABORATORY else "cli"
+        command: click.Command = import_module(f"polydraft.{room}.{cmd_name}").command
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            # Click would print an empty line, which is right only behind the ^C that a terminal shows.
+            # Click would always print an empty line; only a terminal, which shows ^C, needs it.
             if sys.stderr.isatty():
                 click.echo(err=True)
             raise click.Abort from None
@@ -73,9 +75,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    if sys.stdout is None:  # closed by whoever started us: all that is printed would be lost without a word
+    if sys.stdout is None:  # the caller closed it: everything we print would be lost silently
         return _complain("standard output is closed, so nothing was done; send it to a file or a pipe", 1)
-    # Torch's, with 15 lines of its stack, on CPUs without bfloat16: it multiplies another way, and nothing is wrong.
+    # A harmless warning of torch, with 15 lines of its stack, on CPUs without bfloat16.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     try:
         with _leaving_in_order():
@@ -94,7 +96,7 @@ def run(arguments: list[str] | None = None) -> int:
         return _complain("terminated", 128 + signal.SIGTERM)
     except (PolydraftError, click.ClickException) as error:
         return _complain(str(error), 1)
-    except BrokenPipeError:  # the reader has gone
+    except BrokenPipeError:  # the reader is gone
         _drop_output()
         return 1
     except UnicodeEncodeError as error:
@@ -107,14 +109,14 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 class _Terminated(BaseException):
-    """SIGTERM has come."""
+    """SIGTERM was received."""
 
 
 @contextmanager
 def _leaving_in_order() -> Iterator[None]:
-    """Let the first SIGTERM end the block by an exception, so that what is half-written is removed; a second ends it at once.
+    """Turn the first SIGTERM into an exception, so that half-written files are removed; a second one ends the process at once.
 
-    Whoever waits for that signal itself, as servers do, may.
+    Commands that handle the signal themselves, as servers do, replace this handler.
     """
 
     def leave(*_: object) -> None:
@@ -132,7 +134,7 @@ def _leaving_in_order() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Point standard output elsewhere if it is broken: what is left in it would fail again when the interpreter ends."""
+    """Redirect standard output if it is broken: flushing it at exit would fail again."""
     with suppress(OSError):
         sys.stdout.flush()
         return
@@ -145,6 +147,6 @@ def _drop_output() -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    with suppress(OSError):  # the exit code tells all the same
+    with suppress(OSError):  # the exit code still tells
         click.echo(f"polydraft: error: {' '.join(message.split())}", err=True)
     return code

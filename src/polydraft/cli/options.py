@@ -1,6 +1,7 @@
 """Options of commands, derived from dataclasses (`polydraft.described`): a field is an option, its docstring the help text.
 
-Nothing here imports torch, so that help comes at once.
+Fields that only experts need have no flag of their own; `--set NAME=VALUE` sets them. Nothing here imports torch, so that help
+comes at once.
 """
 
 import dataclasses
@@ -8,12 +9,12 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import click
 
 from polydraft.described import Option, options_in
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, unknown_name
 from polydraft.options import LoadOptions, NgramOptions, PlaceOptions
 
 if TYPE_CHECKING:
@@ -23,10 +24,19 @@ if TYPE_CHECKING:
 Decorator = Callable[[Any], Any]
 Kind = TypeVar("Kind")
 _MOST_THREADS = 1024
+_EXPERT = {option.name for option in options_in(NgramOptions)} - {"corpus"} | {"stop_below", "graphs", "invariant"}
+"""Fields of decoders that `--set` sets."""
+_SAMPLING = "polydraft.sampling.params:SamplingParams"
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+raw_option = click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
+prompts_option = click.option(
+    "--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."
+)
 
 
 class GroupedOption(click.Option):
-    """An option that stands below a heading in the help text."""
+    """An option that help lists below a heading."""
 
     def __init__(self, *names: Any, heading: str, **arguments: Any) -> None:
         super().__init__(*names, **arguments)
@@ -34,7 +44,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose help text shows what most people need first, and all else below headings."""
+    """A command whose help lists what most people need first, and everything else below headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, one section per heading."""
@@ -47,6 +57,73 @@ class GroupedCommand(click.Command):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+
+
+class _Settings(GroupedOption):
+    """`--set NAME=VALUE`, for fields that have no flag of their own."""
+
+    def __init__(self, *names: Any, fields: Sequence[Option], **arguments: Any) -> None:
+        super().__init__(*names, **arguments)
+        # Messages about wrong values use the name that is set.
+        named = [dataclasses.replace(field, short=field.name.removeprefix("no_")) for field in fields]
+        self._fields = {field.short: field for field in named}
+
+    def handle_parse_result(self, ctx: click.Context, opts: Any, args: list[str]) -> tuple[Any, list[str]]:
+        """Add all fields to the command's options: those given, and the defaults of the others."""
+        given, args = super().handle_parse_result(ctx, opts, args)
+        if "help" in (given or ()):
+            self._describe(ctx)
+        ctx.params |= {field.name: field.default for field in self._fields.values()}
+        ctx.params |= dict(self._read(text) for text in given or ())
+        return given, args
+
+    def _read(self, text: str) -> tuple[str, Any]:
+        name, equals, value = text.partition("=")
+        field = self._fields.get(name.strip().replace("-", "_"))
+        if field is None:
+            raise unknown_name("name in --set", name, self._fields)
+        if not equals:
+            raise UsageError(f"--set {name} has no value; write --set {_entry(field)}")
+        return field.name, field.read(value.strip())
+
+    def _describe(self, ctx: click.Context) -> None:
+        """Print what each setting does, and exit."""
+        formatter = ctx.make_formatter()
+        with formatter.section("Settings, as --set NAME=VALUE"):
+            formatter.write_dl([(_entry(field), _said(field)) for field in self._fields.values()])
+        click.echo(formatter.getvalue().rstrip())
+        ctx.exit()
+
+
+def _entry(field: Option) -> str:
+    """Show how a field is set."""
+    kinds = {bool: "no" if field.name.startswith("no_") else "yes|no", int: "INTEGER", float: "FLOAT"}
+    return f"{field.short}={kinds.get(field.kind, 'TEXT')}"
+
+
+def _said(field: Option) -> str:
+    """Describe a field, with its default if it has one."""
+    if field.default is None or field.default is False:
+        return field.help
+    return f"{field.help}  [default: {'yes' if field.default is True else field.default}]"
+
+
+def settings_of(*kinds: type[Any], only: Collection[str]) -> Decorator:
+    """Return a decorator that adds `--set` for some fields of dataclasses."""
+    fields = [option for kind in kinds for option in options_in(kind) if option.name in only]
+    names = ", ".join(field.name.removeprefix("no_") for field in fields)
+    return click.option(
+        "--set",
+        "settings",
+        cls=_Settings,
+        fields=fields,
+        heading="Expert settings",
+        metavar="NAME=VALUE",
+        multiple=True,
+        expose_value=False,
+        is_eager=True,
+        help=f"Set one of these, which '--set help' describes; may be given several times: {names}.",
+    )
 
 
 def with_options(options: Sequence[Decorator]) -> Decorator:
@@ -86,7 +163,7 @@ def options_of(
 
 
 def _arguments(option: Option) -> dict[str, Any]:
-    """Say to click what a field may hold."""
+    """Return what click must know about a field: type and default."""
     default, kind = option.default, option.annotation if option.default is not None else option.kind
     if kind is bool:
         return {"is_flag": True, "default": default, "show_default": default}
@@ -106,7 +183,7 @@ def taken(kind: type[Kind], options: dict[str, Any]) -> Kind:
 
 
 def in_range(context: click.Context, parameter: click.Parameter, threads: int | None) -> int | None:
-    """Refuse what torch fails on, or what would end the process without a word, or with a page of them."""
+    """Refuse numbers of threads that make torch fail or crash."""
     if threads is not None and not 1 <= threads <= _MOST_THREADS:
         raise UsageError(f"--threads {threads} is out of range; allowed: whole numbers from 1 to {_MOST_THREADS}")
     return threads
@@ -122,21 +199,21 @@ class Threads:
 
 @dataclass(frozen=True, kw_only=True)
 class Loading(LoadOptions, NgramOptions, Threads):
-    """A decoder, as commands are asked for it."""
+    """The options of commands that load a decoder."""
 
     def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
-        """Load the models, for texts of so many at a time."""
+        """Load the models, for `batch` texts at a time."""
         from polydraft.loading import load_with
 
         prepare(self.threads)
         return load_with(dataclasses.replace(self, grams=self.grams_asked_for()), batch=batch, temperature=temperature)
 
     def for_others(self, who: str) -> dict[str, Any]:
-        """Return what processes on a cluster are to load; what does not reach them is refused."""
+        """Return the options that processes on a cluster load by; refuse those that are not passed on."""
         for option in options_in(NgramOptions):
             if getattr(self, option.name) != option.default:
-                flag = option.name.replace("_", "-")
-                raise UsageError(f"--{flag} is not passed on to {who}; leave it out, or run without --ray")
+                flag = f"--set {option.name.removeprefix('no_')}" if option.name in _EXPERT else f"--{option.name}"
+                raise UsageError(f"{flag} is not passed on to {who}; leave it out, or run without --ray")
         return {one.name: getattr(self, one.name) for one in options_in(LoadOptions) if one.has_text}
 
 
@@ -144,10 +221,10 @@ class Loading(LoadOptions, NgramOptions, Threads):
 class Request:
     """Options."""
 
+    described_in: ClassVar[str] = _SAMPLING
+
     temperature: float = 0.0
-    """Sampling temperature; 0 decodes greedily."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that together reach this probability."""
     max_new_tokens: int = 128
     """Generate at most this many tokens."""
     seed: int = 0
@@ -158,26 +235,25 @@ class Request:
 class Sampling:
     """Sampling."""
 
+    described_in: ClassVar[str] = _SAMPLING
+
     top_k: int = 0
-    """Sample from the k likeliest tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this fraction of the likeliest one's probability."""
     repetition_penalty: float = 1.0
-    """Values above 1 discourage repetition."""
     stop: tuple[str, ...] = ()
     """String that ends the text; may be given several times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices(Loading, Request, Sampling):
-    """What `generate` and `chat` are asked for."""
+    """The options of `generate`, `chat` and `batch`."""
 
     def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
-        """Load the models for what is asked for."""
+        """Load the models, for this temperature."""
         return super().decoder(batch=batch, temperature=self.temperature if temperature is None else temperature)
 
     def check(self) -> "SamplingParams":
-        """Check what else can be checked without a model, and return the sampling parameters."""
+        """Check what can be checked without a model, and return the sampling parameters."""
         from polydraft.sampling import SamplingParams
 
         if self.max_new_tokens < 1:
@@ -186,7 +262,7 @@ class Choices(Loading, Request, Sampling):
         return SamplingParams(**{name: _asked(name, value) for name, value in found.items()})
 
     def request(self, params: "SamplingParams") -> dict[str, Any]:
-        """Return what every request asks for."""
+        """Return the keyword arguments of a request."""
         return {"sampling": params, **self._named("max_new_tokens", "seed", "stop")}
 
     def _named(self, *names: str) -> dict[str, Any]:
@@ -194,7 +270,7 @@ class Choices(Loading, Request, Sampling):
 
 
 def _asked(name: str, value: Any) -> Any:
-    """Mark a number that stands there because nobody gave one: the model's own settings may say something else."""
+    """Mark a value as a default if the user did not give it: the model's generation config may replace defaults."""
     from polydraft.sampling.params import Usual, UsualCount
 
     context = click.get_current_context(silent=True)
@@ -204,17 +280,25 @@ def _asked(name: str, value: Any) -> Any:
 
 
 _RANGES = {"threads": {"callback": in_range}}
-shared_options, loading_options = options_of(Choices, **_RANGES), options_of(Loading, **_RANGES)
+
+
+def options_of_decoders(kind: type[Loading], *others: type[Any], expert: Collection[str] = ()) -> Decorator:
+    """Return a decorator that adds the options of a decoder, those of other dataclasses, and `--set` for the expert ones."""
+    flags = [options_of(kind, skip=_EXPERT, **_RANGES), *(options_of(other, skip=expert) for other in others)]
+    return with_options([*flags, settings_of(kind, *others, only={*_EXPERT, *expert})])
+
+
+shared_options, loading_options = options_of_decoders(Choices), options_of_decoders(Loading)
 """Add the options of `Choices`, or of `Loading`, to a command."""
 
 
 def machine_options(*, skip: Collection[str] = (), **changes: dict[str, Any]) -> Decorator:
-    """Add the options of the machine that work runs on."""
+    """Return a decorator that adds the options of the machine: device, dtype and threads."""
     return with_options([options_of(PlaceOptions, skip=("device_map", *skip), **changes), options_of(Threads, **_RANGES)])
 
 
 def set_threads(threads: int | None) -> None:
-    """Give torch so many threads, or leave it its choice."""
+    """Set torch's number of threads, if one is given."""
     if threads is not None:
         import torch
 
@@ -222,7 +306,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def prepare(threads: int | None) -> None:
-    """Set the threads; let this library say on standard error what takes long, and keep others' chatter off the screen."""
+    """Set the threads, log what takes long to standard error, and silence the loggers of other libraries."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
@@ -237,7 +321,7 @@ def prepare(threads: int | None) -> None:
 
 
 class _Telling(logging.Handler):
-    """Writes messages to whatever standard error is at the time."""
+    """Writes log messages to the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(self.format(record), err=True)

@@ -1,4 +1,4 @@
-"""The terminal: what comes in by standard input, how tokens and figures look, and how far long work has come."""
+"""The terminal: reading standard input, printing tokens and figures, showing progress."""
 
 import logging
 import sys
@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from polydraft.errors import UsageError, duration
@@ -21,20 +19,20 @@ if TYPE_CHECKING:
 
 DRAFTED_STYLE = "green"
 LOADING = "polydraft.models.loading"
-"""Logger that says which models are being loaded, once that is asked for."""
+"""Logger that says which models are being loaded."""
 _SILENCE_SECONDS = 5.0
-"""Between two lines of progress where there is no terminal."""
+"""Between two lines of progress if standard error is not a terminal."""
 
 
 def standard_input() -> TextIO:
-    """Return standard input, refusing one that is closed."""
+    """Return standard input; refuse if it is closed."""
     if sys.stdin is None:
         raise UsageError("standard input is closed; pass the text as an argument, or pipe it in")
     return sys.stdin
 
 
 def read_all() -> str:
-    """Return all of it."""
+    """Return all of standard input."""
     try:
         return standard_input().read()
     except UnicodeDecodeError as error:
@@ -42,11 +40,11 @@ def read_all() -> str:
 
 
 def read_line() -> str | None:
-    """Return the next line, or None at the end; one that is no text spoils none before it."""
+    """Return the next line, or None at the end. A line that cannot be decoded does not affect those before it."""
     source = standard_input()
     if not hasattr(source, "buffer"):
         return source.readline() or None
-    # Text streams decode many lines at a time.
+    # A text stream decodes many lines at a time, so a bad line would fail too early.
     try:
         line: str = source.buffer.readline().decode(source.encoding)
     except UnicodeDecodeError as error:
@@ -55,13 +53,13 @@ def read_line() -> str | None:
 
 
 def not_text(error: UnicodeDecodeError) -> UsageError:
-    """Say that what came in is no text."""
-    where = f"at byte {error.start} of what was read"
+    """Return the error for input that cannot be decoded."""
+    where = f"at byte {error.start}"
     return UsageError(f"standard input is not valid {error.encoding} ({where}); give it in UTF-8")
 
 
 class PhaseProgress:
-    """A bar for each phase on a terminal; elsewhere a line as each begins, and then now and then."""
+    """A bar per phase on a terminal; elsewhere a line when a phase begins, and then every few seconds."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -72,7 +70,7 @@ class PhaseProgress:
         )  # fmt: skip
         self._tasks: dict[str, Any] = {}
         self._begun: dict[str, tuple[int, float]] = {}
-        """Of each phase: how much was done at first, and when that was."""
+        """By phase: how many steps were done when it began, and when that was."""
         self._said = 0.0
 
     def __enter__(self) -> "PhaseProgress":
@@ -83,19 +81,19 @@ class PhaseProgress:
         self._bar.stop()
 
     def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
-        """Show that `done` of `total` steps of a phase are done, and what there is to say of it."""
+        """Show that `done` of `total` steps of a phase are done, with a note."""
         now, begins = time.monotonic(), phase not in self._tasks
         if begins:
             self._tasks[phase] = self._bar.add_task(phase, total=total, note=note)
             self._begun[phase] = done, now
         self._bar.update(self._tasks[phase], completed=done, total=total, note=note)
-        # An end that has something to say is always told.
+        # The end of a phase is always shown if it has a note.
         if self._plain and (begins or now - self._said > _SILENCE_SECONDS or (note and done == total)):
             self._said = now
             click.echo(f"{phase} {done}/{total}{self._left(phase, done, total, now)}  {note}".rstrip(), err=True)
 
     def _left(self, phase: str, done: int, total: int, now: float) -> str:
-        """Say how long a phase will take from now on, where that can be known."""
+        """Say how much longer a phase will take, if there is anything to estimate it from."""
         first, since = self._begun[phase]
         if not first < done < total:
             return ""
@@ -103,9 +101,9 @@ class PhaseProgress:
 
 
 def announce_start() -> None:
-    """Say that a command has begun, and let it say which models it loads: to import torch alone takes seconds.
+    """Say that a command has started, because importing torch takes seconds, and log which models it loads.
 
-    Where that is there already, the command is part of a program that has spoken before.
+    If torch is imported already, the command runs inside another program, and this does nothing.
     """
     if "torch" not in sys.modules:
         click.echo("loading torch and transformers ...", err=True)
@@ -115,7 +113,7 @@ def announce_start() -> None:
 
 
 def output_console() -> Console:
-    """Return a console for standard output; a pipe is as wide as a table needs."""
+    """Return a console for standard output; in a pipe it is wide enough for our tables."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=120)
 
@@ -130,7 +128,7 @@ class TokenPrinter:
             console.print(legend.append(", the target's own plain", style="dim"))
 
     def print(self, event: "TokenEvent") -> None:
-        """Print what became certain with one token."""
+        """Print the text that one token adds."""
         style = DRAFTED_STYLE if event.source != "target" else ""
         if self._console.is_terminal:
             self._console.print(Text(event.text, style=style), end="", soft_wrap=True)
@@ -145,7 +143,7 @@ class TokenPrinter:
 
 
 def play(stream: "Stream | BeamStream", printer: TokenPrinter | None) -> None:
-    """Run a stream to its end, and print its tokens as they come; Ctrl-C closes it first."""
+    """Run a stream to its end and print its tokens as they come; Ctrl-C closes the stream."""
     try:
         for event in stream:
             if printer is not None:
@@ -159,7 +157,7 @@ def play(stream: "Stream | BeamStream", printer: TokenPrinter | None) -> None:
 
 
 def summary_line(stats: "Stats") -> str:
-    """Return the figures of one run in a line, and in another one why drafting rested, if it did."""
+    """Return the figures of one run in a line, and in a second one why drafting paused, if it did."""
     return (
         f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_pass:.2f} tokens per target pass"
@@ -171,52 +169,9 @@ def summary_line(stats: "Stats") -> str:
 
 
 def sources_text(tokens_by_source: Mapping[str, int], unit: str = "") -> str:
-    """Say how many tokens each source proposed, if there is more to say than that a draft did."""
+    """Say how many tokens each source proposed; nothing if all come from the draft."""
     counts = {source: count for source, count in tokens_by_source.items() if count}
     if counts.keys() <= {"model", "head"}:
         return ""
     ordered = sorted(counts.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{source} {count}{unit}" for source, count in ordered)
-
-
-def results_table(results: dict[str, Any]) -> Table:
-    """Return the headline table of a benchmark."""
-    settings = results["settings"]
-    title = (
-        f"{settings['target']}, draft {settings['draft']}, T={settings['temperature']}, {settings['prompts']['count']} prompts"
-    )
-    if "inflated" in settings:
-        title += f"\n{settings['inflated']}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("method", overflow="fold")
-    for heading in ("tokens/s", "speed-up (95 %)", "tokens/pass", "accepted", "same text"):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
-    sources = {name: _shares(figures) for name, figures in results["methods"].items()}
-    if any(sources.values()):
-        table.add_column("drafted by", overflow="fold")
-    for name, figures in results["methods"].items():
-        low, high = figures["speedup_low"], figures["speedup_high"]
-        speed_up = _number(figures["speedup"]) + ("" if low is None else f" ({low:.2f}-{high:.2f})")
-        cells = [_number(figures[key]) for key in ("tokens_per_second", "tokens_per_pass", "acceptance_rate")]
-        status = _identity(figures) if figures["status"] == "ok" else "failed"
-        told = [sources[name]] if any(sources.values()) else []
-        table.add_row(name, cells[0], speed_up, *cells[1:], status, *told)
-    return table
-
-
-def _shares(figures: dict[str, Any]) -> str:
-    """Say what share of the tokens each n-gram cache and draft proposed."""
-    counts, own = figures.get("tokens_by_source", {}), ("target", "unknown")
-    drafted = {source: count for source, count in counts.items() if source not in own}
-    return sources_text({source: round(100 * count / sum(counts.values())) for source, count in drafted.items()}, unit=" %")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _identity(figures: dict[str, Any]) -> str:
-    if figures["identical"] is None:
-        return "-"
-    ties, others = figures["near_tie_differences"], figures["differences"]
-    return f"{figures['identical']}" + (f" +{ties} ties" if ties else "") + (f", {others} NOT" if others else "")

@@ -64,7 +64,7 @@ class Decision(ABC):
 def check_threshold(value: float) -> float:
     """Refuse a threshold that is no probability."""
     if not 0 <= value <= 1:
-        raise UsageError(f"decision threshold {value!r} (--stop-below) is out of range; allowed: 0 (never stop) to 1")
+        raise UsageError(f"decision threshold {value!r} (stop_below) is out of range; allowed: 0 (never stop) to 1")
     return value
 
 

@@ -304,7 +304,7 @@ def gram_tree(names: Sequence[str], options: GramTreeOptions, *, pauses: bool = 
         )
     caches = [cache for cache in caches if not cache.is_empty]
     if not caches:
-        raise UsageError(f"drafter {label!r} has no cache left to draft from; leave out --no-context or --no-corpus")
+        raise UsageError(f"drafter {label!r} has no cache left to draft from; leave out context=no or corpus=no")
     return GramTree(label, caches, options, pauses=pauses)
 
 

@@ -95,7 +95,7 @@ class Scale:
 
 
 def tick_text(value: float) -> str:
-    """Write a tick without trailing noughts."""
+    """Write a tick without trailing zeros."""
     return f"{value:,.10g}"
 
 

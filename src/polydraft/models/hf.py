@@ -119,7 +119,7 @@ class HFModel(LanguageModel):
                 "docs/models.md lists what works"
             ) from error
         if invariant and not self.invariant:
-            raise UsageError(f"model {self.name!r} cannot be invariant: {self._invariant_obstacle()}; leave out --invariant")
+            raise UsageError(f"model {self.name!r} cannot be invariant: {self._invariant_obstacle()}; leave out invariant")
         self.vocabulary = vocabulary if self._split_head else None
         if self.vocabulary is not None:
             table, tokens_D = model.get_output_embeddings(), self.vocabulary.tokens_D

@@ -48,15 +48,17 @@ class SamplingParams:
     """
 
     temperature: float = Usual(1.0)
-    """0 means greedy."""
+    """Sampling temperature; 0 decodes greedily."""
     top_k: int = UsualCount(0)
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Sample from the k likeliest tokens; 0 keeps all."""
     top_p: float = Usual(1.0)
-    """Keep the smallest set of tokens whose mass reaches this; 1 keeps all."""
+    """Sample from the likeliest tokens that together reach this probability; 1 keeps all."""
     min_p: float = Usual(0.0)
-    """Keep tokens at least this likely relative to the most likely one; 0 keeps all."""
+    """Drop tokens less likely than this fraction of the likeliest one's probability; 0 keeps all."""
     repetition_penalty: float = Usual(1.0)
-    """Divide positive (multiply negative) logits of tokens seen in prompt or output; 1 is off."""
+    """Values above 1 discourage repetition; 1 is off.
+
+    Positive logits of tokens seen in prompt or output are divided by it, negative ones multiplied."""
     presence_penalty: float = 0.0
     """Subtract from logits of tokens that occur in the output."""
     frequency_penalty: float = 0.0

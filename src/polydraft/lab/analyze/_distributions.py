@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
-from polydraft.lab.analyze._settings import AnalyzeSettings
+from polydraft.lab.analyze.settings import AnalyzeSettings
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary, SamplingParams, Warper
@@ -16,10 +16,10 @@ from polydraft.sampling.categorical import row_seed
 from polydraft.trees import causal_block
 
 _CHUNK_BYTES = 2**28
-"""Logits over all tokens are large; so many bytes of them at a time."""
+"""Most bytes of logits at a time: those over all tokens are large."""
 
 Observer = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and of how much."""
+"""Called with the name of the phase, the steps done and the steps in total."""
 Texts = Sequence[Sequence[int]]
 Places = Sequence[Sequence[int]]
 """Ascending indices of tokens, for each text."""
@@ -27,13 +27,13 @@ Places = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, eq=False)
 class Distributions:
-    """What the target and the draft say of the next token, one row per position."""
+    """Both models' probabilities of the next token, one row per position."""
 
     target_RV: Tensor
     """Float32, on the host. Where the draft knows only part of the tokens, the last column stands for all others."""
     draft_RV: Tensor
     prompt_R: Tensor
-    """Number of the prompt whose answer the position lies in; positions of one prompt are alike."""
+    """Index of the prompt whose answer holds the position; positions of one prompt are correlated."""
 
     def __len__(self) -> int:
         return len(self.prompt_R)

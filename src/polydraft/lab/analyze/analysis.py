@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from polydraft.defaults import default_draft
 from polydraft.engine import Decoder
+from polydraft.errors import UsageError
 from polydraft.lab.analyze._distributions import Distributions, Observer, collect
-from polydraft.lab.analyze._settings import AnalyzeSettings, Pair
 from polydraft.lab.analyze.comparison import Comparison, Row, takes, work
-from polydraft.models import check_prompts
-from polydraft.models.fingerprint import digest_of
+from polydraft.lab.analyze.settings import AnalyzeSettings
+from polydraft.models import FeatureHead, LanguageModel, check_prompts
+from polydraft.models.fingerprint import digest_of, model_fingerprint
+from polydraft.models.loading import Loaded, load_draft, load_model
+from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.output import written_whole
 from polydraft.prompts import load_prompts
 from polydraft.verify import SCHEMES
@@ -27,6 +32,42 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _NAMES = ("target", "draft", "prompt")
+
+
+class Pair:
+    """A target and its draft by name, loaded on first use.
+
+    Parameters
+    ----------
+    target, draft, device, dtype : str
+        As `polydraft.load` takes them.
+    """
+
+    def __init__(self, target: str, draft: str, device: str, dtype: str) -> None:
+        self.target_name = target
+        self.draft_name = default_draft(target) if draft == "auto" else draft
+        if self.draft_name == "none":
+            raise UsageError(f"target {target!r} has no draft to compare with; pass --draft NAME, a folder, or early-exit:k")
+        self.device: torch.device = resolve_device(device)
+        self.dtype: torch.dtype = resolve_dtype(dtype, self.device)
+
+    @cached_property
+    def target(self) -> Loaded:
+        """The target, loaded."""
+        return load_model(self.target_name, self.device, self.dtype)
+
+    @cached_property
+    def draft(self) -> LanguageModel | FeatureHead:
+        """The draft, loaded."""
+        draft = load_draft(self.draft_name, self.target)
+        assert draft is not None, "'none' was refused"
+        return draft
+
+    def fingerprint(self) -> list[str] | None:
+        """Return fingerprints of both models' files, with dtype and device; None while a file is not there yet."""
+        marks = [model_fingerprint(name) for name in (self.target_name, self.draft_name)]
+        found = [mark for mark in marks if mark is not None]
+        return [*found, str(self.dtype), self.device.type] if len(found) == len(marks) else None
 
 
 class DistributionStore:
@@ -51,7 +92,7 @@ class DistributionStore:
         return self._folder / f"distributions-{digest_of(origin)}.safetensors"
 
     def load(self, origin: dict[str, Any]) -> Distributions | None:
-        """Return the distributions of an origin, or None where they are not kept, or not whole."""
+        """Return the distributions of an origin, or None if they are not stored or incomplete."""
         file = self.file(origin)
         if not file.exists():
             return None
@@ -68,7 +109,7 @@ class DistributionStore:
         return Distributions(target_RV, draft_RV, prompt_R)
 
     def save(self, origin: dict[str, Any], distributions: Distributions) -> None:
-        """Keep distributions, whole or not at all; where there is no room for them, they are not kept."""
+        """Store distributions completely or not at all; without room on the disk, not at all."""
         tensors = [tensor.contiguous() for tensor in (distributions.target_RV, distributions.draft_RV, distributions.prompt_R)]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +143,7 @@ def _header(origin: dict[str, Any], *tensors: Tensor) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SampleSize:
-    """On how much the rows of one temperature rest."""
+    """How many prompts and positions the rows of one temperature are computed from."""
 
     temperature: float
     positions: int
@@ -162,7 +203,7 @@ class Analysis:
                         yield comparison.row(name, count)
 
     def _counter(self, temperature: float, positions: int) -> Callable[[int], None]:
-        """Return what counts up, for progress."""
+        """Return a function that counts progress."""
         settings, done = self.settings, 0
         total = positions * work(settings.scheme_names, settings.drafts, settings.paper_bound)
 
@@ -180,7 +221,7 @@ class Analysis:
         if kept is not None:
             return kept
         distributions = collect(self.settings, self.pair.target, self.pair.draft, self._encoded(), temperature, self._observer)
-        # Only now are the files of a model there that had to be downloaded.
+        # The files of a downloaded model exist only now.
         origin = self._origin(temperature)
         if self._store is not None and origin is not None:
             self._store.save(origin, distributions)

@@ -21,7 +21,7 @@ from polydraft.lab.theory import (
 from polydraft.verify import SCHEMES, Greedy, Hybrid, Naive, Scheme, SpecHub, Top
 
 _ROWS = 16
-"""Positions worked on before progress is told."""
+"""Positions between two reports of progress."""
 
 Advance = Callable[[int], None]
 Optimum = Callable[[Tensor, Tensor, int], Tensor]
@@ -44,7 +44,7 @@ class Row:
     gap: float | None
     """α* − α."""
     gap_standard_error: float | None
-    """Of the gap, position by position, so that what both have in common does not count."""
+    """Of the gap, paired by position, so that what both have in common cancels."""
     drawing: str | None
     """How the drafts are drawn."""
     paper_bound: float | None = None
@@ -176,7 +176,7 @@ class Comparison:
 
 
 def takes(scheme: type[Scheme], count: int) -> bool:
-    """Whether a scheme can have so many drafts."""
+    """Whether a scheme can take this many drafts."""
     return scheme.max_children is None or count <= scheme.max_children
 
 

@@ -71,7 +71,7 @@ def _check_draft(spec: MethodSpec, bench: Bench) -> None:
 
 
 def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...] = (), **fixed: Any) -> LoadOptions:
-    """Read the options behind a method, but for those that its name has fixed; n-grams have theirs too."""
+    """Read the options behind a method, except those that its name determines; n-grams have their own too."""
     values = spec.read(method_options(grams="drafter" in fixed, skip=(*skip, *fixed)), *others)
     if needs_draft(fixed.get("drafter", AUTO)):
         _check_draft(spec, bench)
@@ -165,7 +165,7 @@ def _beams(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Me
 
 
 def _beam_options(spec: MethodSpec, mode: str, with_draft: bool) -> dict[str, Any]:
-    """Turn what was written behind a method's name into options of beams."""
+    """Read the options behind a method's name as `BeamOptions`."""
     found: dict[str, Any] = {"draws": "iid"} if mode == "sample" and with_draft else {}
     for key, text in spec.options.items():
         name = _BEAM_NAMES.get(key, key)
@@ -190,7 +190,7 @@ def _decoded(spec: MethodSpec, bench: Bench, options: LoadOptions, target: Langu
     """Decode as the options say, on the benchmark's target unless another is given."""
     with spec.named_in_errors():
         decoder = make_decoder(options, bench.target, bench.draft if needs_draft(options.drafter) else None)
-    # Texts are measured in tokens: without a tokenizer nothing is spent on their words.
+    # Only tokens are measured: without a tokenizer, no time is spent on text.
     decoder = decoder.replace(tokenizer=None, target=decoder.target if target is None else target)
     topology = options.shape[1]
     parents = topology.parents if topology.depth else None

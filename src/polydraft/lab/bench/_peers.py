@@ -1,4 +1,4 @@
-"""Others' methods, for comparison: Hugging Face `generate` in its ways, compiled too, and llama.cpp in its."""
+"""Peers to compare with: Hugging Face `generate` in several modes, and llama.cpp."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from polydraft.models.hf import HFModel
 
 _BACKEND = "inductor"
 _WITHOUT_COMPILER = ("No working C++ compiler found", "Failed to find C compiler")
-"""What torch and triton say where there is none."""
+"""What torch and Triton say if there is no compiler."""
 _COMPILED_TOKENS = 3
 """One from the prompt, which is not compiled, and two from compiled passes."""
 _SEEDS = 2**32 - 1
@@ -237,7 +237,7 @@ def _library(spec: MethodSpec, bench: Bench, file: Path, weights: Path) -> Metho
 
 
 def _one_by_one(spec: MethodSpec, bench: Bench, endless: Callable[[list[int], int], Iterator[int]]) -> Method:
-    """Make a method of an engine that yields tokens without end, one per pass, by weights of its own."""
+    """Make a method of an engine with its own weights, which yields tokens endlessly, one per pass."""
     eos = set(bench.target.eos_token_ids)
 
     def generate(prompt: list[int], seed: int) -> Tokens:

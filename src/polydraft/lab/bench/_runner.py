@@ -1,4 +1,4 @@
-"""Measure methods against each other, arms interleaved, prompt by prompt, in one process; and keep what was measured."""
+"""Measure methods against each other, interleaved prompt by prompt in one process, and keep the measurements."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from polydraft.prompts import Prompt
 
 _WARM_UP_TOKENS = 8
 _WARM_UPS_OF_GPUS = 2
-"""Whole texts: a kind of pass is recorded when it comes for the second time."""
+"""Whole texts: a kind of round is captured when it occurs for the second time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,15 @@ class Measurement:
     category: str
     repeat: int
     seconds: float
-    first_token_seconds: float | None
     token_ids: list[int]
     sources: list[str]
     passes: list[int] | None
     """Target pass of each token; None where unknown."""
     stats: dict[str, Any] | None
     """The engine's own figures, where it has some."""
-    peak_bytes: int | None
-    joules: float | None
+    first_token_seconds: float | None = None
+    peak_bytes: int | None = None
+    joules: float | None = None
     error: str | None = None
     log_likelihood: float | None = None
     """The target's log-probability of the text, where it was asked for."""
@@ -195,29 +195,18 @@ class Runner:
         seconds = (synchronised_clock(self._device) - start) / len(pairs)
         if error is not None:
             texts = [[]]
-        found = []
-        for number, ((prompt, token_ids), tokens) in enumerate(zip(pairs, texts, strict=error is None)):
-            token_list = [token.token_id for token in tokens]
-            scored = self._likelihood is not None and bool(tokens)
-            found.append(
-                Measurement(
-                    method=method.name,
-                    prompt=prompt.id,
-                    category=prompt.category,
-                    repeat=repeat,
-                    seconds=seconds,
-                    first_token_seconds=None,
-                    token_ids=token_list,
-                    sources=[token.source for token in tokens],
-                    passes=[token.target_pass for token in tokens if token.target_pass is not None] or None,
-                    stats=_figures(stats) | {"texts": len(pairs)} if stats is not None and number == 0 else None,
-                    peak_bytes=None,
-                    joules=None,
-                    error=error,
-                    log_likelihood=self._likelihood(token_ids, token_list) if scored and self._likelihood else None,
-                )
+        return [
+            self._measurement(
+                method,
+                pair,
+                tokens,
+                repeat=repeat,
+                seconds=seconds,
+                stats=_figures(stats) | {"texts": len(pairs)} if stats is not None and number == 0 else None,
+                error=error,
             )
-        return found
+            for number, (pair, tokens) in enumerate(zip(pairs, texts, strict=error is None))
+        ]
 
     def _schedule(self) -> Iterator[tuple[int, int, Method]]:
         for repeat in range(self.repeat):
@@ -227,14 +216,14 @@ class Runner:
                     yield repeat, index, method
 
     def _warm_up(self, method: Method, token_ids: list[int]) -> None:
-        """Let a method load, compile and allocate before it counts; a failure shows in its first measurement."""
-        records = self._device.type == "cuda"
+        """Let a method load, compile and allocate before it is timed; a failure shows in its first measurement."""
+        captures = self._device.type == "cuda"
         try:
-            if method.warm_up is not None and records:
+            if method.warm_up is not None and captures:
                 method.warm_up()
-            for _ in range(_WARM_UPS_OF_GPUS if records else 1):
+            for _ in range(_WARM_UPS_OF_GPUS if captures else 1):
                 for count, _ in enumerate(method.generate(token_ids, self.seed), start=1):
-                    if count >= _WARM_UP_TOKENS and not records:
+                    if count >= _WARM_UP_TOKENS and not captures:
                         break
         except Exception:  # of whatever kind, as in a measurement
             return
@@ -262,24 +251,37 @@ class Runner:
             error = _one_line(problem)
         seconds = synchronised_clock(self._device) - start
         spent = self._joules()
-        token_list = [token.token_id for token in tokens]
-        scored = self._likelihood is not None and bool(tokens) and error is None
-        known = bool(tokens) and all(token.target_pass is not None for token in tokens)
-        return Measurement(
-            method=method.name,
-            prompt=prompt.id,
-            category=prompt.category,
+        return self._measurement(
+            method,
+            (prompt, token_ids),
+            tokens,
             repeat=repeat,
             seconds=seconds,
             first_token_seconds=first if stats is not None else None,
-            token_ids=token_list,
-            sources=[token.source for token in tokens],
-            passes=[token.target_pass for token in tokens if token.target_pass is not None] if known else None,
             stats=_figures(stats) if stats else None,
             peak_bytes=self._memory.peak(),
             joules=spent - joules if spent is not None and joules is not None else None,
             error=error,
-            log_likelihood=self._likelihood(token_ids, token_list) if scored and self._likelihood is not None else None,
+        )
+
+    def _measurement(
+        self, method: Method, pair: tuple[Prompt, list[int]], tokens: Sequence[Token], *, error: str | None, **figures: Any
+    ) -> Measurement:
+        """Return the measurement of one text, scored by the target if asked for."""
+        prompt, prompt_ids = pair
+        token_ids = [token.token_id for token in tokens]
+        passes = [token.target_pass for token in tokens if token.target_pass is not None]
+        scored = self._likelihood is not None and bool(tokens) and error is None
+        return Measurement(
+            method=method.name,
+            prompt=prompt.id,
+            category=prompt.category,
+            token_ids=token_ids,
+            sources=[token.source for token in tokens],
+            passes=passes if tokens and len(passes) == len(tokens) else None,
+            error=error,
+            log_likelihood=self._likelihood(prompt_ids, token_ids) if scored and self._likelihood is not None else None,
+            **figures,
         )
 
     def _joules(self) -> float | None:

@@ -1,4 +1,4 @@
-"""llama.cpp as a shared library, through its C functions: a build of one's own, or the one inside the wheel `xllamacpp`.
+"""llama.cpp as a shared library, called through its C functions: your own build, or the one in the wheel `xllamacpp`.
 
 Its structures of parameters change from version to version, and none of their layouts is known here. They come from llama.cpp's
 own functions and go back to them as blocks of bytes that are larger than any of them. A structure of more than two words is
@@ -84,7 +84,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 _SINCE = "llama.cpp of June 2025 or later"
 _SILENCE = _LOG(lambda level, text, data: None)
-"""In place of its log, which goes to stderr; here, so that it outlives whoever calls it."""
+"""Replaces its log, which goes to stderr; global, so that it outlives its callers."""
 
 
 def find_build(place: str) -> Path:
@@ -172,7 +172,7 @@ class LlamaCpp:
         self._library.llama_memory_clear(self._memory, False)
 
     def cut(self, length: int) -> None:
-        """Forget what stands behind so many tokens."""
+        """Forget everything after the first `length` tokens."""
         assert self._library.llama_memory_seq_rm(self._memory, 0, length, -1)
 
     def read(self, tokens: Sequence[int], *, every_output: bool = False) -> None:

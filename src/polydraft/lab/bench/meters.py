@@ -1,4 +1,4 @@
-"""Clocks, memory and energy, as far as a machine lets itself be read.
+"""Clocks, memory and energy, as far as the machine can be read.
 
 Joules come from hardware counters: NVML on NVIDIA GPUs, RAPL on CPUs that let it be read.
 """
@@ -121,7 +121,7 @@ class EnergyMeter:
 
 
 class _RaplCounter:
-    """One CPU package; its counter wraps around, which this one does not."""
+    """One CPU package; its counter wraps around, and this class undoes that."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,20 +1,21 @@
-"""What a benchmark measures, and what its methods can be told; nothing here imports torch before something is checked."""
+"""What a benchmark measures, and the options of its methods. Nothing here imports torch before something is checked."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 from polydraft.described import Option, options_in
 from polydraft.errors import UsageError
 from polydraft.options import CpuOptions, LoadOptions, NgramOptions, PairOptions, PlaceOptions
 
 OF_DRAFTS = ("scheme", "walk", "draft_temperature", "decision", "stop_below")
-"""Options of drafts and their trees, which n-grams alone have no use for."""
+"""Options of drafts and their trees, which n-grams alone do not have."""
 _SETTLED = ("target", "draft", "device", "dtype", "device_map", "profile", "native", "corpus", "tree", "drafter")
-"""Options that the whole benchmark or a method's name and argument settle."""
+"""Options that the benchmark as a whole, or a method's name and argument, determine."""
 
 
 def method_options(*, grams: bool, skip: Collection[str] = ()) -> list[Option]:
-    """Return the options that may stand behind a method, with those of n-grams or without."""
+    """Return the options that a method can have, with or without those of n-grams."""
     found = [*options_in(LoadOptions), *(options_in(NgramOptions) if grams else [])]
     return [option for option in found if option.has_text and option.name not in (*_SETTLED, *skip)]
 
@@ -22,6 +23,8 @@ def method_options(*, grams: bool, skip: Collection[str] = ()) -> list[Option]:
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
     """What to measure."""
+
+    described_in: ClassVar[str] = "polydraft.sampling.params:SamplingParams"
 
     source: str = "builtin"
     """builtin, a file, or hf:NAME[:SPLIT]."""
@@ -34,11 +37,8 @@ class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
     corpus: str = "auto"
     """Corpus cache: a file, none, or auto."""
     temperature: float = 0.0
-    """Sampling temperature; 0 decodes greedily."""
     top_k: int = 0
-    """Sample from the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that together reach this probability."""
     log_likelihood: bool = False
     """Also score every text with the target; this is not timed."""
     max_new_tokens: int = 64

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.errors import UsageError, unknown_name
-from polydraft.lab.analyze import Analysis, AnalyzeSettings
+from polydraft.lab.analyze.analysis import Analysis
+from polydraft.lab.analyze.settings import AnalyzeSettings
 from polydraft.lab.bench.diff import load_results
 from polydraft.lab.bench.meters import machine
 from polydraft.lab.bench.options import BenchOptions

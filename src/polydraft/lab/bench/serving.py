@@ -1,4 +1,4 @@
-"""A server under load: requests arrive by chance or by a number at a time, and are timed from outside."""
+"""A server under load: requests arrive at random, or a fixed number runs at a time; they are timed by the client."""
 
 import dataclasses
 import http.client
@@ -91,7 +91,7 @@ class Sample:
 
 
 class Client:
-    """Ask a server for streamed answers, with nothing but the standard library."""
+    """A client that streams answers, with the standard library alone."""
 
     def __init__(self, options: ServingLoad) -> None:
         parts = urlsplit(options.url)
@@ -222,7 +222,7 @@ def _run_arm(
 
 
 def summary(options: ServingLoad, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
-    """Return what a run of some requests in some seconds comes to."""
+    """Summarise the requests of a run."""
     good = [sample for sample in samples if sample.error is None]
     within = [one for one in good if one.first <= options.first_limit and one.per_token <= options.token_limit]
     return {
@@ -251,7 +251,7 @@ def format_load(found: Mapping[str, Any]) -> str:
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the nearest values of which so many in a hundred are no larger."""
+    """Return percentiles, by nearest rank."""
     ordered = sorted(values)
     return {
         f"p{percent}": round(ordered[min(-(-len(ordered) * percent // 100), len(ordered)) - 1], 5) if ordered else 0.0

@@ -1,4 +1,4 @@
-"""Others' servers, started for a measurement and stopped after it: `transformers serve` and llama.cpp's."""
+"""Peers' servers, started for a measurement and stopped after it: `transformers serve` and llama.cpp's."""
 
 import http.client
 import importlib.util
@@ -78,7 +78,7 @@ def running(peer: str, model: str, slots: int) -> Iterator[tuple[str, str | None
 
 @contextmanager
 def started(command: list[str], name: str, ready: Callable[[], bool]) -> Iterator[None]:
-    """Run a program until the block ends, beginning once it is ready."""
+    """Run a program until the block ends; the block starts when the program is ready."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:

@@ -39,7 +39,7 @@ class Models:
         self._pairs: dict[tuple[Any, ...], tuple[Loaded, Any]] = {}
 
     def load(self, options: BenchOptions, device: torch.device, draft: str) -> tuple[Loaded, Any]:
-        """Return target and draft, as loaded before where they are the same."""
+        """Return target and draft, loaded once."""
         key = (options.target, draft, str(device), options.dtype, options.device_map, options.native)
         if key not in self._pairs:
             dtype = resolve_dtype(options.dtype, device)
@@ -204,7 +204,7 @@ class BenchSession:
 
 
 def _check_room(longest: int, new: int, positions: int | None) -> None:
-    """Refuse texts that the context would cut: our engine ends there, peers go on, and texts would seem to differ."""
+    """Refuse texts longer than the context: our engine stops there, peers go on, and texts would seem to differ."""
     if positions is not None and longest + new > positions:
         raise UsageError(
             f"max_new_tokens={new} does not fit after the longest prompt of {longest} tokens in the model's context of "

@@ -1,8 +1,8 @@
-"""The papers this package implements: what to run for their tables and figures, and their lossy rules.
+"""The papers that this package implements: what to run for their tables and figures.
 
 `polydraft bench --reproduce NAME` measures a paper again; docs/papers has a page on each: what it claims, where each piece of
-it lives, which test proves it, and what we measured. The experiments name methods and read results, so that they need no
-benchmark; the lossy rules are drafters like any other, found by the name behind `--lossy`.
+it lives, which test proves it, and what we measured. The experiments name methods and read results, so they need no
+benchmark. The papers' lossy rules are in `polydraft.papers`.
 """
 
 from polydraft.lab.papers.dsbd import DSBD

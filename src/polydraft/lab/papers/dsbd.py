@@ -1,6 +1,6 @@
 """*Dynamic-Width Speculative Beam Decoding for LLM Inference*: Figures 4 and 5, Tables 1 and 2, without a judge of quality."""
 
-from polydraft.lab.papers._charts import Drawing, scatter
+from polydraft.lab.charts import Drawing, scatter
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 
 _MULTINOMIAL = "ar"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from polydraft.lab.papers._charts import Drawing, curves, grouped_columns
+from polydraft.lab.charts import Drawing, curves, grouped_columns
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 
 _DEPTH, _WIDTH, _FIGURE_3_WIDTH = 5, 16, 6

@@ -1,6 +1,6 @@
 """*Multi-Candidate Speculative Decoding*: Tables 1 to 7, Figures 3 to 5."""
 
-from polydraft.lab.papers._charts import Drawing, curves, grouped_columns
+from polydraft.lab.charts import Drawing, curves, grouped_columns
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)

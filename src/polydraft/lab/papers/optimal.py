@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from polydraft.lab.papers._charts import Drawing, curves
+from polydraft.lab.charts import Drawing, curves
 from polydraft.lab.papers.paper import PAPERS, Comparison, DistributionRun, Paper, Results, Run, ordering, text_of
 
 _SPARSE = (

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polydraft.lab.papers._charts import Drawing
+from polydraft.lab.charts import Drawing
 from polydraft.lab.papers.paper import UNKNOWN, Comparison, Paper, Results, table, text_of
 
 FILE = "reproduction.md"
@@ -72,7 +72,7 @@ def read_kept(path: Path) -> Results:
 
 
 def write_kept(results: Results, path: Path) -> None:
-    """Write it, one method per line, so that changes can be read."""
+    """Write it, one method per line, so that diffs can be read."""
     lines = []
     for name, run in results.items():
         lines.append(f' {json.dumps(name)}: {{\n  "settings": {json.dumps(run["settings"], ensure_ascii=False)},')
@@ -91,12 +91,12 @@ def drawings(paper: Paper, results: Results) -> list[Drawing]:
 
 
 def measured(comparison: Comparison) -> list[Sequence[str]]:
-    """Return the rows that lack nothing or have a figure of ours all the same; what stands in the first column is a label."""
+    """Return the rows that are complete or have at least one figure of ours; the first column is a label."""
     return [row for row in comparison.ours if "–" not in " ".join(row) or any(re.search(r"\d\.\d", cell) for cell in row[1:])]
 
 
 def section(comparison: Comparison, results: Results, drawn_in: str = "") -> list[str]:
-    """Write a comparison in Markdown; ours and the paper's never share a table. Of what was not measured, say only that."""
+    """Write a comparison in Markdown, ours and the paper's in separate tables; if nothing was measured, say only that."""
     lines = ["**Ours**: not measured yet."]
     if rows := measured(comparison):
         lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, rows)]

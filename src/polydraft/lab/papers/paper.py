@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.lab.papers._charts import Drawing
+from polydraft.lab.charts import Drawing
 from polydraft.registry import Registry
 
 
@@ -16,15 +16,15 @@ class Run:
     """One benchmark: methods on one set of prompts at one temperature."""
 
     name: str
-    """Of its folder."""
+    """Name of its folder."""
     prompts: str
-    """Which set, where `--prompts` is a folder of them."""
+    """Which set, if `--prompts` is a folder of several."""
     temperature: float
     methods: tuple[str, ...]
     timed: bool = False
     """Whether speed counts: few texts, one at a time, on a GPU with a target of 7B's size. Otherwise acceptance is counted."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of the benchmark, which the user's go before."""
+    """Further options of the benchmark; those that the user gives take precedence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class DistributionRun:
     name: str
     prompts: str
     categories: tuple[str, ...] = ()
-    """Of the set, where it is such a set; all where empty."""
+    """Categories of the set to use; all if empty."""
     temperatures: tuple[float, ...]
     drafts: tuple[int, ...]
     schemes: tuple[str, ...]
@@ -43,7 +43,7 @@ class DistributionRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much a reproduction measures; options that the user gives go before."""
+    """How much a reproduction measures; options that the user gives take precedence."""
 
     prompts: int
     tokens: int
@@ -82,7 +82,7 @@ class Results(dict[str, dict[str, Any]]):
         return text_of(self.get_figure(run, method, key), unit, digits)
 
     def about(self, *runs: str) -> str:
-        """Say with what and on how much runs were made, those that differ in prompts and temperature alone in one sentence."""
+        """Say which models, machine and prompts runs used; runs that differ in prompts alone share a sentence."""
         said: dict[str, list[str]] = {}
         for name in runs:
             settings = self.get(name, {}).get("settings")
@@ -103,11 +103,11 @@ class Comparison:
     """Its mark on the paper's page."""
     title: str
     runs: tuple[str, ...]
-    """Which it was made of."""
+    """Runs that it is made of."""
     columns: Sequence[str]
     ours: Sequence[Sequence[str]]
     published_note: str
-    """With which models and machine."""
+    """The models and the machine of the published figures."""
     published_columns: Sequence[str]
     published: Sequence[Sequence[str]]
     remark: str = ""

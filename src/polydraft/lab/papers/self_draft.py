@@ -1,6 +1,6 @@
 """*Multi-Branch Self-Drafting for LLM Inference Acceleration*: Table 2, Figures 4 to 8."""
 
-from polydraft.lab.papers._charts import Drawing, curves, grouped_columns
+from polydraft.lab.charts import Drawing, curves, grouped_columns
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 
 _SIZES = (2, 6, 10)

@@ -41,7 +41,7 @@ def _grid(scale: svg.Scale) -> list[str]:
 
 
 def bars(figures: Mapping[str, float], scale: svg.Scale) -> str:
-    """Draw one bar from nought per name."""
+    """Draw one bar from zero per name."""
     drawn = "".join(
         _row(
             f"<code>{escape(name)}</code>",
@@ -54,14 +54,14 @@ def bars(figures: Mapping[str, float], scale: svg.Scale) -> str:
 
 
 def speedup_scale(methods: Mapping[str, Figures]) -> svg.Scale:
-    """One scale for all categories, from nought to the highest interval."""
+    """One scale for all categories, from zero to the highest interval."""
     everything = [part for figures in methods.values() for part in (figures, *(figures.get("categories") or {}).values())]
     found = [values.finite(part.get(key)) for part in everything for key in ("speedup", "speedup_high")]
     return svg.Scale(0, 1.04 * max([1.2, *(value for value in found if value is not None)]))
 
 
 def speedup_bar(figures: Figures, scale: svg.Scale) -> str:
-    """One bar from nought, the interval across its end, a line where the baseline stands."""
+    """One bar from zero, the interval across its end, a line where the baseline stands."""
     shapes = _grid(scale)
     value, bounds = values.finite(figures.get("speedup")), values.interval(figures)
     middle = _ROW / 2

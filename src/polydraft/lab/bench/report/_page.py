@@ -1,4 +1,4 @@
-"""The frame of a page that needs nothing from elsewhere."""
+"""The frame of a self-contained page."""
 
 from importlib.resources import files
 

@@ -1,4 +1,4 @@
-"""Figures as text; what is missing reads as missing, never as nought."""
+"""Figures as text; a missing figure reads as missing, never as zero."""
 
 import math
 from collections.abc import Iterable, Mapping

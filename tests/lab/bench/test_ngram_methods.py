@@ -11,9 +11,9 @@ from rich.console import Console
 from sample_results import sample_results
 from transformers import AutoTokenizer
 
-from polydraft.cli.terminal import results_table
 from polydraft.errors import UsageError
 from polydraft.lab.bench.session import BenchOptions, BenchSession
+from polydraft.lab.commands.bench import results_table
 from polydraft.lab.papers import PAPERS
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter

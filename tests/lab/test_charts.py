@@ -1,6 +1,6 @@
 import xml.etree.ElementTree as ElementTree
 
-from polydraft.lab.papers._charts import curves, grouped_columns
+from polydraft.lab.charts import curves, grouped_columns
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -2,13 +2,12 @@
 
 import ast
 import contextlib
-import importlib
 import io
 import json
+import pkgutil
 import re
 import runpy
 import shlex
-from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from polydraft.lab.papers import PAPERS, DistributionRun, Results
 from polydraft.lab.papers.pages import filled, keep, measured, read_kept, write_kept
 from polydraft.papers.target_init import TargetInit
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs" / "papers"
 MOST_BYTES = 200_000
 RENDERED = runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["rendered"]()
@@ -43,15 +42,6 @@ def rows_of(name: str) -> list[Row]:
     table = page.split("## Where each piece is")[1].split("## What we measured")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
-
-
-def found(dotted: str) -> object:
-    """Import what a dotted name means: a package, and names in it."""
-    package, *names = dotted.removeprefix("polydraft.").split(".")
-    module = importlib.import_module(f"polydraft.{package}")
-    while hasattr(module, "__path__") and names and not hasattr(module, names[0]):
-        module = importlib.import_module(f"{module.__name__}.{names.pop(0)}")
-    return reduce(getattr, names, module)
 
 
 def names_in(path: Path) -> set[str]:
@@ -79,7 +69,7 @@ def test_every_piece_is_where_it_says_with_its_test_and_its_command(name: str) -
         if row.here.startswith("not done: "):
             assert not row.test and not row.command
             continue
-        found(row.here.strip("`"))
+        pkgutil.resolve_name(row.here.strip("`"))
         file, _, test = row.test.strip("`").partition("::")
         assert test in names_in(ROOT / file), row.test
         check_command(row.command.strip("`"))
@@ -87,7 +77,7 @@ def test_every_piece_is_where_it_says_with_its_test_and_its_command(name: str) -
 
 def test_wrong_rows_are_noticed() -> None:
     with pytest.raises((AttributeError, ImportError)):
-        found("polydraft.verify.Nowhere")
+        pkgutil.resolve_name("polydraft.verify.Nowhere")
     with pytest.raises(click.ClickException):
         check_command("polydraft bench --size huge")
     assert "test_nothing" not in names_in(Path(__file__))

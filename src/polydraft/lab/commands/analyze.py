@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich import box
+from rich.console import Group
+from rich.table import Table
 
-from polydraft.cli.options import machine_options, options_of, prepare
-from polydraft.cli.terminal import PhaseProgress, announce_start
+from polydraft.cli.options import in_range, json_option, options_of, prepare
+from polydraft.cli.terminal import PhaseProgress, announce_start, output_console
 from polydraft.errors import UsageError
-from polydraft.options import LoadOptions
+from polydraft.lab.analyze.settings import AnalyzeSettings
+from polydraft.options import PairOptions
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from polydraft.lab.analyze import Analysis, AnalyzeSettings, DistributionStore, Row
-    from polydraft.lab.analyze.analysis import SampleSize
+    from polydraft.lab.analyze.analysis import Analysis, DistributionStore, SampleSize
+    from polydraft.lab.analyze.comparison import Row
 
 _USUAL = {
     None: ("0.6,1.0", "2,4,8"),
@@ -24,34 +26,28 @@ _USUAL = {
     "drafts": ("0.7", "1,2,3,4,6,8"),
 }
 """What --sweep looks at, temperatures and drafts, unless told otherwise; 3 drafts and 0.7 are the paper's own."""
+_LIST: dict[str, Any] = {"type": str, "multiple": False, "default": None, "show_default": False}
 _KEPT_BYTES = 2**31
 """Of distributions in the user's cache folder; in --out all are kept."""
 _ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")
 
 
 @click.command("analyze")
-@options_of(LoadOptions, only=("target", "draft", "draft_temperature"))
-@click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
-@click.option("--limit", type=int, default=32, show_default=True, help="Use this many prompts, spread over the categories.")
-@click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
-@click.option("--temperature", default=None, metavar="T,T,...", help="Temperatures to analyze  [default: 0.6,1.0].")
-@click.option("--drafts", default=None, metavar="N,N,...", help="Numbers of drafts to analyze  [default: 2,4,8].")
-@click.option(
-    "--schemes", default="all", show_default=True, metavar="NAME,...", help="Schemes to analyze; 'polydraft info' lists them."
+@options_of(PairOptions)
+@options_of(
+    AnalyzeSettings,
+    skip=("target", "draft", "categories"),
+    source={"flag": "--prompts"},
+    temperatures={"flag": "--temperature", "metavar": "T,T,...", **_LIST},
+    drafts={"metavar": "N,N,...", **_LIST},
+    schemes={"metavar": "NAME,...", **_LIST},
+    threads={"callback": in_range},
 )
 @click.option("--sweep", type=click.Choice(["temperature", "drafts"]), help="Plot α over many temperatures or drafts.")
-@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Generate at most this many tokens per answer.")
-@click.option(
-    "--positions", type=int, default=256, show_default=True, help="Number of random positions in the answers to examine."
-)
-@click.option("--batch-size", type=int, default=16, show_default=True, help="Prompts to answer at a time.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same answers and positions.")
-@click.option("--paper-bound", is_flag=True, help="Also show the value that the paper prints for α*.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=None, help="Folder for tables, plots and collected distributions."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
-@machine_options()
+@json_option
 def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) -> None:
     """Compare what each scheme accepts with the most that any verifier could accept from drafts drawn the same way.
 
@@ -63,7 +59,7 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     if sweep is not None and out is None:
         raise UsageError("--sweep needs --out; name a folder for the plots")
     announce_start()
-    from polydraft.lab.analyze import Analysis
+    from polydraft.lab.analyze.analysis import Analysis
     from polydraft.lab.analyze.files import Sweep, write_files
     from polydraft.output import check_folder
 
@@ -85,14 +81,12 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
         click.echo(f"{', '.join(map(str, written))} written")
 
 
-def _settings(sweep: str | None, options: dict[str, Any]) -> "AnalyzeSettings":
+def _settings(sweep: str | None, options: dict[str, Any]) -> AnalyzeSettings:
     """Read the lists and check everything that can be checked without a model."""
-    from polydraft.lab.analyze import AnalyzeSettings
-
     temperatures, drafts = _USUAL[sweep]
-    options["temperatures"] = _numbers("--temperature", options.pop("temperature") or temperatures, float)
-    options["drafts"] = _numbers("--drafts", options.pop("drafts") or drafts, int)
-    schemes = options.pop("schemes").replace(",", " ").split()
+    options["temperatures"] = _numbers("--temperature", options["temperatures"] or temperatures, float)
+    options["drafts"] = _numbers("--drafts", options["drafts"] or drafts, int)
+    schemes = (options.pop("schemes") or "all").replace(",", " ").split()
     return AnalyzeSettings(schemes=() if schemes in ([], ["all"]) else tuple(schemes), **options)
 
 
@@ -108,7 +102,7 @@ def _numbers(option: str, text: str, kind: type[float] | type[int]) -> tuple[Any
 
 
 def _store(out: Path | None) -> "DistributionStore":
-    from polydraft.lab.analyze import DistributionStore
+    from polydraft.lab.analyze.analysis import DistributionStore
     from polydraft.output import cache_root
 
     return (
@@ -132,18 +126,11 @@ def _report(analysis: "Analysis", rows: list["Row"]) -> dict[str, Any]:
 
 def _show(analysis: "Analysis", rows: list["Row"]) -> None:
     """Print one table per temperature."""
-    from rich.console import Group
-
-    from polydraft.cli.terminal import output_console
-
     output_console().print(Group(*(_table(analysis, rows, size) for size in analysis.sizes)))
 
 
-def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> "Table":
+def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> Table:
     """Return the table of one temperature, a section for each number of drafts; a dash where a scheme takes fewer."""
-    from rich import box
-    from rich.table import Table
-
     from polydraft.lab.analyze.comparison import drawing_of
     from polydraft.verify import SCHEMES
 

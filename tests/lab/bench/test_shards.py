@@ -7,8 +7,8 @@ import pytest
 from polydraft.errors import UsageError
 from polydraft.lab.bench._runner import Journal, Measurement
 from polydraft.lab.bench.shards import Shard, merge_shards
+from polydraft.lab.charts import Drawing
 from polydraft.lab.papers import PAPERS, Comparison, Paper, Results, Run
-from polydraft.lab.papers._charts import Drawing
 
 METHODS = ("ar", "sd:2", "mcsd:2x1")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polydraft.lab.analyze._distributions import read
 from polydraft.lab.analyze.comparison import GREEDY, TOP, WITH_REPLACEMENT, WITHOUT_REPLACEMENT, clustered_mean, drawing_of
-from polydraft.lab.analyze.files import Curve, Point, chart
+from polydraft.lab.charts import Curve, Point, line_chart
 from polydraft.lab.theory import acceptance, hybrid_optimum, with_replacement_optimum
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.verify import SCHEMES, Hybrid, Naive
@@ -92,14 +92,14 @@ def test_a_chart_rises_with_its_figures() -> None:
         Curve("a", "kind", rising),
         Curve("b", "other", rising),
     ]
-    picture = ElementTree.fromstring(chart(curves, across="T", up="α"))
+    picture = ElementTree.fromstring(line_chart(curves, across="T", up="α"))
     lines = [line for line in picture.iter(f"{SVG}line") if line.get("class") == "curve kind-0 dash-0"]
     places = [(float(line.get("x1", "")), float(line.get("y1", ""))) for line in lines[:2]]
     assert len(lines) == 3, "two pieces and a line of the legend"
     assert places[0][0] < places[1][0] and places[0][1] > places[1][1]
     words = {text.text for text in picture.iter(f"{SVG}text")}
     assert {"α* kind & co", "a", "b", "kind", "other", "T", "α", "0.5", "1", "2"} <= words
-    assert ElementTree.fromstring(chart([], across="T", up="α")).tag == f"{SVG}svg"
+    assert ElementTree.fromstring(line_chart([], across="T", up="α")).tag == f"{SVG}svg"
 
 
 def test_of_equally_likely_tokens_the_optimum_keeps_those_that_the_scheme_does() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from covering import keeping
-from polydraft.lab.analyze import DistributionStore
+from polydraft.lab.analyze.analysis import DistributionStore
 from polydraft.models.hf import HFModel
 
 OPTIONS = ("--json", "--temperature", "1", "--drafts", "2", "--positions", "10")
@@ -119,7 +119,7 @@ def test_where_nothing_can_be_kept_figures_come_all_the_same(analyze, monkeypatc
 
 
 def test_the_users_cache_stays_small(analyze, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.cli.analyze._KEPT_BYTES", 1)
+    monkeypatch.setattr("polydraft.lab.commands.analyze._KEPT_BYTES", 1)
     for temperature in ("0.5", "1"):
         assert analyze("--json", "--schemes", "race", "--drafts", "2", "--temperature", temperature)[0] == 0
     (kept,) = (own_cache / "distributions").iterdir()

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich import box
+from rich.table import Table
 
-from polydraft.cli.options import in_range, options_of, prepare
-from polydraft.cli.terminal import PhaseProgress, announce_start
+from polydraft.cli.options import in_range, options_of, prepare, prompts_option
+from polydraft.cli.terminal import PhaseProgress, announce_start, output_console, sources_text
 from polydraft.errors import FailureError, UsageError
 from polydraft.lab.bench.options import BenchOptions, method_options
 from polydraft.lab.bench.serving import ServingLoad
+from polydraft.options import PairOptions
 
 if TYPE_CHECKING:
     from polydraft.lab.bench.session import BenchSession
@@ -25,8 +28,10 @@ _BEHIND = (
 
 
 @click.group("bench", invoke_without_command=True, epilog=_BEHIND)
+@options_of(PairOptions)
 @options_of(
     BenchOptions,
+    skip=("target", "draft"),
     source={"flag": "--prompts"},
     shard={"metavar": "I/N"},
     methods={"type": str, "multiple": False, "default": "ar sd:5 mcsd:4x2x1 hf", "show_default": True},
@@ -82,7 +87,7 @@ def diff(before: Path, after: Path) -> None:
 
 @command.command("serve", short_help="Measure a server under load.")
 @options_of(ServingLoad)
-@click.option("--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT].")
+@prompts_option
 @click.option(
     "--out", type=click.Path(path_type=Path), default=None, help="JSON file for the figures; an HTML page goes beside it."
 )
@@ -202,8 +207,6 @@ def _command_line() -> list[str]:
 
 def _show(results: dict[str, Any], out: Path) -> None:
     """Print the table; a wrong text or a failed method ends in an error, once everything is written."""
-    from polydraft.cli.terminal import output_console, results_table
-
     output_console().print(results_table(results))
     click.echo(f"{out / 'results.json'} and {out / 'report.html'} written")
     differing = [name for name, figures in results["methods"].items() if figures["differences"]]
@@ -223,3 +226,46 @@ def _show_reproduction(results: dict[str, dict[str, Any]], out: Path) -> None:
     click.echo(f"{out / FILE} written")
     for name, one in results.items():
         _show(one, out / name)
+
+
+def results_table(results: dict[str, Any]) -> Table:
+    """Return the headline table of a benchmark."""
+    settings = results["settings"]
+    title = (
+        f"{settings['target']}, draft {settings['draft']}, T={settings['temperature']}, {settings['prompts']['count']} prompts"
+    )
+    if "inflated" in settings:
+        title += f"\n{settings['inflated']}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("method", overflow="fold")
+    for heading in ("tokens/s", "speed-up (95 %)", "tokens/pass", "accepted", "same text"):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
+    sources = {name: _shares(figures) for name, figures in results["methods"].items()}
+    if any(sources.values()):
+        table.add_column("drafted by", overflow="fold")
+    for name, figures in results["methods"].items():
+        low, high = figures["speedup_low"], figures["speedup_high"]
+        speed_up = _number(figures["speedup"]) + ("" if low is None else f" ({low:.2f}-{high:.2f})")
+        cells = [_number(figures[key]) for key in ("tokens_per_second", "tokens_per_pass", "acceptance_rate")]
+        status = _identity(figures) if figures["status"] == "ok" else "failed"
+        told = [sources[name]] if any(sources.values()) else []
+        table.add_row(name, cells[0], speed_up, *cells[1:], status, *told)
+    return table
+
+
+def _shares(figures: dict[str, Any]) -> str:
+    """Say what share of the tokens each n-gram cache and draft proposed."""
+    counts, own = figures.get("tokens_by_source", {}), ("target", "unknown")
+    drafted = {source: count for source, count in counts.items() if source not in own}
+    return sources_text({source: round(100 * count / sum(counts.values())) for source, count in drafted.items()}, unit=" %")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _identity(figures: dict[str, Any]) -> str:
+    if figures["identical"] is None:
+        return "-"
+    ties, others = figures["near_tie_differences"], figures["differences"]
+    return f"{figures['identical']}" + (f" +{ties} ties" if ties else "") + (f", {others} NOT" if others else "")
