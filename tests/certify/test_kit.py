@@ -17,7 +17,7 @@ from polydraft.verify.arrays import normalised
 
 from .conftest import LEAST, TINY
 
-QUICK = {"rrs-wor", "hybrid+block", "rrs-wor+traversal"}
+QUICK = {"rrs-wor", "hybrid+block", "rrs-wor+node"}
 """One by each walk: the others have tests of their own, of the same checks, in `exactness` and `walks`."""
 
 

@@ -168,7 +168,7 @@ def test_wrong_arguments_are_refused_in_one_line(changes: dict[str, Any], messag
 
 @pytest.mark.parametrize(("name", "children"), [
     ("rrs-wor", [[0, 0], [1, NO_TOKEN]]),  # repeated
-    ("gumbel", [[0, 1], [1, 1]]),  # more than the support has
+    ("naive", [[0, 1], [1, 1]]),  # more than the support has
     ("greedy", [[1, 0], [1, NO_TOKEN]]),  # not the likeliest first
     ("hybrid", [[1, 2], [1, 1]]),
     ("spechub", [[1, 2], [1, NO_TOKEN]]),  # without the hub

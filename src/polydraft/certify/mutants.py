@@ -8,7 +8,6 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import DraftTree
 from polydraft.verify import (
-    Gumbel,
     Hybrid,
     KSeq,
     NodeWalk,
@@ -271,42 +270,6 @@ class SpecHubTestedAgainstDraft(SpecHub):
         return draft_probs_RV, super()._tested(draft_probs_RV, children_RK)[1]
 
 
-class _GumbelOfOthers(Gumbel):
-    """Verify other children, or by another draft distribution, than were drawn."""
-
-    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        return super().distribution(target_probs_RV, *self._others(draft_probs_RV, children_RK))
-
-    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        return super().verify(target_probs_RV, *self._others(draft_probs_RV, children_RK), uniforms_RU)
-
-
-class GumbelSorted(_GumbelOfOthers):
-    """Verify as if the likeliest child had arrived first."""
-
-    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        return draft_probs_RV, SortedByDraft().arranged(draft_probs_RV, children_RK)
-
-
-class GumbelPruned(_GumbelOfOthers):
-    """Keep from verification the children that the draft finds unlikely: only the noise itself would not mind."""
-
-    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        pruned_RK = PrunedByDraft().arranged(draft_probs_RV, children_RK)
-        order_RK = (pruned_RK == NO_TOKEN).to(torch.uint8).argsort(dim=1, stable=True)
-        return draft_probs_RV, pruned_RK.gather(1, order_RK)
-
-
-class GumbelAtAnotherTemperature(_GumbelOfOthers):
-    """Verify with another distribution than the children were drawn from."""
-
-    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        return draft_probs_RV ** (1 / 1.2), children_RK
-
-
 class BonusFromRoot(NodeWalk):
     """Draw the token behind the last level from the root's distribution."""
 
@@ -353,8 +316,6 @@ STRUCTURAL: list[type[Scheme]] = [
     HybridRacingAll,
     HybridOfAnotherThreshold,
     SpecHubTestedAgainstDraft,
-    GumbelSorted,
-    GumbelPruned,
 ]
 """Wrong enough for 20,000 samples of the fixture."""
 
@@ -363,7 +324,6 @@ SUBTLE: list[type[Scheme]] = [
     AcceptedWithoutTargetMass,
     KSeqLowerEnd,
     RaceWithoutExchange,
-    GumbelAtAnotherTemperature,
 ]
 """Seen by enumeration alone: by sampling they would take a million draws, or other distributions than the fixture's."""
 

@@ -28,8 +28,6 @@ exact, because that chance depends on nothing below the node.
 """
 AUTO = "auto"
 _PREFERRED = ("block", "node")
-"""Traversal accepts more than node by node too, but tries one node after the other: off the CPU, where it may not look whether
-it is done, that is twice as many steps as the tree has nodes."""
 
 
 class TreeDistributions(ABC):
