@@ -16,7 +16,7 @@ from polydraft.sampling.categorical import row_seed
 from polydraft.train.corpus import Texts
 from polydraft.train.pupils import HeadPupil, Teacher
 from polydraft.verify import SCHEMES, RejectionWithReplacement
-from polydraft.verify.arrays import normalised
+from polydraft.verify.weights import normalised
 
 from .conftest import DRAFTS, NEW_TOKENS, TEXTS
 

@@ -79,12 +79,12 @@ def rounds_of(decoder: Decoder, sampling: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched(monkeypatch: pytest.MonkeyPatch, hide_values: Callable[[], None]) -> list[str]:
     """Run kernels where the host may not look, and list those of verdicts and outcomes."""
     from triton.runtime import interpreter
 
     names, launch = list[str](), interpreter.InterpretedFunction.__getitem__
-    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
+    hide_values()
     monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
 
     def listed(kernel: Any, grid: Any) -> Callable[..., Any]:

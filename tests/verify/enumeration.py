@@ -7,6 +7,7 @@ that runs in production.
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polydraft.devices import values_hidden
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import DraftTree, Topology
 from polydraft.verify import BlockWalk, NodeWalk, Scheme, Verdict, Walk, block
@@ -286,7 +288,7 @@ class _Scripted:
 class _DistributionsEverywhere(TreeDistributions):
     """The target's distributions of some drawings, at all nodes if asked; no numbers at single ones."""
 
-    greedy = False
+    greedy, whole = False, True
 
     def __init__(self, batch: Batch, case_R: Tensor, tokens_RN: Tensor) -> None:
         distributions = [
@@ -320,11 +322,10 @@ def enumerate_walk(walk: Walk, scheme: Scheme, batch: Batch, at_once: bool = Fal
     if at_once:
         target_distribution = _DistributionsEverywhere(batch, case_R, tokens_RN)
     scripted = _Scripted(len(case_R))
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, values_hidden() if at_once else nullcontext():
         for module in ("verify.scheme", "verify.node", "verify.block"):
             patch.setattr(f"polydraft.{module}.draw_one", scripted.draw_one)
         if at_once:
-            patch.setattr("polydraft.verify.arrays._HOSTS", ())
             for module in (node_walk, block):
                 patch.setattr(module, "followed", partial(scripted.noted, module.followed))
         patch.setattr(doubles, "draw_one", scripted.draw_one)

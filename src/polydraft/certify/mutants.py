@@ -20,9 +20,9 @@ from polydraft.verify import (
     Verdict,
     Walk,
 )
-from polydraft.verify.arrays import as_tensor, normalised, quietly, ratio, without
 from polydraft.verify.contest import Contest, bucketed_cells
 from polydraft.verify.walk import TargetDistribution
+from polydraft.verify.weights import normalised, ratio, without
 
 
 def _residual(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
@@ -231,8 +231,7 @@ class BucketsSharedByTarget(RaceBucketed):
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
-        cells_RV, cells = quietly(bucketed_cells)(target_probs_RV, draft_probs_RV, buckets=3)
-        cell_RV = as_tensor(cells_RV)
+        cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, buckets=3)
         target_RC, selected_RC = torch.zeros(2, len(target_probs_RV), cells).double()
         target_RC.scatter_add_(1, cell_RV, target_probs_RV.double())
         selected_RC.scatter_add_(1, cell_RV, right.distribution_RV)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
-from polydraft.verify.arrays import ratio
+from polydraft.verify.weights import ratio
 
 SUM_TOLERANCE = 2e-4
 """How far a row may sum from one; a float32 softmax over 256k tokens is off by up to 7e-5. Results are off by as much."""

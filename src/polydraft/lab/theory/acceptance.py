@@ -28,7 +28,7 @@ from polydraft.lab.theory.optimum import greedy_optimum, top_optimum, with_repla
 from polydraft.lab.theory.without_replacement import MAX_COUNT, inclusion
 from polydraft.sampling import NO_TOKEN
 from polydraft.verify import SCHEMES, Race, Scheme
-from polydraft.verify.arrays import normalised, ratio
+from polydraft.verify.weights import normalised, ratio
 
 Sampled = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Target and draft probabilities and uniforms_KRX, to the acceptance of each row in each of X drawings of K children."""
