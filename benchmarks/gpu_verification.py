@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from gpu import SHAPE_135M, graph_seconds, random_head, random_model, round_seconds
+from polydraft import operations
 from polydraft.certify.chi_square import tuple_p_value
 from polydraft.draft import TreeDrafter
 from polydraft.draft.static_plan import plan_passes
@@ -40,10 +40,7 @@ def main() -> None:
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Let torch's operations do what kernels do otherwise."""
-    with (
-        mock.patch("polydraft.verify.block.block_fits", return_value=False),
-        mock.patch("polydraft.verify.Hybrid.draws_by_kernels", return_value=False),
-    ):
+    with operations.using():
         yield
 
 

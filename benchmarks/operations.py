@@ -12,7 +12,7 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polydraft.verify import arrays
+from polydraft.devices import values_hidden
 from verification import PAIRS, prepare
 
 
@@ -58,15 +58,12 @@ def main() -> None:
 
 def count(scheme: str, walk: str, temperature: float, options: argparse.Namespace) -> OperationCounter:
     """Run one round as a device does that may not be looked at."""
-    hosts, arrays._HOSTS = arrays._HOSTS, ()
-    try:
+    with values_hidden():
         verify = prepare(scheme, walk, temperature, options)
         turn = verify.fresh()
         turn()  # tables that are made once
         with OperationCounter() as counter:
             turn()
-    finally:
-        arrays._HOSTS = hosts
     return counter
 
 

@@ -8,6 +8,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Nor on what somebody has tuned on this machine.
 os.environ["POLYDRAFT_PROFILE"] = "none"
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from polydraft.cli.main import run
+from polydraft.devices import values_hidden
 from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES
 from stand_in import StandIn, round_graphs
@@ -32,6 +35,13 @@ def one_thread() -> None:
     """Commands under test may set their own number of threads, which would stay for all tests after them."""
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def hide_values() -> Iterator[Callable[[], None]]:
+    """Return a function after which, to the end of the test, the host may not look at values, as on a GPU."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(values_hidden())
 
 
 def pytest_collection_finish() -> None:

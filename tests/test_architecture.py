@@ -20,7 +20,6 @@ ROOMS = [
     "output",
     "registry",
     "operations",
-    "devices",
     "described",
     "prompts",
     "transfers",

@@ -1,7 +1,12 @@
 """What devices can do: the one place that looks at a device's type."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+
+_hidden = False
 
 
 def is_host(device: torch.device) -> bool:
@@ -11,9 +16,23 @@ def is_host(device: torch.device) -> bool:
 
 def can_sync(tensor: Tensor) -> bool:
     """Whether the host may read values: free on a CPU, where it saves useless work; elsewhere it stalls the device."""
-    return is_host(tensor.device)
+    return is_host(tensor.device) and not _hidden
 
 
 def captures(device: torch.device) -> bool:
     """Whether work on a device can be captured once and replayed (CUDA graphs)."""
     return device.type == "cuda"
+
+
+@contextmanager
+def values_hidden() -> Iterator[None]:
+    """Treat a CPU like a device whose values the host may not read, to test on a CPU what a GPU runs.
+
+    It holds for the whole process.
+    """
+    global _hidden
+    before, _hidden = _hidden, True
+    try:
+        yield
+    finally:
+        _hidden = before

@@ -62,7 +62,7 @@ class TreeOptions:
 
     Every scheme is exact; they differ in speed."""
     walk: str = AUTO
-    """Order in which a tree is verified: node, block, traversal or auto.
+    """Order in which a tree is verified: node, block or auto.
 
     Every walk is exact; they differ in speed."""
     draft_temperature: float | None = None

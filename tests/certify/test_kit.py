@@ -13,11 +13,11 @@ from polydraft.certify.chi_square import FALSE_ALARM
 from polydraft.certify.enumeration import TOLERANCE, enumeration_error, round_cases
 from polydraft.certify.mutants import STRUCTURAL, SUBTLE, WRONG_WALKS, DistinctTestedAsIndependent, Rejection
 from polydraft.verify import SCHEMES, WALKS, NodeWalk, RejectionWithoutReplacement, Scheme
-from polydraft.verify.arrays import normalised
+from polydraft.verify.weights import normalised
 
 from .conftest import LEAST, TINY
 
-QUICK = {"rrs-wor", "hybrid+block", "rrs-wor+traversal"}
+QUICK = {"rrs-wor", "hybrid+block", "rrs-wor+node"}
 """One by each walk: the others have tests of their own, of the same checks, in `exactness` and `walks`."""
 
 

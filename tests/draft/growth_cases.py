@@ -116,7 +116,7 @@ class Growth:
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Let nobody look at values, and rounds be captured."""
-    patch.setattr("polydraft.verify.arrays._HOSTS", ())
+    patch.setattr("polydraft.devices._hidden", True)
     patch.setattr("polydraft.draft.dynamic_builder._CAPTURED", ("cpu", "cuda"))
 
 

@@ -138,7 +138,7 @@ def test_nothing_else_is_launched(temperature: float, expected: list[str], monke
         seen.append("soften")
         return torch.empty(logits_BGV.shape)
 
-    monkeypatch.setattr("polydraft.verify.fused_draw.draw", draw)
+    monkeypatch.setattr("polydraft.verify.hybrid.draw_hybrid", draw)
     monkeypatch.setattr("polydraft.sampling.warper.softened", softened)
     case = Growth("4x2x1", columns=300, size=900, known=True, rows=1, params=SamplingParams(temperature=temperature))
     growth, logits_BNV = case.builder(), case.logits(torch.bfloat16)

@@ -73,7 +73,7 @@ ADMISSIONS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = [*ADMITTED, "lookup+model", "rrs-wor, traversal"]
+QUICK = [*ADMITTED, "lookup+model", "race, block"]
 """All kinds of memories, with what they take by themselves; other schemes, walks and unions have rows in other tests."""
 
 

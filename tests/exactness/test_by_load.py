@@ -196,7 +196,7 @@ def finished(decoder: Decoder, texts: list[TokenSequence], capture: bool = False
     return graphs
 
 
-SCHEMES_DRAWN = ["auto", "rrs-wor", "rrs-wr", "gumbel", "naive"]
+SCHEMES_DRAWN = ["auto", "rrs-wor", "rrs-wr", "naive"]
 
 
 @pytest.mark.parametrize(("model", "scheme", "capture", "sampling"), [

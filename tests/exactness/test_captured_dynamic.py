@@ -53,9 +53,9 @@ every_cost = pytest.mark.parametrize("costs", some_slow(COSTS, ["cheap", "middli
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, hide_values: Callable[[], None]) -> None:
     """Nobody looks at values, rounds may be captured, and rests are short enough to come and go."""
-    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
+    hide_values()
     monkeypatch.setattr("polydraft.draft.dynamic_builder._CAPTURED", ("cpu",))
     monkeypatch.setattr("polydraft.draft.policy._FIRST_REST", 5)
     monkeypatch.setattr("polydraft.draft.policy.SHORTEST_REST", 3)

@@ -1,15 +1,17 @@
-"""The kernels that draw `hybrid`'s children, in Triton's interpreter: torch's children, and the exact distribution.
+"""The kernels that draw `hybrid`'s children, in Triton's interpreter: the exact distribution.
 
 On a GPU they run in tests/gpu. Needs Triton (`pip install triton`) and no GPU.
 """
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import interpreted
+from polydraft.backends.triton import interpreting
 from polydraft.sampling import NO_TOKEN
-from polydraft.verify import Hybrid
-from polydraft.verify import fused_draw as fused
+from polydraft.verify.hybrid import draw_hybrid
 
 INTERPRETED = interpreted.turn_on()
 
@@ -19,15 +21,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5, torch.inf])
-@pytest.mark.parametrize("size", [2, 5, 300])
-def test_children_are_those_of_torchs_operations(size: int, threshold: float) -> None:
-    generator = torch.Generator().manual_seed(size)
-    for count in (1, 2, 4):
-        distribution_RV = torch.softmax(3 * torch.randn(3, size, generator=generator), -1)
-        uniforms_RK = torch.rand(3, count, generator=generator, dtype=torch.float64)
-        expected_RK = Hybrid(threshold).draw(distribution_RV, uniforms_RK)
-        assert fused.draw(distribution_RV, uniforms_RK, threshold).tolist() == expected_RK.tolist()
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    with interpreting():
+        yield
 
 
 def test_shares_of_tokens_end_where_their_distribution_says() -> None:
@@ -41,7 +38,7 @@ def test_shares_of_tokens_end_where_their_distribution_says() -> None:
     token_X = torch.tensor([0, 17, 255, 512, 590])
     for shift, after in ((-1e-9, 0), (1e-9, 1)):
         uniforms_XK = torch.stack([torch.full((5,), 0.5).double(), running_V[token_X] + shift], 1)
-        children_XK = fused.draw(distribution_V.expand(5, -1), uniforms_XK, 0.0)
+        children_XK = draw_hybrid(distribution_V.expand(5, -1), uniforms_XK, 0.0)
         following = [
             token if not after else next(i for i in range(token + 1, 600) if rest_V[i] > 0) for token in token_X.tolist()
         ]
@@ -52,10 +49,10 @@ def test_shares_of_tokens_end_where_their_distribution_says() -> None:
 def test_a_single_weight_is_found_and_none_is_told(uniform: float) -> None:
     distribution_RV = torch.zeros(4, 300)
     distribution_RV[0, 0] = distribution_RV[1, 257] = distribution_RV[2, 299] = 1e-3
-    children_RK = fused.draw(distribution_RV, torch.full((4, 3), uniform, dtype=torch.float64), 0.5)
+    children_RK = draw_hybrid(distribution_RV, torch.full((4, 3), uniform, dtype=torch.float64), 0.5)
     assert children_RK.tolist() == [[0] * 3, [257] * 3, [299] * 3, [NO_TOKEN] * 3]
 
 
 def test_of_equal_weights_each_is_certain_once() -> None:
-    children_RK = fused.draw(torch.full((1, 4), 0.25), torch.full((1, 4), 0.5, dtype=torch.float64), 0.0)
+    children_RK = draw_hybrid(torch.full((1, 4), 0.25), torch.full((1, 4), 0.5, dtype=torch.float64), 0.0)
     assert sorted(children_RK[0].tolist()) == [0, 1, 2, 3]

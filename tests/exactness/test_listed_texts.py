@@ -96,9 +96,9 @@ def test_at_temperature_0_the_likeliest_of_the_list_comes_out(name: str) -> None
 
 @pytest.mark.parametrize("drafter", ["model", "lookup", "lookup+model"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_where_the_host_may_not_look_processors_are_asked_no_more(monkeypatch, drafter: str, temperature: float) -> None:
+def test_where_the_host_may_not_look_processors_are_asked_no_more(hide_values, drafter: str, temperature: float) -> None:
     # There the distributions of all nodes are computed at once, of those as well that the processor itself has ruled out.
-    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
+    hide_values()
     case = ENDINGS["some of each"]
     sampling = SamplingParams(temperature=temperature, processors=(case.listed,))
     results = generated("some of each", 200 if temperature else 3, sampling, drafter=drafter)

@@ -63,8 +63,7 @@ DECODERS = {
     **{
         f"{scheme}, {walk}": (lambda scheme=scheme, walk=walk: make_decoder(scheme=scheme, walk=walk, tree=tree_for(scheme)))
         for scheme, walk in [
-            ("rrs-wor", "traversal"),
-            ("gumbel", "node"),
+            ("rrs-wor", "node"),
             ("race", "block"),
             ("kseq", "node"),
             ("naive", "node"),
@@ -97,7 +96,7 @@ def test_texts_are_those_of_a_row_alone(name: str) -> None:
             assert result.token_ids == expected[: len(result.token_ids)]
 
 
-SLOW = ("adaptive model", "head", "lookup+model", "rrs-wor, traversal")
+SLOW = ("adaptive model", "head", "lookup+model", "rrs-wor, node")
 """Their texts are those of a row alone, above, whose distribution is tested for every drafter."""
 
 

@@ -8,7 +8,7 @@ import torch
 from polydraft.errors import UsageError
 from polydraft.sampling import NO_TOKEN
 from polydraft.verify import SCHEMES, Hybrid, draw_checked, verify_checked
-from polydraft.verify.arrays import largest, likeliest
+from polydraft.verify.weights import largest, likeliest
 
 from .checks import TOLERANCE, enumeration_error, largest_count, random_cases
 
@@ -105,7 +105,7 @@ def test_the_largest_weights_are_found_in_order(vocabulary: int, count: int) -> 
     generator = torch.Generator().manual_seed(vocabulary)
     weights_RV = torch.rand(3, vocabulary, generator=generator)
     weights_RV[1] = weights_RV[1].mul(4).round() / 4  # many equal ones
-    value_RK, token_RK = map(torch.as_tensor, largest(weights_RV, count))
+    value_RK, token_RK = largest(weights_RV, count)
     assert torch.equal(value_RK, weights_RV.topk(min(count, vocabulary), dim=1).values)
     assert torch.equal(weights_RV.gather(1, token_RK), value_RK)
     assert all(len({*row}) == len(row) for row in token_RK.tolist())
@@ -168,7 +168,7 @@ def test_wrong_arguments_are_refused_in_one_line(changes: dict[str, Any], messag
 
 @pytest.mark.parametrize(("name", "children"), [
     ("rrs-wor", [[0, 0], [1, NO_TOKEN]]),  # repeated
-    ("gumbel", [[0, 1], [1, 1]]),  # more than the support has
+    ("naive", [[0, 1], [1, 1]]),  # more than the support has
     ("greedy", [[1, 0], [1, NO_TOKEN]]),  # not the likeliest first
     ("hybrid", [[1, 2], [1, 1]]),
     ("spechub", [[1, 2], [1, NO_TOKEN]]),  # without the hub

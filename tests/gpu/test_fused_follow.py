@@ -11,13 +11,12 @@ from polydraft.verify.node import greedy_verdict
 from verify.follow_cases import different_tokens, different_verdicts, distributions_of, same, static_tree, torch_alone
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from test_outcome import different_outcomes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def test_verdicts_and_outcomes() -> None:
-    assert different_verdicts("cuda") == 0 and different_outcomes("cuda") == 0
+    assert different_verdicts("cuda") == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

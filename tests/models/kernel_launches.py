@@ -16,8 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from polydraft import devices
 from polydraft.backends import triton as kernels
 from polydraft.backends.triton import probe as _probe
+from polydraft.backends.triton.verify_block import FusedRound
 from polydraft.draft.assembly import Passes
 from polydraft.draft.fused_growth import FusedGrowth
 from polydraft.draft.fused_learning import allow_sizes, learn_round
@@ -38,10 +40,9 @@ from polydraft.models.tree_attention import AttentionPlan, tree_attention
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.softened import softened
 from polydraft.trees import DraftTree, DynamicShape, SlicedMask, parse_tree, union
-from polydraft.verify import SCHEMES, BlockWalk, arrays
-from polydraft.verify.fused_block import verify_block
-from polydraft.verify.fused_draw import draw
-from polydraft.verify.fused_follow import follow, follow_largest
+from polydraft.verify import SCHEMES, BlockWalk
+from polydraft.verify.hybrid import draw_hybrid
+from polydraft.verify.node import follow_largest, follow_tokens
 
 
 class AbsentGPU:
@@ -172,7 +173,7 @@ def verification(dtype: torch.dtype) -> None:
     """Draw and verify trees of the default shape, with part of a vocabulary and with all of it, and smaller ones."""
     for tree, size, known in (("4x2x2x1x1", 49152, 16384), ("8x1", 128256, 128256), ("2x1", 50, 50)):
         topology, hybrid = parse_tree(tree), SCHEMES.get("hybrid")()
-        draw(torch.zeros(3, known), torch.zeros(3, topology.max_children, dtype=torch.float64), 0.5)
+        draw_hybrid(torch.zeros(3, known), torch.zeros(3, topology.max_children, dtype=torch.float64), 0.5)
         drawing = [sum(bool(topology.children[node]) for node in level) for level in topology.levels[:-1]]
         vocabulary = PartialVocabulary(torch.arange(known), size) if known < size else None
         distributions, tokens = (
@@ -181,7 +182,7 @@ def verification(dtype: torch.dtype) -> None:
         )
         tree = DraftTree.from_topology(topology, tokens, distributions, torch.zeros(topology.num_nodes).long(), vocabulary)
         numbers = torch.zeros(1, BlockWalk().uniforms(hybrid, topology.depth), dtype=torch.float64)
-        verify_block(hybrid, tree, torch.zeros(1, topology.num_nodes, size), numbers, 2**-6)
+        FusedRound(hybrid, tree, torch.zeros(1, topology.num_nodes, size), numbers, 2**-6).verdict()
         children = torch.ones(2, topology.max_children, dtype=torch.long)
         plant_largest(torch.zeros(1, 2, known, dtype=dtype), children, tokens, vocabulary, size)
         plant_columns(children.view(1, -1), children, tokens, vocabulary)
@@ -206,7 +207,7 @@ def greedy_rounds(dtype: torch.dtype) -> None:
         draft = DraftTree.from_topology(topology, tokens, (), torch.zeros(topology.num_nodes).long())
         draft = draft if size > 50 else union(draft, draft)
         verdict = follow_largest(draft, torch.zeros(*draft.tokens_BN.shape, size, dtype=dtype))
-        follow(draft, draft.tokens_BN)
+        follow_tokens(draft, draft.tokens_BN)
         conclude(draft, verdict, torch.zeros(1, 2).long(), torch.ones(1, dtype=torch.bool))
 
 
@@ -263,7 +264,7 @@ def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None
 
 def main(what: str, capability: str, dtype: str) -> None:
     kernels._INTERPRETED = True  # tensors are on the CPU, and kernels are to be launched all the same
-    arrays._HOSTS = ()
+    devices._hidden = True
     driver.set_active(AbsentGPU(int(capability)))
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
     if int(capability) >= 90:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import interpreted
+from polydraft.backends.triton import interpreting
 from polydraft.sampling import RowParams, SamplingParams, Warper
 from polydraft.sampling.softened import softened
 
@@ -29,7 +30,8 @@ def test_probabilities_are_torchs(columns: int, tempered: bool) -> None:
     logits_BGV, temperature_B11 = logits_of(columns), torch.tensor([0.3, 1.0, 2.5])[:, None, None]
     scores_BGV = logits_BGV / temperature_B11 if tempered else logits_BGV
     expected_BGV = torch.softmax(scores_BGV.double(), -1).float()
-    found_BGV = softened(logits_BGV, temperature_B11 if tempered else None)
+    with interpreting():
+        found_BGV = softened(logits_BGV, temperature_B11 if tempered else None)
     torch.testing.assert_close(found_BGV, expected_BGV, rtol=1e-5, atol=1e-7, equal_nan=True)
     assert found_BGV.is_contiguous() and expected_BGV.isnan().any() and not expected_BGV.isnan().all()
 
@@ -55,7 +57,7 @@ def test_a_warper_uses_it_where_nothing_else_is_asked_for(
     logits_BGV = torch.randn(len(rows), 2, 300, generator=torch.Generator().manual_seed(0))
     paths_BGP = torch.zeros(len(rows), 2, 0, dtype=torch.long)
     expected_BGV = warper.probs(logits_BGV, paths_BGP)
-    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
     monkeypatch.setattr("polydraft.sampling.warper.softened", lambda *inputs: (calls.append(inputs), softened(*inputs))[1])
-    torch.testing.assert_close(warper.probs(logits_BGV, paths_BGP), expected_BGV, rtol=1e-5, atol=1e-7)
+    with interpreting():
+        torch.testing.assert_close(warper.probs(logits_BGV, paths_BGP), expected_BGV, rtol=1e-5, atol=1e-7)
     assert bool(calls) == launched

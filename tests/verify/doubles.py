@@ -5,7 +5,7 @@ from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.verify import RejectionWithReplacement, Scheme, Selection
-from polydraft.verify.arrays import normalised
+from polydraft.verify.weights import normalised
 
 
 def by_distribution(kind: type[Scheme]) -> Scheme:

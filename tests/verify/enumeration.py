@@ -7,6 +7,7 @@ that runs in production.
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -15,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from polydraft.devices import values_hidden
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import DraftTree, Topology
-from polydraft.verify import BlockWalk, NodeWalk, Scheme, TraversalWalk, Verdict, Walk, block
+from polydraft.verify import BlockWalk, NodeWalk, Scheme, Verdict, Walk, block
 from polydraft.verify import node as node_walk
 from polydraft.verify.walk import TargetDistribution, TreeDistributions
 
@@ -282,17 +284,11 @@ class _Scripted:
         self.chance_R = torch.where(self.chance_R == 0, 0.0, self.chance_R * factor_R)
         return torch.where(total_R == 0, NO_TOKEN, outcome_R)
 
-    def decide(self, trying_R1: Tensor, chance_R1: Tensor, script_R1: Tensor) -> tuple[Tensor, Tensor]:
-        """Let what is tried succeed after as many failures as the script says."""
-        factor_R1 = torch.where(script_R1 == 0, chance_R1, 1 - chance_R1)
-        self.chance_R = self.chance_R * torch.where(trying_R1, factor_R1, 1.0)[:, 0]
-        return trying_R1 & (script_R1 == 0), torch.where(trying_R1, script_R1 - 1, script_R1)
-
 
 class _DistributionsEverywhere(TreeDistributions):
     """The target's distributions of some drawings, at all nodes if asked; no numbers at single ones."""
 
-    greedy = False
+    greedy, whole = False, True
 
     def __init__(self, batch: Batch, case_R: Tensor, tokens_RN: Tensor) -> None:
         distributions = [
@@ -326,14 +322,12 @@ def enumerate_walk(walk: Walk, scheme: Scheme, batch: Batch, at_once: bool = Fal
     if at_once:
         target_distribution = _DistributionsEverywhere(batch, case_R, tokens_RN)
     scripted = _Scripted(len(case_R))
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("verify.scheme", "verify.node", "verify.block", "verify.traversal"):
+    with pytest.MonkeyPatch.context() as patch, values_hidden() if at_once else nullcontext():
+        for module in ("verify.scheme", "verify.node", "verify.block"):
             patch.setattr(f"polydraft.{module}.draw_one", scripted.draw_one)
         if at_once:
-            patch.setattr("polydraft.verify.arrays._HOSTS", ())
             for module in (node_walk, block):
                 patch.setattr(module, "followed", partial(scripted.noted, module.followed))
-        patch.setattr("polydraft.verify.traversal._decide", scripted.decide)
         patch.setattr(doubles, "draw_one", scripted.draw_one)
         verdict = walk.run(scheme, draft, target_distribution, scripts_XU.repeat(len(case_S), 1))
     chance_R = scripted.finished() * chance_S[drawing_R]
@@ -347,8 +341,6 @@ def _alphabets(walk: Walk, scheme: Scheme, batch: Batch) -> list[int]:
     depth, vocabulary = batch.topology.depth, batch.vocabulary
     if isinstance(walk, BlockWalk):
         return [batch.topology.max_children] * ((scheme.select_uniforms or 0) * depth) + [depth + 1, vocabulary]
-    if isinstance(walk, TraversalWalk):
-        return [batch.topology.num_nodes, vocabulary]
     assert scheme.verify_uniforms == 1
     return [vocabulary] * (depth + 1)
 

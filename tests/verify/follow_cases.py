@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
 import torch
 from torch import Tensor
 
 from polydraft import operations
+from polydraft.devices import values_hidden
 from polydraft.sampling import NO_TOKEN, SamplingParams, Warper
 from polydraft.trees import DraftTree, parse_tree
 from polydraft.verify import TargetDistributions, Verdict
@@ -21,10 +21,7 @@ TOKENS = 4
 @contextmanager
 def torch_alone() -> Iterator[None]:
     """Let torch's operations do it, as on a device that the host may not look at."""
-    with pytest.MonkeyPatch.context() as patch, operations.using():
-        patch.setattr("polydraft.verify.arrays._HOSTS", ())
-        for module in ("polydraft.verify.fused_follow", "polydraft.verify.fused_block"):
-            patch.setattr(f"{module}.kernels_run", lambda tensor: False)
+    with operations.using(), values_hidden():
         yield
 
 
@@ -39,6 +36,12 @@ def static_tree(tree: str, rows: int, seed: int, device: str = "cpu") -> DraftTr
     topology, generator = parse_tree(tree), torch.Generator().manual_seed(seed)
     tokens_BN = torch.randint(NO_TOKEN, TOKENS, (rows, topology.num_nodes), generator=generator)
     return DraftTree.from_topology(topology, tokens_BN.to(device), (), torch.zeros(topology.num_nodes).long().to(device))
+
+
+def root_of(rows: int, device: str = "cpu") -> DraftTree:
+    """Return trees of which only the root is there."""
+    tokens_BN, rows_N = torch.zeros(rows, 1).long().to(device), torch.zeros(1).long().to(device)
+    return DraftTree.from_topology(parse_tree("[]"), tokens_BN, (), rows_N)
 
 
 def random_tree(rows: int, nodes: int, width: int, seed: int, *, further: bool = False, device: str = "cpu") -> DraftTree:
@@ -136,11 +139,7 @@ def distributions_of(logits_BNV: Tensor, params: SamplingParams) -> TargetDistri
 def different_tokens(size: int, dtype: torch.dtype, device: str = "cpu") -> int:
     """Count the awkward logits of which kernels take another one than `Warper.likeliest` does."""
     logits_RV = awkward_logits(size, dtype, device)
-    distributions, root = (
-        distributions_of(logits_RV[:, None], SamplingParams(temperature=0)),
-        static_tree("1", len(logits_RV), 0, device),
-    )
-    root = DraftTree.from_topology(parse_tree("[]"), root.tokens_BN[:, :1], (), torch.zeros(1).long().to(device))
+    distributions, root = distributions_of(logits_RV[:, None], SamplingParams(temperature=0)), root_of(len(logits_RV), device)
     on_cpu = Warper(SamplingParams(temperature=0), size, [[1]] * len(logits_RV), torch.device("cpu"))
     expected_R = on_cpu.likeliest(logits_RV[:, None].cpu(), torch.zeros(len(logits_RV), 1, 0).long())[:, 0].to(device)
     assert expected_R.tolist().count(NO_TOKEN) >= 6 and len({*expected_R.tolist()}) > 6

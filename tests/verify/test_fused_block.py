@@ -1,10 +1,10 @@
-"""The block walk's kernels, in Triton's interpreter: the verdicts of torch's operations, and their distributions to 1e-9.
+"""The block walk's kernels, in Triton's interpreter: their distributions to 1e-9, and that wrong kernels are caught.
 
 Which distribution torch's operations follow is enumerated in `test_block` and `exactness/test_selection`. On a GPU the kernels
 run in tests/gpu. Needs Triton (`pip install triton`) and no GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 import interpreted
-from polydraft.sampling import SamplingParams
+from polydraft import operations
+from polydraft.backends.triton import interpreting
+from polydraft.backends.triton.verify_block import FusedRound
+from polydraft.devices import values_hidden
 from polydraft.trees import DraftTree
 from polydraft.verify import SCHEMES, BlockWalk, Hybrid, RaceBucketed, Scheme, Verdict, block
-from polydraft.verify.fused_block import FusedRound, threshold_of
+from polydraft.verify.hybrid import threshold_of
 from polydraft.verify.walk import Fault
 
-from .cases import batch_of
+from .drawn_trees import small_trees
 from .enumeration import _DistributionsEverywhere
-from .test_at_once import check_same, round_of
+from .test_at_once import check_same
 
 INTERPRETED = interpreted.turn_on()
 if INTERPRETED:
@@ -38,68 +41,23 @@ STEP = 1e-9
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Verify by kernels, as a device does that the host may not look at."""
-    monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
-    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
-    return monkeypatch
-
-
-def trees(
-    tree: str, rows: int, scheme: Scheme, seed: int, cases: int = 2
-) -> tuple[DraftTree, _DistributionsEverywhere, Tensor]:
-    """Draw small trees from ordinary and awkward distributions: zeros, distributions of one token, equal pairs."""
-    batch = batch_of(tree, 4, cases)
-    case_S, tokens_SN, _ = batch.drawings(scheme)
-    generator = torch.Generator().manual_seed(seed)
-    pick_R = torch.randint(len(case_S), (rows,), generator=generator)
-    numbers = BlockWalk().uniforms(scheme, batch.topology.depth)
-    uniforms_BU = torch.rand(rows, numbers, generator=generator, dtype=torch.float64)
-    draft = batch.draft(case_S[pick_R], tokens_SN[pick_R], torch.float32)
-    distributions = _DistributionsEverywhere(batch, case_S[pick_R], tokens_SN[pick_R])
-    distributions._distribution_RNV = distributions._distribution_RNV.float()
-    return draft, distributions, uniforms_BU
+    with values_hidden(), interpreting():
+        yield monkeypatch
 
 
 def by_torch(
     walk: BlockWalk, scheme: Scheme, draft: DraftTree, distributions: _DistributionsEverywhere, uniforms_BU: Tensor
 ) -> Verdict:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polydraft.backends.triton._INTERPRETED", False)
+    with operations.using():
         return walk.run(scheme, draft, distributions, uniforms_BU)
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["part of the tokens", "all tokens"])
-def test_verdicts_are_those_of_torchs_operations(known: bool, kernels: pytest.MonkeyPatch) -> None:
-    verify = round_of("hybrid", "block", SamplingParams(), known, rows=2)
-    found = verify()
-    kernels.setattr("polydraft.backends.triton._INTERPRETED", False)
-    check_same(found, verify())
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [Hybrid(buckets=16), Hybrid(0.0, buckets=3), Hybrid(torch.inf), RaceBucketed(buckets=8)],
-    ids=["hybrid", "most are certain", "none is certain", "race"],
-)
-def test_verdicts_on_awkward_distributions(scheme: Scheme, kernels: pytest.MonkeyPatch) -> None:
-    draft, distributions, uniforms_BU = trees("3x1", 4, scheme, seed=3)
-    found = BlockWalk().run(scheme, draft, distributions, uniforms_BU)
-    check_same(found, by_torch(BlockWalk(), scheme, draft, distributions, uniforms_BU))
-
-
-@pytest.mark.parametrize("tree", ["1x1", "1x1x1"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_verdicts_where_no_node_has_more_than_one_child(tree: str, seed: int, kernels: pytest.MonkeyPatch) -> None:
-    draft, distributions, uniforms_BU = trees(tree, 8, HYBRID, seed=seed)
-    found = BlockWalk().run(HYBRID, draft, distributions, uniforms_BU)
-    check_same(found, by_torch(BlockWalk(), HYBRID, draft, distributions, uniforms_BU))
 
 
 @pytest.mark.parametrize("tree", ["1x1", "2x1"])
 def test_verdicts_on_trees_that_are_shallower_than_they_say(tree: str, kernels: pytest.MonkeyPatch) -> None:
     # As trees by load are, whose outcomes all have the form of the largest one's.
-    draft, distributions, _ = trees(tree, 4, HYBRID, seed=5)
+    draft, distributions, _ = small_trees(tree, 4, HYBRID, seed=5)
     deep = replace(
         draft,
         depth=5,
@@ -124,7 +82,7 @@ def borders(weights_V: Tensor) -> Tensor:
 def hard_rows(scheme: Scheme) -> tuple[DraftTree, _DistributionsEverywhere, Tensor, Verdict]:
     """Return a tree again and again, with numbers 1e-9 from where decisions change, and what torch's operations decide."""
     walk, drawn = BlockWalk(), []
-    draft, distributions, uniforms_BU = trees("2x1", 300, scheme, seed=1, cases=12)
+    draft, distributions, uniforms_BU = small_trees("2x1", 300, scheme, seed=1, cases=12)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block, "draw_one", lambda *inputs: (drawn.append(inputs[0]), draw_one(*inputs))[1])
         by_torch(walk, scheme, draft, distributions, uniforms_BU)
@@ -192,7 +150,7 @@ def test_wrong_kernels_are_caught(name: str, wrong: Callable[..., Any], kernels:
 
 def test_the_picked_childs_distribution_is_the_enumerated_one(kernels: pytest.MonkeyPatch) -> None:
     scheme = Hybrid(buckets=16)
-    draft, distributions, uniforms_BU = trees("3x1", 4, scheme, seed=2)
+    draft, distributions, uniforms_BU = small_trees("3x1", 4, scheme, seed=2)
     fused = FusedRound(scheme, draft, distributions.everywhere(draft), uniforms_BU, 0.0)
     fused.pick()
     for row in range(4):
@@ -211,7 +169,7 @@ def test_the_picked_childs_distribution_is_the_enumerated_one(kernels: pytest.Mo
 @pytest.mark.parametrize("culprit", [Fault.TARGET, Fault.DRAFT])
 def test_distributions_that_are_no_numbers_are_named(culprit: Fault, kernels: pytest.MonkeyPatch) -> None:
     scheme = Hybrid(buckets=16)
-    draft, distributions, uniforms_BU = trees("2x1", 3, scheme, seed=4)
+    draft, distributions, uniforms_BU = small_trees("2x1", 3, scheme, seed=4)
     if culprit == Fault.TARGET:
         distributions._distribution_RNV[0, 0], distributions._distribution_RNV[1, 1:] = torch.nan, torch.nan
     else:
@@ -226,5 +184,5 @@ def test_schemes_that_the_kernels_do_not_know_are_left_to_torch() -> None:
 
     wrong = [kind() for kind in mutants.STRUCTURAL + mutants.SUBTLE if issubclass(kind, (Hybrid, RaceBucketed))]
     assert wrong and {threshold_of(scheme) for scheme in wrong if type(scheme).contest is not Hybrid.contest} <= {None}
-    assert threshold_of(SCHEMES.get("race")()) is None and threshold_of(Hybrid(torch.tensor(0.5))) is None
+    assert threshold_of(SCHEMES.get("race")()) is None and threshold_of(SCHEMES.get("race-bucketed")()) == torch.inf
     assert threshold_of(SCHEMES.get("hybrid:0.7")()) == 0.7

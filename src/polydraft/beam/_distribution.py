@@ -14,7 +14,7 @@ from polydraft.beam._node import Beam, Node
 from polydraft.devices import can_sync
 from polydraft.errors import FailureError
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, SamplingParams, Warper
-from polydraft.verify.arrays import as_tensor, largest
+from polydraft.verify.weights import largest
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -330,5 +330,4 @@ def _top(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
         best_RK, columns_RK = logits_RV.topk(count, dim=-1)
         return best_RK, columns_RK
     # topk takes 70 µs: one block of threads per row.
-    values_RK, indices_RK = largest(logits_RV, count)
-    return as_tensor(values_RK), as_tensor(indices_RK)
+    return largest(logits_RV, count)

@@ -26,7 +26,7 @@ from polydraft.verify import (
     Walk,
     resolve_walk,
 )
-from polydraft.verify.arrays import normalised
+from polydraft.verify.weights import normalised
 
 _ALLOWED = (
     "a Scheme or Walk subclass, distribution(target_probs, draft_probs, children) "

@@ -8,7 +8,6 @@ from torch import Tensor
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import DraftTree
 from polydraft.verify import (
-    Gumbel,
     Hybrid,
     KSeq,
     NodeWalk,
@@ -21,9 +20,9 @@ from polydraft.verify import (
     Verdict,
     Walk,
 )
-from polydraft.verify.arrays import as_tensor, normalised, quietly, ratio, without
 from polydraft.verify.contest import Contest, bucketed_cells
 from polydraft.verify.walk import TargetDistribution
+from polydraft.verify.weights import normalised, ratio, without
 
 
 def _residual(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
@@ -232,8 +231,7 @@ class BucketsSharedByTarget(RaceBucketed):
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
-        cells_RV, cells = quietly(bucketed_cells)(target_probs_RV, draft_probs_RV, buckets=3)
-        cell_RV = as_tensor(cells_RV)
+        cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, buckets=3)
         target_RC, selected_RC = torch.zeros(2, len(target_probs_RV), cells).double()
         target_RC.scatter_add_(1, cell_RV, target_probs_RV.double())
         selected_RC.scatter_add_(1, cell_RV, right.distribution_RV)
@@ -269,42 +267,6 @@ class SpecHubTestedAgainstDraft(SpecHub):
 
     def _tested(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
         return draft_probs_RV, super()._tested(draft_probs_RV, children_RK)[1]
-
-
-class _GumbelOfOthers(Gumbel):
-    """Verify other children, or by another draft distribution, than were drawn."""
-
-    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        return super().distribution(target_probs_RV, *self._others(draft_probs_RV, children_RK))
-
-    def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        return super().verify(target_probs_RV, *self._others(draft_probs_RV, children_RK), uniforms_RU)
-
-
-class GumbelSorted(_GumbelOfOthers):
-    """Verify as if the likeliest child had arrived first."""
-
-    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        return draft_probs_RV, SortedByDraft().arranged(draft_probs_RV, children_RK)
-
-
-class GumbelPruned(_GumbelOfOthers):
-    """Drop children that the draft finds unlikely before verification; only with the noise itself would that be right."""
-
-    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        pruned_RK = PrunedByDraft().arranged(draft_probs_RV, children_RK)
-        order_RK = (pruned_RK == NO_TOKEN).to(torch.uint8).argsort(dim=1, stable=True)
-        return draft_probs_RV, pruned_RK.gather(1, order_RK)
-
-
-class GumbelAtAnotherTemperature(_GumbelOfOthers):
-    """Verify with another distribution than the children were drawn from."""
-
-    def _others(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        return draft_probs_RV ** (1 / 1.2), children_RK
 
 
 class BonusFromRoot(NodeWalk):
@@ -353,8 +315,6 @@ STRUCTURAL: list[type[Scheme]] = [
     HybridRacingAll,
     HybridOfAnotherThreshold,
     SpecHubTestedAgainstDraft,
-    GumbelSorted,
-    GumbelPruned,
 ]
 """Wrong enough to show in 20,000 samples of the fixture."""
 
@@ -363,7 +323,6 @@ SUBTLE: list[type[Scheme]] = [
     AcceptedWithoutTargetMass,
     KSeqLowerEnd,
     RaceWithoutExchange,
-    GumbelAtAnotherTemperature,
 ]
 """Only enumeration detects these: sampling would take a million draws, or other distributions than the fixture's."""
 

@@ -189,7 +189,9 @@ def drawn_children(
     """
     batch_size, nodes, _ = probs_BWV.shape
     uniforms_RK = uniforms_BU.reshape(batch_size * nodes, -1)
-    children_RK = scheme.draw_some(probs_BWV.flatten(0, 1), uniforms_RK, as_tensor(counts_BW.reshape(-1, 1)), ranked)
+    children_RK = scheme.draw_some(
+        probs_BWV.flatten(0, 1), uniforms_RK, as_tensor(counts_BW.reshape(-1, 1)), (as_tensor(ranked[0]), as_tensor(ranked[1]))
+    )
     children_RK = as_array(children_RK)
     if greedy_B is not None:
         value_RK, token_RK = (part[:, : children_RK.shape[1]] for part in ranked)

@@ -11,13 +11,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
+from polydraft.backends.triton import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
 from polydraft.draft.assembly import Assembled, Passes
 from polydraft.draft.candidates import STEP
 from polydraft.draft.policy import Plan
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block, DraftTree, DynamicShape
-from polydraft.verify.fused_draw import LEAST_CHILDREN
 
 _LANES, _WARPS = 32, 8
 """Of a warp; of the programs that look at logits."""

@@ -7,11 +7,10 @@ find the likeliest tokens before: each does next to nothing, and between the pas
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
+from polydraft.backends.triton import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.warper import RANKED_NATS
 from polydraft.verify import SCHEMES, Scheme
-from polydraft.verify.fused_draw import LEAST_CHILDREN
 
 MOST_CHILDREN = 32
 """Of one node, for kernels that look for its children one after the other."""

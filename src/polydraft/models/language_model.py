@@ -11,13 +11,13 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from polydraft.devices import can_sync
 from polydraft.errors import UsageError
 from polydraft.models._slots import Placed, place
 from polydraft.row_storage import RowStorage
 from polydraft.sampling import PartialVocabulary
 from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
-from polydraft.verify.arrays import can_sync
 
 PREFILL_CHUNK = 512
 _SMALLEST_SPAN = 512

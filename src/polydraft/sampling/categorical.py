@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.backends.native import loaded
-from polydraft.backends.native.verification import draw
+from polydraft.operations import operation
 
 NO_TOKEN = -1
 """Marks a child that does not exist, because the tree has none there or the draft distribution's support is exhausted."""
 
 _BLOCK = 256
-_FEW = 16
 _BELOW_ONE = 1 - 2**-53
 """The largest number below 1; times any sum of weights it is below that sum."""
 
@@ -37,7 +35,7 @@ class _BlockedWeights:
         self.sums_RM = self.weights_RMC.sum(-1).double()
 
     def draw(self, uniforms_RK: Tensor) -> Tensor:
-        """Draw one token a uniform; `NO_TOKEN` where all weights are zero."""
+        """Draw one token per uniform number; `NO_TOKEN` where all weights are zero."""
         uniforms_RK = uniforms_RK.double().clamp(max=_BELOW_ONE)
         if self.blocks == 1:
             running_RC = self.weights_RMC[:, 0].cumsum(-1, dtype=torch.float64)
@@ -68,28 +66,10 @@ class _BlockedWeights:
         self.sums_RM.scatter_(1, block_R1, left_R1C.sum(-1).double())
 
 
+@operation
 def draw_independent(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-    """Draw K tokens per row with replacement."""
-    if weights_RV.shape[1] <= _FEW and weights_RV.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _draw_of_few(weights_RV, uniforms_RK)
-    library = loaded() if _plain(weights_RV) and _plain(uniforms_RK, torch.float64) else None
-    if library is not None:
-        return draw(library, weights_RV, uniforms_RK)
+    """Draw K tokens per row with replacement, one per uniform number; `NO_TOKEN` where all weights are zero."""
     return _BlockedWeights(weights_RV).draw(uniforms_RK)
-
-
-def _plain(table_RX: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether compiled code can read it."""
-    here = table_RX.device.type == "cpu" and not torch.compiler.is_compiling()
-    return here and table_RX.dtype == dtype and (table_RX.stride(1) == 1 or table_RX.shape[1] == 1)
-
-
-def _draw_of_few(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-    """Do by numpy, whose calls take less time than torch's, what is all calls and hardly any numbers."""
-    running_RV = weights_RV.double().numpy().cumsum(-1)
-    mark_RK = np.minimum(uniforms_RK.double().numpy(), _BELOW_ONE) * running_RV[:, -1:]
-    token_RK = (running_RV[:, None] <= mark_RK[:, :, None]).sum(-1)
-    return torch.from_numpy(np.where(running_RV[:, -1:] > 0, token_RK, NO_TOKEN))
 
 
 def draw_one(weights_RV: Tensor, uniforms_R: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run
 from polydraft.devices import is_host
 from polydraft.row_storage import RowStorage
 from polydraft.sampling.categorical import NO_TOKEN
@@ -127,7 +126,7 @@ class Warper:
         paths_BGP : Tensor
             Tokens between the certain text and each node, the node's own included; `NO_TOKEN` where shorter.
         """
-        if (own_B := self.temperature_B) is not None and not self._may_be_empty and kernels_run(logits_BGV):
+        if (own_B := self.temperature_B) is not None and not self._may_be_empty:
             return softened(logits_BGV, own_B if "temperature" in self._numbers.used else None)
         scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
         if self.params.all_greedy:

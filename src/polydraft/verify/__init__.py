@@ -3,14 +3,12 @@
 from polydraft.verify.block import BlockWalk
 from polydraft.verify.flat_blocks import FlatBlocksWalk
 from polydraft.verify.greedy import Greedy, SpecHub
-from polydraft.verify.gumbel import Gumbel
-from polydraft.verify.hybrid import Hybrid, Race, RaceBucketed, ThresholdTuner
+from polydraft.verify.hybrid import Hybrid, Race, RaceBucketed
 from polydraft.verify.kseq import KSeq
 from polydraft.verify.naive import Naive, Top
 from polydraft.verify.node import NodeWalk
 from polydraft.verify.rejection import RejectionWithoutReplacement, RejectionWithReplacement, Speculative
 from polydraft.verify.scheme import SCHEMES, Scheme, Selection, draw_checked, verify_checked
-from polydraft.verify.traversal import TraversalWalk
 from polydraft.verify.walk import AUTO, WALKS, Fault, TargetDistributions, Verdict, Walk, check_walk, resolve_walk
 
 __all__ = [
@@ -21,7 +19,6 @@ __all__ = [
     "Fault",
     "FlatBlocksWalk",
     "Greedy",
-    "Gumbel",
     "Hybrid",
     "KSeq",
     "Naive",
@@ -35,9 +32,7 @@ __all__ = [
     "SpecHub",
     "Speculative",
     "TargetDistributions",
-    "ThresholdTuner",
     "Top",
-    "TraversalWalk",
     "Verdict",
     "Walk",
     "check_walk",

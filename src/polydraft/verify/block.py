@@ -11,265 +11,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polydraft.devices import can_sync
+from polydraft.operations import operation
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.trees import DraftTree
-from polydraft.verify._native_block import compiled_verdict
-from polydraft.verify.arrays import (
-    Array,
-    arange,
-    as_array,
-    as_tensor,
-    at_least,
-    at_most,
-    backwards,
-    can_sync,
-    quietly,
-    quotient,
-    take,
-    xp,
-)
-from polydraft.verify.fused_block import block_fits, verify_block
 from polydraft.verify.scheme import Scheme
 from polydraft.verify.walk import (
     LEAST_WEIGHT,
     WALKS,
     Fault,
     TargetDistribution,
+    TreeDistributions,
     Verdict,
     Walk,
-    distributions_everywhere,
+    all_at_once,
     fault_of,
     followed,
     lone_root,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Path:
-    """Nodes of a tree, each a child picked at the one before, and what was found at the first L of them.
-
-    X are the columns of the draft's distributions, with one more for all tokens that it does not know, where there are such.
-    What has few numbers is numpy's on a CPU.
-    """
-
-    nodes_BD: Array
-    """Root first; a path that cannot go on stays where it is."""
-    has_children_BD: Array
-    open_BL: Array
-    """Whether a child was picked."""
-    ratio_BL: Array
-    """p(x)/r(x) of the picked child x."""
-    mass_BL: Array
-    """Sum of the target's distribution, as it came."""
-    target_BLX: Tensor
-    """p, as it came."""
-    distribution_BLX: Tensor
-    """r, the distribution of the picked child."""
-    fault_BL: Array
-    target_after: Callable[[Array], Tensor]
-    """`(accepted_B1) -> probs_BV`: the target's distribution, over all tokens, at one node of each row's path."""
-    known_D: Tensor | None
-    """Tokens of the columns, where they are not all."""
-
-    def weights_after(self, accepted_B1: Array, weight_BD: Array, excess_BLX: Tensor) -> Tensor:
-        """Return the weights, over all tokens, of what is emitted after a node: (a p − r)₊."""
-        levels = excess_BLX.shape[1]
-        at_end_B1 = accepted_B1 == levels
-        if can_sync(excess_BLX) and bool(at_end_B1.all()):
-            return self.target_after(accepted_B1)
-        level_B1 = at_most(accepted_B1, levels - 1)
-        weights_BV = _entry(excess_BLX, level_B1)
-        ends_below = levels < self.nodes_BD.shape[1]
-        if self.known_D is None and not ends_below:
-            return weights_BV
-        probs_BV = self.target_after(accepted_B1)
-        if self.known_D is not None:
-            # Tokens that the draft does not know are never picked: all of a p is left of them.
-            share_B1 = as_tensor(take(weight_BD[:, :levels] / self.mass_BL, level_B1))
-            known_BD = self.known_D.expand(len(probs_BV), -1)
-            weights_BV = (probs_BV.double() * share_B1).scatter_(1, known_BD, weights_BV[:, :-1])
-        if not ends_below or (can_sync(excess_BLX) and not bool(at_end_B1.any())):
-            return weights_BV
-        return torch.where(as_tensor(at_end_B1), probs_BV, weights_BV)
-
-
-@dataclass(frozen=True, eq=False)
-class _Picks:
-    """What was picked at some nodes, one per row."""
-
-    child_R: Array
-    """The child's node, or the node itself where none was picked."""
-    has_children_R: Array
-    open_R: Array
-    ratio_R: Array
-    mass_R: Array
-    target_RX: Tensor
-    distribution_RX: Tensor
-    fault_R: Array
-
-
-class PathFinder:
-    """Pick one path per row: node by node where the host may look, which ends in time; else at all nodes at once."""
-
-    def __init__(
-        self,
-        scheme: Scheme,
-        draft: DraftTree,
-        target_distribution: TargetDistribution,
-        uniforms_BU: Tensor,
-        least_weight: float,
-    ) -> None:
-        assert scheme.select_uniforms is not None and draft.depth
-        self.scheme, self.draft, self.target_distribution = scheme, draft, target_distribution
-        self.least_weight = least_weight
-        uniforms_BU = uniforms_BU[:, : scheme.select_uniforms * draft.depth]
-        self.uniforms_BLU = uniforms_BU.reshape(len(uniforms_BU), draft.depth, scheme.select_uniforms)
-        self.known_D = None if draft.vocabulary is None else draft.vocabulary.tokens_D
-
-    def path(self) -> Path:
-        """Return the paths."""
-        target_BNV = self._distributions_everywhere()
-        return self._step_by_step() if target_BNV is None else self._at_once(target_BNV)
-
-    def _distributions_everywhere(self) -> Tensor | None:
-        """Return the target's distributions at all nodes, where it is worth having them."""
-        return distributions_everywhere(self.draft, self.target_distribution, self.draft.distributions[0].shape[-1])
-
-    def _at_once(self, target_BNV: Tensor) -> Path:
-        """Pick at every node, as if it were on the path, then see which ones are."""
-        draft, (batch, nodes, _) = self.draft, target_BNV.shape
-        level_BN1 = draft.depths_BN.clamp(max=draft.depth - 1)[..., None]
-        uniforms_BNU = self.uniforms_BLU.gather(1, level_BN1.expand(-1, -1, self.uniforms_BLU.shape[-1]))
-        node_N = torch.arange(nodes, device=target_BNV.device)
-        picks = self._pick(
-            target_BNV.flatten(0, 1),
-            draft.all_distributions().flatten(0, 1),
-            node_N.repeat(batch),
-            draft.child_table_BNK.flatten(0, 1),
-            draft.all_children().flatten(0, 1),
-            uniforms_BNU.flatten(0, 1),
-        )
-        nodes_BD = followed(picks.child_R.view(batch, nodes), draft.depth)
-
-        def along(table_R: Tensor) -> Tensor:
-            table_BNX = table_R.view(batch, nodes, -1)
-            return table_BNX.gather(1, nodes_BD[..., None].expand(-1, -1, table_BNX.shape[-1]))
-
-        def target_after(accepted_B1: Array) -> Tensor:
-            return _entry(target_BNV, nodes_BD.gather(1, accepted_B1))
-
-        numbers = (picks.ratio_R, picks.mass_R)
-        ratio_BD, mass_BD = along(torch.stack(numbers, dim=1)).unbind(-1)
-        flags = (picks.has_children_R, picks.open_R, picks.fault_R)
-        has_children_BD, open_BD, fault_BD = along(torch.stack(flags, dim=1)).unbind(-1)
-        columns = along(picks.target_RX), along(picks.distribution_RX)
-        return Path(nodes_BD, has_children_BD, open_BD > 0, ratio_BD, mass_BD, *columns, fault_BD, target_after, self.known_D)
-
-    def _step_by_step(self) -> Path:
-        """Go down all rows in step; those whose path has ended idle along."""
-        draft, depth, looking = self.draft, self.draft.depth, can_sync(self.draft.tokens_BN)
-        table_BNK, tokens_BN = as_array(draft.child_table_BNK), as_array(draft.tokens_BN)
-        where, concatenate, rows_B = xp(tokens_BN).where, xp(tokens_BN).concatenate, arange(len(tokens_BN), tokens_BN)
-        node_B, going_B = 0 * rows_B, rows_B >= 0
-        weight_B = as_array(torch.ones(len(tokens_BN), dtype=torch.float64, device=draft.tokens_BN.device))
-        nodes, path_BP = [node_B], tokens_BN[:, :0]
-        distributions: list[Tensor] = []
-        steps: list[_Picks] = []
-        for level in range(depth):
-            nodes_BK = table_BNK[rows_B, node_B]
-            children_BK = where(nodes_BK > 0, take(tokens_BN, nodes_BK), NO_TOKEN)
-            going_B = going_B & worth_a_look(weight_B, self.least_weight) & (children_BK != NO_TOKEN).any(-1)
-            if level and looking and not bool(going_B.any()):
-                break
-            distributions.append(self.target_distribution(as_tensor(node_B), as_tensor(path_BP)))
-            distribution_BD, uniforms_BU = self._draft_distribution(level, node_B), self.uniforms_BLU[:, level]
-            steps.append(self._pick(distributions[-1], distribution_BD, node_B, nodes_BK, children_BK, uniforms_BU))
-            going_B = going_B & steps[-1].open_R
-            weight_B = at_most(weight_B * steps[-1].ratio_R, 1.0)
-            node_B = where(going_B, steps[-1].child_R, node_B)
-            nodes.append(node_B)
-            token_B1 = where(going_B, tokens_BN[rows_B, node_B], NO_TOKEN)[:, None]
-            path_BP = concatenate([path_BP, token_B1], 1)
-        nodes_BD = xp(node_B).stack(nodes + nodes[-1:] * (depth + 1 - len(nodes)), 1)
-        last_BK = table_BNK[rows_B, node_B]
-        last_B = ((last_BK > 0) & (take(tokens_BN, last_BK) != NO_TOKEN)).any(-1)
-
-        def target_after(accepted_B1: Array) -> Tensor:
-            accepted_B, levels = accepted_B1[:, 0], len(distributions)
-            if looking and len(accepted_B) == 1 and int(accepted_B[0]) < levels:
-                return distributions[int(accepted_B[0])]
-            path_BL = where(arange(levels, accepted_B) < accepted_B1, path_BP, NO_TOKEN)
-            last_BV = self.target_distribution(as_tensor(nodes_BD[rows_B, accepted_B]), as_tensor(path_BL))
-            return torch.stack([*distributions, last_BV])[as_tensor(accepted_B), as_tensor(rows_B)]
-
-        def stacked(name: str) -> Array:
-            parts = [getattr(step, name) for step in steps]
-            return parts[0][:, None] if len(parts) == 1 else xp(parts[0]).stack(parts, 1)
-
-        return Path(
-            nodes_BD,
-            concatenate([stacked("has_children_R"), last_B[:, None]], 1),
-            stacked("open_R"),
-            stacked("ratio_R"),
-            stacked("mass_R"),
-            stacked("target_RX"),
-            stacked("distribution_RX"),
-            stacked("fault_R"),
-            target_after,
-            self.known_D,
-        )
-
-    def _draft_distribution(self, level: int, node_B: Array) -> Tensor:
-        """Return the distribution that the children of one node per row were drawn from, in columns of the draft's own."""
-        rows_BN, distributions_BGD = self.draft.distribution_rows_BN, self.draft.distributions[level]
-        if rows_BN is None or len(node_B) > 1 or not can_sync(distributions_BGD):
-            return self.draft.short_distribution(level, as_tensor(node_B))
-        return distributions_BGD[:, min(int(rows_BN[0, node_B[0]]), distributions_BGD.shape[1] - 1)]
-
-    @quietly
-    def _pick(
-        self,
-        target_RV: Tensor,
-        draft_RD: Tensor,
-        node_R: Array,
-        nodes_RK: Array,
-        children_RK: Array,
-        uniforms_RU: Tensor,
-    ) -> _Picks:
-        """Let the scheme pick a child of each node.
-
-        The tokens that a draft does not know are one token to the scheme: it proposes none of them, so it need not tell them
-        apart, and what is left for that one token is theirs in proportion to p.
-        """
-        vocabulary, fault_R1 = self.draft.vocabulary, as_array(fault_of(target_RV, draft_RD))
-        column_RK, target_RX, draft_RX = children_RK, target_RV, draft_RD
-        if vocabulary is not None:
-            column_RK = as_array(vocabulary.columns(as_tensor(children_RK)))
-            target_RX, draft_RX = vocabulary.lumped(target_RV), torch.nn.functional.pad(draft_RD, (0, 1))
-        picked = self.scheme.select(target_RX, draft_RX, as_tensor(column_RK), uniforms_RU)
-        column_R1, where = as_array(picked.token_R)[:, None], xp(column_RK).where
-        token_R1, open_R1 = at_least(column_R1, 0), (column_R1 != NO_TOKEN) & (fault_R1 == Fault.NONE.value)
-        mass_R1 = as_array(target_RX.sum(-1, keepdim=True, dtype=torch.float64))
-        chance_R1 = take(as_array(picked.distribution_RV), token_R1) * mass_R1
-        ratio_R1 = where(chance_R1 > 0, quotient(take(as_array(target_RX), token_R1), chance_R1), 0.0)
-        # The first match: a token drawn twice has equal subtrees in distribution.
-        match_R1 = (1 * (column_RK == column_R1)).argmax(-1, keepdims=True)
-        child_R1 = where(open_R1, take(nodes_RK, match_R1), node_R[:, None])
-        has_children_R = (children_RK != NO_TOKEN).any(-1)
-        numbers = (child_R1[:, 0], has_children_R, open_R1[:, 0], ratio_R1[:, 0], mass_R1[:, 0])
-        return _Picks(*numbers, target_RX, picked.distribution_RV, fault_R1[:, 0])
-
-
-def _entry(table_BNX: Tensor, index_B1: Array) -> Tensor:
-    """Return one entry per row, `[B, X]`."""
-    if len(index_B1) == 1 and can_sync(table_BNX):
-        return table_BNX[:, int(index_B1[0, 0])]
-    return table_BNX.gather(1, as_tensor(index_B1)[..., None].expand(-1, 1, table_BNX.shape[-1]))[:, 0]
-
-
-def worth_a_look(weight: Array, least_weight: float) -> Array:
-    """Return where a path may be believed enough to look further."""
-    return (weight >= least_weight) & (weight > 0)
+from polydraft.verify.weights import quotient
 
 
 @WALKS.register("block")
@@ -312,92 +72,278 @@ class BlockWalk(Walk):
         assert scheme.select_uniforms is not None
         return scheme.select_uniforms * depth + 2
 
-    def has_kernels(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution) -> bool:
-        """For `hybrid` on a GPU, unless the tree is only a root."""
-        return draft.tokens_BN.shape[1] > 1 and block_fits(scheme, draft)
-
-    @quietly
     def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:
         """Pick the paths of all rows, then draw once where each stops and once what follows."""
-        if draft.tokens_BN.shape[1] == 1:
-            return _root_alone(draft, target_distribution, uniforms_BU[:, -1])
-        verdict = compiled_verdict(scheme, draft, target_distribution, uniforms_BU, self.least_weight)
-        if verdict is not None:
-            return verdict
-        if self.has_kernels(scheme, draft, target_distribution):
-            target_BNV = distributions_everywhere(draft, target_distribution, draft.distributions[0].shape[-1])
-            if target_BNV is not None:
-                return verify_block(scheme, draft, target_BNV, uniforms_BU, self.least_weight)
-        path = PathFinder(scheme, draft, target_distribution, uniforms_BU, self.least_weight).path()
-        weight_BD, going_BL = _weights(path, self.least_weight)
-        excess_BLX = _excess(path, weight_BD, going_BL)
-        # After the last distribution that was looked at nothing is picked either: the excess there is the target's whole
-        # distribution.
-        levels, concatenate = going_BL.shape[1], xp(weight_BD).concatenate
-        mass_BD = concatenate([as_array(excess_BLX.sum(-1)), weight_BD[:, levels:]], 1)
-        stop_B1 = as_array(draw_one(as_tensor(_stop_distribution(weight_BD, mass_BD)), uniforms_BU[:, -2]))[:, None]
-        accepted_B1 = at_least(stop_B1, 0)
-        token_B1 = as_array(draw_one(path.weights_after(accepted_B1, weight_BD, excess_BLX), uniforms_BU[:, -1]))[:, None]
-        places_D = arange(draft.depth + 1, accepted_B1)
-        path_BD = take(path.nodes_BD, xp(accepted_B1).minimum(places_D, accepted_B1))
-        # Without a fault so far there is something to draw, unless it is that last distribution which is not a number.
-        fault_B1, where = _first_fault(path.fault_BL, going_BL), xp(accepted_B1).where
-        unknown_B1 = (fault_B1 == Fault.NONE.value) & ((stop_B1 == NO_TOKEN) | (token_B1 == NO_TOKEN))
-        below_BD = concatenate([path.nodes_BD[:, 1:], 0 * accepted_B1], 1)
-        tokens_BD = where(places_D == accepted_B1, token_B1, take(as_array(draft.tokens_BN), below_BD))
-        return Verdict(
-            path_BD=as_tensor(path_BD),
-            accepted_B=as_tensor(accepted_B1)[:, 0],
-            tokens_BD=as_tensor(tokens_BD),
-            offered_B=as_tensor(accepted_B1 + take(path.has_children_BD, accepted_B1))[:, 0],
-            fault_B=as_tensor(where(unknown_B1, Fault.TARGET.value, fault_B1))[:, 0],
-        )
+        if draft.tokens_BN.shape[1] > 1:
+            return verify_block(scheme, draft, target_distribution, uniforms_BU, self.least_weight)
+        # Nobody drafted: the token comes from the target's distribution, by the very number that the whole walk would use.
+        root_B = torch.zeros_like(draft.tokens_BN[:, 0])
+        distribution_BV = target_distribution(root_B, draft.tokens_BN[:, :0])
+        return lone_root(draft, draw_one(distribution_BV, uniforms_BU[:, -1]))
 
 
-def _root_alone(draft: DraftTree, target_distribution: TargetDistribution, uniform_B: Tensor) -> Verdict:
-    """Draw from the target's distribution, where nobody drafted, by the very number that the whole walk would use."""
-    root_B = torch.zeros_like(draft.tokens_BN[:, 0])
-    distribution_BV = target_distribution(root_B, draft.tokens_BN[:, :0])
-    return lone_root(draft, draw_one(distribution_BV, uniform_B))
-
-
-def _weights(path: Path, least_weight: float) -> tuple[Array, Array]:
-    """Return a at each node, 0 below a path's end, and at which nodes the path goes on."""
-    weights = [xp(path.ratio_BL).ones_like(path.ratio_BL[:, :1])]
-    for level in range(path.ratio_BL.shape[1]):
-        weights.append(_next_weight(weights[-1], path.ratio_BL[:, level : level + 1]))
-    concatenate, where = xp(path.ratio_BL).concatenate, xp(path.ratio_BL).where
-    weight_BD = concatenate(weights, 1)
-    going_BL = (path.open_BL & worth_a_look(weight_BD[:, :-1], least_weight)).cumprod(-1)
-    return concatenate([weights[0], where(going_BL > 0, weight_BD[:, 1:], 0.0)], 1), going_BL
-
-
-def _next_weight(weight_B1: Array, ratio_B1: Array) -> Array:
-    """Return min(1, a p(x)/r(x))."""
-    return at_most(weight_B1 * ratio_B1, 1.0)
-
-
-def _excess(path: Path, weight_BD: Array, going_BL: Array) -> Tensor:
-    """Return (a p − r)₊ at each node, what may be emitted in place of the picked child; at a path's end r is 0."""
-    share_BL1 = as_tensor(weight_BD[:, :-1] / path.mass_BL)[..., None]
-    return torch.addcmul(path.target_BLX * share_BL1, path.distribution_BLX, as_tensor(going_BL)[..., None], value=-1).clamp_(
-        min=0
+@operation
+def verify_block(
+    scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor, least_weight: float
+) -> Verdict:
+    """Verify trees of more than a root as `BlockWalk` says, by as many random numbers as it says."""
+    path = PathFinder(scheme, draft, target_distribution, uniforms_BU, least_weight).path()
+    weight_BD, going_BL = _weights(path, least_weight)
+    excess_BLX = _excess(path, weight_BD, going_BL)
+    # After the last distribution that was looked at nothing is picked either: the excess there is the target's whole
+    # distribution.
+    mass_BD = torch.cat([excess_BLX.sum(-1), weight_BD[:, going_BL.shape[1] :]], dim=1)
+    stop_B1 = draw_one(_stop_distribution(weight_BD, mass_BD), uniforms_BU[:, -2])[:, None]
+    accepted_B1 = stop_B1.clamp(min=0)
+    token_B1 = draw_one(path.weights_after(accepted_B1, weight_BD, excess_BLX), uniforms_BU[:, -1])[:, None]
+    place_D = torch.arange(draft.depth + 1, device=accepted_B1.device)
+    below_BD = torch.nn.functional.pad(path.nodes_BD[:, 1:], (0, 1))
+    # Without a fault so far there is something to draw, unless it is that last distribution which is not a number.
+    fault_B = _first_fault(path.fault_BL, going_BL)
+    unknown_B = (fault_B == Fault.NONE) & ((stop_B1 == NO_TOKEN) | (token_B1 == NO_TOKEN))[:, 0]
+    return Verdict(
+        path_BD=path.nodes_BD.gather(1, torch.minimum(place_D, accepted_B1)),
+        accepted_B=accepted_B1[:, 0],
+        tokens_BD=torch.where(place_D == accepted_B1, token_B1, draft.tokens_BN.gather(1, below_BD)),
+        offered_B=(accepted_B1 + path.has_children_BD.gather(1, accepted_B1))[:, 0],
+        fault_B=torch.where(unknown_B, Fault.TARGET, fault_B),
     )
 
 
-def _stop_distribution(weight_BD: Array, mass_BD: Array) -> Array:
+def _weights(path: "Path", least_weight: float) -> tuple[Tensor, Tensor]:
+    """Return a at each node, 0 below a path's end, and at which nodes the path goes on."""
+    weights = [torch.ones_like(path.ratio_BL[:, 0])]
+    for ratio_B in path.ratio_BL.unbind(1):
+        weights.append(_next_weight(weights[-1], ratio_B))
+    weight_BD = torch.stack(weights, dim=1)
+    going_BL = (path.open_BL & _worth_a_look(weight_BD[:, :-1], least_weight)).cumprod(-1)
+    return torch.cat([weight_BD[:, :1], weight_BD[:, 1:].where(going_BL > 0, 0.0)], dim=1), going_BL
+
+
+def _next_weight(weight_B: Tensor, ratio_B: Tensor) -> Tensor:
+    """Return min(1, a p(x)/r(x))."""
+    return (weight_B * ratio_B).clamp(max=1.0)
+
+
+def _worth_a_look(weight: Tensor, least_weight: float) -> Tensor:
+    """Return where a path may be believed enough to look further."""
+    return (weight >= least_weight) & (weight > 0)
+
+
+def _excess(path: "Path", weight_BD: Tensor, going_BL: Tensor) -> Tensor:
+    """Return (a p − r)₊ at each node, what may be emitted in place of the picked child; at a path's end r is 0."""
+    share_BL1 = (weight_BD[:, :-1] / path.mass_BL)[..., None]
+    excess_BLX = torch.addcmul(path.target_BLX * share_BL1, path.distribution_BLX, going_BL[..., None], value=-1)
+    return excess_BLX.clamp_(min=0)
+
+
+def _stop_distribution(weight_BD: Tensor, mass_BD: Tensor) -> Tensor:
     """Return the chance of stopping at each depth: hᵢ = sᵢ/(sᵢ + 1 − aᵢ), times 1 − hⱼ of all deeper ones, tried before.
 
     Where p = r and a = 1, h is 0/0 and the depth is reached by rounding only: there is nothing to emit there, so h = 0.
     """
     rest_BD = mass_BD + (1 - weight_BD)
-    chance_BD = xp(rest_BD).where(rest_BD != 0, mass_BD / rest_BD, 0.0)
-    passed_BD = backwards(backwards(1 - chance_BD).cumprod(1))
-    return xp(rest_BD).concatenate([chance_BD[:, :-1] * passed_BD[:, 1:], chance_BD[:, -1:]], 1)
+    chance_BD = torch.where(rest_BD != 0, mass_BD / rest_BD, 0.0)
+    passed_BD = (1 - chance_BD).flip(1).cumprod(1).flip(1)
+    return torch.cat([chance_BD[:, :-1] * passed_BD[:, 1:], chance_BD[:, -1:]], dim=1)
 
 
-def _first_fault(fault_BL: Array, going_BL: Array) -> Array:
-    """Return the `Fault` of the first distribution on the path that is not a number, `[B, 1]`."""
+def _first_fault(fault_BL: Tensor, going_BL: Tensor) -> Tensor:
+    """Return the `Fault` of the first distribution on each row's path that is not a number."""
     # A distribution was looked at where the path had not ended before; where it is not a number, the path ends.
-    arrived_BL = xp(going_BL).concatenate([0 * going_BL[:, :1] + 1, going_BL[:, :-1]], 1)
-    return xp(going_BL).amax(fault_BL * arrived_BL, -1, keepdims=True)
+    arrived_BL = torch.nn.functional.pad(going_BL[:, :-1], (1, 0), value=1)
+    return (fault_BL * arrived_BL).amax(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """Nodes of a tree, each a child picked at the one before, and what was found at the first L of them.
+
+    X are the columns of the draft's distributions, with one more for all tokens that it does not know, where there are such.
+    """
+
+    nodes_BD: Tensor
+    """Root first; a path that cannot go on stays where it is."""
+    has_children_BD: Tensor
+    open_BL: Tensor
+    """Whether a child was picked."""
+    ratio_BL: Tensor
+    """p(x)/r(x) of the picked child x."""
+    mass_BL: Tensor
+    """Sum of the target's distribution, as it came."""
+    target_BLX: Tensor
+    """p, as it came."""
+    distribution_BLX: Tensor
+    """r, the distribution of the picked child."""
+    fault_BL: Tensor
+    target_after: Callable[[Tensor], Tensor]
+    """`(accepted_B1) -> probs_BV`: the target's distribution, over all tokens, at one node of each row's path."""
+    known_D: Tensor | None
+    """Tokens of the columns, where they are not all."""
+
+    def weights_after(self, accepted_B1: Tensor, weight_BD: Tensor, excess_BLX: Tensor) -> Tensor:
+        """Return the weights, over all tokens, of what is emitted after a node: (a p − r)₊, or p where a path has ended."""
+        levels = excess_BLX.shape[1]
+        level_B1 = accepted_B1.clamp(max=levels - 1)
+        weights_BV = _entry(excess_BLX, level_B1)
+        if self.known_D is None and levels == self.nodes_BD.shape[1]:
+            return weights_BV
+        probs_BV = self.target_after(accepted_B1)
+        if self.known_D is not None:
+            # Tokens that the draft does not know are never picked: all of a p is left of them.
+            share_B1 = (weight_BD[:, :levels] / self.mass_BL).gather(1, level_B1)
+            known_BD = self.known_D.expand(len(probs_BV), -1)
+            weights_BV = (probs_BV.double() * share_B1).scatter_(1, known_BD, weights_BV[:, :-1])
+        return torch.where(accepted_B1 == levels, probs_BV, weights_BV)
+
+
+def _entry(table_BLX: Tensor, index_B1: Tensor) -> Tensor:
+    """Return one entry per row, `[B, X]`."""
+    return table_BLX.gather(1, index_B1[..., None].expand(-1, 1, table_BLX.shape[-1]))[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Picks:
+    """What was picked at some nodes, one per row."""
+
+    child_R: Tensor
+    """The child's node, or the node itself where none was picked."""
+    has_children_R: Tensor
+    open_R: Tensor
+    ratio_R: Tensor
+    mass_R: Tensor
+    target_RX: Tensor
+    distribution_RX: Tensor
+    fault_R: Tensor
+
+
+class PathFinder:
+    """Pick one path per row: level by level where the host may look, and so can stop early; else at all nodes at once."""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        draft: DraftTree,
+        target_distribution: TargetDistribution,
+        uniforms_BU: Tensor,
+        least_weight: float,
+    ) -> None:
+        assert scheme.select_uniforms is not None and draft.depth
+        self.scheme, self.draft, self.target_distribution = scheme, draft, target_distribution
+        self.least_weight = least_weight
+        uniforms_BU = uniforms_BU[:, : scheme.select_uniforms * draft.depth]
+        self.uniforms_BLU = uniforms_BU.reshape(len(uniforms_BU), draft.depth, scheme.select_uniforms)
+        self.known_D = None if draft.vocabulary is None else draft.vocabulary.tokens_D
+
+    def path(self) -> Path:
+        """Return the paths."""
+        if all_at_once(self.target_distribution, self.draft, self.draft.distributions[0].shape[-1]):
+            return self._at_once(self.target_distribution)
+        return self._level_by_level()
+
+    def _at_once(self, target_distributions: TreeDistributions) -> Path:
+        """Pick at every node, as if it were on the path, then see which ones are."""
+        draft, target_BNV = self.draft, target_distributions.everywhere(self.draft)
+        batch, nodes, _ = target_BNV.shape
+        level_BN1 = draft.depths_BN.clamp(max=draft.depth - 1)[..., None]
+        uniforms_BNU = self.uniforms_BLU.gather(1, level_BN1.expand(-1, -1, self.uniforms_BLU.shape[-1]))
+        picks = self._pick(
+            target_BNV.flatten(0, 1),
+            draft.all_distributions().flatten(0, 1),
+            torch.arange(nodes, device=target_BNV.device).repeat(batch),
+            draft.child_table_BNK.flatten(0, 1),
+            draft.all_children().flatten(0, 1),
+            uniforms_BNU.flatten(0, 1),
+        )
+        nodes_BD = followed(picks.child_R.view(batch, nodes), draft.depth)
+
+        def along(table_R: Tensor) -> Tensor:
+            table_BNX = table_R.view(batch, nodes, -1)
+            return table_BNX.gather(1, nodes_BD[..., None].expand(-1, -1, table_BNX.shape[-1]))
+
+        def target_after(accepted_B1: Tensor) -> Tensor:
+            return _entry(target_BNV, nodes_BD.gather(1, accepted_B1))
+
+        ratio_BD, mass_BD = along(torch.stack([picks.ratio_R, picks.mass_R], dim=1)).unbind(-1)
+        flags_RX = torch.stack([picks.has_children_R, picks.open_R, picks.fault_R], dim=1)
+        has_children_BD, open_BD, fault_BD = along(flags_RX).unbind(-1)
+        columns = along(picks.target_RX), along(picks.distribution_RX)
+        return Path(nodes_BD, has_children_BD, open_BD > 0, ratio_BD, mass_BD, *columns, fault_BD, target_after, self.known_D)
+
+    def _level_by_level(self) -> Path:
+        """Go down all rows in step; those whose path has ended idle along."""
+        draft = self.draft
+        node_B = torch.zeros_like(draft.tokens_BN[:, 0])
+        going_B, weight_B = torch.ones_like(node_B, dtype=torch.bool), torch.ones_like(node_B, dtype=torch.float64)
+        nodes, path_BP = [node_B], draft.tokens_BN[:, :0]
+        targets: list[Tensor] = []
+        steps: list[_Picks] = []
+        for level in range(draft.depth):
+            nodes_BK, children_BK = draft.children(node_B)
+            going_B = going_B & _worth_a_look(weight_B, self.least_weight) & (children_BK != NO_TOKEN).any(-1)
+            if level and can_sync(going_B) and not going_B.any():
+                break
+            targets.append(self.target_distribution(node_B, path_BP))
+            draft_BD = draft.short_distribution(level, node_B)
+            picks = self._pick(targets[-1], draft_BD, node_B, nodes_BK, children_BK, self.uniforms_BLU[:, level])
+            going_B, weight_B = going_B & picks.open_R, _next_weight(weight_B, picks.ratio_R)
+            node_B = picks.child_R.where(going_B, node_B)
+            token_B1 = draft.tokens_BN.gather(1, node_B[:, None]).where(going_B[:, None], NO_TOKEN)
+            path_BP = torch.cat([path_BP, token_B1], dim=1)
+            nodes.append(node_B)
+            steps.append(picks)
+        nodes_BD = torch.stack(nodes + nodes[-1:] * (draft.depth + 1 - len(nodes)), dim=1)
+
+        def target_after(accepted_B1: Tensor) -> Tensor:
+            before_BP = torch.arange(len(targets), device=accepted_B1.device) < accepted_B1
+            if can_sync(accepted_B1) and bool((accepted_B1 < len(targets)).all()):
+                known_LBV = torch.stack(targets)
+            else:
+                last_B = nodes_BD.gather(1, accepted_B1)[:, 0]
+                known_LBV = torch.stack([*targets, self.target_distribution(last_B, path_BP.where(before_BP, NO_TOKEN))])
+            return known_LBV[accepted_B1[:, 0], torch.arange(len(accepted_B1), device=accepted_B1.device)]
+
+        last_B = (draft.children(node_B)[1] != NO_TOKEN).any(-1)
+        return Path(
+            nodes_BD,
+            torch.stack([*(picks.has_children_R for picks in steps), last_B], dim=1),
+            torch.stack([picks.open_R for picks in steps], dim=1),
+            torch.stack([picks.ratio_R for picks in steps], dim=1),
+            torch.stack([picks.mass_R for picks in steps], dim=1),
+            torch.stack([picks.target_RX for picks in steps], dim=1),
+            torch.stack([picks.distribution_RX for picks in steps], dim=1),
+            torch.stack([picks.fault_R for picks in steps], dim=1),
+            target_after,
+            self.known_D,
+        )
+
+    def _pick(
+        self,
+        target_RV: Tensor,
+        draft_RD: Tensor,
+        node_R: Tensor,
+        nodes_RK: Tensor,
+        children_RK: Tensor,
+        uniforms_RU: Tensor,
+    ) -> _Picks:
+        """Let the scheme pick a child of each node.
+
+        The tokens that a draft does not know are one token to the scheme: it proposes none of them, so it need not tell them
+        apart, and what is left for that one token is theirs in proportion to p.
+        """
+        vocabulary, fault_R = self.draft.vocabulary, fault_of(target_RV, draft_RD)
+        column_RK, target_RX, draft_RX = children_RK, target_RV, draft_RD
+        if vocabulary is not None:
+            column_RK = vocabulary.columns(children_RK)
+            target_RX, draft_RX = vocabulary.lumped(target_RV), torch.nn.functional.pad(draft_RD, (0, 1))
+        picked = self.scheme.select(target_RX, draft_RX, column_RK, uniforms_RU)
+        column_R1 = picked.token_R[:, None]
+        token_R1, open_R = column_R1.clamp(min=0), (picked.token_R != NO_TOKEN) & (fault_R == Fault.NONE)
+        mass_R = target_RX.sum(-1, dtype=torch.float64)
+        chance_R = picked.distribution_RV.gather(1, token_R1)[:, 0] * mass_R
+        ratio_R = quotient(target_RX.gather(1, token_R1)[:, 0], chance_R).where(chance_R > 0, 0.0)
+        # The first match: a token drawn twice has equal subtrees in distribution.
+        match_R1 = (column_RK == column_R1).to(torch.uint8).argmax(-1, keepdim=True)
+        child_R = nodes_RK.gather(1, match_R1)[:, 0].where(open_R, node_R)
+        has_children_R = (children_RK != NO_TOKEN).any(-1)
+        return _Picks(child_R, has_children_R, open_R, ratio_R, mass_R, target_RX, picked.distribution_RV, fault_R)

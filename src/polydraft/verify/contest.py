@@ -20,7 +20,6 @@ References
 .. [1] Towards Optimal Multi-draft Speculative Decoding, eq. 8 and Theorem 3 (the optimum; the race is ours).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,43 +27,21 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.verify.arrays import (
-    Array,
-    add_to,
-    arange,
-    as_array,
-    as_tensor,
-    at_least,
-    at_most,
-    backwards,
-    put,
-    quietly,
-    quotient,
-    raised,
-    ratio,
-    running_max,
-    searchsorted,
-    sums_by,
-    take,
-    xp,
-)
+from polydraft.verify.weights import quotient, ratio
 
 BUCKETS = 4096
 """Costs less than 1e-4 of acceptance, most where target and draft are nearly equal."""
-CertainChildren = Callable[[Array, Array, Array, Array], Array]
-"""`(child_RK, draft_RK, total_R1, count_R1) -> certain_R1`: how many of the first children are not drawn, from the children,
-their draft weights, the draft's total and the number of children."""
 
 
-def ranked_cells(target_RV: Tensor, draft_RV: Tensor) -> tuple[Array, int]:
+def ranked_cells(target_RV: Tensor, draft_RV: Tensor) -> tuple[Tensor, int]:
     """Give every ratio a cell of its own, by sorting; return each token's cell and the number of cells."""
     return _dense(draft_RV.double() / target_RV.double())
 
 
 def bucketed_cells(
-    target_RV: Tensor, draft_RV: Tensor, scale_R1: Array | None = None, buckets: int = BUCKETS
-) -> tuple[Array, int]:
-    """Give ratios that are nearly the same one cell, without sorting: equal steps of p/(p + q). To be called `quietly`.
+    target_RV: Tensor, draft_RV: Tensor, scale_R1: Tensor | None = None, buckets: int = BUCKETS
+) -> tuple[Tensor, int]:
+    """Give ratios that are nearly the same one cell, without sorting: equal steps of p/(p + q).
 
     Steps of that, and not of the ratio's logarithm, are fine where p and q are alike and leave out no ratio. It is computed as
     1/(1 + q/p), by operations of which each keeps the order even as it rounds; p/(p + q) or a logarithm would not.
@@ -73,104 +50,106 @@ def bucketed_cells(
     ----------
     target_RV, draft_RV : Tensor
         Weights as they come; 0/0 may land anywhere, it weighs nothing.
-    scale_R1 : Array, optional
+    scale_R1 : Tensor, optional
         What to multiply draft weights by, to compare them with target weights; how well they compare only matters for
         acceptance.
     """
     assert 0 < buckets < 2**15
     if draft_RV.dtype.itemsize < 4:
         draft_RV, target_RV = draft_RV.float(), target_RV.float()
-    ratio_RV = as_array(draft_RV) / as_array(target_RV)
     # buckets / (1 + q/p) in as few passes as there are.
+    ratio_RV = draft_RV / target_RV
     ratio_RV *= 1 / buckets if scale_R1 is None else scale_R1 / buckets
     ratio_RV += 1 / buckets
-    if isinstance(ratio_RV, np.ndarray):
-        bucket_RV = np.reciprocal(ratio_RV, out=ratio_RV).astype(np.int64)
-        np.minimum(np.maximum(bucket_RV, 1, out=bucket_RV), buckets, out=bucket_RV)
-    else:
-        bucket_RV = ratio_RV.reciprocal_().long().clamp_(1, buckets)
+    bucket_RV = ratio_RV.reciprocal_().long().clamp_(1, buckets)
     if bucket_RV.shape[1] < buckets:
-        return _dense(-as_tensor(bucket_RV))  # most buckets are empty, and emptiness would cost more than a short sort
+        return _dense(-bucket_RV)  # most buckets are empty: a short sort costs less than to carry them along
     return bucket_RV, buckets + 1
 
 
-def _dense(key_RV: Tensor) -> tuple[Array, int]:
+def _dense(key_RV: Tensor) -> tuple[Tensor, int]:
     """Return the rank of each key among the distinct ones of its row, the largest first and numbered 1."""
     sorted_RV, order_RV = key_RV.sort(dim=1, descending=True)
     rank_RV = (sorted_RV[:, 1:] != sorted_RV[:, :-1]).cumsum(-1)
-    return as_array(torch.ones_like(order_RV).scatter_(1, order_RV[:, 1:], rank_RV + 1)), key_RV.shape[1] + 1
+    return torch.ones_like(order_RV).scatter_(1, order_RV[:, 1:], rank_RV + 1), key_RV.shape[1] + 1
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A race for each row; C cells, the first of them without mass, so that running sums start at 0."""
 
-    draft_RC: Array
+    draft_RC: Tensor
     """q: places of a cell's own."""
-    above_RC: Array
+    above_RC: Tensor
     """X, where a cell's places end."""
-    count_R1: Array
+    count_R1: Tensor
     """n, the number of children that race."""
-    selected_RC: Array
+    selected_RC: Tensor
     """r: distribution of the winner."""
-    drift_RC: Array
+    drift_RC: Tensor
     """d: what a cell wins beyond what its own places give."""
-    gains_RC: Array
+    gains_RC: Tensor
     """Running sum of the positive part of d."""
-    losses_RC: Array
+    losses_RC: Tensor
     """Running sum of the negative part of d. The same stretch of gains and losses belongs to cells that exchange places."""
 
 
-def make_plan(target_RC: Array, draft_RC: Array, count_R1: Array) -> Plan:
+def make_plan(target_RC: Tensor, draft_RC: Tensor, count_R1: Tensor) -> Plan:
     """Plan races of `count_R1` children drawn from the draft distribution.
 
     Parameters
     ----------
-    target_RC, draft_RC : Array
+    target_RC, draft_RC : Tensor
         Mass of each cell, largest draft-to-target ratio first, after an empty one; the draft's sums to one, the target's to
         at most one.
     """
     above_RC = draft_RC.cumsum(-1)
-    raised_RC = raised(above_RC, count_R1)
-    excess_RC = raised_RC - target_RC.cumsum(-1)
-    hull_RC = xp(excess_RC).minimum(running_max(excess_RC), backwards(running_max(backwards(excess_RC))))
-    selected_RC = target_RC + hull_RC
-    selected_RC[:, 1:] -= hull_RC[:, :-1]
+    power_RC = above_RC**count_R1
+    excess_RC = power_RC - target_RC.cumsum(-1)
+    hull_RC = torch.minimum(excess_RC.cummax(-1).values, excess_RC.flip(-1).cummax(-1).values.flip(-1))
+    selected_RC = target_RC + _steps(hull_RC)
     # At most n q: rounding must leave nothing to cells without draft mass, nor to any where there are no children.
-    selected_RC = xp(selected_RC).minimum(at_least(selected_RC, 0), draft_RC * count_R1)
-    # q m is X_kⁿ − X_{k−1}ⁿ.
-    drift_RC = selected_RC - raised_RC
-    drift_RC[:, 1:] += raised_RC[:, :-1]
-    gain_RC = at_least(drift_RC, 0)
+    selected_RC = torch.minimum(selected_RC.clamp(min=0), draft_RC * count_R1)
+    drift_RC = selected_RC - _steps(power_RC)  # q m is X_kⁿ − X_{k−1}ⁿ
+    gain_RC = drift_RC.clamp(min=0)
     return Plan(draft_RC, above_RC, count_R1, selected_RC, drift_RC, gain_RC.cumsum(-1), (gain_RC - drift_RC).cumsum(-1))
 
 
-def places(plan: Plan, cell_RK: Array, partner_RK: Array, place_RK: Array) -> Array:
+def _steps(table_RC: Tensor) -> Tensor:
+    """Return by how much each entry exceeds the one before it; the first one, 0."""
+    return table_RC.diff(prepend=torch.zeros_like(table_RC[:, :1]))
+
+
+def places(plan: Plan, cell_RK: Tensor, partner_RK: Tensor, place_RK: Tensor) -> Tensor:
     """Give each child its place, by two uniform numbers: one for the partner, one for whose place and where in it."""
-    where, width = xp(cell_RK).where, cell_RK.shape[1]
-    drift_RK, draft_RK = take(plan.drift_RC, cell_RK), take(plan.draft_RC, cell_RK)
-    gaining_RK, size_RK = drift_RK > 0, abs(drift_RK)
-    end_RK = where(gaining_RK, take(plan.gains_RC, cell_RK), take(plan.losses_RC, cell_RK))
+    drift_RK, draft_RK = plan.drift_RC.gather(1, cell_RK), plan.draft_RC.gather(1, cell_RK)
+    gaining_RK, size_RK = drift_RK > 0, drift_RK.abs()
+    end_RK = torch.where(gaining_RK, plan.gains_RC.gather(1, cell_RK), plan.losses_RC.gather(1, cell_RK))
     mark_RK = end_RK - (1 - partner_RK) * size_RK
-    other_RK = where(gaining_RK, searchsorted(plan.losses_RC, mark_RK), searchsorted(plan.gains_RC, mark_RK))
-    other_RK = at_most(other_RK, plan.draft_RC.shape[1] - 1)
-    both_RX = xp(cell_RK).concatenate([cell_RK, other_RK], 1)
-    above_RX, own_RX = take(plan.above_RC, both_RX), take(plan.draft_RC, both_RX)
-    slope_RX = slopes(above_RX, above_RX - own_RX, plan.count_R1, width)
-    away_RK = at_most(quotient(size_RK, draft_RK * abs(slope_RX[:, width:] - slope_RX[:, :width])), 1)
+    other_RK = torch.where(gaining_RK, _passed(plan.losses_RC, mark_RK), _passed(plan.gains_RC, mark_RK))
+    other_RK = other_RK.clamp(max=plan.draft_RC.shape[1] - 1)
+    both_2RK = torch.stack([cell_RK, other_RK])
+    above_2RK, own_2RK = (table_RC.expand(2, -1, -1).gather(2, both_2RK) for table_RC in (plan.above_RC, plan.draft_RC))
+    slope_2RK = slopes(above_2RK, above_2RK - own_2RK, plan.count_R1, cell_RK.shape[1])
+    away_RK = quotient(size_RK, draft_RK * (slope_2RK[1] - slope_2RK[0]).abs()).clamp(max=1)
     swapped_RK = place_RK < away_RK
     # How far below the end of the cell: what is left of a number that has decided whose place it is.
-    below_RK = where(swapped_RK, 1 - quotient(place_RK, away_RK), quotient(1 - place_RK, 1 - away_RK))
-    above_RK, own_RK = (where(swapped_RK, table_RX[:, width:], table_RX[:, :width]) for table_RX in (above_RX, own_RX))
+    below_RK = torch.where(swapped_RK, 1 - quotient(place_RK, away_RK), quotient(1 - place_RK, 1 - away_RK))
+    above_RK, own_RK = (torch.where(swapped_RK, table_2RK[1], table_2RK[0]) for table_2RK in (above_2RK, own_2RK))
     return above_RK - below_RK * own_RK
 
 
-def slopes(above_RX: Array, below_RX: Array, count_R1: Array, most: int) -> Array:
+def _passed(running_RC: Tensor, mark_RK: Tensor) -> Tensor:
+    """Count the entries of a rising row that do not exceed each mark."""
+    return torch.searchsorted(running_RC, mark_RK, right=True)
+
+
+def slopes(above_RX: Tensor, below_RX: Tensor, count_R1: Tensor, most: int) -> Tensor:
     """Return m = Σ_{j<n} X_k^j X_{k−1}^{n−1−j}, n at most `most`: the quotient of differences without their cancellation."""
-    rank_J = arange(most, above_RX)
+    rank_J = torch.arange(most, device=above_RX.device)
     other_RJ = count_R1 - 1 - rank_J
-    below_RXJ = below_RX[:, :, None] ** at_least(other_RJ, 0)[:, None]
-    return (above_RX[:, :, None] ** rank_J * below_RXJ * (other_RJ >= 0)[:, None]).sum(-1)
+    below_RXJ = below_RX[..., None] ** other_RJ.clamp(min=0)[:, None]
+    return (above_RX[..., None] ** rank_J * below_RXJ * (other_RJ >= 0)[:, None]).sum(-1)
 
 
 def winning_chances(plan: Plan, cell_RK: Tensor, exists_RK: Tensor) -> Tensor:
@@ -179,7 +158,7 @@ def winning_chances(plan: Plan, cell_RK: Tensor, exists_RK: Tensor) -> Tensor:
     A child's place is uniform in each cell, with some chance for each: the chance that all others are lower is a
     polynomial there, and Gauss–Legendre integration of enough points is exact.
     """
-    mass_RKC = _chances_of_cells(Plan(*map(as_tensor, vars(plan).values())), cell_RK)
+    mass_RKC = _chances_of_cells(plan, cell_RK)
     lower_RKC = mass_RKC.cumsum(-1) - mass_RKC
     points, weights = np.polynomial.legendre.leggauss(cell_RK.shape[1] // 2 + 1)
     chance_RK = torch.zeros_like(mass_RKC[..., 0])
@@ -207,7 +186,30 @@ def _chances_of_cells(plan: Plan, cell_RK: Tensor) -> Tensor:
     away_RKC = quotient(size_RK1, of_children(plan.draft_RC) * slope_RKC.abs()).clamp(max=1.0)
     mass_RKC = quotient(overlap_RKC.clamp(min=0), size_RK1) * away_RKC
     stay_RK1 = 1 - mass_RKC.sum(-1, keepdim=True)
-    return as_tensor(mass_RKC.scatter_add(2, cell_RK[..., None], stay_RK1))
+    return mass_RKC.scatter_add(2, cell_RK[..., None], stay_RK1)
+
+
+def count_certain(value_RK: Tensor, more_RJ: Tensor, total_R1: Tensor, count: Tensor | int, threshold: float) -> Tensor:
+    """Return m, how many of a row's first children are certain, `[R, 1]`.
+
+    Child m + 1 is, if so many draws from what the first m leave would take it `threshold` times or more on average, and if
+    another token is left after it: the rest keeps one, so that all children exist or none does.
+
+    Parameters
+    ----------
+    value_RK : Tensor
+        Draft weights of the children, or of the top tokens, in order.
+    more_RJ : Tensor
+        Whether another token is left after each of them but the last.
+    total_R1 : Tensor
+        Of all draft weights, float64.
+    count : Tensor or int
+        n, children of each row.
+    """
+    left_RK = count - torch.arange(value_RK.shape[1], device=value_RK.device)
+    rest_RK = total_R1 - value_RK.cumsum(-1) + value_RK
+    likely_RK = (value_RK * left_RK >= rest_RK * threshold) & (left_RK > 1)
+    return (likely_RK[..., :-1] & more_RJ).cumprod(-1).sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,27 +217,26 @@ class Contest:
     """The race of each row's children."""
 
     plan: Plan
-    token_RK: Array
+    token_RK: Tensor
     """The children; where one is missing, the first again."""
-    cell_RK: Array
+    cell_RK: Tensor
     """Their cells."""
-    racing_RK: Array
+    racing_RK: Tensor
     """Children that race: there, and not certain."""
     distribution_RV: Tensor
     """r': distribution of the selected child over drawing and race; a zero row where there are no children."""
-    certain_RK: Array | None = None
+    certain_RK: Tensor | None = None
     """Target distribution p_t of the certain children, 0 at the others; None where no row has any."""
-    keep_RK: Array | None = None
+    keep_RK: Tensor | None = None
     """Chance r'/r that a winner does not hand over."""
 
     @classmethod
-    @quietly
     def of(
         cls,
         target_probs_RV: Tensor,
         draft_probs_RV: Tensor,
         children_RK: Tensor,
-        certain: CertainChildren | None = None,
+        threshold: float | None = None,
         buckets: int | None = None,
     ) -> "Contest":
         """Plan the race.
@@ -244,86 +245,94 @@ class Contest:
         ----------
         target_probs_RV, draft_probs_RV : Tensor
             Weights in any scale.
-        certain : function, optional
-            Tells how many of the first children are certain; the others are independent draws from the rest of the draft
-            distribution.
+        threshold : float, optional
+            Where the first children may be certain: what they were drawn with, see `Hybrid`; the others are independent
+            draws from the rest of the draft distribution.
         buckets : int, optional
             How many cells; without it the vocabulary is sorted.
         """
-        child_RK = as_array(children_RK)
-        where, width = xp(child_RK).where, child_RK.shape[1]
-        exists_RK = child_RK != NO_TOKEN
-        token_RK = at_least(where(exists_RK, child_RK, child_RK[:, :1]), 0)
-        target_RV, draft_RV = as_array(target_probs_RV.double()), as_array(draft_probs_RV.double())
+        exists_RK = children_RK != NO_TOKEN
+        token_RK = torch.where(exists_RK, children_RK, children_RK[:, :1]).clamp(min=0)
+        target_RV, draft_RV = target_probs_RV.double(), draft_probs_RV.double()
         racing_RK, apart_RK, scale_R1 = exists_RK, None, None
-        if certain is not None:
-            total_R1 = draft_RV.sum(-1, keepdims=True)
-            draft_RK = take(draft_RV, token_RK)
-            apart_RK = arange(width, exists_RK) < certain(child_RK, draft_RK, total_R1, exists_RK.sum(-1, keepdims=True))
+        if threshold is not None:
+            total_R1, draft_RK = draft_RV.sum(-1, keepdim=True), draft_RV.gather(1, token_RK)
+            certain_R1 = _certain_children(children_RK, draft_RK, total_R1, exists_RK.sum(-1, keepdim=True), threshold)
+            apart_RK = torch.arange(children_RK.shape[1], device=children_RK.device) < certain_R1
             racing_RK = exists_RK & ~apart_RK
-            rest_R1 = total_R1 - (draft_RK * apart_RK).sum(-1, keepdims=True)
-            scale_R1 = quotient(total_R1, rest_R1)
+            scale_R1 = quotient(total_R1, total_R1 - (draft_RK * apart_RK).sum(-1, keepdim=True))
         if buckets is None:
             cell_RV, cells = ranked_cells(target_probs_RV, draft_probs_RV)
         else:
             cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, scale_R1, buckets)
-        cell_RK = take(cell_RV, token_RK)
+        cell_RK = cell_RV.gather(1, token_RK)
         if apart_RK is not None:
             # Certain ones go into cell 0, whose mass is forgotten. A missing child repeats the first, so does as that does.
             cell_RK = cell_RK * (racing_RK | ~apart_RK[:, :1])
-            put(cell_RV, token_RK, cell_RK)
-        target_RC, weight_RC = sums_by(cell_RV, target_RV, cells), sums_by(cell_RV, draft_RV, cells)
-        target_mass_R1 = target_RC.sum(-1, keepdims=True)
+            cell_RV.scatter_(1, token_RK, cell_RK)
+        target_RC, weight_RC = (
+            weights_RV.new_zeros(len(weights_RV), cells).scatter_add_(1, cell_RV, weights_RV)
+            for weights_RV in (target_RV, draft_RV)
+        )
+        target_mass_R1 = target_RC.sum(-1, keepdim=True)
         if apart_RK is not None:
             target_RC[:, 0] = 0.0
             weight_RC[:, 0] = 0.0
         target_RC = quotient(target_RC, target_mass_R1)
-        # Not by `rest_R1`, a difference, of which something may be left where nothing is.
-        draft_RC = quotient(weight_RC, weight_RC.sum(-1, keepdims=True))
-        plan = make_plan(target_RC, draft_RC, racing_RK.sum(-1, keepdims=True))
-        left_RC, certain_RK, keep_RK = plan.selected_RC, None, None
-        if apart_RK is not None:
-            certain_RK = quotient(take(target_RV, token_RK), target_mass_R1) * apart_RK
-            left_RC = _handed_over(plan.selected_RC, target_RC, certain_RK.sum(-1, keepdims=True))
-            keep_RK = quotient(take(left_RC, cell_RK), take(plan.selected_RC, cell_RK))
-        distribution_RV = take(quotient(left_RC, weight_RC), cell_RV)
-        distribution_RV *= draft_RV
-        if certain_RK is not None:
-            add_to(distribution_RV, token_RK, certain_RK)
-        return cls(plan, token_RK, cell_RK, racing_RK, as_tensor(distribution_RV), certain_RK, keep_RK)
+        # Summed anew: a difference of sums may leave something where nothing is.
+        draft_RC = quotient(weight_RC, weight_RC.sum(-1, keepdim=True))
+        plan = make_plan(target_RC, draft_RC, racing_RK.sum(-1, keepdim=True))
+        if apart_RK is None:
+            distribution_RV = quotient(plan.selected_RC, weight_RC).gather(1, cell_RV) * draft_RV
+            return cls(plan, token_RK, cell_RK, racing_RK, distribution_RV)
+        certain_RK = quotient(target_RV.gather(1, token_RK), target_mass_R1) * apart_RK
+        left_RC = _handed_over(plan.selected_RC, target_RC, certain_RK.sum(-1, keepdim=True))
+        keep_RK = quotient(left_RC.gather(1, cell_RK), plan.selected_RC.gather(1, cell_RK))
+        distribution_RV = quotient(left_RC, weight_RC).gather(1, cell_RV) * draft_RV
+        distribution_RV.scatter_add_(1, token_RK, certain_RK)
+        return cls(plan, token_RK, cell_RK, racing_RK, distribution_RV, certain_RK, keep_RK)
 
-    @quietly
     def select(self, uniforms_RU: Tensor) -> Tensor:
         """Run the race and return one child of each row, by one number, and two more per child."""
-        where, width = xp(self.token_RK).where, self.token_RK.shape[1]
-        number_RU = as_array(uniforms_RU.double())
+        width, number_RU = self.token_RK.shape[1], uniforms_RU.double()
         # Pairs side by side: which numbers are a child's must not depend on how many columns the batch has.
         partner_RK, place_RK = number_RU[:, 1 : 1 + 2 * width : 2], number_RU[:, 2 : 2 + 2 * width : 2]
-        place_RK = where(self.racing_RK, places(self.plan, self.cell_RK, partner_RK, place_RK), -1.0)
-        index_R1 = place_RK.argmax(-1, keepdims=True)
-        if self.certain_RK is not None:
-            keep_R1, number_R1 = take(self.keep_RK, index_R1), number_RU[:, :1]
+        place_RK = torch.where(self.racing_RK, places(self.plan, self.cell_RK, partner_RK, place_RK), -1.0)
+        index_R1 = place_RK.argmax(-1, keepdim=True)
+        if self.certain_RK is not None and self.keep_RK is not None:
+            keep_R1, number_R1 = self.keep_RK.gather(1, index_R1), number_RU[:, :1]
             # A number above `keep` is uniform there, so it also tells who takes over.
             running_RK = self.certain_RK.cumsum(-1)
-            mark_R1 = quotient(number_R1 - keep_R1, 1 - keep_R1) * running_RK[:, -1:]
-            heir_R1 = searchsorted(running_RK, mark_R1)
+            heir_R1 = _passed(running_RK, quotient(number_R1 - keep_R1, 1 - keep_R1) * running_RK[:, -1:])
             # Rounding may put a mark at the very end; the winner then keeps its place, with a chance of 1e-16.
-            index_R1 = where((number_R1 < keep_R1) | (heir_R1 == width), index_R1, at_most(heir_R1, width - 1))
-        token_R1 = where(self.racing_RK.any(-1, keepdims=True), take(self.token_RK, index_R1), NO_TOKEN)
-        return as_tensor(token_R1)[:, 0]
+            kept_R1 = (number_R1 < keep_R1) | (heir_R1 == width)
+            index_R1 = torch.where(kept_R1, index_R1, heir_R1.clamp(max=width - 1))
+        token_R1 = torch.where(self.racing_RK.any(-1, keepdim=True), self.token_RK.gather(1, index_R1), NO_TOKEN)
+        return token_R1[:, 0]
 
     def chances(self) -> Tensor:
         """Return each child's chance to be selected, given all children; exact and slow, for tests."""
-        win_RK = winning_chances(self.plan, as_tensor(self.cell_RK), as_tensor(self.racing_RK))
-        if self.certain_RK is None:
+        win_RK = winning_chances(self.plan, self.cell_RK, self.racing_RK)
+        if self.certain_RK is None or self.keep_RK is None:
             return win_RK
-        certain_RK = as_tensor(self.certain_RK)
-        kept_RK = win_RK * as_tensor(self.keep_RK)
+        kept_RK = win_RK * self.keep_RK
         handed_R1 = (win_RK - kept_RK).sum(-1, keepdim=True)
-        return kept_RK + handed_R1 * ratio(certain_RK, certain_RK.sum(-1, keepdim=True))
+        return kept_RK + handed_R1 * ratio(self.certain_RK, self.certain_RK.sum(-1, keepdim=True))
 
 
-def _handed_over(selected_RC: Array, target_RC: Array, certain_R1: Array) -> Array:
+def _certain_children(children_RK: Tensor, draft_RK: Tensor, total_R1: Tensor, count_R1: Tensor, threshold: float) -> Tensor:
+    """Find m again, from the children alone.
+
+    While certain children last, the next one is the top token left, and passes the threshold. The first that is not
+    certain does not: no token left did. Or it was the only one left; then the next child is the same.
+
+    The total is the one that the children were drawn with, unless another order of summation rounded it differently, and it
+    would take a ratio within 1e-15 of the threshold to tell.
+    """
+    return count_certain(draft_RK, children_RK[:, 1:] != children_RK[:, :-1], total_R1, count_R1, threshold)
+
+
+def _handed_over(selected_RC: Tensor, target_RC: Tensor, certain_R1: Tensor) -> Tensor:
     """Return r', what winners keep when a mass of `certain_R1` goes from where r exceeds p to certain children."""
-    beyond_RC = at_least(selected_RC - target_RC, 0)
-    return selected_RC - beyond_RC * at_most(quotient(certain_R1, beyond_RC.sum(-1, keepdims=True)), 1)
+    beyond_RC = (selected_RC - target_RC).clamp(min=0)
+    return selected_RC - beyond_RC * quotient(certain_R1, beyond_RC.sum(-1, keepdim=True)).clamp(max=1)

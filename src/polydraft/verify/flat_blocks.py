@@ -67,7 +67,7 @@ class FlatBlocksWalk(Walk):
             distribution_BV = _distribution(target_distribution, node, tokens_BND[:, node], depth_B)
             drawn_BN[:, node] = draw_one(distribution_BV, uniforms_BU[:, node])
             tokens_BND[rows_B, node, depth_B] = drawn_BN[:, node]
-            broken_B = fault_of(distribution_BV, distribution_BV)[:, 0]
+            broken_B = fault_of(distribution_BV, distribution_BV)
             fault_B = torch.where(agrees_BN[:, node] & (fault_B == Fault.NONE), broken_B, fault_B)
         length_BN = torch.where(agrees_BN, draft.depths_BN[:, :nodes], -1)
         best_B = length_BN.argmax(1)

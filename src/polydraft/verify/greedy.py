@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
-from polydraft.verify.arrays import as_tensor, largest, likeliest, normalised, without
 from polydraft.verify.rejection import RejectionWithReplacement
 from polydraft.verify.scheme import SCHEMES, Scheme
+from polydraft.verify.weights import largest, likeliest, normalised, without
 
 _SPECULATIVE = RejectionWithReplacement()
 
@@ -30,7 +30,7 @@ class Greedy(Scheme):
         rank = earlier_RJ.shape[1]
         if rank == count - 1:
             return without(normalised(draft_probs_RV), earlier_RJ)
-        value_RK, token_RK = map(as_tensor, largest(draft_probs_RV, count))
+        value_RK, token_RK = largest(draft_probs_RV, count)
         distribution_RV = torch.zeros_like(draft_probs_RV, dtype=torch.float64)
         if rank >= token_RK.shape[1]:
             return distribution_RV
@@ -39,7 +39,7 @@ class Greedy(Scheme):
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Take the likeliest, draw the last; where the support ends sooner, the children are all of it."""
         count = uniforms_RK.shape[1]
-        value_RK, token_RK = map(as_tensor, largest(draft_probs_RV, count))
+        value_RK, token_RK = largest(draft_probs_RV, count)
         value_RK, token_RK = value_RK[:, : count - 1], token_RK[:, : count - 1]
         top_RK = torch.where(value_RK > 0, token_RK, NO_TOKEN)
         top_RK = torch.nn.functional.pad(top_RK, (0, count - 1 - top_RK.shape[1]), value=NO_TOKEN)

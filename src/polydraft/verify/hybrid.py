@@ -9,10 +9,6 @@ distribution and n alone: a top token is made certain while its expected number 
 − q(Top_m)), is at least a threshold. Acceptance P(T) + 1 − max(0, max_k (X_k^{n−m} − P_k)) outside T is the most that any
 verifier can with these children. m = n − 1 is the greedy method of [1], m = 0 is `race`.
 
-The threshold can be learnt while decoding: after verification p and q are known, so the acceptance that any threshold would
-have had follows, whatever was drawn. What is chosen for later rounds depends on earlier rounds only, and any threshold is
-exact, so tuning never changes the distribution of the text.
-
 References
 ----------
 .. [1] Towards Optimal Multi-draft Speculative Decoding, §4 (computes the optimum, does not attain it) and §5.
@@ -20,25 +16,22 @@ References
 """
 
 import math
-from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run
+from polydraft.devices import can_sync
 from polydraft.errors import UsageError
+from polydraft.operations import operation
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
-from polydraft.verify import fused_draw as fused
-from polydraft.verify.arrays import Array, Ranked, arange, as_array, as_tensor, can_sync, largest, normalised, quietly, ratio
-from polydraft.verify.contest import BUCKETS, Contest, bucketed_cells
+from polydraft.verify.contest import BUCKETS, Contest, count_certain
 from polydraft.verify.scheme import SCHEMES, IndependentChildren, Scheme, Selection
+from polydraft.verify.weights import Ranked, largest, normalised, ratio
 
 _MOST_CHILDREN = 64
 """Every child takes two random numbers, and the numbers a node may use are fixed before its children are known."""
-THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0, float("inf"))
-_NOTHING = 1e-12  # what rounding may leave of a distribution from which all tokens were taken
 
 
 @SCHEMES.register("race")
@@ -51,10 +44,12 @@ class Race(IndependentChildren):
     verify_uniforms = 2 + 2 * _MOST_CHILDREN
     buckets: int | None = None
     """How many buckets of like tokens stand for the vocabulary; None sorts instead."""
+    threshold: float | None = None
+    """From how many expected draws on a top token is a certain child, which does not race; None where none is."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
-        """Set up the race."""
-        return Contest.of(target_probs_RV, draft_probs_RV, children_RK, buckets=self.buckets)
+        """Set up the race of the children that are not certain."""
+        return Contest.of(target_probs_RV, draft_probs_RV, children_RK, self.threshold, self.buckets)
 
     def select(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Selection:
         """Pick the winner."""
@@ -70,11 +65,11 @@ class Race(IndependentChildren):
         """Chances of the children to be selected, times those to be accepted; what is left goes to (p − r)₊. Slow."""
         contest = self.contest(target_probs_RV, draft_probs_RV, children_RK)
         target_RV, selected_RV = normalised(target_probs_RV), contest.distribution_RV
-        token_RK, racing_RK = as_tensor(contest.token_RK), as_tensor(contest.racing_RK)
+        token_RK = contest.token_RK
         accept_RK = ratio(target_RV.gather(1, token_RK), selected_RV.gather(1, token_RK)).clamp(max=1.0) * contest.chances()
         residual_RV = normalised((target_RV - selected_RV).clamp(min=0))
         emitted_RV = (residual_RV * (1 - accept_RK.sum(-1, keepdim=True))).scatter_add_(1, token_RK, accept_RK)
-        return torch.where(racing_RK.any(-1, keepdim=True), emitted_RV, target_RV)
+        return torch.where(contest.racing_RK.any(-1, keepdim=True), emitted_RV, target_RV)
 
 
 @SCHEMES.register("race-bucketed")
@@ -106,15 +101,57 @@ def accepted_or_residual(target_probs_RV: Tensor, selection: Selection, uniform_
     return torch.where(accepted_R1, selection.token_R[:, None], drawn_R1)[:, 0]
 
 
+def threshold_of(scheme: Scheme) -> float | None:
+    """Return the threshold of a bucketed race, infinity where no child is certain; None for any other scheme.
+
+    Also for a class derived from these that picks or races in a way of its own: faster forms know only the registered ones.
+    """
+    if not isinstance(scheme, Race) or scheme.buckets is None:
+        return None
+    if type(scheme).select is not Race.select or type(scheme).contest is not Race.contest:
+        return None
+    return torch.inf if scheme.threshold is None else scheme.threshold
+
+
+@operation
+def draw_hybrid(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
+    """Draw K children per row: the top m for certain, the others independently from the rest."""
+    return _drawn(draft_probs_RV, uniforms_RK, threshold, uniforms_RK.shape[1], None)
+
+
+def _drawn(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float, count: Tensor | int, ranked: Ranked | None) -> Tensor:
+    token_RK, certain_RK, rest_RV = split(draft_probs_RV, uniforms_RK.shape[1], threshold, count, ranked)
+    children_RK = draw_independent(rest_RV, uniforms_RK)
+    width = token_RK.shape[1]
+    children_RK[:, :width] = torch.where(certain_RK, token_RK, children_RK[:, :width])
+    return children_RK
+
+
+def split(
+    draft_probs_RV: Tensor, most: int, threshold: float, count: Tensor | int, ranked: Ranked | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return top tokens, which of them are certain, and the weights without these.
+
+    `count` is each row's number of children, up to `most`; `ranked` the `most` largest weights, where they are known.
+    """
+    value_RK, token_RK = largest(draft_probs_RV, most) if ranked is None else ranked
+    assert value_RK.shape[1] == min(most, draft_probs_RV.shape[1]), (value_RK.shape, most)
+    total_R1 = draft_probs_RV.double().sum(-1, keepdim=True)
+    certain_R1 = count_certain(value_RK.double(), value_RK[:, 1:] > 0, total_R1, count, threshold)
+    certain_RK = torch.arange(token_RK.shape[1], device=token_RK.device) < certain_R1
+    left_RK = (value_RK * ~certain_RK).to(draft_probs_RV.dtype)
+    return token_RK, certain_RK, draft_probs_RV.scatter(1, token_RK, left_RK)
+
+
 @SCHEMES.register("hybrid")
 class Hybrid(Race):
     """The top candidates for certain plus independent ones, picked by an optimal race; the default.
 
     Parameters
     ----------
-    threshold : float or Tensor, optional
+    threshold : float, optional
         Expected draws from which a top token is made certain, 0.5 if not given; 0 for all but one, infinity for none. Any
-        choice is exact as long as it is the same for drawing and verifying; see `ThresholdTuner`. By name: ``hybrid:0.7``.
+        choice is exact as long as it is the same for drawing and verifying. By name: ``hybrid:0.7``.
     buckets : int, optional
         Of like tokens, in the race; None sorts the vocabulary, which takes ten times as long for less than 1e-4 of acceptance.
     """
@@ -122,10 +159,11 @@ class Hybrid(Race):
     name = "hybrid"
     replacement = None
     usual_threshold: ClassVar[float] = 0.5
+    threshold: float
 
-    def __init__(self, threshold: float | Tensor | None = None, buckets: int | None = BUCKETS) -> None:
+    def __init__(self, threshold: float | None = None, buckets: int | None = BUCKETS) -> None:
         threshold = self.usual_threshold if threshold is None else threshold
-        if not isinstance(threshold, Tensor) and not threshold >= 0:
+        if not threshold >= 0:
             raise UsageError(f"threshold={threshold!r} is out of range; allowed: 0 or more")
         self.threshold, self.buckets = threshold, buckets
 
@@ -143,7 +181,7 @@ class Hybrid(Race):
     def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         """All mass on the next top token, then the distribution of the rest."""
         rank = earlier_RJ.shape[1]
-        token_RK, certain_RK, rest_RV = self._split(draft_probs_RV, count)
+        token_RK, certain_RK, rest_RV = split(draft_probs_RV, count, self.threshold, count)
         if rank >= token_RK.shape[1]:
             return normalised(rest_RV)
         top_RV = torch.zeros_like(draft_probs_RV, dtype=torch.float64).scatter_(1, token_RK[:, rank : rank + 1], 1.0)
@@ -151,55 +189,12 @@ class Hybrid(Race):
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Take the top tokens, draw the others from the rest."""
-        few = uniforms_RK.shape[1] <= fused.MOST_CHILDREN
-        if few and not isinstance(self.threshold, Tensor) and self.draws_by_kernels(draft_probs_RV):
-            return fused.draw(draft_probs_RV, uniforms_RK, self.threshold)
-        return self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1]))
-
-    def draws_by_kernels(self, draft_probs_RV: Tensor) -> bool:
-        """On a GPU, if the threshold is a constant."""
-        known = type(self)._split is Hybrid._split and not isinstance(self.threshold, Tensor)
-        return known and draft_probs_RV.dtype == torch.float32 and kernels_run(draft_probs_RV)
+        return draw_hybrid(draft_probs_RV, uniforms_RK, self.threshold)
 
     def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
-        """Draw all that a row may have; those behind its number of children are cut off, the others do not know of them."""
-        children_RK = self._drawn(uniforms_RK, *self._split(draft_probs_RV, uniforms_RK.shape[1], as_array(count_R1), ranked))
+        """Draw all that a row may have, and cut off those beyond its number of children, which the others do not depend on."""
+        children_RK = _drawn(draft_probs_RV, uniforms_RK, self.threshold, count_R1, ranked)
         return torch.where(torch.arange(children_RK.shape[1], device=count_R1.device) < count_R1, children_RK, NO_TOKEN)
-
-    @staticmethod
-    def _drawn(uniforms_RK: Tensor, token_RK: Tensor, certain_RK: Tensor, rest_RV: Tensor) -> Tensor:
-        children_RK = draw_independent(rest_RV, uniforms_RK)
-        width = token_RK.shape[1]
-        children_RK[:, :width] = torch.where(certain_RK, token_RK, children_RK[:, :width])
-        return children_RK
-
-    def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
-        """Set up the race of the children that are not certain."""
-        return Contest.of(target_probs_RV, draft_probs_RV, children_RK, self._certain_children, self.buckets)
-
-    def _split(
-        self, draft_probs_RV: Tensor, count: int, count_R1: Array | None = None, ranked: Ranked | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return top tokens, which of them are certain, and the weights without these; rows may have fewer children."""
-        value_RK, token_RK = largest(draft_probs_RV, count) if ranked is None else ranked
-        assert value_RK.shape[1] == min(count, draft_probs_RV.shape[1]), (value_RK.shape, count)
-        total_R1 = as_array(draft_probs_RV.double().sum(-1, keepdim=True))
-        certain_RK = arange(token_RK.shape[1], token_RK) < certain_of_top(
-            value_RK, total_R1, count if count_R1 is None else count_R1, self.threshold
-        )
-        token_RK, left_RK = as_tensor(token_RK), as_tensor(value_RK * ~certain_RK).to(draft_probs_RV.dtype)
-        return token_RK, as_tensor(certain_RK), draft_probs_RV.scatter(1, token_RK, left_RK)
-
-    def _certain_children(self, child_RK: Array, draft_RK: Array, total_R1: Array, count_R1: Array) -> Array:
-        """Find m again, from the children alone.
-
-        While certain children last, the next one is the top token left, and passes the threshold. The first that is not
-        certain does not: no token left did. Or it was the only one left; then the next child is the same.
-
-        The total is that of `_split`, unless another order of summation rounded it differently, and it would take a ratio
-        within 1e-15 of the threshold to tell.
-        """
-        return _certain(draft_RK, child_RK[:, 1:] != child_RK[:, :-1], total_R1, count_R1, self.threshold)
 
 
 @cache
@@ -207,87 +202,3 @@ def _with_threshold(kind: type[Hybrid], threshold: float) -> type[Scheme]:
     """Make it once: schemes of one name are of one class."""
     members = {"name": f"hybrid:{threshold!r}", "usual_threshold": threshold, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), members)
-
-
-@quietly
-def certain_of_top(value_RK: Array, total_R1: Array, count: Array | int, threshold: float | Tensor) -> Array:
-    """Return m of each row, from its largest weights, in order, and their total.
-
-    The rest always keeps a token, so that all children exist or none does.
-    """
-    # In float64, as `_certain_children` has it.
-    return _certain(value_RK + 0 * total_R1, value_RK[:, 1:] > 0, total_R1, count, threshold)
-
-
-def _certain(value_RK: Array, more_RJ: Array, total_R1: Array, count: Array | int, threshold: float | Tensor) -> Array:
-    """Count how many of the first values pass the threshold one after the other, where something is left after them."""
-    threshold = as_array(threshold) if isinstance(threshold, Tensor) else threshold
-    left_RK = count - arange(value_RK.shape[1], value_RK)
-    rest_RK = total_R1 - value_RK.cumsum(-1) + value_RK
-    likely_RK = (value_RK * left_RK >= rest_RK * threshold) & (left_RK > 1)
-    return (likely_RK[..., :-1] & more_RJ).cumprod(-1).sum(-1, keepdims=True)
-
-
-class ThresholdTuner:
-    """Keep the mean acceptance of every candidate threshold, and name the best.
-
-    Parameters
-    ----------
-    thresholds : sequence of float
-        Candidates.
-    decay : float
-        Weight of everything seen before one more call; 1 forgets nothing.
-    """
-
-    def __init__(self, thresholds: Sequence[float] = THRESHOLDS, decay: float = 0.99) -> None:
-        if not thresholds or not all(threshold >= 0 for threshold in thresholds):
-            raise UsageError(f"thresholds={tuple(thresholds)!r} are out of range; allowed: one or more numbers from 0 up")
-        if not 0 < decay <= 1:
-            raise UsageError(f"decay={decay!r} is out of range; allowed: above 0 and at most 1")
-        self.thresholds, self.decay = tuple(thresholds), decay
-        self._score_X: Tensor | None = None
-        self._candidate_X: Tensor | None = None
-
-    def observe(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> None:
-        """Take note of nodes at which `count` candidates were verified, drawn however; does not wait for the device."""
-        value_RK = largest(draft_probs_RV, count)[0]
-        total_R1 = draft_probs_RV.double().sum(-1, keepdim=True)
-        if self._candidate_X is None:
-            self._candidate_X = torch.tensor(self.thresholds, dtype=torch.float64, device=total_R1.device)
-        certain_XR1 = as_tensor(certain_of_top(value_RK, as_array(total_R1), count, self._candidate_X[:, None, None]))
-        acceptance_RK = acceptances(target_probs_RV, draft_probs_RV, count)
-        score_X = acceptance_RK.expand(len(certain_XR1), -1, -1).gather(2, certain_XR1).sum((1, 2))
-        self._score_X = score_X if self._score_X is None else self.decay * self._score_X + score_X
-
-    @property
-    def threshold(self) -> Tensor:
-        """The best candidate so far, as a number on the device, which `Hybrid` takes as it is."""
-        if self._score_X is None or self._candidate_X is None:
-            raise UsageError("the tuner has seen nothing yet; call observe(target_probs_RV, draft_probs_RV, count) first")
-        return self._candidate_X.gather(0, self._score_X.argmax()[None])[0]
-
-
-@quietly
-def acceptances(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
-    """Return the acceptance of `hybrid` with m = 0, 1, ..., count − 1 certain candidates, by buckets, good to 1e-3."""
-    target_RV, draft_RV = target_probs_RV.double(), draft_probs_RV.double()
-    target_mass_R1, draft_mass_R1 = target_RV.sum(-1, keepdim=True), draft_RV.sum(-1, keepdim=True)
-    cells_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, as_array(target_mass_R1 / draft_mass_R1))
-    cell_RV = as_tensor(cells_RV)
-    target_RC, draft_RC = target_RV.new_zeros(2, len(target_RV), cells)
-    target_RC.scatter_add_(1, cell_RV, target_RV / target_mass_R1)
-    draft_RC.scatter_add_(1, cell_RV, draft_RV)
-    token_RK = as_tensor(largest(draft_probs_RV, count)[1])
-    columns, certain_R1 = [], torch.zeros_like(target_mass_R1)
-    for rank in range(count):
-        rest_R1 = draft_RC.sum(-1, keepdim=True)
-        reach_RC = ratio(draft_RC, rest_R1).cumsum(-1)
-        excess_RC = reach_RC ** (count - rank) - target_RC.cumsum(-1)
-        raced_R1 = 1 - excess_RC.amax(-1, keepdim=True).clamp(min=0)
-        columns.append(certain_R1 + torch.where(rest_R1 > _NOTHING * draft_mass_R1, raced_R1, 0.0))
-        token_R1 = token_RK[:, min(rank, token_RK.shape[1] - 1)][:, None]
-        cell_R1, top_R1 = cell_RV.gather(1, token_R1), target_RV.gather(1, token_R1) / target_mass_R1
-        certain_R1 = certain_R1 + top_R1
-        target_RC = target_RC.scatter_add(1, cell_R1, -top_R1).clamp_(min=0)
-        draft_RC = draft_RC.scatter_add(1, cell_R1, -draft_RV.gather(1, token_R1)).clamp_(min=0)
-    return torch.cat(columns, dim=1)

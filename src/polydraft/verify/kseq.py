@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN
-from polydraft.verify.arrays import normalised, ratio
 from polydraft.verify.scheme import SCHEMES, IndependentChildren
+from polydraft.verify.weights import normalised, ratio
 
 
 @SCHEMES.register("kseq")

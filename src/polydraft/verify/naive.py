@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from polydraft.sampling import NO_TOKEN, draw_one
-from polydraft.verify.arrays import as_tensor, largest, normalised
 from polydraft.verify.scheme import SCHEMES, DistinctChildren
+from polydraft.verify.weights import largest, normalised
 
 
 @SCHEMES.register("naive")
@@ -48,6 +48,6 @@ class Top(Naive):
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Take the likeliest tokens; the random numbers are not used."""
         count = uniforms_RK.shape[1]
-        probs_RK, tokens_RK = map(as_tensor, largest(draft_probs_RV, count))
+        probs_RK, tokens_RK = largest(draft_probs_RV, count)
         children_RK = torch.where(probs_RK > 0, tokens_RK, NO_TOKEN)
         return torch.nn.functional.pad(children_RK, (0, count - children_RK.shape[1]), value=NO_TOKEN)

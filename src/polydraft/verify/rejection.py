@@ -9,21 +9,10 @@ References
 import torch
 from torch import Tensor
 
+from polydraft.devices import can_sync
 from polydraft.sampling import NO_TOKEN, draw_one
-from polydraft.verify.arrays import (
-    as_array,
-    as_tensor,
-    at_least,
-    at_most,
-    can_sync,
-    normalised,
-    quietly,
-    quotient,
-    ratio,
-    take,
-    xp,
-)
 from polydraft.verify.scheme import SCHEMES, DistinctChildren, IndependentChildren, Scheme, Selection
+from polydraft.verify.weights import normalised, quotient, ratio
 
 _LARGEST = 1 - 2.0**-53
 """The largest number below 1."""
@@ -62,7 +51,6 @@ def _rejection_distribution(target_probs_RV: Tensor, draft_probs_RV: Tensor, chi
     return distribution_RV.scatter_add_(1, children_RK.clamp(min=0), torch.cat(emitted, dim=1))
 
 
-@quietly
 def _rejection_token(
     target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniform_R1: Tensor, replacement: bool
 ) -> Tensor:
@@ -70,36 +58,30 @@ def _rejection_token(
 
     One number decides everything: after a rejection it is uniform above the chance to accept.
     """
-    looking = can_sync(children_RK)
-    target_RV, draft_RV = target_probs_RV.double(), draft_probs_RV.double()
-    target_mass_R1, draft_mass_R1 = as_array(target_RV.sum(-1, keepdim=True)), as_array(draft_RV.sum(-1, keepdim=True))
-    all_RK, number_R1 = as_array(children_RK), as_array(uniform_R1.double())
-    where = xp(all_RK).where
-    undecided_R1 = number_R1 >= 0
-    token_R1 = nearly_R1 = where(undecided_R1, NO_TOKEN, all_RK[:, :1])
-    for rank in range(all_RK.shape[1]):
-        child_R1 = all_RK[:, rank : rank + 1]
-        exists_R1, index_R1 = child_R1 != NO_TOKEN, at_least(child_R1, 0)
-        if looking and not exists_R1.any():
-            break
-        drawn_R1 = take(as_array(draft_RV), index_R1)
+    target_RV, draft_RV, number_R1 = target_probs_RV.double(), draft_probs_RV.double(), uniform_R1.double()
+    target_mass_R1, draft_mass_R1 = target_RV.sum(-1, keepdim=True), draft_RV.sum(-1, keepdim=True)
+    undecided_R1 = torch.ones_like(number_R1, dtype=torch.bool)
+    token_R1 = nearly_R1 = torch.full_like(children_RK[:, :1], NO_TOKEN)
+    for child_R1 in children_RK.T[:, :, None]:
+        exists_R1, index_R1 = child_R1 != NO_TOKEN, child_R1.clamp(min=0)
+        drawn_R1 = draft_RV.gather(1, index_R1)
         scale_R1 = quotient(target_mass_R1, draft_mass_R1) * exists_R1
-        accept_R1 = at_most(quotient(take(as_array(target_RV), index_R1), scale_R1 * drawn_R1), 1) * exists_R1
-        token_R1 = where(undecided_R1 & (number_R1 < accept_R1), child_R1, token_R1)
-        nearly_R1 = where(accept_R1 > 0.5, child_R1, nearly_R1)
+        accept_R1 = quotient(target_RV.gather(1, index_R1), scale_R1 * drawn_R1).clamp(max=1) * exists_R1
+        token_R1 = torch.where(undecided_R1 & (number_R1 < accept_R1), child_R1, token_R1)
+        nearly_R1 = torch.where(accept_R1 > 0.5, child_R1, nearly_R1)
         undecided_R1 = undecided_R1 & (number_R1 >= accept_R1)
-        number_R1 = at_least(at_most(quotient(number_R1 - accept_R1, 1 - accept_R1), _LARGEST), 0)
-        if looking and not undecided_R1.any():
-            return as_tensor(token_R1)[:, 0]
-        target_RV = torch.addcmul(target_RV, draft_RV, as_tensor(scale_R1), value=-1).clamp_(min=0)
-        target_mass_R1 = as_array(target_RV.sum(-1, keepdim=True))
+        number_R1 = quotient(number_R1 - accept_R1, 1 - accept_R1).clamp(0, _LARGEST)
+        if can_sync(token_R1) and not undecided_R1.any():
+            return token_R1[:, 0]
+        target_RV = torch.addcmul(target_RV, draft_RV, scale_R1, value=-1).clamp_(min=0)
+        target_mass_R1 = target_RV.sum(-1, keepdim=True)
         if not replacement:
-            draft_RV = draft_RV.scatter(1, as_tensor(index_R1), as_tensor(drawn_R1 * ~exists_R1))
-            draft_mass_R1 = as_array(draft_RV.sum(-1, keepdim=True))
-    left_R1 = draw_one(target_RV, as_tensor(number_R1)[:, 0])[:, None]
+            draft_RV = draft_RV.scatter(1, index_R1, drawn_R1 * ~exists_R1)
+            draft_mass_R1 = draft_RV.sum(-1, keepdim=True)
+    left_R1 = draw_one(target_RV, number_R1[:, 0])[:, None]
     # Rounding may reject where p = q: nothing is left then, and the child was all but accepted.
-    left_R1 = torch.where(left_R1 == NO_TOKEN, as_tensor(nearly_R1), left_R1)
-    return torch.where(as_tensor(undecided_R1), left_R1, as_tensor(token_R1))[:, 0]
+    left_R1 = torch.where(left_R1 == NO_TOKEN, nearly_R1, left_R1)
+    return torch.where(undecided_R1, left_R1, token_R1)[:, 0]
 
 
 class _Rejection(Scheme):

@@ -14,7 +14,7 @@ from torch import Tensor
 from polydraft.errors import UsageError
 from polydraft.registry import Registry
 from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent, draw_one
-from polydraft.verify.arrays import Ranked, normalised, without
+from polydraft.verify.weights import Ranked, normalised, without
 
 SUM_TOLERANCE = 1e-3
 """How far from one a distribution may sum: float32 softmax over any vocabulary is well inside, half precision is not."""
@@ -81,10 +81,6 @@ class Scheme(ABC):
             child_R = draw_one(distribution_RV, uniforms_RK[:, rank])
             children_RJ = torch.cat([children_RJ, child_R[:, None]], dim=1)
         return children_RJ
-
-    def draws_by_kernels(self, draft_probs_RV: Tensor) -> bool:
-        """Whether `draw` has kernels of its own for these distributions, where they are, so that nobody need compile it."""
-        return False
 
     def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
         """Draw as many of K children as each row says, `NO_TOKEN` behind them. Override where there is a faster way.

@@ -4,16 +4,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
 
+from polydraft.devices import can_sync
 from polydraft.errors import UsageError, unknown_name
 from polydraft.registry import Registry
 from polydraft.sampling import NO_TOKEN, Warper
 from polydraft.trees import DraftTree
-from polydraft.verify.arrays import as_array, as_tensor, can_sync, xp
 from polydraft.verify.scheme import SCHEMES, Scheme
 
 _MOST_BYTES = 2**28
@@ -28,8 +28,6 @@ exact, because that chance depends on nothing below the node.
 """
 AUTO = "auto"
 _PREFERRED = ("block", "node")
-"""Traversal accepts more than node by node too, but tries one node after the other: off the CPU, where it may not look whether
-it is done, that is twice as many steps as the tree has nodes."""
 
 
 class TreeDistributions(ABC):
@@ -37,22 +35,24 @@ class TreeDistributions(ABC):
 
     greedy: bool
     """Whether every distribution is one token, `likeliest`."""
+    whole: bool
+    """Whether the logits of all nodes are there, so that all nodes may be asked at once."""
 
     @abstractmethod
     def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
         """Return the distribution at one node per row, given the tokens of the path below the root."""
 
     @abstractmethod
-    def everywhere(self, draft: DraftTree) -> Tensor | None:
-        """Return the distributions at all nodes, `[B, N, V]`; None where that is too much to ask."""
+    def everywhere(self, draft: DraftTree) -> Tensor:
+        """Return the distributions at all nodes, `[B, N, V]`, where they are `whole`."""
 
     @abstractmethod
     def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
         """Return the token of largest probability at one node per row; `NO_TOKEN` where the distribution is not a number."""
 
     @abstractmethod
-    def likeliest_everywhere(self, draft: DraftTree) -> Tensor | None:
-        """Return `likeliest` of all nodes, `[B, N]`; None where that is too much to ask."""
+    def likeliest_everywhere(self, draft: DraftTree) -> Tensor:
+        """Return `likeliest` of all nodes, `[B, N]`, where they are `whole`."""
 
     def logits_in_order(self) -> Tensor | None:
         """Return numbers of all nodes of which the largest is `likeliest`, `[B, N, V]`; None where there are none such."""
@@ -75,7 +75,7 @@ class TargetDistributions(TreeDistributions):
     """
 
     def __init__(self, features_BNF: Tensor, head: Callable[[Tensor], Tensor], warper: Warper, *, whole: bool) -> None:
-        self.greedy = warper.params.all_greedy
+        self.greedy, self.whole = warper.params.all_greedy, whole
         self._features_BNF, self._head, self._warper = features_BNF, head, warper
         self._logits_BNV = head(features_BNF) if whole else None
 
@@ -83,17 +83,19 @@ class TargetDistributions(TreeDistributions):
         """Return the distribution at one node per row."""
         return self._warper.probs(self._logits(node_B), path_BP[:, None])[:, 0]
 
-    def everywhere(self, draft: DraftTree) -> Tensor | None:
-        """Return the distributions at all nodes, where their logits are there."""
-        return None if self._logits_BNV is None else self._warper.probs(self._logits_BNV, self._paths(draft))
+    def everywhere(self, draft: DraftTree) -> Tensor:
+        """Return the distributions at all nodes."""
+        assert self._logits_BNV is not None
+        return self._warper.probs(self._logits_BNV, self._paths(draft))
 
     def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
         """Return the token of largest logit at one node per row."""
         return self._warper.likeliest(self._logits(node_B), path_BP[:, None])[:, 0]
 
-    def likeliest_everywhere(self, draft: DraftTree) -> Tensor | None:
-        """Return the token of largest logit of all nodes, where their logits are there."""
-        return None if self._logits_BNV is None else self._warper.likeliest(self._logits_BNV, self._paths(draft))
+    def likeliest_everywhere(self, draft: DraftTree) -> Tensor:
+        """Return the token of largest logit of all nodes."""
+        assert self._logits_BNV is not None
+        return self._warper.likeliest(self._logits_BNV, self._paths(draft))
 
     def ranking(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
         """Return weights that order the tokens at one node per row, where a distribution is one token; see `Warper.ranking`."""
@@ -113,28 +115,28 @@ class TargetDistributions(TreeDistributions):
         return draft.paths() if self._warper.params.needs_history else draft.tokens_BN[..., None][..., :0]
 
 
-def distributions_everywhere(draft: DraftTree, target_distribution: TargetDistribution, columns: int) -> Tensor | None:
-    """Return the target's distributions at all nodes, where the host may not look and float64 tables of so many columns fit."""
+def all_at_once(
+    target_distribution: TargetDistribution | TreeDistributions, draft: DraftTree, columns: int = 0
+) -> TypeGuard[TreeDistributions]:
+    """Whether a walk asks for the distributions of all nodes at once, before it knows which of them it comes by.
+
+    It does where the host may not look at values: it could not stop early, and asking level by level takes as many times more
+    operations as the tree has levels. `columns` are those of the float64 tables that this takes, which must have room.
+    """
     fits = 8 * draft.tokens_BN.numel() * columns <= _MOST_BYTES
-    if can_sync(draft.tokens_BN) or not fits or not isinstance(target_distribution, TreeDistributions):
-        return None
-    return target_distribution.everywhere(draft)
+    known = isinstance(target_distribution, TreeDistributions) and target_distribution.whole
+    return known and fits and not can_sync(draft.tokens_BN)
 
 
 def _rows(table_BNX: Tensor, node_B: Tensor) -> Tensor:
     """Return the entry of one node per row, `[B, 1, X]`."""
-    if len(table_BNX) == 1 and can_sync(node_B):
-        return table_BNX[:, int(node_B)][:, None]
     if len(table_BNX) == 1:
         return table_BNX.index_select(1, node_B)
     return table_BNX[torch.arange(len(node_B), device=node_B.device), node_B][:, None]
 
 
 class Fault(IntEnum):
-    """What makes a round worthless, found on the device and reported by the host.
-
-    Tensors are compared with `.value`: where a graph is traced, no tensor equals an enum.
-    """
+    """What makes a round worthless, found on the device and reported by the host."""
 
     NONE = 0
     TARGET = 1
@@ -145,19 +147,11 @@ class Fault(IntEnum):
     """The distributions were numbers, and yet no token came out."""
 
 
-def fault_of(target_probs_BV: Tensor, draft_probs_BV: Tensor) -> Tensor:
-    """Return the `Fault` of each row's distributions at one node, `[B, 1]`."""
+def fault_of(target_probs_RV: Tensor, draft_probs_RV: Tensor) -> Tensor:
+    """Return the `Fault` of each row's distributions at one node."""
     # A target's distribution that is not a number is none anywhere; a draft's may lack tokens, which are 0 all the same.
-    target_B1, draft_B1 = as_array(_widened(target_probs_BV))[:, :1], as_array(_widened(draft_probs_BV)).sum(-1, keepdims=True)
-    where = xp(target_B1).where
-    # What is not a number does not equal itself.
-    fault_B1 = where(draft_B1 != draft_B1, Fault.DRAFT.value, Fault.NONE.value)
-    return as_tensor(where(target_B1 != target_B1, Fault.TARGET.value, fault_B1))
-
-
-def _widened(probs_BV: Tensor) -> Tensor:
-    """Return a distribution in a dtype that numpy has too."""
-    return probs_BV if probs_BV.dtype.itemsize >= 4 else probs_BV.float()
+    fault_R = torch.where(draft_probs_RV.sum(-1).isnan(), Fault.DRAFT, Fault.NONE)
+    return torch.where(target_probs_RV[:, 0].isnan(), Fault.TARGET, fault_R)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,10 +210,6 @@ class Walk(ABC):
     @abstractmethod
     def uniforms(self, scheme: Scheme, depth: int) -> int:
         """Random numbers per row that `run` uses on a tree of that depth."""
-
-    def has_kernels(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution) -> bool:
-        """Whether `run` has kernels of its own for this, where the trees are, so that nobody need compile it."""
-        return False
 
     @abstractmethod
     def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:

@@ -4,7 +4,6 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,7 +58,7 @@ def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
 
 
 def draw(library: ctypes.CDLL, weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-    """Draw K tokens per row, with replacement, from float32 weights; -1 where there are none."""
+    """Draw K tokens per row, with replacement, from float32 weights; -1 where all are zero."""
     (rows, count), width = weights_RV.shape, uniforms_RK.shape[1]
     assert weights_RV.dtype == torch.float32 and weights_RV.stride(1) == 1
     assert uniforms_RK.dtype == torch.float64 and (width == 1 or uniforms_RK.stride(1) == 1)
@@ -71,13 +70,13 @@ def draw(library: ctypes.CDLL, weights_RV: Tensor, uniforms_RK: Tensor) -> Tenso
     return tokens_RK
 
 
-def largest_weights(library: ctypes.CDLL, weights_RV: Tensor, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+def largest_weights(library: ctypes.CDLL, weights_RV: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
     """Return the largest of each row's float32 weights in order, and where they are; None where some are not numbers."""
     assert weights_RV.dtype == torch.float32 and weights_RV.stride(1) == 1 and 0 < count <= weights_RV.shape[1]
     rows, size = weights_RV.shape
-    value_RK, token_RK = np.empty((rows, count), np.float32), np.empty((rows, count), np.int64)
+    value_RK, token_RK = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.long)
     sizes = (weights_RV.stride(0), rows, size, count)
-    comparable = library.polydraft_largest(weights_RV.data_ptr(), *sizes, value_RK.ctypes.data, token_RK.ctypes.data)
+    comparable = library.polydraft_largest(weights_RV.data_ptr(), *sizes, value_RK.data_ptr(), token_RK.data_ptr())
     return (value_RK, token_RK) if comparable else None
 
 

@@ -3,6 +3,8 @@
 import importlib.util
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -14,14 +16,25 @@ _COMPILED_SECONDS = 0.3
 _first_seconds: dict[torch.device, float] = {}
 """What the first kernel took."""
 _INTERPRETED = False
-"""Whether Triton interprets kernels on the CPU; tests say so."""
+"""Whether Triton interprets kernels on the CPU, see `interpreting`."""
+LEAST_CHILDREN = 4
+"""Nodes of fewer children share the kernel of these."""
 
 
 def kernels_run(tensor: Tensor) -> bool:
-    """Whether kernels of our own work on a tensor: not where torch compiles what it is asked to do."""
-    if torch.compiler.is_compiling() or tensor.device.type != "cuda":
-        return _INTERPRETED
-    return _compiles(tensor.device)
+    """Whether kernels of our own work on a tensor."""
+    return _compiles(tensor.device) if tensor.device.type == "cuda" else _INTERPRETED
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Let kernels run on a CPU, in Triton's interpreter, for tests; it must be turned on before Triton is imported."""
+    global _INTERPRETED
+    before, _INTERPRETED = _INTERPRETED, True
+    try:
+        yield
+    finally:
+        _INTERPRETED = before
 
 
 def are_new(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Triton kernels that draw the children of `hybrid`; see `polydraft.verify.fused_draw`. Imported only where Triton is there.
+"""Triton kernels that draw the children of `hybrid`, behind `polydraft.backends.triton.draw_hybrid`.
 
 Probabilities become whole numbers of 2**-48 here: their sums are exact, in any order and on any device, so that drawing and
 verification agree to the bit on what a distribution's total is, and a number below the total always falls on a token that has

@@ -1,4 +1,4 @@
-"""Triton kernels of verification at temperature 0; see `polydraft.verify.fused_follow`. Imported only where Triton is there.
+"""Triton kernels of verification at temperature 0; see `polydraft.backends.triton.follow`. Imported only where Triton is there.
 
 `largest_of_parts` finds the largest logit of each part of the vocabulary, `follow` that of each node, and where they lead.
 

@@ -1,4 +1,4 @@
-"""The Triton kernel behind `polydraft.sampling.softened`. Imported only where Triton is there."""
+"""The Triton kernel behind `polydraft.backends.triton.softened`. Imported only where Triton is there."""
 
 import triton
 import triton.language as tl

@@ -19,8 +19,6 @@ from polydraft.lab.theory._formulas import (
     by_rows,
     check_pair,
     chunk_size,
-    gumbel_of_one,
-    gumbel_race,
     rejection_of_two,
     rejection_with_replacement,
     rejection_without_replacement,
@@ -30,7 +28,7 @@ from polydraft.lab.theory.optimum import greedy_optimum, top_optimum, with_repla
 from polydraft.lab.theory.without_replacement import MAX_COUNT, inclusion
 from polydraft.sampling import NO_TOKEN
 from polydraft.verify import SCHEMES, Race, Scheme
-from polydraft.verify.arrays import normalised, ratio
+from polydraft.verify.weights import normalised, ratio
 
 Sampled = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Target and draft probabilities and uniforms_KRX, to the acceptance of each row in each of X drawings of K children."""
@@ -72,13 +70,13 @@ def acceptance(
         Of the random numbers, on the host; without one, a new one of seed 0, so that values repeat.
     samples : int, optional
         Drawings per row where the value is not exact, at least 2. By default 1024 where a drawing costs some look-ups
-        (rrs-wor, gumbel), 16 for races with buckets (race-bucketed, hybrid), where next to nothing is random, else 64.
+        (rrs-wor), 16 for races with buckets (race-bucketed, hybrid), where next to nothing is random, else 64.
 
     Returns
     -------
     Estimate
-        Exact for speculative, naive, top, rrs-wr, kseq, greedy, spechub and race, for rrs-wor up to two children and for
-        gumbel with one. For every other scheme children are drawn by `Scheme.draw` and the mass of `Scheme.distribution` on
+        Exact for speculative, naive, top, rrs-wr, kseq, greedy, spechub and race, and for rrs-wor up to two
+        children. For every other scheme children are drawn by `Scheme.draw` and the mass of `Scheme.distribution` on
         them is averaged, which is exact given the children (Rao-Blackwell).
 
     Examples
@@ -205,6 +203,5 @@ _EXACT: dict[str, Formula] = {
 _EXACT_FOR_FEW: dict[tuple[str, int], Formula] = {
     ("rrs-wor", 1): with_replacement_optimum,
     ("rrs-wor", 2): partial(by_rows, rejection_of_two),
-    ("gumbel", 1): partial(by_rows, gumbel_of_one),
 }
-_SAMPLED: dict[str, Sampled] = {"rrs-wor": rejection_without_replacement, "gumbel": gumbel_race}
+_SAMPLED: dict[str, Sampled] = {"rrs-wor": rejection_without_replacement}

@@ -1,7 +1,7 @@
-"""Block verification by compiled code, on a CPU.
+"""Block verification in C, on a CPU.
 
-A node takes hundreds of small operations, whose calls cost more than what they compute: here the picks of a level are one
-call, and the ends of all paths another. `polydraft.verify.block` has the same in arrays, and says what it is.
+In torch a node takes hundreds of small operations, whose calls cost more than what they compute: here the picks of a level are
+one call, and the ends of all paths another. `polydraft.verify.block` says what is computed.
 """
 
 import ctypes
@@ -10,48 +10,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.backends.native import loaded
+from polydraft.backends.native.build import loaded
 from polydraft.backends.native.verification import MOST_CHILDREN, End, Pick, addresses, draw, draw_memory, working_memory
+from polydraft.devices import can_sync
+from polydraft.operations import implements
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import DraftTree
-from polydraft.verify.arrays import can_sync
-from polydraft.verify.fused_block import threshold_of
-from polydraft.verify.hybrid import Race
+from polydraft.verify.block import verify_block
+from polydraft.verify.hybrid import Race, threshold_of
 from polydraft.verify.scheme import Scheme
 from polydraft.verify.walk import Fault, TargetDistribution, Verdict
 
 
-def compiled_verdict(
+def _supports(
     scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor, least_weight: float
-) -> Verdict | None:
-    """Return the verdict of `BlockWalk.run`, or None where this is nothing for the compiled code."""
-    library = loaded() if _fits(scheme, draft, uniforms_BU) else None
-    if library is None:
-        return None
-    return _Walk(library, scheme, draft, target_distribution, uniforms_BU, least_weight).run()
-
-
-def _fits(scheme: Scheme, draft: DraftTree, uniforms_BU: Tensor) -> bool:
-    """Whether the compiled code knows the race of this tree; depends on nothing that rows may differ in."""
-    if (
-        not can_sync(uniforms_BU)
-        or torch.compiler.is_compiling()
-        or not draft.distributions
-        or draft.distribution_rows_BN is None
-    ):
+) -> bool:
+    """Trees that `hybrid` or a bucketed race has drawn; depends on nothing that rows may differ in."""
+    if not can_sync(uniforms_BU) or not draft.distributions or draft.distribution_rows_BN is None or loaded() is None:
         return False
-    buckets = getattr(scheme, "buckets", None)
-    # Fewer columns than buckets are sorted instead.
     return (
         threshold_of(scheme) is not None
-        and buckets is not None
-        and draft.distributions[0].shape[-1] >= buckets
+        and isinstance(scheme, Race)
+        and scheme.buckets is not None
+        and draft.distributions[0].shape[-1] >= scheme.buckets  # of fewer columns the reference sorts the buckets
         and draft.child_table_BNK.shape[-1] <= MOST_CHILDREN
         and draft.depth < MOST_CHILDREN
         and all(distribution.dtype == torch.float32 and distribution.stride(-1) == 1 for distribution in draft.distributions)
         and uniforms_BU.dtype == torch.float64
         and uniforms_BU.stride(1) == 1
     )
+
+
+@implements(verify_block, "native", supports=_supports)
+def _verify_block(
+    scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor, least_weight: float
+) -> Verdict:
+    library = loaded()
+    assert library is not None
+    return _Walk(library, scheme, draft, target_distribution, uniforms_BU, least_weight).run()
 
 
 class _Walk:

@@ -3,15 +3,22 @@
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import power_of_two, side_by_side
+from polydraft.backends.triton import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
+from polydraft.operations import implements
+from polydraft.verify.hybrid import draw_hybrid
 
 _BLOCK, _TILES = 256, 8
-LEAST_CHILDREN, MOST_CHILDREN = 4, 16
-"""Nodes of fewer children share the kernel of these; of more, the tables of a program would become too large."""
+_MOST_CHILDREN = 16
+"""Of nodes with more, the tables of a program would become too large."""
 
 
-def draw(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
-    """Take the top tokens and draw the others from the rest, as `Hybrid.draw` does."""
+def _supports(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> bool:
+    few = uniforms_RK.shape[1] <= _MOST_CHILDREN
+    return few and draft_probs_RV.dtype == torch.float32 and kernels_run(draft_probs_RV)
+
+
+@implements(draw_hybrid, "triton", supports=_supports)
+def _draw(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
     from polydraft.backends.triton import draw_kernels as kernels
 
     rows, columns = draft_probs_RV.shape

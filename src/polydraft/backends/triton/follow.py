@@ -7,9 +7,10 @@ Torch's are some forty operations on a few hundred numbers, each of which takes 
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
+from polydraft.backends.triton import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
+from polydraft.operations import implements
 from polydraft.trees import DraftTree
-from polydraft.verify.fused_draw import LEAST_CHILDREN
+from polydraft.verify.node import follow_largest, follow_tokens
 from polydraft.verify.walk import Verdict
 
 _PART = 4096
@@ -21,16 +22,16 @@ _TILE = 4096
 """Most children of all nodes, or parts of their logits, that a program looks at in one go."""
 
 
-def follow_fits(draft: DraftTree) -> bool:
-    """Whether kernels can follow what these trees' nodes emit."""
+def _supports(draft: DraftTree, tokens_BN: Tensor) -> bool:
     return draft.tokens_BN.shape[1] <= _MOST_NODES and kernels_run(draft.tokens_BN)
 
 
-def follow_largest(draft: DraftTree, logits_BNV: Tensor) -> Verdict:
-    """Return where the tokens of the largest logits lead; a node whose largest is infinite or not a number emits `NO_TOKEN`.
+def _supports_logits(draft: DraftTree, logits_BNV: Tensor) -> bool:
+    return logits_BNV.dtype.itemsize <= 4 and _supports(draft, draft.tokens_BN)
 
-    Of equal logits the first one counts.
-    """
+
+@implements(follow_largest, "triton", supports=_supports_logits)
+def _follow_largest(draft: DraftTree, logits_BNV: Tensor) -> Verdict:
     from polydraft.backends.triton import follow_kernels as kernels
 
     batch, nodes, size = logits_BNV.shape
@@ -43,8 +44,8 @@ def follow_largest(draft: DraftTree, logits_BNV: Tensor) -> Verdict:
     return _followed(draft, keys_BNM, parts)
 
 
-def follow(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
-    """Return where the tokens that all nodes emit lead."""
+@implements(follow_tokens, "triton", supports=_supports)
+def _follow_tokens(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
     return _followed(draft, tokens_BN, 0)
 
 

@@ -1,6 +1,6 @@
 """The block walk with `hybrid` on a GPU, in five kernels; equal numbers give the verdict that torch's operations give.
 
-Above temperature 0 a round drew and verified by hundreds of small operations, each of which takes a GPU as long as one of these
+Above temperature 0, torch draws and verifies by hundreds of small operations, each of which takes a GPU as long as one of these
 kernels, or longer. See `polydraft.backends.triton.block_kernels` for what they do and `polydraft.verify.block` for why that is
 exact.
 """
@@ -10,12 +10,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
+from polydraft.backends.triton import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
+from polydraft.operations import implements
 from polydraft.trees import DraftTree
-from polydraft.verify.fused_draw import LEAST_CHILDREN
-from polydraft.verify.hybrid import Hybrid, Race, RaceBucketed
+from polydraft.verify.block import verify_block
+from polydraft.verify.hybrid import Race, threshold_of
 from polydraft.verify.scheme import Scheme
-from polydraft.verify.walk import Verdict
+from polydraft.verify.walk import TargetDistribution, TreeDistributions, Verdict, all_at_once
 
 _BLOCK = 1024
 """Tokens that one program looks at; fewer where programs wait for each other, to add to the same cells."""
@@ -24,43 +25,25 @@ _LEAST_DEPTH = 8
 _FACTS = 5
 
 
-def block_fits(scheme: Scheme, draft: DraftTree) -> bool:
-    """Whether `verify_block` can verify these trees: drawn by `hybrid` or a bucketed race, as they are registered."""
-    return threshold_of(scheme) is not None and bool(draft.distributions) and kernels_run(draft.tokens_BN)
+def _supports(
+    scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor, least_weight: float
+) -> bool:
+    """Trees that `hybrid` or a bucketed race has drawn, whose distributions are all there."""
+    if threshold_of(scheme) is None or not draft.distributions or not kernels_run(draft.tokens_BN):
+        return False
+    return all_at_once(target_distribution, draft, draft.distributions[0].shape[-1])
 
 
-def threshold_of(scheme: Scheme) -> float | None:
-    """Return from how many expected draws on a child is certain; None for schemes that the kernels do not know."""
-    if not isinstance(scheme, Race) or scheme.buckets is None or type(scheme).select is not Race.select:
-        return None
-    if not isinstance(scheme, Hybrid):
-        return torch.inf if type(scheme) is RaceBucketed else None
-    # Whoever derives from it may do otherwise; with a setting of its own it is of another class too.
-    kind = type(scheme)
-    usual = kind.contest is Hybrid.contest and kind._certain_children is Hybrid._certain_children
-    return scheme.threshold if usual and not isinstance(scheme.threshold, Tensor) else None
-
-
-def verify_block(scheme: Scheme, draft: DraftTree, target_BNV: Tensor, uniforms_BU: Tensor, least_weight: float) -> Verdict:
-    """Pick the paths of all rows, then draw once where each stops and once what follows.
-
-    Parameters
-    ----------
-    scheme : Scheme
-    draft : DraftTree
-        What `block_fits` has said yes to.
-    target_BNV : Tensor
-        The target's distributions at all nodes.
-    uniforms_BU : Tensor
-        As many as `BlockWalk.uniforms` says.
-    least_weight : float
-        See `BlockWalk`.
-    """
-    return FusedRound(scheme, draft, target_BNV, uniforms_BU, least_weight).verdict()
+@implements(verify_block, "triton", supports=_supports)
+def _verify_block(
+    scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor, least_weight: float
+) -> Verdict:
+    assert isinstance(target_distribution, TreeDistributions)
+    return FusedRound(scheme, draft, target_distribution.everywhere(draft), uniforms_BU, least_weight).verdict()
 
 
 class FusedRound:
-    """What the kernels of one verification read and hand on; parameters as for `verify_block`.
+    """What the kernels of one verification read and hand on, of the distributions at all nodes.
 
     R are the *places*, B · N nodes of rows; C are cells, M blocks of tokens.
     """

@@ -1,0 +1,1 @@
+"""Faster forms of operations against their references."""

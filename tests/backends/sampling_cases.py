@@ -1,0 +1,38 @@
+"""Cases of sampling."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from .harness import Case, cases
+
+
+@cases("draw_independent")
+def _() -> Iterator[Case]:
+    def table(size: int, device: str) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(size)
+        weights_RV = torch.rand(5, size, generator=generator) ** 4 * (torch.rand(5, size, generator=generator) < 0.5)
+        weights_RV[3] = 0.0
+        uniforms_RK = torch.rand(5, 40, generator=generator, dtype=torch.float64)
+        uniforms_RK[:, 0], uniforms_RK[:, 1] = 0.0, 1 - 2**-53
+        return weights_RV.to(device), uniforms_RK.to(device)
+
+    for size in (1, 17, 255, 256, 257, 1000):
+        # In float64, as the compiled code adds up.
+        yield Case(f"{size} tokens", partial(table, size), for_reference=lambda weights, uniforms: (weights.double(), uniforms))
+
+
+@cases("softened")
+def _() -> Iterator[Case]:
+    def logits(columns: int, dtype: torch.dtype, tempered: bool, device: str) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(columns)
+        logits_BGV = 4 * torch.randn(2, 3, columns, generator=generator)
+        logits_BGV[0, 1, 0], logits_BGV[1, 2, -1] = torch.nan, -torch.inf
+        return logits_BGV.to(dtype).to(device), torch.tensor([0.7, 1.3], device=device) if tempered else None
+
+    for columns, dtype in ((5, torch.float32), (300, torch.bfloat16), (70_000, torch.float32)):
+        for tempered in (False, True):
+            slow = columns > 2**16 and tempered
+            yield Case(f"{columns}, {tempered}", partial(logits, columns, dtype, tempered), tolerance=1e-5, slow=slow)

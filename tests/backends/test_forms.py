@@ -1,0 +1,71 @@
+"""Every form of every operation gives what its reference gives; see `harness` for how to add cases."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import interpreted
+from polydraft.backends.native import kernels
+from polydraft.operations import OPERATIONS
+
+from .harness import CASES, Case, form_of, forms, setting
+
+INTERPRETED = interpreted.turn_on()
+for module in sorted(Path(__file__).parent.glob("*_cases.py")):
+    importlib.import_module(f"{__package__}.{module.stem}")
+
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow):RuntimeWarning")
+
+
+def here(backend: str) -> None:
+    """Skip what cannot run on this machine."""
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("needs Triton's interpreter: pip install triton, and no GPU")
+    if backend == "native" and kernels() is None:
+        pytest.skip("no C compiler here")
+
+
+COMPARED = [
+    pytest.param(name, backend, case, id=f"{name}-{backend}-{case.name}", marks=pytest.mark.slow if case.slow else ())
+    for name, backend in forms()
+    for case in CASES.get(name, [])
+    if backend in case.backends
+]
+
+
+@pytest.mark.parametrize(("name", "backend", "case"), COMPARED)
+def test_it_gives_what_the_reference_gives(name: str, backend: str, case: Case) -> None:
+    here(backend)
+    operation = OPERATIONS[name]
+    if not case.check(operation, form_of(operation, backend)):
+        pytest.skip(f"the {backend} form leaves this to others")
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in forms()}))
+def test_every_operation_has_cases(name: str) -> None:
+    assert CASES.get(name), f"add cases of {name}, see tests/backends/harness.py"
+
+
+@pytest.mark.parametrize(("name", "backend"), forms())
+def test_every_form_supports_a_case_that_runs_by_default(name: str, backend: str) -> None:
+    here(backend)
+    form, quick = (
+        form_of(OPERATIONS[name], backend),
+        [case for case in CASES[name] if not case.slow and backend in case.backends],
+    )
+    with setting(backend):
+        assert any(form.supports(*case.arguments("cpu")) for case in quick)
+
+
+def test_cases_are_of_operations_that_exist() -> None:
+    forms()
+    assert CASES.keys() <= OPERATIONS.keys()
+
+
+def test_a_wrong_form_is_caught() -> None:
+    operation, wrong = OPERATIONS["draw_independent"], OPERATIONS["draw_independent"].forms[0]
+    here(wrong.backend)
+    broken = type(wrong)(wrong.backend, wrong.supports, lambda *inputs: wrong.run(*inputs) + 1)
+    with pytest.raises(AssertionError):
+        CASES["draw_independent"][0].check(operation, broken)
