@@ -20,6 +20,7 @@ ROOMS = [
     "prompts",
     "transfers",
     "row_storage",
+    "devices",
     "sampling",
     "trees",
     "verify",

@@ -12,6 +12,7 @@ registered (tests/backends).
 """
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,4 +132,5 @@ def using(*backends: str) -> Iterator[None]:
 def _load_backends() -> None:
     """Import the backends, once, so that they register their forms. They import what they speed up, never the reverse."""
     for name in BACKENDS:
-        importlib.import_module(f"polydraft.backends.{name}")
+        package = f"polydraft.backends.{name}"
+        importlib.import_module(f"{package}.forms" if importlib.util.find_spec(f"{package}.forms") else package)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import interpreted
+from fixed_trees import FixedTrees
 from polydraft.backends import triton as kernels
-from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, compiling
 from polydraft.models import FAMILIES
 from polydraft.models._bodies import lean_body
@@ -33,7 +33,6 @@ LAYERS = {"add_norm", "rotate_store", "gate", "attend"}
 def new_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Let this machine pass for a GPU that has not met our kernels."""
     monkeypatch.setattr(kernels, "are_new", lambda device: True)
-    monkeypatch.setattr("polydraft.draft.dynamic_builder._CAPTURED", ("cpu",))
     monkeypatch.setattr("polydraft.verify.arrays._HOSTS", ())
     caplog.set_level(logging.DEBUG, "polydraft")
     return caplog
@@ -44,7 +43,7 @@ def target() -> HFModel:
 
 
 def texts(model: Any, shape: str, temperature: float) -> list[list[int]]:
-    decoder = Decoder(model, TreeDrafter(early_exit(model, 1), SHAPES[shape]), graphs=True)
+    decoder = Decoder(model, FixedTrees(early_exit(model, 1), SHAPES[shape]), graphs=True)
     sampling = SamplingParams(temperature=temperature)
     results = decoder.generate([PROMPT, PROMPT[:2]], sampling=sampling, max_new_tokens=12, seed=[3, 4])
     return [result.token_ids for result in results]

@@ -80,7 +80,7 @@ class DraftSession:
         """Where there are two trees: how many nodes of the drawn one, root included, each row's last path has."""
         self._side: torch.cuda.Stream | None = None
         """Where n-grams are looked up beside a drawn tree, on devices that have streams."""
-        self._widths = [0, 0, 0, 0]
+        self._widths = [0, 0, 0]
         """How many numbers each part reports."""
 
     @property
@@ -273,7 +273,7 @@ class DraftSession:
         `features_BNF` are the target's, of all nodes. Whole numbers `[B, X]` that are returned reach the host with the
         round's outcome, without a copy of their own, and go to `receive`.
         """
-        reports: list[Tensor | None] = [None, None, None, None]
+        reports: list[Tensor | None] = [None, None, None]
         if self._drawn is not None:
             own, own_keep_B = verdict, keep_B
             if self._certain is not None:
@@ -286,9 +286,9 @@ class DraftSession:
                 reports[1] = source.commit(own, self._drawn.places_of(own_path_BD), own_keep_B, features_BNF)
             else:
                 source.skip(own, own_keep_B, features_BNF)
-            reports[2] = self._drawn.learn(own, own_keep_B, features_BNF)
+            self._drawn.learn(own, own_keep_B, features_BNF)
         if self._certain is not None:
-            reports[3] = self._certain.source.commit(verdict, verdict.path_BD, keep_B, features_BNF)
+            reports[2] = self._certain.source.commit(verdict, verdict.path_BD, keep_B, features_BNF)
         self._widths = [0 if report is None else report.shape[1] for report in reports]
         told = [report for report in reports if report is not None]
         return torch.cat(told, dim=1) if told else None
@@ -317,7 +317,6 @@ class DraftSession:
         takers = [
             self._receive_own,
             None if self._drawn is None else self._drawn.source.receive,
-            None if self._drawn is None else self._drawn.receive,
             None if self._certain is None else self._certain.source.receive,
         ]
         start = 0

@@ -142,7 +142,7 @@ class Warper:
             self._history[row] = list(prompt) if self.params.has_processors else []
             if self._seen_BV is not None:
                 self._seen_BV[row].zero_()
-                self._seen_BV[row, torch.as_tensor(list(prompt), device=self._device)] = True
+                self._seen_BV[row, torch.as_tensor(list(prompt), dtype=torch.long, device=self._device)] = True
             if self._counts_BV is not None:
                 self._counts_BV[row].zero_()
 

@@ -1,11 +1,15 @@
 """What a benchmark measures, and what its methods can be told; nothing here imports torch before something is checked."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from polydraft.described import Option, options_in
 from polydraft.errors import UsageError
 from polydraft.options import CpuOptions, LoadOptions, NgramOptions, PairOptions, PlaceOptions
+
+if TYPE_CHECKING:
+    from polydraft.draft import GramTreeOptions
 
 OF_DRAFTS = ("scheme", "walk", "draft_temperature", "decision", "stop_below")
 """Options of drafts and their trees, which n-grams alone have no use for."""
@@ -13,9 +17,21 @@ _SETTLED = ("target", "draft", "device", "dtype", "device_map", "profile", "nati
 """Options that the whole benchmark or a method's name and argument settle."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MethodNgrams(NgramOptions):
+    """Drafting from n-grams."""
+
+    ngram_chance: float | None = field(default=None, metadata={"short": "chance"})
+    """Drop candidates whose estimated chance is below this, 0 to 1; Self-Draft drops none."""
+
+    def grams_asked_for(self) -> "GramTreeOptions":
+        """Return them as options of the drafters."""
+        return replace(super().grams_asked_for(), least_chance=self.ngram_chance)
+
+
 def method_options(*, grams: bool, skip: Collection[str] = ()) -> list[Option]:
     """Return the options that may stand behind a method, with those of n-grams or without."""
-    found = [*options_in(LoadOptions), *(options_in(NgramOptions) if grams else [])]
+    found = [*options_in(LoadOptions), *(options_in(MethodNgrams) if grams else [])]
     return [option for option in found if option.has_text and option.name not in (*_SETTLED, *skip)]
 
 
