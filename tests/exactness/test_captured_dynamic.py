@@ -45,7 +45,8 @@ QUICK_ROWS = {("head", "greedy"), ("model", "mixed")}
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks at values."""
-    monkeypatch.setattr("polydraft.devices._HOSTS", ())
+    for module in ("devices", "verify.arrays"):
+        monkeypatch.setattr(f"polydraft.{module}._HOSTS", ())
 
 
 def dynamic(model: str = "model", **options: Any) -> Decoder:
