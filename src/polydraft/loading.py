@@ -9,14 +9,14 @@ from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import described_by
 from polydraft.devices import is_host
 from polydraft.draft import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
-from polydraft.draft.decision import SHIPPED_DECISIONS, DecisionModel, load_decision
+from polydraft.draft.decision import DecisionModel, load_decision
 from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
-from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, IF_SHIPPED, LoadOptions
+from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, LoadOptions
 from polydraft.profile import tuned
 
 logger = logging.getLogger(__name__)
@@ -154,10 +154,8 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
 def _decision(options: LoadOptions, draft: LanguageModel | FeatureHead | None) -> DecisionModel | None:
     """Load the decision model that is asked for, if one is."""
     name = options.decision
-    if name is None:
+    if name is None or name == "none":
         return None
     if draft is None:
         raise UsageError("a decision model needs a draft; pass draft=NAME, a folder, or early-exit:k")
-    if name == IF_SHIPPED and draft.name not in SHIPPED_DECISIONS:
-        return None
-    return load_decision(AUTO if name == IF_SHIPPED else name, draft, options.stop_below)
+    return load_decision(name, draft, options.stop_below)

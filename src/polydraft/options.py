@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 FLAT_BLOCKS = "flat-blocks"
-IF_SHIPPED = "if-shipped"
 BY_LOAD = "load:"
 """Before a tree: that one, or a smaller one where many rows share rounds."""
 _FIRST = {"heading": "Options"}
@@ -118,8 +117,7 @@ class DrafterOptions:
 
     N-grams need no draft; ``"model"`` stands for the draft in a combination."""
     decision: str | None = None
-    """Decision model that ends drafting early: a folder, auto (the one that ships for the draft), or if-shipped (that one, if
-    any)."""
+    """Decision model that ends drafting early: a folder, auto for the one that ships with the draft, or none."""
     stop_below: float = 0.4
     """Threshold of the decision model, 0 to 1."""
     lossy: str | None = None
@@ -244,8 +242,6 @@ class NgramOptions:
     """Take at most this many candidates per round from n-grams."""
     ngram_depth: int | None = field(default=None, metadata={"short": "depth"})
     """Draft at most this many tokens ahead from n-grams."""
-    ngram_chance: float | None = field(default=None, metadata={"short": "chance"})
-    """Drop candidates whose chance of being accepted is below this, 0 to 1."""
     gram: int | None = None
     """Tokens per continuation in the context cache."""
     ngram_prefix: int | None = field(default=None, metadata={"short": "prefix"})
@@ -272,7 +268,7 @@ class NgramOptions:
             raise UsageError(f"--corpus {self.corpus} and --set corpus=no cannot be combined; leave one out")
         riders = _given(branches=self.branches, length=self.branch_length, seeds=self.branch_seeds)
         return GramTreeOptions(
-            **_given(nodes=self.ngram_nodes, depth=self.ngram_depth, least_chance=self.ngram_chance),
+            **_given(nodes=self.ngram_nodes, depth=self.ngram_depth),
             riders=RiderOptions(**riders) if riders else None,
             caches=GramOptions(**_given(gram=self.gram, max_prefix=self.ngram_prefix, corpus=self.corpus)),
             context=not self.no_context,

@@ -1,22 +1,21 @@
 """Dynamic trees at temperature 0 grown by kernels and by torch's operations, on any device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from polydraft import operations
 from polydraft.draft import DistributionSource
-from polydraft.draft.dynamic_builder import DynamicBuilder
-from polydraft.lab.theory import Costs
+from polydraft.draft.candidates import best
+from polydraft.draft.fixed_builder import FixedBuilder
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, SamplingParams
 from polydraft.trees import Block, DraftTree, DynamicShape
 
 GREEDY = SamplingParams(temperature=0)
-CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
 
 
 class Given(DistributionSource):
@@ -63,12 +62,6 @@ class Growth:
     known: bool
     """Whether the columns are part of the tokens, and not the first of them."""
     rows: int = 2
-    rests: tuple[int, ...] = ()
-    """Rows that draft nothing in this round."""
-    smaller: dict[int, int] = field(default_factory=dict)
-    """Of rows that want one, their size, as a place among all."""
-    place: int | None = None
-    """The size that the round has, if that is not the largest."""
     params: SamplingParams = GREEDY
     temperature: float | None = None
     """Of the distributions that rank candidates."""
@@ -82,60 +75,35 @@ class Growth:
             (3 * torch.randn(size, generator=generator)).to(dtype).to(self.device) for _ in range(self.shape.depth)
         ]  # fmt: skip
 
-    def builder(self, logits: Sequence[Tensor]) -> DynamicBuilder:
-        """Return what grows the tree; made where rounds are captured."""
+    def builder(self, logits: Sequence[Tensor]) -> FixedBuilder:
+        """Return what grows the tree."""
         device = torch.device(self.device)
         known_D = torch.randperm(self.size, generator=torch.Generator().manual_seed(1))[: self.columns].sort().values
         vocabulary = PartialVocabulary(known_D.to(device), self.size) if self.known else None
         params = RowParams.of(self.params, self.rows)
-        source, options = Given(logits, vocabulary, self.lead), {"costs": CHEAP, "draft_temperature": self.temperature}
-        builder = DynamicBuilder(source, self.shape, params, self.size, **options)
+        source = Given(logits, vocabulary, self.lead)
+        builder = FixedBuilder(source, self.shape, params, self.size, draft_temperature=self.temperature)
         builder.begin([[1]] * self.rows, range(self.rows), params)
-        assert builder._choice is not None
-        for row in self.rests:
-            builder.policy._rest_B[row] = 3
-        for row, place in self.smaller.items():
-            builder._choice._now_B[row] = place
-        builder._choice.rehearsed = self.place
         return builder
 
     def grown(self, logits: Sequence[Tensor], by_kernels: bool) -> dict[str, Any]:
-        """Return all that a round's tree, the draft and the choice of sizes are told."""
-        with pytest.MonkeyPatch.context() as patch:
-            as_on_a_gpu(patch)
+        """Return all that a round's tree and the draft are told."""
+        with pytest.MonkeyPatch.context() as patch, operations.using(*["triton"] * by_kernels):
             patch.setattr("polydraft.backends.triton._INTERPRETED", by_kernels)
-            if not by_kernels:
-                patch.setattr("polydraft.backends.triton._compiles", lambda device: False)
-                for name in ("candidates.top", "candidates.largest", "dynamic_builder.top"):
-                    patch.setattr(f"polydraft.draft.{name}", first_of_equals)
+            # Of equal probabilities kernels take the first; elsewhere that is left open.
+            patch.setattr("polydraft.draft.candidates.largest", best)
             builder = self.builder(logits)
             tail_B2 = torch.arange(2 * self.rows, device=self.device).view(-1, 2) + 5
-            draft = builder.build(tail_B2, torch.zeros(self.rows, 0, device=self.device))
-            return told(builder, draft)
+            return told(builder, builder.build(tail_B2, torch.zeros(self.rows, 0, device=self.device)))
 
 
-def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """Let nobody look at values, and rounds be captured."""
-    patch.setattr("polydraft.devices._hidden", True)
-    patch.setattr("polydraft.draft.dynamic_builder._CAPTURED", ("cpu", "cuda"))
-
-
-def told(builder: DynamicBuilder, draft: DraftTree) -> dict[str, Any]:
+def told(builder: FixedBuilder, draft: DraftTree) -> dict[str, Any]:
     """Return a tree and what goes with it as lists."""
-    plan, tokens_BN = builder._plan, draft.tokens_BN
-    assert plan is not None
+    tokens_BN = draft.tokens_BN
     nodes_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device).expand_as(tokens_BN)
     tables = {name: value.tolist() for name, value in vars(draft).items() if isinstance(value, Tensor)}
     rest = {"depth": draft.depth, "reach": draft.reach, "places": builder.places_of(nodes_BN).tolist()}
-    plans = {"counts": plan.nodes_B.tolist(), "levels": plan.levels_B.tolist()}
-    promises = {"expected": plan.expected_B.double(), "found": plan.found_BD.double()}
-    return {**tables, **rest, **plans, **promises, "asked": builder.source.asked}
-
-
-def first_of_equals(weights_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Do what `top` and `largest` do, in an order that they leave open."""
-    value_RV, token_RV = weights_RV.sort(dim=-1, descending=True, stable=True)
-    return value_RV[:, :count], token_RV[:, :count]
+    return {**tables, **rest, "asked": builder.source.asked}
 
 
 def check_grown(case: Growth, logits: Sequence[Tensor]) -> dict[str, Any]:
@@ -149,12 +117,7 @@ def check_grown(case: Growth, logits: Sequence[Tensor]) -> dict[str, Any]:
 def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Return the names of what two ways tell differently."""
     assert found.keys() == expected.keys()
-    close = partial(torch.allclose, rtol=1e-4, atol=1e-6)
-    return [
-        name
-        for name, value in expected.items()
-        if not (close(found[name], value) if isinstance(value, Tensor) else found[name] == value)
-    ]
+    return [name for name, value in expected.items() if found[name] != value]
 
 
 def check_tables(tree: dict[str, Any]) -> None:

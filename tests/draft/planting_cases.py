@@ -11,6 +11,7 @@ from polydraft.draft import DistributionSource
 from polydraft.draft.static_builder import StaticBuilder
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.trees import parse_tree
+from polydraft.verify import Scheme
 
 GREEDY = SamplingParams(temperature=0)
 UNEQUAL = "[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[1,0,0],[1,0,1]]"
@@ -29,7 +30,7 @@ class Growth:
     """Whether the columns are part of the tokens, and not the first of them."""
     rows: int = 2
     params: SamplingParams = GREEDY
-    scheme: str = "auto"
+    scheme: str | Scheme = "auto"
     device: str = "cpu"
 
     def logits(self, dtype: torch.dtype, seed: int = 0) -> Tensor:

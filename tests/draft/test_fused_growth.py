@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from growth_cases import GREEDY, Growth, as_on_a_gpu, check_grown
+from growth_cases import GREEDY, Growth, check_grown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpreted
-from exactness.setups import DRAFT, HEAD
-from polydraft.draft import costs, fused_growth
-from polydraft.draft.assembly import Assembled
+from polydraft.backends.triton import growth
+from polydraft.draft.growth import Grown
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DynamicShape
-from polydraft.verify import Verdict
 
 INTERPRETED = interpreted.turn_on()
 
@@ -43,13 +41,9 @@ CASES = {
     "fewer nodes than a level": Growth(DynamicShape(nodes=7, depth=4), columns=300, size=300, known=False),
     "places before the root": Growth(USUAL, columns=300, size=300, known=False, lead=2),
     "a warm draft": Growth(USUAL, columns=300, size=300, known=False, temperature=1.7),
-    "a smaller size": Growth(USUAL, columns=300, size=900, known=True, place=2),
-    "the smallest size": Growth(USUAL, columns=300, size=900, known=True, place=1),
-    "rows that rest": Growth(USUAL, columns=300, size=900, known=True, rows=3, rests=(1,)),
-    "rows of other sizes": Growth(USUAL, columns=300, size=900, known=True, rows=3, smaller={0: 1, 2: 3}, rests=(1,)),
+    "many rows": Growth(USUAL, columns=300, size=900, known=True, rows=7),
     "many children": Growth(DynamicShape(nodes=50, depth=3, beam=3, branch=20), columns=5000, size=9000, known=True),
     "a wide front": Growth(DynamicShape(nodes=90, depth=3, beam=16, branch=16), columns=3000, size=3000, known=False, rows=1),
-    "all rows want less": Growth(USUAL, columns=300, size=900, known=True, rows=2, smaller={0: 1, 1: 2}),
 }
 
 
@@ -81,7 +75,8 @@ def test_what_has_no_distribution_gets_no_children(dtype: torch.dtype, known: bo
     root_BV[8] = -30000 + root_BV[8]
     tree = check_grown(case, [level.to(dtype) for level in logits])
     assert [max(depths) for depths in tree["depths_BN"]][:8] == [0, 0, 0, 4, 4, 4, 1, 1]
-    assert tree["counts"][:3] == [0, 0, 0] and tree["counts"][7] == 4 and tree["counts"][8] == 23
+    counts = [sum(depth > 0 for depth in depths) for depths in tree["depths_BN"]]
+    assert counts[:3] == [0, 0, 0] and counts[7] == 4 and counts[8] == 23
 
 
 def test_of_equal_scores_the_first_stands_first() -> None:
@@ -117,7 +112,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
-PER_LEVEL, PER_TREE = ("rank_and_sum", "grow_level"), ("allow_sizes", "choose_candidates", "plant_chosen")
+PER_LEVEL, PER_TREE = ("rank_and_sum", "grow_level"), ("choose_candidates", "plant_chosen")
 
 
 @pytest.mark.parametrize(
@@ -136,9 +131,7 @@ def test_other_distributions_are_left_to_torch(params: SamplingParams, launches:
     changed = check_grown(case, case.logits(torch.bfloat16))
     assert not launches
     plain = check_grown(replace(case, params=GREEDY, temperature=None), case.logits(torch.bfloat16))
-    assert launches and (
-        changed["tokens_BN"] != plain["tokens_BN"] or changed["expected"].tolist() != plain["expected"].tolist()
-    )
+    assert launches and (params.temperature > 0 or changed["tokens_BN"] != plain["tokens_BN"])
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -189,57 +182,42 @@ def test_a_round_is_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda *args, **options: None  # the interpreter's own operations are torch's
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", counted)
-    as_on_a_gpu(monkeypatch)
     shape, counts = DynamicShape(nodes=64, depth=6, beam=8, branch=8), list[int]()
     case = Growth(shape, columns=300, size=900, known=True, rows=1)
     for by_kernels in (False, True):
         monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", by_kernels)
         builder = case.builder(case.logits(torch.bfloat16))
         monkeypatch.setattr(builder.source, "expand", lambda tokens_BW, *_, source=builder.source: source.next(tokens_BW))
-        tail_B2, path_BD, one_B = torch.ones(1, 2).long(), torch.zeros(1, 7).long(), torch.ones(1).long()
-        verdict = Verdict(path_BD, one_B, path_BD, one_B, one_B)
+        tail_B2, path_BD = torch.ones(1, 2).long(), torch.zeros(1, 7).long()
         with Operations() as operations:
             draft = builder.build(tail_B2, tail_B2)
             if by_kernels:  # nobody has written it
-                builder._grown = Assembled(draft, path_BD)
+                builder._grown = Grown(draft, path_BD)
             builder.places_of(path_BD)
-            builder.learn(verdict, one_B, tail_B2)
         counts.append(operations.seen.total() + launches.total())
-    assert launches == dict.fromkeys(PER_LEVEL, shape.depth) | dict.fromkeys((*PER_TREE, "learn_round"), 1)
-    assert counts[0] > 500 and operations.seen.total() == 1 == operations.seen["gather"], operations.seen
-
-
-@pytest.mark.parametrize("draft", [DRAFT, HEAD], ids=["model", "head"])
-def test_a_level_is_timed_as_it_is_grown(draft: Any, launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    as_on_a_gpu(monkeypatch)
-    work = costs._draft_level(draft, "top")
-    work()
-    assert not launches
-    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
-    with torch.inference_mode():
-        work()
-    assert all(launches[name] == 1 for name in PER_LEVEL)
+    assert launches == dict.fromkeys(PER_LEVEL, shape.depth) | dict.fromkeys(PER_TREE, 1)
+    assert counts[0] > 300 and operations.seen.total() == 1 == operations.seen["gather"], operations.seen
 
 
 def test_wrong_kernels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A score that falls too fast, and parents that are others' parents; parts of any size are right."""
-    case = replace(CASES["rows of other sizes"], shape=replace(USUAL, beam=3))
+    case = replace(CASES["part of the tokens"], shape=replace(USUAL, beam=3))
     logits = case.logits(torch.float32)
     check_grown(case, logits)
 
-    grow = fused_growth.Growing.grow
+    grow = growth._Growing.grow
 
-    def turned(growing: fused_growth.Growing, logits_BWV: torch.Tensor) -> None:
+    def turned(growing: growth._Growing, logits_BWV: torch.Tensor) -> None:
         grow(growing, logits_BWV)
         growing._facts_3BC[1].clamp_(max=0)
 
-    wrong: dict[str, Any] = {"STEP": 0.5, "Growing.grow": turned}
+    wrong: dict[str, Any] = {"STEP": 0.5, "_Growing.grow": turned}
     for name, value in wrong.items():
         with monkeypatch.context() as patch, pytest.raises(AssertionError):
-            patch.setattr(f"polydraft.draft.fused_growth.{name}", value)
+            patch.setattr(f"polydraft.backends.triton.growth.{name}", value)
             check_grown(case, logits)
     for strip, longest in ((32, 32), (32, 64)):
-        monkeypatch.setattr("polydraft.draft.fused_growth._STRIP", strip)
-        monkeypatch.setattr("polydraft.draft.fused_growth._LONGEST", longest)
-        monkeypatch.setattr("polydraft.draft.fused_growth._ENOUGH", 1)
+        monkeypatch.setattr("polydraft.backends.triton.growth._STRIP", strip)
+        monkeypatch.setattr("polydraft.backends.triton.growth._LONGEST", longest)
+        monkeypatch.setattr("polydraft.backends.triton.growth._ENOUGH", 1)
         check_grown(case, logits)

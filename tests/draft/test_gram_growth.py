@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from polydraft.draft.trie import WIDTH, Limits, TokenTrie, grow
+from polydraft.draft.trie import WIDTH, Limits, TokenTrie, grow, trie_ladder
 from polydraft.ngrams import GramMemory, Match, Way
 
 Path = tuple[int, ...]
@@ -36,7 +36,7 @@ class Oracle(GramMemory):
 
 
 def limits(nodes: int = 64, depth: int = 12, width: int = 8, least: float = 0.0) -> Limits:
-    return Limits(nodes=nodes, depth=depth, width=width, least=least)
+    return Limits(nodes=nodes, depth=depth, width=width, least=least, ladder=trie_ladder(nodes))
 
 
 def paths_of(trie: TokenTrie) -> list[Path]:

@@ -13,16 +13,15 @@ from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
 from polydraft.trees import DynamicShape
 
-CPU = torch.device("cpu")
 # Free up to sixteen tokens, by the token from there on: like a machine whose memory is slow and whose arithmetic is not free.
 COSTS = Costs(draft_level=0.05, tree_pass=cost_curve({1: 1.0, 16: 1.05, 64: 4.2}))
 
 
 def sizes(loads: list[int]) -> list[int]:
-    policy = RowPolicy(COSTS, len(loads), 16, CPU, adaptive=True)
+    policy = RowPolicy(COSTS, len(loads), 16)
     policy.share(loads)
-    policy.begin()
-    falling_BM = (0.6 ** torch.arange(1.0, 16.0)).double().repeat(len(loads), 1).numpy()
+    policy.begin(range(len(loads)))
+    falling_BM = (0.6 ** torch.arange(1.0, 16.0)).double().repeat(len(loads), 1)
     return policy.counts(falling_BM).tolist()
 
 
@@ -66,13 +65,14 @@ def test_a_crowd_drafts_less_and_steady_texts_do_not_notice() -> None:
 
 def test_rows_that_share_a_pass_try_together() -> None:
     """A pass is as wide as its widest tree: one row that tries alone would make all of them pay."""
-    policy = RowPolicy(COSTS, 6, 16, CPU, adaptive=True)
+    policy = RowPolicy(COSTS, 6, 16)
     policy.share([1, 5, 5, 5, 5, 5])
-    policy.begin()
+    policy.begin(range(6))
 
     def drafting(rests: list[int]) -> list[bool]:
-        policy._keep(_rest_B=torch.tensor(rests).numpy())
-        return policy.drafting_B.tolist()
+        for pace, rest in zip(policy.paces, rests, strict=True):
+            pace.rest = rest
+        return policy.drafting
 
     assert drafting([0, 0, 0, 3, 3, 3]) == [True, False, False, False, False, False], "who shares nothing does as it likes"
     assert drafting([2, 0, 0, 0, 3, 3]) == [False, True, True, True, False, False]

@@ -13,8 +13,8 @@ from planting_cases import GREEDY, UNEQUAL, Growth, check_grown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpreted
-from polydraft.draft import planting
-from polydraft.draft.planting import MOST_CHILDREN, takes_largest
+from polydraft.backends.triton.planting import MOST_CHILDREN
+from polydraft.draft.planting import plant_largest
 from polydraft.sampling import NO_TOKEN, SamplingParams
 from polydraft.trees import parse_tree
 from polydraft.verify import SCHEMES
@@ -186,7 +186,19 @@ def test_children_that_were_not_drawn_stay_missing() -> None:
     assert (tokens_BN[:, 1] != NO_TOKEN).all() and (tokens_BN[:, 2:5] == NO_TOKEN).all()
 
 
-def test_kernels_stay_away_from_schemes_that_draw_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_take_what_they_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(logits_BGV: torch.Tensor, children: int) -> bool:
+        nodes_GK, tokens_BN = torch.zeros(1, children).long(), torch.zeros(1, 1 + children).long()
+        return plant_largest.chosen(logits_BGV, nodes_GK, tokens_BN, None, 40) is not None
+
+    logits_BGV = torch.zeros(1, 1, 40)
+    assert not chosen(logits_BGV, 4)
+    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
+    assert chosen(logits_BGV, MOST_CHILDREN) and chosen(logits_BGV.bfloat16(), 4)
+    assert not chosen(logits_BGV, MOST_CHILDREN + 1) and not chosen(logits_BGV.double(), 4)
+
+
+def test_kernels_stay_away_from_schemes_that_draw_otherwise(launches: list[str]) -> None:
     class Second(type(TOP)):  # type: ignore[misc]
         def draw(self, draft_probs_RV: torch.Tensor, uniforms_RK: torch.Tensor) -> torch.Tensor:
             return super().draw(draft_probs_RV, uniforms_RK).roll(1, 1)
@@ -194,13 +206,11 @@ def test_kernels_stay_away_from_schemes_that_draw_otherwise(monkeypatch: pytest.
     class Tested(type(TOP)):  # type: ignore[misc]
         follows_target = False
 
-    logits_BGV = torch.zeros(1, 1, 40)
-    assert not takes_largest(TOP, logits_BGV, 4)
-    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
-    assert takes_largest(TOP, logits_BGV, MOST_CHILDREN) and takes_largest(TOP, logits_BGV.bfloat16(), 4)
-    assert not takes_largest(TOP, logits_BGV, MOST_CHILDREN + 1) and not takes_largest(TOP, logits_BGV.double(), 4)
-    for scheme in (Second(), Tested(), SCHEMES.get("hybrid")()):
-        assert not takes_largest(scheme, logits_BGV, 4)
+    warm = SamplingParams()
+    for scheme in (Second(), Tested()):
+        case = Growth("2x1", columns=40, size=40, known=False, params=warm, scheme=scheme)
+        check_grown(case, case.logits(torch.float32))
+    assert set(launches) == {"plant_columns"}
 
 
 def test_logits_may_lie_anywhere() -> None:
@@ -221,12 +231,13 @@ def test_wrong_kernels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     logits_BNV = case.logits(torch.float32)
     logits_BNV[:, 0, 2999] = 50
     check_grown(case, logits_BNV)
-    plant = planting.plant_largest
+    (form,) = plant_largest.forms
+    plant = form.run
     wrong: list[Callable[..., None]] = [
         lambda logits, nodes, tokens, known, size: plant(logits[..., :2048].contiguous(), nodes, tokens, known, size),
         lambda logits, nodes, tokens, known, size: plant(logits, nodes.flip(1), tokens, known, size),
     ]
     for one in wrong:
-        monkeypatch.setattr("polydraft.draft.static_builder.plant_largest", one)
+        monkeypatch.setattr(plant_largest, "forms", [replace(form, run=one)])
         with pytest.raises(AssertionError):
             check_grown(case, logits_BNV)

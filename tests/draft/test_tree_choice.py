@@ -2,7 +2,8 @@
 
 import pytest
 
-from polydraft.draft.tree_choice import _AGAIN, _FAIR, Timings, TreeChoice, smaller_trees
+from polydraft.draft.ladder import AGAIN, Timings
+from polydraft.draft.tree_choice import FAIR, TreeChoice, smaller_trees
 from polydraft.lab.theory import cost_curve, tree_tokens
 from polydraft.trees import Topology, parse_tree
 
@@ -23,7 +24,7 @@ class Machine:
         return self.now
 
     def tokens(self, tree: Topology) -> float:
-        return 1 + self.acceptance * (tree_tokens(tree, _FAIR) - 1)
+        return 1 + self.acceptance * (tree_tokens(tree, FAIR) - 1)
 
     def seconds(self, tree: Topology) -> float:
         return GPU(self.rows * tree.num_nodes) + 0.04 * tree.depth + 0.02
@@ -100,7 +101,7 @@ def test_trees_far_beyond_what_pays_are_not_tried() -> None:
 
 
 def test_neighbours_are_tried_again_now_and_then() -> None:
-    used = chosen(Machine(16), Timings(), _AGAIN + 300)
+    used = chosen(Machine(16), Timings(), AGAIN + 300)
     late = used[150:]
     assert len(set(late)) > 1 and late[-1] == used[149]
 
@@ -113,7 +114,7 @@ def test_one_slow_round_changes_nothing() -> None:
     machine.now += 100.0
     assert machine.run(choice, 30) == [before] * 30
     machine.now += 100.0
-    choice.pause()
+    choice.ladder.pause()
     assert machine.run(choice, 30) == [before] * 30
 
 
@@ -173,5 +174,5 @@ def test_a_draft_that_was_bad_is_tried_again() -> None:
     assert used[-1].num_nodes == 1 and sum(tree.num_nodes == 1 for tree in used[100:]) > 250, "it rests, most of the time"
     good = Machine(64, acceptance=1.2)
     good.now = bad.now
-    choice._clock = good.clock
+    choice.ladder.clock = good.clock
     assert good.rate(good.run(choice, 2000)[-1]) > max(map(good.rate, TREES)) / 1.02

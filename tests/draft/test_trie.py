@@ -4,7 +4,8 @@ import random
 
 import torch
 
-from polydraft.draft.trie import FEW_STEPS, WIDTH, TokenTrie, as_draft_tree, rounded
+from polydraft.draft.ladder import Ladder
+from polydraft.draft.trie import FEW_STEPS, WIDTH, TokenTrie, as_draft_tree, trie_ladder
 from polydraft.sampling import NO_TOKEN
 
 CPU = torch.device("cpu")
@@ -50,9 +51,13 @@ def test_chains_that_share_nothing_keep_their_sources() -> None:
 
 
 def test_rounds_have_few_sizes_and_nothing_to_propose_is_one_token() -> None:
-    assert [rounded(count, 20) for count in (0, 1, 4, 5, 12, 17, 20)] == [0, 4, 4, 8, 12, 20, 20]
-    assert [rounded(count, 64, FEW_STEPS) for count in (0, 1, 9, 25, 64)] == [0, 8, 24, 64, 64]
-    assert rounded(3, 2) == 2 and rounded(65, 100) == 80 and rounded(97, 100) == 100
+    def rounded(count: int, ladder: Ladder) -> int:
+        return ladder.holding(1 + count).nodes - 1
+
+    few, many = trie_ladder(64, FEW_STEPS), trie_ladder(100)
+    assert [rounded(count, trie_ladder(20)) for count in (0, 1, 4, 5, 12, 17, 20)] == [0, 4, 4, 8, 12, 20, 20]
+    assert [rounded(count, few) for count in (0, 1, 9, 25, 64)] == [0, 8, 24, 64, 64]
+    assert rounded(3, trie_ladder(2)) == 2 and rounded(65, many) == 80 and rounded(97, many) == 100
 
 
 def test_trees_hold_what_the_tries_hold() -> None:

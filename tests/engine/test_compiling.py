@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import interpreted
+from fixed_trees import FixedTrees
 from polydraft.backends import triton as kernels
 from polydraft.backends.triton import compiling
-from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
 from polydraft.models._bodies import lean_body
@@ -36,7 +36,6 @@ def new_gpu(
 ) -> pytest.LogCaptureFixture:
     """Let this machine pass for a GPU that has not met our kernels."""
     monkeypatch.setattr(kernels, "are_new", lambda device: True)
-    monkeypatch.setattr("polydraft.draft.dynamic_builder._CAPTURED", ("cpu",))
     hide_values()
     caplog.set_level(logging.DEBUG, "polydraft")
     return caplog
@@ -47,7 +46,7 @@ def target() -> HFModel:
 
 
 def texts(model: Any, shape: str, temperature: float) -> list[list[int]]:
-    decoder = Decoder(model, TreeDrafter(early_exit(model, 1), SHAPES[shape]), graphs=True)
+    decoder = Decoder(model, FixedTrees(early_exit(model, 1), SHAPES[shape]), graphs=True)
     sampling = SamplingParams(temperature=temperature)
     results = decoder.generate([PROMPT, PROMPT[:2]], sampling=sampling, max_new_tokens=12, seed=[3, 4])
     return [result.token_ids for result in results]

@@ -9,6 +9,7 @@ import pytest
 from covering import all_slow, covering, some_slow
 from polydraft.certify.reference import greedy_text
 from polydraft.draft import TreeDrafter
+from polydraft.draft.ladder import Ladder
 from polydraft.draft.tree_choice import TreeChoice, smaller_trees
 from polydraft.engine import Decoder, Engine, Generation, TokenSequence
 from polydraft.engine.workspace import Workspace
@@ -47,10 +48,10 @@ def every_tree(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def take_turns(rounds: int) -> None:
         def settle(choice: TreeChoice, *_: Any) -> None:
             turns = vars(choice).setdefault("turns", itertools.count(1))
-            choice._place = next(turns) // rounds % PLACES
+            choice.ladder.place = next(turns) // rounds % PLACES
 
         monkeypatch.setattr(TreeChoice, "settle", settle)
-        monkeypatch.setattr(TreeChoice, "fit", lambda choice, *_: None)
+        monkeypatch.setattr(Ladder, "fit", lambda ladder, *_: None)
 
     take_turns(1)
     return take_turns
@@ -173,7 +174,7 @@ def test_a_warm_decoder_has_tried_every_tree_that_may_pay() -> None:
 
 @pytest.fixture
 def largest_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TreeChoice, "_best", lambda choice, *_: choice.largest)
+    monkeypatch.setattr(Ladder, "best", lambda ladder, *_: ladder.largest)
 
 
 def sequence(row: int, steady: bool, sampling: SamplingParams, limit: int = 60) -> TokenSequence:
@@ -227,7 +228,7 @@ def test_others_do_not_pay_for_texts_with_a_seed(
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_text_with_a_seed_keeps_its_chain_where_less_would_pay(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
-    monkeypatch.setattr(TreeChoice, "_best", lambda choice, *_: place)
+    monkeypatch.setattr(Ladder, "best", lambda ladder, *_: place)
     decoder = by_load()
     usual, mixed = (
         [sequence(row, own, SamplingParams()) for row, own in enumerate([True, any_, any_])] for any_ in (True, False)

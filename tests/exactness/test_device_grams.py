@@ -46,7 +46,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, hide_values: Callable[[], None]
     """N-grams are tensors, nobody looks at values, and rounds may be captured."""
     monkeypatch.setattr("polydraft.draft.device_trie._DEVICES", ("cpu",))
     hide_values()
-    monkeypatch.setattr("polydraft.draft.dynamic_builder._CAPTURED", ("cpu",))
 
 
 def decoder_of(drafter: str, **options: Any) -> Decoder:

@@ -1,16 +1,19 @@
 """Decoders with a tree of its own for one text at temperature 0."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import interpreted
 from covering import covering
+from fixed_trees import FixedTrees
 from polydraft.draft import TreeDrafter
+from polydraft.draft.fixed_builder import FixedBuilder
 from polydraft.draft.static_builder import StaticBuilder
-from polydraft.draft.tree_drafter import grows_fast
 from polydraft.engine import Decoder, Generation
 from polydraft.errors import UsageError
 from polydraft.lab.theory import largest_tree
@@ -24,13 +27,14 @@ from stand_in import StandIn
 from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET
 from .test_greedy import greedy_text
 
+INTERPRETED = interpreted.turn_on()
 GREEDY = SamplingParams(temperature=0)
 WIDE, USUAL = parse_tree("best:24x4"), parse_tree("2x1")
 WIDES = {"static": WIDE, "dynamic": DynamicShape(nodes=24, depth=4, adaptive=False)}
 
 
 def decoder_of(model: Any, wide: str = "static", **options: Any) -> Decoder:
-    return Decoder(TARGET, TreeDrafter(model, USUAL, greedy=WIDES[wide]), **options)
+    return Decoder(TARGET, FixedTrees(model, USUAL, greedy=WIDES[wide]), **options)
 
 
 def depth_of(result: Generation) -> float:
@@ -49,7 +53,6 @@ def test_one_greedy_text_has_the_wide_tree(
 ) -> None:
     # As on a GPU: nobody looks at values, and rounds of dynamic trees are captured too.
     hide_values()
-    monkeypatch.setattr("polydraft.draft.dynamic_builder._CAPTURED", ("cpu",))
     decoder = decoder_of(model, wide, graphs=graphs)
     for prompt in RAGGED_PROMPTS:
         result = decoder.generate(prompt, sampling=GREEDY, max_new_tokens=40)
@@ -58,32 +61,37 @@ def test_one_greedy_text_has_the_wide_tree(
     assert bool(caches) == graphs
 
 
+SLOW: list[Any] = [
+    (SamplingParams(temperature=0, repetition_penalty=1.2), True, None),
+    (SamplingParams(temperature=0, logit_bias={3: 1.0}), True, None),
+    (GREEDY, False, None),
+    (GREEDY, True, "recurrent layers"),
+    (SamplingParams(), True, None),
+]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU")
 @pytest.mark.parametrize(
-    ("params", "obstacle", "fast"),
-    [
-        (GREEDY, {}, True),
-        (SamplingParams(temperature=0, top_k=3), {}, True),
-        (SamplingParams(temperature=0, repetition_penalty=1.2), {}, False),
-        (SamplingParams(temperature=0, logit_bias={3: 1.0}), {}, False),
-        (GREEDY, {"triton": "it does not compile"}, False),
-        (GREEDY, {"shape": "recurrent layers"}, False),
-    ],
+    ("params", "kernels", "obstacle"), [(GREEDY, True, None), (replace(GREEDY, top_k=3), True, None), *SLOW]
 )
-def test_a_gpu_grows_dynamic_trees_where_kernels_do(
-    params: SamplingParams, obstacle: dict[str, str], fast: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_grows_dynamic_trees_where_kernels_do_and_has_the_best_static_tree_elsewhere(
+    params: SamplingParams, kernels: bool, obstacle: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polydraft.draft.tree_drafter.triton_obstacle", lambda device: obstacle.get("triton"))
-    target: Any = SimpleNamespace(device=torch.device("cuda"), shape_obstacle=obstacle.get("shape"))
-    assert grows_fast(RowParams((params,)), target) == fast
-    target.device = torch.device("cpu")
-    assert grows_fast(RowParams((params,)), target)
+    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", kernels)
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"), shape_obstacle=obstacle, vocab_size=TARGET.vocab_size)
+    for drafter in (TreeDrafter(DRAFT, USUAL, greedy=WIDES["dynamic"]), TreeDrafter(DRAFT, WIDES["dynamic"])):
+        builder = drafter.builder(RowParams((params,)), gpu)
+        if (params, kernels, obstacle) not in SLOW:
+            assert isinstance(builder, FixedBuilder)
+        else:
+            usual = params.temperature > 0 and drafter.greedy is not None
+            assert type(builder) is StaticBuilder and builder.topology == (USUAL if usual else WIDE)
 
 
-def test_what_is_slow_to_grow_has_the_best_static_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polydraft.draft.tree_drafter.grows_fast", lambda params, target: False)
-    drafter = TreeDrafter(DRAFT, USUAL, greedy=WIDES["dynamic"])
-    builder = drafter.builder(RowParams((SamplingParams(temperature=0, repetition_penalty=1.2),)), TARGET)
-    assert isinstance(builder, StaticBuilder) and builder.topology == WIDE
+def test_batches_of_a_gpu_have_the_best_static_tree() -> None:
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"), shape_obstacle=None, vocab_size=TARGET.vocab_size)
+    builder = TreeDrafter(DRAFT, WIDES["dynamic"]).builder(RowParams((GREEDY, GREEDY)), gpu)
+    assert type(builder) is StaticBuilder and builder.topology == WIDE
 
 
 @pytest.mark.parametrize("model", [DRAFT, HEAD], ids=["model", "head"])

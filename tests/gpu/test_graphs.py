@@ -9,7 +9,7 @@ import torch
 from polydraft.draft import Combination, Drafter, Plain, TreeDrafter
 from polydraft.draft.gram_options import GramTreeOptions
 from polydraft.draft.grams import gram_tree
-from polydraft.draft.tree_choice import TreeChoice
+from polydraft.draft.ladder import Ladder
 from polydraft.engine import Decoder, Engine, TokenSequence
 from polydraft.engine.graphs import GraphCache
 from polydraft.engine.workspace import Workspace
@@ -277,7 +277,7 @@ def test_rounds_have_fewer_rows_as_texts_end(kind: str, sampling: str) -> None:
 @pytest.mark.parametrize("kind", ["model", "head"])
 def test_texts_with_a_seed_keep_theirs_in_captured_rounds_of_larger_trees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, where small models are invariant too: rows that are limited to a chain, beside rows that are not."""
-    monkeypatch.setattr(TreeChoice, "_best", lambda choice, *_: choice.largest)
+    monkeypatch.setattr(Ladder, "best", lambda ladder, *_: ladder.largest)
     target = HFModel(FAMILIES.get("llama").build().to("cuda"), invariant=True)
     tree = parse_tree("4x2x1")
     model = head_tree(target, tree).model if kind == "head" else perturbed("llama", "cuda")

@@ -19,15 +19,12 @@ from triton.runtime.jit import JITFunction
 from polydraft import devices
 from polydraft.backends import triton as kernels
 from polydraft.backends.triton import probe as _probe
+from polydraft.backends.triton.planting import MOST_CHILDREN
 from polydraft.backends.triton.verify_block import FusedRound
-from polydraft.draft.assembly import Passes
-from polydraft.draft.fused_growth import FusedGrowth
-from polydraft.draft.fused_learning import allow_sizes, learn_round
-from polydraft.draft.planting import MOST_CHILDREN, plant_columns, plant_largest
-from polydraft.draft.policy import RowPolicy
-from polydraft.draft.sizes import SizeChoice, sizes_of
+from polydraft.draft import DistributionSource
+from polydraft.draft.fixed_builder import FixedBuilder
+from polydraft.draft.planting import plant_columns, plant_largest
 from polydraft.engine.outcome import conclude
-from polydraft.lab.theory import Costs
 from polydraft.models import FAMILIES, FeatureHead, _invariant
 from polydraft.models._bodies import lean_body
 from polydraft.models._fused import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
@@ -37,7 +34,7 @@ from polydraft.models._slots import place
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import HeadShape, TapNorm
 from polydraft.models.tree_attention import AttentionPlan, tree_attention
-from polydraft.sampling import PartialVocabulary
+from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.sampling.softened import softened
 from polydraft.trees import DraftTree, DynamicShape, SlicedMask, parse_tree, union
 from polydraft.verify import SCHEMES, BlockWalk
@@ -216,18 +213,10 @@ def dynamic_rounds(dtype: torch.dtype) -> None:
     shapes = [DynamicShape(nodes=64, depth=6), DynamicShape(nodes=1024, depth=8, beam=16, branch=16)]
     shapes.append(DynamicShape(nodes=3, depth=2, beam=1, branch=1, adaptive=False))
     for shape, size, known in zip(shapes, (49152, 131072, 50), (24576, 131072, 7), strict=True):
-        vocabulary = PartialVocabulary(torch.arange(known), size) if known < size else None
-        growth = FusedGrowth(shape, Passes(0, 1 + shape.beam * shape.depth), vocabulary, size, torch.device("cpu"))
-        costs, device = Costs(draft_level=0.1, tree_pass=float), torch.device("cpu")
-        policy = RowPolicy(costs, 1, shape.nodes, device, shape.adaptive)
-        choice = SizeChoice(sizes_of(shape), costs, 1, shape.depth, device)
-        logits, numbers = torch.zeros(1, shape.beam, known, dtype=dtype), torch.zeros(1, dtype=torch.long)
-        assert growth.fits(logits)
-        allowed, wanted = allow_sizes(policy, choice)
-        growing = growth.begin(torch.ones(1), allowed, shape.depth)
-        for width in growth.widths[:-1]:
-            growing.grow(logits[:, :width])
-        learn_round(policy, choice, growing.tree(numbers, wanted, shape.nodes)[1], numbers, numbers)
+        source = DistributionSource(torch.device("cpu"), PartialVocabulary(torch.arange(known), size) if known < size else None)
+        builder = FixedBuilder(source, shape, RowParams.of(SamplingParams(temperature=0), 1), size)
+        assert builder.form(dtype) is not None
+        builder.made_up(dtype)
 
 
 def attend(case: Case) -> None:

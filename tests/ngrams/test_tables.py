@@ -10,7 +10,7 @@ from covering import some_slow
 from polydraft.draft.device_trie import DeviceTrieBuilder
 from polydraft.draft.gram_options import Sizes
 from polydraft.draft.riders import RiderOptions
-from polydraft.draft.trie import WIDTH, Limits, grow
+from polydraft.draft.trie import WIDTH, Limits, grow, trie_ladder
 from polydraft.ngrams import GRAM_CACHES, GramOptions
 from polydraft.sampling import NO_TOKEN
 
@@ -23,7 +23,7 @@ DEPTH = 6
 def built(names, options, texts, nodes, depth=DEPTH):
     """The builder, and its tree of some texts."""
     caches = [GRAM_CACHES.get(name)(options) for name in names]
-    sizes = Sizes(nodes=nodes, depth=depth, riders=RiderOptions(branches=0), least=0.0, steps=(nodes,))
+    sizes = Sizes(nodes=nodes, depth=depth, riders=RiderOptions(branches=0), least=0.0, ladder=trie_ladder(nodes, (nodes,)))
     builder = DeviceTrieBuilder(caches, sizes, len(texts), CPU, "+".join(names))
     builder.source.make_room(places=1 + nodes, depth=depth, captured=False)
     builder.source.begin(texts, max(map(len, texts)) + 20, range(len(texts)))
@@ -135,7 +135,7 @@ def test_tries_are_those_that_the_host_would_grow(monkeypatch, options, name):
     monkeypatch.setattr(trie_module, "_HOPE", 1.0)  # the host looks for likely children first, in another order otherwise
     text = random_text(3, 200, vocabulary=6)
     _, tree = built([name], options, [text], nodes=16)
-    limits = Limits(nodes=16, depth=DEPTH, width=WIDTH, least=0.0, steps=(16,))
+    limits = Limits(nodes=16, depth=DEPTH, width=WIDTH, least=0.0, ladder=trie_ladder(16, (16,)))
     memory = opened(name, options, text)
     trie = grow(text[-1], [name], [memory], limits)
     host = expected(memory, DEPTH)

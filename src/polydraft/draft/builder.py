@@ -37,7 +37,7 @@ class Builder(ABC):
     movable: bool = False
     """Whether rows can be swapped, see `swap_rows`."""
     policy: RowPolicy | None = None
-    """Says which rows rest, where some may."""
+    """Says on a CPU which rows rest, where some may, and how much the others draft."""
     asked_scheme: str | None = None
     """The scheme that was asked for by name: a walk that was asked for as well must verify it."""
 
@@ -54,7 +54,7 @@ class Builder(ABC):
     @property
     def resting(self) -> bool:
         """Whether the next tree is the root alone, and the source is not asked."""
-        return False
+        return self.policy is not None and self.policy.idle and self.source.can_wait
 
     @property
     def rest_reason(self) -> str:
@@ -95,11 +95,13 @@ class Builder(ABC):
         # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
         return resolve_walk(wish, self.scheme, insist=self.asked_scheme == self.scheme.name)
 
-    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:  # noqa: B027 (most trees do not depend on it)
+    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
         """Say how many rows share the rounds of each row, which may make smaller trees pay.
 
         `steady` are rows that must have the same trees whatever pays; None for those that are not at work.
         """
+        if self.policy is not None:
+            self.policy.share(loads)
 
     @property
     def limited(self) -> Mapping[int, Sequence[int]]:
@@ -114,14 +116,18 @@ class Builder(ABC):
 
         Where rows are movable and rounds are captured, those that go sleep and come back as they were.
         """
-        raise NotImplementedError
+        if self.policy is not None:
+            self.policy.resize(len(params))
 
     def swap_rows(self, first: int, second: int) -> None:
         """Swap two rows between two rounds, the second of which may sleep."""
-        raise NotImplementedError
+        if self.policy is not None:
+            self.policy.swap_rows(first, second)
 
-    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:  # noqa: B027
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters from now on."""
+        if self.policy is not None:
+            self.policy.begin(rows)
 
     @abstractmethod
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
@@ -131,13 +137,10 @@ class Builder(ABC):
         """Return where the source's passes put some nodes of the last tree."""
         return path_BD
 
-    def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
-        """Compare the verdict with what was expected; whole numbers `[B, X]` that are returned go to `receive`."""
-        return None
-
-    def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Take on the host what `learn` returned."""
-        raise NotImplementedError
+    def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
+        """Compare the verdict with what was expected."""
+        if self.policy is not None:
+            self.policy.learn(verdict.accepted_B.tolist(), (keep_B > 0).tolist())
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:  # noqa: B027 (many look at no text)
         """Add newly emitted tokens to the certain texts."""
@@ -164,58 +167,44 @@ class DraftDistributions:
 
     def __init__(self, source: DistributionSource, params: RowParams, vocab_size: int) -> None:
         self.vocabulary, self.params = source.vocabulary, params
-        self._vocab_size, self._device = vocab_size, source.device
-        self._warper: Warper | None = None
+        self.vocab_size = vocab_size
+        none = [()] * len(params)
+        self._warper = Warper(params, vocab_size, none, source.device, of_draft=True, vocabulary=self.vocabulary)
 
     @property
     def num_columns(self) -> int:
         """Tokens that the distributions speak of, so the most children that a node can have."""
-        return self._vocab_size if self.vocabulary is None else len(self.vocabulary.tokens_D)
+        return self.vocab_size if self.vocabulary is None else len(self.vocabulary.tokens_D)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, as penalties need them, and of all rows' parameters."""
         self.params = params
-        if self._warper is None:
-            self._warper = Warper(params, self._vocab_size, texts, self._device, of_draft=True, vocabulary=self.vocabulary)
-        else:
-            self._warper.admit(params, rows, [texts[row] for row in rows])
+        self._warper.admit(params, rows, [texts[row] for row in rows])
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters."""
         self.params = params
-        if self._warper is not None:
-            self._warper.resize(params)
+        self._warper.resize(params)
 
     def swap_rows(self, first: int, second: int) -> None:
         """Swap two rows."""
-        if self._warper is not None:
-            self._warper.swap_rows(first, second)
+        self._warper.swap_rows(first, second)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""
-        assert self._warper is not None, "begin() comes first"
         self._warper.advance(emitted)
 
     def probs(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
         """Return the probabilities after some paths, in columns of the draft's own vocabulary if that is partial."""
-        assert self._warper is not None, "begin() comes first"
         return self._warper.probs(self._aligned(logits_BWV), paths_BWP)
 
     def ranking(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
         """Return weights in the same order, where nothing but the order matters."""
-        assert self._warper is not None, "begin() comes first"
         return self._warper.ranking(self._aligned(logits_BWV), paths_BWP)
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether `ranking` has the order of the logits as they come."""
-        assert self._warper is not None, "begin() comes first"
-        return self._warper.keeps_order
 
     @property
     def temperature_B(self) -> Tensor | None:
         """Temperature of each row, where `probs` are the softmax of the logits over it and nothing else."""
-        assert self._warper is not None, "begin() comes first"
         return self._warper.temperature_B
 
     def tokens(self, columns_BX: Tensor) -> Tensor:
@@ -227,5 +216,5 @@ class DraftDistributions:
         if self.vocabulary is not None:
             return logits_BWV
         # Padding rows of either model's table never get mass.
-        missing = self._vocab_size - logits_BWV.shape[-1]
+        missing = self.vocab_size - logits_BWV.shape[-1]
         return torch.nn.functional.pad(logits_BWV, (0, missing), value=-torch.inf) if missing else logits_BWV

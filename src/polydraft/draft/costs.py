@@ -17,19 +17,18 @@ from typing import Any
 import torch
 
 from polydraft.backends.native.build import cpu_features
-from polydraft.draft.assembly import Passes
+from polydraft.devices import can_sync
 from polydraft.draft.candidates import best_children, drawn_children, gains
-from polydraft.draft.fused_growth import FusedGrowth
 from polydraft.draft.speedup import Costs, cost_curve
-from polydraft.draft.trie import Limits, as_draft_tree, grow
+from polydraft.draft.trie import Limits, as_draft_tree, grow, trie_ladder
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.placement import agreed
 from polydraft.ngrams import GramOptions, SuffixCache
 from polydraft.output import cache_root, written_whole
 from polydraft.sampling import draw_one
-from polydraft.trees import Block, DraftTree, DynamicShape, Topology, causal_block
+from polydraft.trees import Block, DraftTree, Topology, causal_block
 from polydraft.verify import SCHEMES, Naive, NodeWalk
-from polydraft.verify.arrays import arange, as_array, can_sync, largest
+from polydraft.verify.weights import largest
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +206,7 @@ def _lookup(target: LanguageModel) -> Callable[[], Any]:
     """Return the work of a round's n-grams: looking them up, and making a tree of them."""
     name, memory = SuffixCache.name, SuffixCache(GramOptions()).open()
     memory.read([index % min(_PERIOD, target.vocab_size) for index in range(_CONTEXT)])
-    limits = Limits(nodes=_BEAM, depth=_BEAM, width=_CHILDREN, least=0.0)
+    limits = Limits(nodes=_BEAM, depth=_BEAM, width=_CHILDREN, least=0.0, ladder=trie_ladder(_BEAM))
 
     def work() -> None:
         trie = grow(0, [name], [memory], limits)
@@ -273,20 +272,13 @@ def _draft_level(draft: LanguageModel | FeatureHead, name: str) -> Callable[[], 
             return context.extend(tokens_1T[:, :width], block)  # type: ignore[no-any-return]
 
     context.rewind([size])
-    scores_1W = as_array(torch.zeros(1, width, device=device, dtype=torch.float64))
-    counts_1W = 0 * arange(width, scores_1W)[None] + min(_CHILDREN, draft.num_columns)
+    scores_1W = torch.zeros(1, width, device=device, dtype=torch.float64)
+    counts_1W = torch.full((1, width), min(_CHILDREN, draft.num_columns), device=device)
     uniforms_1U = torch.rand(1, width * _CHILDREN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
     scheme = SCHEMES.get(name)()
-    shape, passes = DynamicShape(nodes=8 * _BEAM + 1, depth=2, beam=_BEAM, branch=2 * _BEAM), Passes(0, 1 + _BEAM)
-    growth = FusedGrowth(shape, passes, getattr(draft, "vocabulary", None), draft.num_columns, device)
-    ones_1, levels_1 = torch.ones(1, device=device), torch.full((1,), shape.depth, device=device)
 
     def work() -> None:
-        logits_1WD = draft.head(read())
-        if name == "top" and growth.widths[1] == width and growth.fits(logits_1WD):
-            growth.begin(ones_1, levels_1, shape.depth, first=1).grow(logits_1WD)
-            return
-        probs_1WD = torch.softmax(logits_1WD.float(), -1)
+        probs_1WD = torch.softmax(draft.head(read()).float(), -1)
         if name == "top":
             best_children(scores_1W, probs_1WD, 2 * _BEAM, 8 * _BEAM)
         else:

@@ -1,4 +1,4 @@
-"""Trees whose shape follows the draft's path probabilities, anew in every round.
+"""Trees whose shape follows the draft's path probabilities, anew in every round, on a CPU.
 
 References
 ----------
@@ -7,61 +7,218 @@ References
 """
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from functools import partial
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run
-from polydraft.draft.assembly import Assembled, Passes, assemble
 from polydraft.draft.builder import Builder, DraftDistributions
 from polydraft.draft.candidates import (
-    Front,
     Level,
-    Widths,
+    best,
     best_children,
     drawn_children,
-    even_children,
-    even_levels,
     fixed_shares,
     gains,
     room_of_levels,
+    total,
 )
 from polydraft.draft.decision import Decision
-from polydraft.draft.fused_growth import FusedGrowth
-from polydraft.draft.fused_learning import allow_sizes, learn_round
-from polydraft.draft.policy import Allotment, Plan, RowPolicy
-from polydraft.draft.sizes import Size, SizeChoice, sizes_of
+from polydraft.draft.fixed_builder import ranking_params
+from polydraft.draft.growth import Growing, Grown, Passes
+from polydraft.draft.policy import RowPolicy
 from polydraft.draft.source import DistributionSource
-from polydraft.draft.speedup import Costs
-from polydraft.draft.static_builder import DECISION_OBSTACLE, DEFAULT_SCHEME
-from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams
-from polydraft.transfers import assign
-from polydraft.trees import Block, DraftTree, DynamicShape, Topology
-from polydraft.verify import SCHEMES, Scheme, Verdict
-from polydraft.verify.arrays import Array, arange, as_array, as_tensor, at_least, can_sync, largest, put, top, total, xp
+from polydraft.draft.static_builder import DEFAULT_SCHEME
+from polydraft.draft.stopping_builder import DECISION_OBSTACLE
+from polydraft.sampling import NO_TOKEN, RowParams
+from polydraft.trees import DraftTree, DynamicShape, Topology
+from polydraft.verify import SCHEMES, Scheme
+from polydraft.verify.weights import largest
 
-_CAPTURED = ("cuda",)
-"""Devices whose rounds are captured, and have one of a few sizes for it."""
-_TOP = SCHEMES.get("top")()
-_GREEDY_DRAFT_TEMPERATURE = 1.0
-"""Of the distributions that rank candidates where the target is greedy: there they estimate which token is the likeliest."""
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """Which candidates of all levels make the tree."""
+
+    keep_BC: Tensor
+    counts_B: Tensor
+
+
+class Candidates(ABC):
+    """How the candidates of a level come about, and which of all levels are kept.
+
+    Parameters
+    ----------
+    shape : DynamicShape
+    distributions : DraftDistributions
+    policy : RowPolicy
+    """
+
+    scheme: Scheme
+    num_uniforms: int = 0
+
+    def __init__(self, shape: DynamicShape, distributions: DraftDistributions, policy: RowPolicy) -> None:
+        self.shape, self.distributions, self.policy = shape, distributions, policy
+
+    @abstractmethod
+    def width(self, depth: int) -> int:
+        """Return how many nodes of a level get children."""
+
+    @property
+    @abstractmethod
+    def branch(self) -> int:
+        """Most children of a node."""
+
+    @abstractmethod
+    def children(self, growing: Growing, logits_BWV: Tensor, uniforms_BU: Tensor) -> tuple[Level, Tensor | None]:
+        """Return candidates below the nodes that get children now, and what they promise where that is known."""
+
+    @abstractmethod
+    def gained(self, levels: list[Level], promise_B: Tensor | None) -> Tensor:
+        """Return what the last level adds to a tree, once its nodes are paid for."""
+
+    @abstractmethod
+    def room(self, growing: Growing) -> Tensor:
+        """Say which rows have room for another level."""
+
+    @abstractmethod
+    def kept(self, growing: Growing) -> _Kept:
+        """Say which candidates make the tree."""
+
+    def dressed(self, grown: Grown) -> DraftTree:
+        """Return the tree with the distributions that it was drawn from."""
+        return grown.draft
+
+    def _tokens(self, level: Level) -> Level:
+        """Turn columns of the draft's distributions into tokens."""
+        return dataclasses.replace(level, tokens_BX=self.distributions.tokens(level.tokens_BX))
+
+
+class Likeliest(Candidates):
+    """The likeliest paths, as many as pay [1, 2].
+
+    They are chosen by rank, not drawn: verification by naive sampling is exact, and accepts as much as any exact verifier could
+    where the target is greedy.
+    """
+
+    scheme = SCHEMES.get("top")()
+
+    def width(self, depth: int) -> int:
+        """Take as many as the shape says further."""
+        return self.shape.beam
+
+    @property
+    def branch(self) -> int:
+        """As the shape says."""
+        return self.shape.branch
+
+    def children(self, growing: Growing, logits_BWV: Tensor, uniforms_BU: Tensor) -> tuple[Level, Tensor | None]:
+        """Choose the likeliest."""
+        probs_BWV = self.distributions.probs(logits_BWV, growing.paths_BWP)
+        return self._tokens(best_children(growing.scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)), None
+
+    def gained(self, levels: list[Level], promise_B: Tensor | None) -> Tensor:
+        """Compare the best tree of all levels with the best one without the last."""
+        return self._promise(levels) - self._promise(levels[:-1])
+
+    def _promise(self, levels: list[Level]) -> Tensor:
+        scores_BC = torch.cat([level.scores_BX for level in levels], 1)
+        return self.policy.net(best(scores_BC, self.shape.nodes - 1)[0].exp())
+
+    def room(self, growing: Growing) -> Tensor:
+        """Better candidates replace others."""
+        return torch.ones(len(growing.scores_BW), dtype=torch.bool)
+
+    def kept(self, growing: Growing) -> _Kept:
+        """Keep the likeliest, as many as pay."""
+        scores_BC = growing.scores_BC
+        best_BM, index_BM = best(scores_BC, self.shape.nodes - 1)
+        counts_B = torch.minimum(self.policy.counts(best_BM.exp()), (best_BM > -torch.inf).sum(-1))
+        chosen_BM = torch.arange(best_BM.shape[1]) < counts_B[:, None]
+        return _Kept(torch.zeros_like(scores_BC, dtype=torch.bool).scatter_(1, index_BM, chosen_BM), counts_B)
+
+
+class Drawn(Candidates):
+    """Children that are drawn, where the target draws: they are accepted more often then.
+
+    How many a node draws, few where the draft is sure and many where it is not, and which of them draw further is decided by
+    the draft's distributions and the tokens so far, which leaves the distribution of whatever is drawn as verification assumes
+    it; no child that was drawn is left out again.
+    """
+
+    scheme = SCHEMES.get(DEFAULT_SCHEME)()
+
+    def __init__(self, shape: DynamicShape, distributions: DraftDistributions, policy: RowPolicy) -> None:
+        super().__init__(shape, distributions, policy)
+        limits = [limit for limit in (self.scheme.max_children, distributions.num_columns) if limit is not None]
+        self._room = room_of_levels(shape, min(limits))
+        self._shares = fixed_shares(shape, self._room)
+        self.num_uniforms = sum(level.total for level in self._room)
+        """One per candidate that the levels have room for."""
+        self._level_probs: list[Tensor] = []
+        self.greedy_B: Tensor | None = None
+        """Rows whose candidates are the likeliest tokens all the same; None if there are none."""
+
+    def width(self, depth: int) -> int:
+        """Let a few nodes draw."""
+        return self._room[depth].nodes
+
+    @property
+    def branch(self) -> int:
+        """As many as levels have room for."""
+        return max(level.children for level in self._room)
+
+    def children(self, growing: Growing, logits_BWV: Tensor, uniforms_BU: Tensor) -> tuple[Level, Tensor | None]:
+        """Draw as many as pay."""
+        depth, scores_BW = len(growing.levels), growing.scores_BW
+        if depth == 0:
+            self._level_probs = []
+        probs_BWV = self.distributions.probs(logits_BWV, growing.paths_BWP)
+        self._level_probs.append(probs_BWV)
+        most, used = self._room[depth].children, sum(level.total for level in self._room[:depth])
+        own_BU = uniforms_BU[:, used : used + scores_BW.shape[1] * most]
+        # How many children pay and which of them are certain both follow from the likeliest tokens: found once.
+        ranked = largest(probs_BWV.flatten(0, 1), most)
+        gain_BWK = gains(ranked[0], scores_BW.exp())
+        allotment = self.policy.allot(gain_BWK, self._nodes(growing), self._shares[depth], least=int(depth == 0))
+        level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, self.greedy_B)
+        return self._tokens(level), allotment.net_B
+
+    def _nodes(self, growing: Growing) -> Tensor:
+        """Return how many candidates each row has."""
+        if not growing.levels:
+            return torch.zeros(len(growing.scores_BW), dtype=torch.long)
+        return (growing.tokens_BC != NO_TOKEN).sum(-1)
+
+    def gained(self, levels: list[Level], promise_B: Tensor | None) -> Tensor:
+        """Count what the drawn children promise."""
+        assert promise_B is not None
+        return promise_B
+
+    def room(self, growing: Growing) -> Tensor:
+        """Stop where the tree is full: what was drawn stays."""
+        return self._nodes(growing) < self.shape.nodes - 1
+
+    def kept(self, growing: Growing) -> _Kept:
+        """Keep all that was drawn."""
+        keep_BC = growing.tokens_BC != NO_TOKEN
+        return _Kept(keep_BC, keep_BC.sum(-1))
+
+    def dressed(self, grown: Grown) -> DraftTree:
+        """Add a distribution for each level."""
+        probs = tuple(self._level_probs)
+        return dataclasses.replace(
+            grown.draft,
+            distributions=probs + probs[-1:] * (self.shape.depth - len(probs)),
+            distribution_rows_BN=grown.slots_BN,
+            vocabulary=self.distributions.vocabulary,
+        )
 
 
 class DynamicBuilder(Builder):
-    """Grow trees whose shape follows the draft's confidence.
-
-    Where the target is greedy, each level takes the `beam` likeliest paths further, and of all candidates of all levels the
-    likeliest make the tree [1, 2]. Children are then chosen by rank, not drawn: verification by naive sampling is exact, and
-    accepts as much as any exact verifier could. Above temperature 0 drawn children are accepted more often: how many a node
-    draws, few where the draft is sure and many where it is not, and which of them draw further is decided by the draft's
-    distributions and the tokens so far, which leaves the distribution of whatever is drawn as verification assumes it; no child
-    that was drawn is left out again.
-
-    On a GPU rounds are captured: all trees of a round have one of a few sizes, which `SizeChoice` chooses ahead of time.
+    """Grow trees whose shape follows the draft's confidence, as large as pays.
 
     Parameters
     ----------
@@ -71,7 +228,7 @@ class DynamicBuilder(Builder):
         The target's.
     vocab_size : int
         The target's.
-    costs : Costs
+    policy : RowPolicy
     draft_temperature : float, optional
         Temperature of the distributions that rank candidates; the target's otherwise, 1 where that is 0.
     decision : Decision, optional
@@ -79,6 +236,8 @@ class DynamicBuilder(Builder):
     """
 
     asked_scheme = "auto"
+    learns = elastic = movable = True
+    policy: RowPolicy
 
     def __init__(
         self,
@@ -87,315 +246,111 @@ class DynamicBuilder(Builder):
         params: RowParams,
         vocab_size: int,
         *,
-        costs: Costs,
+        policy: RowPolicy,
         draft_temperature: float | None = None,
         decision: Decision | None = None,
     ) -> None:
         self.source: DistributionSource = source
         self.shape, self.num_nodes, self.depth = shape, shape.nodes, shape.depth
-        self._draft_temperature = draft_temperature
-        self._likeliest_B = torch.zeros(len(params), dtype=torch.bool, device=source.device)
-        """Rows whose candidates are the likeliest tokens, even where others' are drawn."""
-        self._usual = SCHEMES.get(DEFAULT_SCHEME)()
-        self._distributions = DraftDistributions(source, self._ranking_params(params), vocab_size)
-        limits = [limit for limit in (self._usual.max_children, self._distributions.num_columns) if limit is not None]
-        self._sized = decision is None and source.device.type in _CAPTURED
-        self._room = even_levels(shape, min(limits)) if self._sized else room_of_levels(shape, min(limits))
-        self._shares = fixed_shares(shape, self._room)
-        self._vocab_size, self._device = vocab_size, source.device
-        self.policy: RowPolicy = RowPolicy(costs, len(params), shape.nodes, source.device, shape.adaptive)
-        self._decision = decision
-        self._choice: SizeChoice | None = None
-        """Where rounds may be captured: which size they have."""
-        if decision is not None:
-            self.obstacle = DECISION_OBSTACLE
-        elif self._sized:
-            self._choice = SizeChoice(sizes_of(shape), costs, len(params), shape.depth, source.device)
-        else:
-            self.obstacle = "dynamic trees differ from round to round where the host looks at them"
-        self.learns = self.elastic = self.movable = self._choice is None
-        self._resting = False
-        self._plan: Plan | None = None
-        self._level_probs: list[Tensor] = []
-        self._any_distribution_1 = torch.full((1,), 1 / vocab_size, device=source.device)
-        """Of rounds in which all rows rest: no child was drawn, so any distribution will do."""
-        self._grown: Assembled | None = None
-        self._fused = FusedGrowth(shape, Passes(source.lead, self.places), source.vocabulary, vocab_size, source.device)
+        self.policy, self._decision, self._draft_temperature = policy, decision, draft_temperature
+        self.obstacle = DECISION_OBSTACLE if decision is not None else "the host looks at dynamic trees as they grow"
+        self._distributions = DraftDistributions(source, ranking_params(params, draft_temperature), vocab_size)
+        self._likeliest, self._drawn = Likeliest(shape, self._distributions, policy), Drawn(shape, self._distributions, policy)
+        self._note(params)
+        self._grown: Grown | None = None
 
-    def _ranking_params(self, params: RowParams) -> RowParams:
-        """Take the rows' parameters; return those of the distributions that rank candidates."""
-        self._drawn = not params.all_greedy and self._draft_temperature != 0
-        self._mixed = self._drawn and params.mixed
-        assign(self._likeliest_B, params.greedy)
-        return params.map(partial(_ranking_params, self._draft_temperature))
-
-    @property
-    def resting(self) -> bool:
-        """Whether every row rests, as the host knows it; of a captured round the source reads along even then."""
-        return self._resting and self._choice is None
-
-    @property
-    def kind(self) -> Hashable:
-        """The size of the next round's trees."""
-        return None if self._choice is None else self._choice.current
-
-    @property
-    def num_kinds(self) -> int:
-        """One per size."""
-        return 1 if self._choice is None else len(self._choice.sizes)
-
-    def rehearse(self, number: int | None) -> None:
-        """Let all rounds have one size, the largest first."""
-        if self._choice is not None:
-            self._choice.rehearsed = None if number is None else self.num_kinds - 1 - number
-
-    @property
-    def _size(self) -> Size:
-        """What the next trees may have at most, as the host knows it."""
-        return Size(self.shape.depth, self.shape.nodes) if self._choice is None else self._choice.sizes[self._choice.current]
+    def _note(self, params: RowParams) -> None:
+        """Choose how candidates come about."""
+        drawn = not params.all_greedy and self._draft_temperature != 0
+        self._candidates: Candidates = self._drawn if drawn else self._likeliest
+        self._drawn.greedy_B = torch.tensor(params.greedy) if drawn and params.mixed else None
 
     @property
     def scheme(self) -> Scheme:
         """The default scheme; `top` where no row draws."""
-        return self._usual if self._drawn else _TOP
-
-    @property
-    def _widths(self) -> tuple[Widths, ...]:
-        return self._room if self._drawn else ()
+        return self._candidates.scheme
 
     @property
     def num_uniforms(self) -> int:
         """One per candidate that the levels have room for, where they are drawn."""
-        return sum(level.total for level in self._widths)
+        return self._candidates.num_uniforms
 
     @property
     def places(self) -> int:
         """A full front on every level, behind the lead."""
-        width = max([self.shape.beam, *(level.nodes for level in self._room)])
-        return self.source.lead + 1 + width * (self.shape.depth - 1)
-
-    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
-        """Let the policy and the choice of sizes reckon with it."""
-        self.policy.share(loads)
-        if self._choice is not None:
-            self._choice.share(loads)
+        widths = [kind.width(depth) for kind in (self._likeliest, self._drawn) for depth in range(self.depth)]
+        return self.source.lead + 1 + max(widths) * (self.depth - 1)
 
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters."""
-        self._likeliest_B = self._likeliest_B.new_zeros(len(params))
-        self._distributions.resize(self._ranking_params(params))
-        self.policy.resize(len(params))
+        super().resize(params)
+        self._note(params)
+        self._distributions.resize(ranking_params(params, self._draft_temperature))
 
     def swap_rows(self, first: int, second: int) -> None:
         """Swap two rows, with what was learnt of them."""
+        super().swap_rows(first, second)
         self._distributions.swap_rows(first, second)
-        self.policy.swap_rows(first, second)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""
-        self._distributions.begin(texts, rows, self._ranking_params(params))
-        new_B = as_array(torch.tensor([row in rows for row in range(len(params))], device=self._device))
-        self.policy.begin(new_B)
-        if self._choice is not None:
-            self._choice.begin(rows, new_B)
-        # Where all others rest, and new texts begin with a rest, there is no need for a pass of the draft.
-        if self._resting and self._device.type == "cpu":
-            self._resting = not self.policy.drafting_B[list(rows)].any() and self.source.can_wait
-        else:
-            self._resting = False
+        super().begin(texts, rows, params)
+        self._note(params)
+        self._distributions.begin(texts, rows, ranking_params(params, self._draft_temperature))
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""
         self._distributions.advance(emitted)
 
-    def _bare(self, root_B: Tensor, plan: Plan | None = None) -> DraftTree:
-        """Return a tree of the root alone, where all rows rest or nothing was found to pay; it verifies as deep trees do."""
-        self._plan, self._grown = plan, None
-        distributions = (
-            (self._any_distribution_1.expand(len(root_B), 1, self._vocab_size),) * self.shape.depth if self._drawn else ()
-        )
-        tree = DraftTree.from_topology(Topology(), root_B[:, None], distributions, torch.zeros_like(root_B[:1]))
-        return dataclasses.replace(tree, depth=self.shape.depth, reach=0)
-
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Grow the trees of a round: pass the likeliest paths through the source, level by level."""
+        self._grown = None
         if self.resting:
             return self._bare(tail_B2[:, 1])
-        lead, features = self.source.lead, self.source.root(tail_B2)
-        if not self._size.levels:
-            return self._bare(tail_B2[:, 1])
-        logits = self.source.logits(features)
-        temperature_B = None if self._drawn or self._choice is None else self._distributions.temperature_B
-        if temperature_B is not None and self._fused.fits(logits):
-            return self._by_kernels(tail_B2[:, 1], temperature_B, logits)
-        going_B, root_B = self.policy.drafting_B, as_array(tail_B2[:, 1])
-        levels_B, fronts, self._level_probs = going_B * 1, list[Front](), []
-        nodes_B, scores_B1 = 0 * levels_B, 0.0 * levels_B[:, None]
-        paths_BWP = root_B[:, None, None][..., :0]
-        visible_BWU = arange(lead + 1, root_B)[None, None] + 0 * root_B[:, None, None] >= 0
-        level, _ = self._children(0, scores_B1, logits, paths_BWP, nodes_B, uniforms_BU)
-        levels = [level.masked(going_B)]
-        while len(levels) < self._depth:
-            front = Front.of(levels[-1], self._widths[len(levels)].nodes if self._drawn else self.shape.beam)
+        candidates, passes = self._candidates, Passes(self.source.lead, self.places)
+        growing, features_BWF = Growing(tail_B2[:, 1], passes, torch.float64), self.source.root(tail_B2)
+        logits_BWV, going_B = self.source.logits(features_BWF), torch.tensor(self.policy.drafting)
+        level, _ = candidates.children(growing, logits_BWV, uniforms_BU)
+        growing.levels.append(level.masked(going_B))
+        levels_B = going_B.long()
+        while len(growing.levels) < self.depth:
+            front = growing.next_front(candidates.width(len(growing.levels)))
             mass_B = front.mass_B
-            if self._choice is None:
-                nodes_B = nodes_B + (levels[-1].tokens_BX != NO_TOKEN).sum(-1)
-                going_B = going_B & self.policy.wants_level(mass_B) & self._goes_on(features, logits, going_B)
-                if self._drawn:
-                    going_B = going_B & (nodes_B < self.shape.nodes - 1)
-            else:
-                going_B = going_B & (self._choice.levels_B > len(levels))
-            if can_sync(logits) and not going_B.any():
+            going_B = going_B & self.policy.wants_level(mass_B) & candidates.room(growing)
+            if self._decision is not None:
+                going_B = going_B & self._decision.goes_on(features_BWF, logits_BWV)
+            if not going_B.any():
                 break
-            if self._distributions.params.needs_history:
-                own_BW1 = front.tokens_BW[..., None]
-                paths_BWP = xp(own_BW1).concatenate([front.inherit(paths_BWP), own_BW1], -1)
-            visible_BWU = front.see(visible_BWU)
-            depths_BW = lead + len(levels) + 0 * front.parents_BW
-            width, places = visible_BWU.shape[1:]
-            block = Block(places - width, as_tensor(depths_BW), as_tensor(visible_BWU), levels=(width,))
-            features = self.source.expand(as_tensor(front.tokens_BW), as_tensor(front.parents_BW), block)
-            logits = self.source.logits(features)
-            level, allotment = self._children(len(levels), front.scores_BW, logits, paths_BWP, nodes_B, uniforms_BU)
-            levels.append(level.masked(going_B))
-            fronts.append(front)
-            if self._choice is None:
-                self._report(mass_B, levels, allotment, going_B)
+            block = growing.pass_on(front)
+            features_BWF = self.source.expand(front.tokens_BW, front.parents_BW, block)
+            logits_BWV = self.source.logits(features_BWF)
+            level, promise_B = candidates.children(growing, logits_BWV, uniforms_BU)
+            growing.levels.append(level.masked(going_B))
+            if self.policy.adaptive:
+                self.policy.saw_level(mass_B, candidates.gained(growing.levels, promise_B), going_B)
             levels_B = levels_B + going_B
-        return self._tree(root_B, levels, fronts, levels_B)
+        return self._tree(growing, levels_B)
 
-    def _by_kernels(self, root_B: Tensor, temperature_B: Tensor, logits_BWV: Tensor) -> DraftTree:
-        """Do the same in a few kernels, where candidates are the likeliest and sizes are chosen ahead of time."""
-        assert self._choice is not None
-        allowed_B, wanted_B = allow_sizes(self.policy, self._choice)
-        growing = self._fused.begin(temperature_B, allowed_B, self._depth)
-        growing.grow(logits_BWV)
-        for _ in range(1, self._depth):
-            front = growing.front()
-            growing.grow(self.source.logits(self.source.expand(front.tokens_BW, front.parents_BW, front.block)))
-        self._grown, self._plan = growing.tree(root_B, wanted_B, self._size.nodes)
-        return self._grown.draft
-
-    def made_up(self, dtype: torch.dtype) -> DraftTree | None:
-        """Grow a tree of even logits, where kernels do."""
-        return None if self._drawn or self._choice is None else self._fused.made_up(len(self._likeliest_B), dtype)
-
-    def _report(self, mass_B: Array, levels: list[Level], allotment: Allotment | None, going_B: Array) -> None:
-        """Tell the policy what the last level brought."""
-        if allotment is not None:
-            self.policy.saw_allotment(mass_B, allotment, going_B)
-        elif self.policy.adaptive:
-            gained_B = self._promise(levels) - self._promise(levels[:-1])
-            self.policy.saw_level(mass_B, at_least(gained_B, 0.0) / self.policy.worth_B, going_B)
-
-    def _promise(self, levels: list[Level]) -> Array:
-        """Return what the best tree of all candidates of some levels promises, once its nodes are paid for."""
-        scores_BC = xp(levels[0].scores_BX).concatenate([level.scores_BX for level in levels], 1)
-        best_BM = top(scores_BC, min(self.shape.nodes - 1, scores_BC.shape[1]))[0]
-        return self.policy.net(xp(best_BM).exp(best_BM))
-
-    @property
-    def _depth(self) -> int:
-        return min(len(self._widths) if self._drawn else self.shape.depth, self._size.levels)
-
-    def _goes_on(self, features_BWF: Tensor, logits_BWV: Tensor, going_B: Array) -> Array:
-        return going_B if self._decision is None else as_array(self._decision.goes_on(features_BWF, logits_BWV))
-
-    def _tree(self, root_B: Array, levels: list[Level], fronts: list[Front], levels_B: Array) -> DraftTree:
-        """Keep all children that were drawn, or of the likeliest as many as pay."""
-        concatenate, where, exp = xp(root_B).concatenate, xp(root_B).where, xp(root_B).exp
-        scores_BC = concatenate([level.scores_BX for level in levels], 1)
-        if self._drawn:
-            keep_BC = concatenate([level.tokens_BX for level in levels], 1) != NO_TOKEN
-            counts_B = keep_BC.sum(-1)
-        else:
-            best_BM, index_BM = top(scores_BC, min(self._size.nodes - 1, scores_BC.shape[1]))
-            wanted_B = self.policy.counts(exp(best_BM)) if self._choice is None else self._choice.nodes_B - 1
-            counts_B = xp(root_B).minimum(wanted_B, (best_BM > -torch.inf).sum(-1))
-            keep_BC = scores_BC > torch.inf
-            put(keep_BC, index_BM, arange(best_BM.shape[1], best_BM) < counts_B[:, None])
-        room = self.shape.nodes if self._drawn else self._size.nodes
-        most = max(int(counts_B.max()), 1) if isinstance(counts_B, np.ndarray) else min(room - 1, keep_BC.shape[1])
+    def _tree(self, growing: Growing, levels_B: Tensor) -> DraftTree:
+        """Make the tree of the candidates that are kept, and plan with it."""
+        kept = self._candidates.kept(growing)
         # The number of levels is the batch's: more of them must not change a row's sum, which its policy learns from.
-        chances_BC = where(keep_BC, exp(scores_BC), 0.0)
-        found_BD = None
-        if self._choice is not None:
-            found = [total(part_BX) for part_BX in chances_BC.split([level.scores_BX.shape[1] for level in levels], 1)]
-            found_BD = torch.stack(found + [0.0 * found[0]] * (self.shape.depth - len(found)), 1)
-        self._plan = plan = Plan(total(chances_BC), counts_B, levels_B, found_BD)
-        if self._choice is None and isinstance(counts_B, np.ndarray) and not counts_B.any():
-            return self._bare(as_tensor(root_B), plan)
-        branch = max([level.children for level in self._widths], default=self.shape.branch)
-        passes = Passes(self.source.lead, self.places)
-        self._grown = grown = assemble(root_B, levels, fronts, keep_BC, most, branch, self.shape.depth, passes)
-        draft = grown.draft if self._choice is None else dataclasses.replace(grown.draft, reach=len(levels))
-        if not self._drawn:
-            return draft
-        distributions = tuple(self._level_probs)
-        return dataclasses.replace(
-            draft,
-            distributions=distributions + distributions[-1:] * (self.shape.depth - len(distributions)),
-            distribution_rows_BN=as_tensor(grown.slots_BN),
-            vocabulary=self._distributions.vocabulary,
-        )
+        expected_B = total(growing.scores_BC.exp().where(kept.keep_BC, 0.0))
+        self.policy.plan(expected_B.tolist(), kept.counts_B.tolist(), levels_B.tolist())
+        most = int(kept.counts_B.max())
+        if most == 0:
+            return self._bare(growing.root_B)
+        self._grown = growing.tree(kept.keep_BC, most, self._candidates.branch, self.depth)
+        return self._candidates.dressed(self._grown)
+
+    def _bare(self, root_B: Tensor) -> DraftTree:
+        """Return a tree of the root alone, where all rows rest or nothing was found to pay; it verifies as deep trees do."""
+        columns, distributions = self._distributions.vocab_size, tuple[Tensor, ...]()
+        if not self.scheme.follows_target:  # no child was drawn, so any distribution will do
+            distributions = (torch.full((1, 1, 1), 1 / columns).expand(len(root_B), 1, columns),) * self.depth
+        tree = DraftTree.from_topology(Topology(), root_B[:, None], distributions, torch.zeros_like(root_B[:1]))
+        return dataclasses.replace(tree, depth=self.depth, reach=0)
 
     def places_of(self, path_BD: Tensor) -> Tensor:
         """Nodes are where their levels put them; any place for nodes without children."""
         return path_BD + self.source.lead if self._grown is None else self._grown.places_BN.gather(1, path_BD)
-
-    def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
-        """Let the policy compare the round with its plan; report which rows want drafts next."""
-        plan = self._plan
-        if self._choice is not None and plan is not None and kernels_run(keep_B):
-            return learn_round(self.policy, self._choice, plan, verdict.accepted_B, keep_B)
-        active_B = as_array(keep_B) > 0
-        if plan is None:
-            self.policy.rested(active_B)
-        else:
-            self.policy.learn(plan, as_array(verdict.accepted_B), active_B)
-        if self._choice is None:
-            return as_tensor((self.policy.drafting_B & active_B)[:, None] * 1)
-        if plan is None:
-            self._choice.rested()
-        else:
-            self._choice.learn(self.policy.worth_B[:, None] * plan.found_BD, plan.levels_B * active_B, self.policy.rate_B)
-        return as_tensor(self._choice.report(self.policy.rest_B, active_B))
-
-    def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Take note of which rows want drafts, and how many."""
-        if self._choice is not None:
-            return self._choice.receive(reports)
-        self._resting = not any(report[0] for report in reports) and self.source.can_wait
-
-    def _children(
-        self, depth: int, scores_BW: Array, logits_BWV: Tensor, paths_BWP: Array, nodes_B: Array, uniforms_BU: Tensor
-    ) -> tuple[Level, Allotment | None]:
-        """Return the candidates below some nodes, drawn or chosen, and how many were allotted where they are drawn."""
-        probs_BWV = self._distributions.probs(logits_BWV, as_tensor(paths_BWP))
-        allotment = None
-        if self._drawn:
-            most, used = self._widths[depth].children, sum(level.total for level in self._widths[:depth])
-            own_BU = uniforms_BU[:, used : used + scores_BW.shape[1] * most]
-            likeliest_B = as_array(self._likeliest_B) if self._mixed else None
-            if self._choice is None:
-                # How many children pay and which of them are certain both follow from the likeliest tokens: found once.
-                ranked = largest(probs_BWV.flatten(0, 1), most)
-                gain_BWK = gains(ranked[0], xp(scores_BW).exp(scores_BW))
-                allotment = self.policy.allot(gain_BWK, nodes_B, self._shares[depth], least=int(depth == 0))
-                level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, likeliest_B)
-            else:
-                level = even_children(self.scheme, scores_BW, probs_BWV, own_BU, likeliest_B)
-            self._level_probs.append(probs_BWV)
-        else:
-            level = best_children(scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)
-        if self._distributions.vocabulary is None:
-            return level, allotment
-        tokens_BX = as_array(self._distributions.tokens(as_tensor(level.tokens_BX)))
-        return dataclasses.replace(level, tokens_BX=tokens_BX), allotment
-
-
-def _ranking_params(draft_temperature: float | None, params: SamplingParams) -> SamplingParams:
-    """Return a row's parameters for ranking candidates."""
-    temperature = draft_temperature or params.temperature or _GREEDY_DRAFT_TEMPERATURE
-    truncation: Any = {} if params.temperature > 0 else {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return dataclasses.replace(params, temperature=temperature, **truncation)

@@ -15,7 +15,7 @@ from polydraft.draft.drafter import Drafter
 from polydraft.draft.session import DraftSession
 from polydraft.draft.source import Source
 from polydraft.draft.tree_drafter import TreeDrafter
-from polydraft.draft.trie import TokenTrie, as_draft_tree, rounded
+from polydraft.draft.trie import TokenTrie, as_draft_tree, trie_ladder
 from polydraft.models import LanguageModel
 from polydraft.sampling import RowParams
 from polydraft.sampling.grammar import GrammarProcessor
@@ -25,6 +25,7 @@ from polydraft.verify import Naive, NodeWalk, Walk
 
 NAME = "grammar"
 _DEPTH = 16
+_LADDER = trie_ladder(_DEPTH)
 
 
 def with_forced(drafter: Drafter) -> Drafter:
@@ -110,7 +111,7 @@ class ForcedBuilder(Builder):
             trie = TokenTrie(text[-1])
             trie.add([] if grammar is None else grammar.forced(text, _DEPTH), NAME, self.num_nodes)
             self._tries.append(trie)
-        size = 1 + rounded(max(map(len, self._tries)) - 1, _DEPTH)
+        size = _LADDER.holding(max(map(len, self._tries))).nodes
         return as_draft_tree(self._tries, size, self.depth, self._device)
 
     def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str]:

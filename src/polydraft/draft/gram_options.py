@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from polydraft.draft.ladder import Ladder
 from polydraft.draft.riders import RiderOptions
-from polydraft.draft.trie import FEW_STEPS, STEPS
+from polydraft.draft.trie import FEW_STEPS, STEPS, trie_ladder
 from polydraft.errors import UsageError
 from polydraft.ngrams import GramOptions, tokenizer_fingerprint
 from polydraft.trees import MAX_NODES
@@ -84,8 +85,8 @@ class GramTreeOptions:
         # On a CPU a pass costs by its tokens, so branches take the place of as many candidates.
         nodes = self.nodes or (max(_TOKENS_ON_CPU - riders.most, _LEAST_TOKENS) if cpu else _USUAL_TOKENS)
         least = self.least_chance if self.least_chance is not None else _LEAST_CHANCE_ON_CPU if cpu else _LEAST_CHANCE
-        steps = FEW_STEPS if device.type == "cuda" else STEPS
-        return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders, least=least, steps=steps)
+        ladder = trie_ladder(nodes, FEW_STEPS if device.type == "cuda" else STEPS)
+        return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders, least=least, ladder=ladder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,5 +98,5 @@ class Sizes:
     """Levels of the trie: a continuation never has more tokens than there are nodes."""
     riders: RiderOptions
     least: float
-    steps: tuple[int, ...]
-    """Numbers of candidates that a round is filled up to."""
+    ladder: Ladder
+    """Sizes of rounds, up to `nodes` candidates."""

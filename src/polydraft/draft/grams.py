@@ -8,7 +8,6 @@ are certain (docs/theory.md).
 import dataclasses
 from collections.abc import Hashable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,12 +16,12 @@ from polydraft.draft.costs import GRAMS, measured_costs
 from polydraft.draft.device_trie import DeviceTrieBuilder, on_device
 from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
 from polydraft.draft.gram_options import GramTreeOptions, Sizes
-from polydraft.draft.policy import Plan, RowPolicy
+from polydraft.draft.policy import RowPolicy
 from polydraft.draft.riders import RiderOptions, Riders
 from polydraft.draft.session import DraftSession
 from polydraft.draft.source import Source
 from polydraft.draft.speedup import Costs
-from polydraft.draft.trie import Limits, TokenTrie, as_draft_tree, check_node_walk, grow, rounded
+from polydraft.draft.trie import Limits, TokenTrie, as_draft_tree, check_node_walk, grow
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
 from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory, Match
@@ -83,7 +82,7 @@ class GramTree(Drafter):
         policy = None
         if self.pauses and target.device.type == "cpu":
             policy = self._pacing(sizes, batch_size, target)
-            if sizes.riders.branches and policy.hopeless_B.any():  # branches cannot pay for themselves here
+            if sizes.riders.branches and policy.hopeless:  # branches cannot pay for themselves here
                 sizes = dataclasses.replace(sizes, riders=RiderOptions(branches=0))
                 policy = self._pacing(sizes, batch_size, target)
         source = GramSource(self.caches, Riders(sizes.riders, target, batch_size), self.options.caches.gram, batch_size)
@@ -94,7 +93,7 @@ class GramTree(Drafter):
         most, riders = 1 + sizes.nodes, sizes.riders.most
         costs = self.costs or measured_costs(target, None, most, GRAMS)
         overhead = costs.overhead + costs.tree_pass(1 + riders) - costs.tree_pass(1)
-        return RowPolicy(dataclasses.replace(costs, overhead=overhead), batch_size, most, target.device, adaptive=True)
+        return RowPolicy(dataclasses.replace(costs, overhead=overhead), batch_size, most)
 
 
 class GramSource(Source):
@@ -189,14 +188,13 @@ class TrieBuilder(Builder):
     ) -> None:
         self.source: GramSource = source
         self._options, self._device, self._name = options, device, name
-        # Who says how many candidates pay knows what each of them costs: there is no filling up.
-        self._steps = sizes.steps if policy is None else tuple(range(sizes.nodes + 1))
+        # A policy knows what each candidate costs: then there is no filling up.
+        self._ladder = sizes.ladder if policy is None else None
         self._limits = Limits(
-            nodes=sizes.nodes, depth=sizes.depth, width=options.candidates, least=sizes.least, steps=self._steps
+            nodes=sizes.nodes, depth=sizes.depth, width=options.candidates, least=sizes.least, ladder=self._ladder
         )
         self._tries: list[TokenTrie] = []
         self.policy = policy
-        self._plan: Plan | None = None
         self.depth, self.num_nodes = sizes.depth, 1 + sizes.nodes + sizes.riders.most
 
     @property
@@ -209,26 +207,11 @@ class TrieBuilder(Builder):
         """Random numbers for the first tokens of branches."""
         return self.source.riders.num_uniforms
 
-    def resize(self, params: RowParams) -> None:
-        """Keep nothing of rows but what was learnt of them: the source does the rest."""
-        if self.policy is not None:
-            self.policy.resize(len(params))
-
     @property
     def rest_reason(self) -> str:
         """What the policy says of rows that rest; others have found nothing."""
         policy = self.policy if any(self.source.resting) else None
         return NOTHING_FOUND if policy is None else policy.rest_reason
-
-    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
-        """Let the policy reckon with it."""
-        if self.policy is not None:
-            self.policy.share(loads)
-
-    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Forget what was learnt of earlier texts of these rows."""
-        if self.policy is not None:
-            self.policy.begin(np.isin(np.arange(len(params)), rows))
 
     def resolve_walk(self, wish: str) -> Walk:
         """Walk node by node; or as the paper words it, if that was asked for."""
@@ -239,7 +222,7 @@ class TrieBuilder(Builder):
         """Merge what the memories know."""
         source = self.source
         if self.policy is not None:
-            source.resting = [not drafts for drafts in self.policy.drafting_B.tolist()]
+            source.resting = [not drafts for drafts in self.policy.drafting]
             source.riders.resting_B = torch.tensor(source.resting, device=self._device)
         self._tries = [
             self._trie(memories, read[-1]) if not idle and not resting else TokenTrie(read[-1])
@@ -247,26 +230,26 @@ class TrieBuilder(Builder):
         ]
         if self.policy is not None:
             self._keep_what_pays(self.policy)
-        size = 1 + rounded(max(map(len, self._tries)) - 1, self._limits.nodes, self._steps)
+        most = max(map(len, self._tries))
+        size = most if self._ladder is None else self._ladder.holding(most).nodes
         return as_draft_tree(self._tries, size, self.depth, self._device)
 
     def _keep_what_pays(self, policy: RowPolicy) -> None:
         """Cut the tries to as many candidates as pay, and take note of what they promise."""
-        chances_BM = np.zeros((len(self._tries), max(map(len, self._tries)) - 1))
-        for row, trie in enumerate(self._tries):
-            chances_BM[row, : len(trie) - 1] = trie.chances[1:]
-        counts_B = policy.counts(chances_BM)
-        for trie, count in zip(self._tries, counts_B.tolist(), strict=True):
+        most = max(map(len, self._tries)) - 1
+        chances_BM = torch.tensor([trie.chances[1:] + [0.0] * (most - len(trie) + 1) for trie in self._tries]).double()
+        counts = policy.counts(chances_BM).tolist()
+        for trie, count in zip(self._tries, counts, strict=True):
             trie.cut(count)
-        promised_B = np.array([sum(trie.chances[1:]) for trie in self._tries])
         # A row without candidates decodes plainly, unless its branches ride along.
-        drafts_B = ~np.array(self.source.resting) & ((counts_B > 0) | (self.source.riders.num_uniforms > 0))
-        self._plan = Plan(promised_B, counts_B, drafts_B * 1)
+        rides = self.source.riders.num_uniforms > 0
+        drafts = [int(not resting and (count > 0 or rides)) for resting, count in zip(self.source.resting, counts, strict=True)]
+        policy.plan([sum(trie.chances[1:]) for trie in self._tries], counts, drafts)
 
     def took(self, counts: Sequence[int]) -> None:
         """Let the policy compare the round with its plan."""
-        if self.policy is not None and self._plan is not None:
-            self.policy.learn(self._plan, np.array(counts), ~np.array(self.source.idle))
+        if self.policy is not None:
+            self.policy.learn(counts, [not idle for idle in self.source.idle])
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
         """Let the branches ride along."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from polydraft.devices import can_sync
 from polydraft.draft.policy import LONGEST_REST
 from polydraft.draft.source import DistributionSource
 from polydraft.models import FeatureHead
@@ -14,7 +15,6 @@ from polydraft.row_storage import RowStorage
 from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
 from polydraft.verify import Verdict
-from polydraft.verify.arrays import can_sync
 
 _KEPT = ("_tokens_BW", "_features_BWF", "_fresh_B", "_lone_B")
 """What a head keeps by row, beside its context."""

@@ -1,31 +1,37 @@
-"""Writing children into the nodes of a tree on a GPU: those that were drawn in one kernel, the likeliest of a level in two.
+"""Writing children into the nodes of a static tree: those that were drawn, or the likeliest of a level."""
 
-Torch's operations take five small kernels to look up drawn columns' tokens and to put these into their nodes, and two dozen to
-find the likeliest tokens before: each does next to nothing, and between the passes of a small draft they take as long as these.
-"""
-
-import torch
 from torch import Tensor
 
-from polydraft.backends.triton import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
+from polydraft.operations import operation
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.warper import RANKED_NATS
-from polydraft.verify import SCHEMES, Scheme
+from polydraft.verify import SCHEMES
 
-MOST_CHILDREN = 32
-"""Of one node, for kernels that look for its children one after the other."""
-_BLOCK = 2048
-_LEAST_KEYS, _KEYS_PER_WARP = 64, 256
-_PLANTED = 128
+_TOP = SCHEMES.get("top")()
 
 
-def takes_largest(scheme: Scheme, logits_BGV: Tensor, most: int) -> bool:
-    """Whether `plant_largest` finds the children that a scheme draws, `most` per node, where logits are in their order."""
-    # Whoever derives from it may draw otherwise, or need the distribution.
-    usual = type(scheme).draw is SCHEMES.get("top").draw and scheme.needs_order_only and scheme.follows_target
-    return usual and most <= MOST_CHILDREN and logits_BGV.dtype != torch.float64 and kernels_run(logits_BGV)
+@operation
+def plant_columns(columns_BX: Tensor, nodes_GK: Tensor, tokens_BN: Tensor, vocabulary: PartialVocabulary | None) -> None:
+    """Write the tokens of drawn columns into `tokens_BN`; `NO_TOKEN` stays.
+
+    Parameters
+    ----------
+    columns_BX : Tensor
+        Columns of the draft's distributions, for all of `nodes_GK` side by side.
+    nodes_GK : Tensor
+        The nodes' children, in draw order; 0 for none.
+    tokens_BN : Tensor
+        All tokens of the tree, written in place.
+    vocabulary : PartialVocabulary, optional
+        What the columns mean, where they are not all tokens.
+    """
+    tokens_BX = columns_BX if vocabulary is None else vocabulary.tokens(columns_BX)
+    root_B1 = tokens_BN[:, :1].clone()
+    tokens_BN.scatter_(1, nodes_GK.flatten().expand_as(tokens_BX), tokens_BX)
+    tokens_BN[:, :1] = root_B1
 
 
+@operation
 def plant_largest(
     logits_BGV: Tensor,
     nodes_GK: Tensor,
@@ -35,58 +41,19 @@ def plant_largest(
 ) -> None:
     """Write the tokens of the largest logits into `tokens_BN`, of equal ones the first; `NO_TOKEN` for what has no weight.
 
-    They are what `top` draws from `Warper.ranking`, whose weights round differences away that are left here.
+    They are what `top` draws from `Warper.ranking`, whose weights round differences away that kernels may keep.
 
     Parameters
     ----------
     logits_BGV : Tensor
-        Of G nodes per row, in any floating dtype that float32 holds.
-    nodes_GK : Tensor
-        The nodes' children, the likeliest first; 0 for none.
-    tokens_BN : Tensor
-        All tokens of the tree, written in place.
-    vocabulary : PartialVocabulary, optional
-        What the logits' columns mean, where they are not all tokens.
+        Of G nodes per row.
+    nodes_GK, tokens_BN, vocabulary
+        As for `plant_columns`.
     vocab_size : int
         The target's: columns beyond it are padding.
     """
-    from polydraft.backends.triton import planting_kernels as kernels
-
-    logits_RV = side_by_side(logits_BGV.flatten(0, 1))  # a view of what an output head returns
-    (rows, width), (distributions, count) = logits_RV.shape, nodes_GK.shape
-    columns = width if vocabulary is not None else min(width, vocab_size)
-    parts = -(-columns // _BLOCK)
-    keys_RX = logits_RV.new_empty(rows, parts * count, dtype=torch.int64)
-    kernels.rank_parts[(rows, parts)](logits_RV, keys_RX, columns, count, logits_RV.stride(0), BLOCK=_BLOCK)
-    keys = power_of_two(parts * count, _LEAST_KEYS)
-    kernels.plant_largest[(rows,)](
-        keys_RX, nodes_GK, *_written(vocabulary, tokens_BN), distributions, parts, count, tokens_BN.stride(0),
-        NATS=RANKED_NATS, PARTIAL=vocabulary is not None, BLOCK_K=power_of_two(count, LEAST_CHILDREN), BLOCK_X=keys,
-        num_warps=min(max(keys // _KEYS_PER_WARP, 1), 8),  # one warp needs no shared memory to find its largest key
-    )  # fmt: skip
-
-
-def plant_columns(columns_BX: Tensor, nodes_GK: Tensor, tokens_BN: Tensor, vocabulary: PartialVocabulary | None) -> None:
-    """Write the tokens of drawn columns into `tokens_BN`; `NO_TOKEN` stays.
-
-    Parameters
-    ----------
-    columns_BX : Tensor
-        Columns of the draft's distributions, for all of `nodes_GK` side by side.
-    nodes_GK, tokens_BN, vocabulary
-        As for `plant_largest`.
-    """
-    from polydraft.backends.triton import planting_kernels as kernels
-
-    columns_BX = side_by_side(columns_BX)
-    rows, count = columns_BX.shape
-    kernels.plant_columns[(rows, -(-count // _PLANTED))](
-        columns_BX, nodes_GK, *_written(vocabulary, tokens_BN), count, columns_BX.stride(0), tokens_BN.stride(0),
-        PARTIAL=vocabulary is not None, BLOCK=_PLANTED, num_warps=1,
-    )  # fmt: skip
-
-
-def _written(vocabulary: PartialVocabulary | None, tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens of the columns, anything where all are known, and what is written to."""
-    assert tokens_BN.stride(1) == 1, "a tree's tokens lie side by side"
-    return tokens_BN if vocabulary is None else vocabulary.tokens_D.contiguous(), tokens_BN
+    known_BGV = logits_BGV if vocabulary is not None else logits_BGV[..., :vocab_size]
+    scores_RV = known_BGV.float().flatten(0, 1)
+    weights_RV = (scores_RV - (scores_RV.amax(-1, keepdim=True) - RANKED_NATS)).clamp_(min=0)
+    columns_RK = _TOP.draw(weights_RV, weights_RV.new_empty(len(weights_RV), nodes_GK.shape[1]))
+    plant_columns.reference(columns_RK.view(len(tokens_BN), -1), nodes_GK, tokens_BN, vocabulary)

@@ -1,18 +1,18 @@
-"""How large a row's next tree should be, by what it is expected to be worth and what it costs.
+"""Whether drafting pays on a CPU, and how large a tree: by what rounds cost there and what they brought lately.
 
-Everything here depends on the past, on the draft's probabilities and on tokens drawn higher up, never on the verification's
-random numbers of the round that is being planned, nor on the children whose number it says: any choice of size is exact
-(docs/theory.md). Few numbers per row, so numpy's on a CPU.
+Every decision depends on the past, on the draft's probabilities and on tokens drawn higher up, never on the verification's
+random numbers of the round that is being planned, nor on the children whose number it decides: any decision is exact
+(docs/theory.md).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
 from polydraft.draft.speedup import Costs
-from polydraft.verify.arrays import Array, arange, as_array, at_least, at_most, put, take, xp
 
 _MEMORY, _RATE_MEMORY = 0.97, 0.97
 """How much of what a round taught of promises, and of tokens over time, is left after the next one."""
@@ -35,307 +35,35 @@ _FIRST_REST = 64
 _TRIAL, _SHORT_TRIAL = 4, 1
 """Rounds that a row drafts at least before it may rest again; the second where a fair draft cannot pay."""
 
-
 REST_REASON = "it would have taken more time than it was likely to save"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Plan:
-    """What a round has laid out, as far as judging it needs."""
+    """What a round has laid out for one row."""
 
-    expected_B: Array
+    expected: float
     """Accepted tokens that the draft's probabilities promise."""
-    nodes_B: Array
-    """Candidates of each row's tree."""
-    levels_B: Array
-    """Draft levels of each row; 0 for rows that rest."""
-    found_BD: Array = None
-    """What each level promises, where sizes are chosen by it."""
+    nodes: int
+    """Candidates of its tree."""
+    levels: int
+    """Draft levels; 0 for a row that rests."""
 
 
 @dataclass(frozen=True, eq=False)
 class Allotment:
     """How many children the nodes of a level draw."""
 
-    counts_BW: Array
-    net_B: Array
+    counts_BW: Tensor
+    net_B: Tensor
     """Accepted tokens that they promise, less those that plain decoding would yield in the time of their verification."""
 
 
-class RowPolicy:
-    """The choices of a batch, each row's by its own history alone.
-
-    With λ the tokens that a row yields in the time of one plain pass, a level or a node pays if its expected tokens exceed λ
-    times its cost: that maximises tokens over time. The draft's probabilities count as many tokens as they were worth lately.
-
-    Parameters
-    ----------
-    costs : Costs
-        In plain target passes.
-    batch_size, nodes : int
-        `nodes` is the largest tree, the root included.
-    device : torch.device
-    adaptive : bool
-        Otherwise every level and node is wanted, and no row rests.
-    """
-
-    _promised_B: Array
-    _accepted_B: Array
-    _tokens_B: Array
-    _spent_B: Array
-    _masses_B: Array
-    _grown_B: Array
-    _rest_B: Array
-    _trial_B: Array
-    _next_rest_B: Array
-    _pass_BN: Array
-    _price_BN: Array
-    _level_cost_B: Array
-    _overhead_B: Array
-    _first_rate_B: Array
-    _first_trial_B: Array
-    _first_growth_B: Array
-    _sharing_B: Array
-    """Rows that share rounds with others, and may depend on them."""
-
-    def __init__(self, costs: Costs, batch_size: int, nodes: int, device: torch.device, adaptive: bool) -> None:
-        self.adaptive = adaptive
-        self._costs, self._most, self._device = costs, nodes - 1, device
-        self._ones_B = as_array(torch.ones(batch_size, device=device, dtype=torch.float64))
-        self._loads: tuple[int, ...] = ()
-        self._tables: dict[int, _Load] = {}
-        self.share([1] * batch_size)
-        self.begin()
-
-    def share(self, loads: Sequence[int]) -> None:
-        """Say how many rows share the rounds of each row: they share what a pass costs before its first token, no more.
-
-        Where others do not matter a row's own load is 1.
-        """
-        if tuple(loads) == self._loads:
-            return
-        self._loads = tuple(loads)
-        for load in set(loads) - set(self._tables):
-            self._tables[load] = _Load.of(self._costs, load, self._most + 1)
-        tables = [self._tables[load] for load in loads]
-
-        def column(values: list[Any]) -> Array:
-            return as_array(torch.tensor(values, device=self._device, dtype=torch.float64))
-
-        pass_BN = column([table.passes for table in tables])
-        steps_BN = at_least(pass_BN[:, 1:] - pass_BN[:, :-1], _LEAST_PRICE)
-        first_B1 = pass_BN[:, :1]
-        # What each node adds to the cost of its tree, nothing for the first.
-        added_BN = xp(steps_BN).concatenate([0 * first_B1, steps_BN], 1)
-        trials = [_TRIAL if table.rate >= _LOSING else _SHORT_TRIAL for table in tables]
-        values = {
-            "_pass_BN": pass_BN,
-            "_price_BN": first_B1 + added_BN.cumsum(-1),
-            "_level_cost_B": column([table.level for table in tables]),
-            "_overhead_B": column([table.overhead for table in tables]),
-            "_first_rate_B": column([min(table.rate, _MOST_RATE) for table in tables]),
-            "_first_trial_B": as_array(torch.tensor(trials, device=self._device)),
-            "_first_growth_B": column([table.growth for table in tables]),
-            "_sharing_B": as_array(torch.tensor([load > 1 for load in loads], device=self._device)),
-        }
-        if len(getattr(self, "_pass_BN", ())) == len(loads):
-            self._keep(**values)
-        else:
-            for name, value in values.items():
-                setattr(self, name, value)
-
-    def begin(self, new_B: Array | None = None) -> None:
-        """Forget what was learnt of rows that begin new texts: of all of them, if none are named."""
-        prior_B = _PRIOR * self._ones_B
-        none_B = 0 * arange(len(prior_B), prior_B)
-        first: dict[str, Array] = {
-            "_promised_B": prior_B,
-            "_accepted_B": prior_B,
-            "_tokens_B": self._first_rate_B * _RATE_PRIOR * self._ones_B,
-            "_spent_B": _RATE_PRIOR * self._ones_B,
-            "_masses_B": prior_B,
-            "_grown_B": self._first_growth_B * prior_B,
-            "_rest_B": none_B,
-            "_trial_B": none_B + self._first_trial_B,
-            "_next_rest_B": none_B + SHORTEST_REST,
-        }
-        hopeless_B = self.hopeless_B
-        if self.adaptive and hopeless_B.any():
-            # A machine on which drafting can hardly pay: plain first, then now and then a trial, for a draft better than most.
-            plain = {"_rest_B": none_B + _FIRST_REST, "_next_rest_B": none_B + LONGEST_REST, "_tokens_B": first["_spent_B"]}
-            first |= {name: xp(prior_B).where(hopeless_B, value_B, first[name]) for name, value_B in plain.items()}
-        for name, value_B in first.items():
-            if new_B is None:
-                setattr(self, name, 1 * value_B)  # a copy: what is updated in place must not be two things at once
-            else:
-                self._keep(**{name: xp(new_B).where(new_B, value_B, getattr(self, name))})
-
-    def _keep(self, **values: Array) -> None:
-        """Overwrite what lives from round to round where it stands: captures of rounds know its address."""
-        for name, value_B in values.items():
-            getattr(self, name)[...] = value_B
-
-    def resize(self, rows: int) -> None:
-        """Have so many rows: what was learnt of the first ones stays, further ones are to `begin`."""
-        concatenate = xp(self._ones_B).concatenate
-        for name in [one for one in vars(self) if one.endswith("_B")]:
-            value_B = getattr(self, name)
-            more = [value_B[:1]] * (rows - len(value_B))
-            setattr(self, name, concatenate([value_B, *more], 0)[:rows])
-        self.share((*self._loads, *([1] * rows))[:rows])
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows."""
-        for name in [one for one in vars(self) if one.endswith(("_B", "_BN"))]:
-            getattr(self, name)[[first, second]] = getattr(self, name)[[second, first]]
-        loads = list(self._loads)
-        loads[first], loads[second] = loads[second], loads[first]
-        self._loads = tuple(loads)
-
-    @property
-    def rest_reason(self) -> str:
-        """Say why rows rest."""
-        busy = ", by costs measured while this machine was busy: start again when it is quiet"
-        return REST_REASON + (busy if self._costs.disturbed else "")
-
-    @property
-    def hopeless_B(self) -> Array:
-        """Rows for which a fair draft could not pay, whatever it proposes."""
-        return self._first_rate_B < _LOSING
-
-    @property
-    def worth_B(self) -> Array:
-        """Accepted tokens for each that the draft promised, lately."""
-        return self._accepted_B / self._promised_B
-
-    @property
-    def rate_B(self) -> Array:
-        """λ: tokens in the time of a plain pass; plain decoding is always there, and gives one."""
-        return at_least(self._tokens_B / self._spent_B, 1.0)
-
-    @property
-    def rest_B(self) -> Array:
-        """Rounds that each row still rests."""
-        return self._rest_B
-
-    @property
-    def drafting_B(self) -> Array:
-        """Rows that draft in the next round: those that do not rest, and of those that share its costs all or none.
-
-        A pass is as wide as its largest tree, so a few rows that try would make all others pay: they wait until half of them
-        are ready.
-        """
-        ready_B = self._rest_B == 0
-        sharing_B = self._sharing_B
-        enough = 2 * (ready_B & sharing_B).sum() >= sharing_B.sum()
-        return ready_B & (enough | ~sharing_B)
-
-    def wants_level(self, mass_B: Array) -> Array:
-        """Say which rows want one more level below candidates of that total probability."""
-        if not self.adaptive:
-            return mass_B == mass_B
-        growth_B = self._grown_B / self._masses_B
-        return self.worth_B * mass_B * growth_B > self.rate_B * self._level_cost_B
-
-    def saw_level(self, mass_B: Array, next_B: Array, asked_B: Array) -> None:
-        """Learn how much a further level brought, once its nodes are paid for, where one was asked for."""
-        where = xp(mass_B).where
-        self._keep(_masses_B=where(asked_B, _MEMORY * self._masses_B + mass_B, self._masses_B))
-        self._keep(_grown_B=where(asked_B, _MEMORY * self._grown_B + next_B, self._grown_B))
-
-    def saw_allotment(self, mass_B: Array, allotment: Allotment, asked_B: Array) -> None:
-        """Learn the same where children are drawn: what a level found is what is left once its nodes are paid for."""
-        self.saw_level(mass_B, at_least(allotment.net_B, 0.0) / self.worth_B, asked_B)
-
-    def counts(self, probs_BM: Array) -> Array:
-        """Return how many of the candidates, likeliest first, each row's tree should have."""
-        whole_B = 0 * self._rest_B
-        if not self.adaptive:
-            return whole_B + probs_BM.shape[1]
-        return self._net(probs_BM).argmax(-1)
-
-    def net(self, probs_BM: Array) -> Array:
-        """Return what the best tree of the candidates promises, less what plain decoding yields in the time of its nodes."""
-        net_BN = self._net(probs_BM)
-        return take(net_BN, net_BN.argmax(-1)[:, None])[:, 0] - net_BN[:, 0]
-
-    def _net(self, probs_BM: Array) -> Array:
-        """Return what trees of no candidate, of the likeliest, of the two likeliest and so on promise, less their cost."""
-        gain_BM = self.worth_B[:, None] * probs_BM.cumsum(-1)
-        gain_BN = xp(gain_BM).concatenate([0 * self._ones_B[:, None], gain_BM], 1)
-        return gain_BN - self.rate_B[:, None] * self._pass_BN[:, : gain_BN.shape[1]]
-
-    def allot(self, gain_BWK: Array, nodes_B: Array, share: int, least: int) -> Allotment:
-        """Say how many children the nodes of a level draw.
-
-        Parameters
-        ----------
-        gain_BWK : Array
-            Expected tokens of each further child of each node, falling.
-        nodes_B : Array
-            Candidates that the rows have already.
-        share : int
-            What a level has in trees that use their limits up.
-        least : int
-            What it has in any case.
-        """
-        batch_size, width, most = gain_BWK.shape
-        gain_BX, functions = gain_BWK.reshape(batch_size, width * most), xp(gain_BWK)
-        order_BX, number_X = _falling(gain_BX), arange(width * most, nodes_B) + 1
-        value_BX = self.worth_B[:, None] * take(gain_BX, order_BX).cumsum(-1)
-        place_BX = at_most(nodes_B[:, None] + number_X, self._most)
-        cost_BX = self.rate_B[:, None] * (take(self._price_BN, place_BX) - take(self._price_BN, nodes_B[:, None]))
-        room_B1 = (self._most - nodes_B)[:, None]
-        if self.adaptive:
-            net_BX = functions.where(number_X <= room_B1, _FURTHER * value_BX - cost_BX, -torch.inf)
-            best_B1 = net_BX.argmax(-1, keepdims=True)
-            number_B1 = functions.where(take(net_BX, best_B1) > 0, best_B1 + 1, 0)
-            number_B1 = functions.where(number_B1 < least, least, number_B1)
-        else:
-            number_B1 = at_most(room_B1, share)
-        picked_BX = gain_BX < 0
-        put(picked_BX, order_BX, (number_X <= number_B1) & (take(gain_BX, order_BX) > 0))
-        last_B1 = at_least(picked_BX.sum(-1, keepdims=True) - 1, 0)
-        net_B = take(value_BX - cost_BX, last_B1)[:, 0] * picked_BX.any(-1)
-        return Allotment(picked_BX.reshape(batch_size, width, most).sum(-1), net_B)
-
-    def rested(self, active_B: Array) -> None:
-        """Count a round in which no row drafted."""
-        self._keep(_rest_B=xp(active_B).where(active_B, at_least(self._rest_B - 1, 0), self._rest_B))
-
-    def learn(self, plan: Plan, accepted_B: Array, active_B: Array) -> None:
-        """Compare a round with its plan; rows that rest count down."""
-        where = xp(active_B).where
-        drafted_B = active_B & (plan.levels_B > 0)
-        pass_B = take(self._pass_BN, plan.nodes_B[:, None])[:, 0]
-        cost_B = pass_B + self._level_cost_B * plan.levels_B + self._overhead_B
-        self._keep(_promised_B=where(drafted_B, _MEMORY * self._promised_B + plan.expected_B, self._promised_B))
-        self._keep(_accepted_B=where(drafted_B, _MEMORY * self._accepted_B + accepted_B, self._accepted_B))
-        self._keep(_tokens_B=where(drafted_B, _RATE_MEMORY * self._tokens_B + accepted_B + 1, self._tokens_B))
-        self._keep(_spent_B=where(drafted_B, _RATE_MEMORY * self._spent_B + cost_B, self._spent_B))
-        if self.adaptive:
-            self._rest(drafted_B, active_B)
-
-    def _rest(self, drafted_B: Array, active_B: Array) -> None:
-        """Let rows rest that lose by drafting, each time longer; after a rest they try again."""
-        where = xp(active_B).where
-        self._keep(_rest_B=where(active_B & ~drafted_B, at_least(self._rest_B - 1, 0), self._rest_B))
-        self._keep(_trial_B=where(drafted_B, at_least(self._trial_B - 1, 0), self._trial_B))
-        rate_B = self._tokens_B / self._spent_B
-        loses_B = drafted_B & (self._trial_B == 0) & (rate_B < _LOSING)
-        self._keep(_rest_B=where(loses_B, self._next_rest_B, self._rest_B))
-        self._keep(_trial_B=where(loses_B, self._first_trial_B, self._trial_B))
-        self._keep(_next_rest_B=where(loses_B, at_most(2 * self._next_rest_B, LONGEST_REST), self._next_rest_B))
-        self._keep(_next_rest_B=where(drafted_B & (rate_B > _WINNING), SHORTEST_REST, self._next_rest_B))
-        # After a rest the trial counts anew: what was lost before it must not end it at once.
-        self._keep(_tokens_B=where(loses_B, _RATE_PRIOR, self._tokens_B))
-        self._keep(_spent_B=where(loses_B, _RATE_PRIOR, self._spent_B))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Load:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Load:
     """What rounds cost that so many rows share, in plain rounds of as many rows."""
 
+    rows: int
     passes: list[float]
     """By the number of candidates that every row has."""
     level: float
@@ -346,21 +74,250 @@ class _Load:
     """Tokens that a level of a fair draft brings for each of the level above, once its nodes are paid for."""
 
     @classmethod
-    def of(cls, costs: Costs, load: int, nodes: int) -> "_Load":
+    def of(cls, costs: Costs, rows: int, nodes: int) -> "Load":
         """Scale the costs of one row: a pass costs by all its tokens, and work on candidates by all rows."""
-        plain = costs.tree_pass(load) if load > 1 else 1.0
-        passes = [costs.tree_pass(load * (count + 1)) / plain for count in range(nodes)]
-        level, overhead = costs.draft_level * load / plain, costs.overhead * load / plain
+        plain = costs.tree_pass(rows) if rows > 1 else 1.0
+        passes = [costs.tree_pass(rows * (count + 1)) / plain for count in range(nodes)]
+        level, overhead = costs.draft_level * rows / plain, costs.overhead * rows / plain
         fitting = [one for one in _TYPICAL if one[0] <= nodes] or [_TYPICAL[0]]
         # In the order of `Costs.of_round`: of a single row the figures must have its very bits.
         rate = max(tokens / (level * levels + passes[count - 1] + overhead) for count, levels, tokens in fitting)
         price = _FURTHER * (passes[min(_FRONT, nodes) - 1] - passes[0])
         growth = max(_FIRST_GROWTH - price, _LEAST_GROWTH)
-        return cls(passes=passes, level=level, overhead=overhead, rate=rate, growth=growth)
+        return cls(rows=rows, passes=passes, level=level, overhead=overhead, rate=rate, growth=growth)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether a fair draft could not pay, whatever it proposes."""
+        return self.rate < _LOSING
+
+    @property
+    def trial(self) -> int:
+        """Rounds that a row drafts at least."""
+        return _SHORT_TRIAL if self.hopeless else _TRIAL
 
 
-def _falling(values_BX: Array) -> Array:
-    """Return where the largest value of each row is, the next, and so on; of equal ones the first comes first."""
-    if isinstance(values_BX, torch.Tensor):
-        return values_BX.sort(dim=1, descending=True, stable=True).indices
-    return (-values_BX).argsort(1, kind="stable")
+class Pace:
+    """What one row has learnt from its rounds: what drafts were worth, how fast they were, and when to rest."""
+
+    def __init__(self, load: Load, adaptive: bool) -> None:
+        self.load, self.adaptive = load, adaptive
+        self.promised = self.accepted = _PRIOR
+        self.tokens, self.spent = min(load.rate, _MOST_RATE) * _RATE_PRIOR, _RATE_PRIOR
+        self.mass, self.grown = _PRIOR, load.growth * _PRIOR
+        """Probability of fronts, and what the level below them brought."""
+        self.rest, self.trial, self.next_rest = 0, load.trial, SHORTEST_REST
+        """Rounds left to rest, rounds left before the next rest may begin, and how long that will be."""
+        if adaptive and load.hopeless:
+            # Drafting can hardly pay on this machine: plain first, then now and then a trial, for a draft better than most.
+            self.rest, self.next_rest, self.tokens = _FIRST_REST, LONGEST_REST, self.spent
+
+    @property
+    def worth(self) -> float:
+        """Accepted tokens for each that the draft promised, lately."""
+        return self.accepted / self.promised
+
+    @property
+    def rate(self) -> float:
+        """λ: tokens in the time of a plain pass; plain decoding is always there, and gives one."""
+        return max(self.tokens / self.spent, 1.0)
+
+    def learn(self, plan: Plan, accepted: int) -> None:
+        """Compare a round with its plan; a row that rested counts down."""
+        if plan.levels == 0:
+            self.rest = max(self.rest - 1, 0)
+            return
+        self.promised = _MEMORY * self.promised + plan.expected
+        self.accepted = _MEMORY * self.accepted + accepted
+        self.tokens = _RATE_MEMORY * self.tokens + accepted + 1
+        cost = self.load.passes[plan.nodes] + self.load.level * plan.levels + self.load.overhead
+        self.spent = _RATE_MEMORY * self.spent + cost
+        if self.adaptive:
+            self._consider_a_rest()
+
+    def _consider_a_rest(self) -> None:
+        """Rest if drafting loses, each time longer; after a rest try again."""
+        self.trial = max(self.trial - 1, 0)
+        rate = self.tokens / self.spent
+        if rate > _WINNING:
+            self.next_rest = SHORTEST_REST
+        if self.trial == 0 and rate < _LOSING:
+            self.rest, self.trial, self.next_rest = self.next_rest, self.load.trial, min(2 * self.next_rest, LONGEST_REST)
+            # After a rest the trial counts anew: what was lost before it must not end it at once.
+            self.tokens = self.spent = _RATE_PRIOR
+
+
+class RowPolicy:
+    """The decisions of a batch, each row's by its own history alone.
+
+    With λ the tokens that a row yields in the time of one plain pass, a level or a node pays if its expected tokens exceed λ
+    times its cost: that maximises tokens over time. The draft's probabilities count as many tokens as they were worth lately.
+
+    All builders use it alike: they ask which rows draft, and how many levels or nodes pay; say by `plan` what they have laid
+    out; and tell by `learn` what was accepted of it.
+
+    Parameters
+    ----------
+    costs : Costs
+        In plain target passes.
+    rows, nodes : int
+        `nodes` is the largest tree, the root included.
+    adaptive : bool
+        Otherwise every level and node is wanted, and no row rests.
+    """
+
+    def __init__(self, costs: Costs, rows: int, nodes: int, adaptive: bool = True) -> None:
+        self.adaptive, self.idle = adaptive, False
+        """`idle`: whether no row at work drafts in the next round."""
+        self._costs, self._most = costs, nodes - 1
+        self._loads: dict[int, Load] = {}
+        self.paces = [Pace(self._load(1), adaptive) for _ in range(rows)]
+        self._plans: list[Plan] | None = None
+
+    def _load(self, rows: int) -> Load:
+        if rows not in self._loads:
+            self._loads[rows] = Load.of(self._costs, rows, self._most + 1)
+        return self._loads[rows]
+
+    def share(self, loads: Sequence[int]) -> None:
+        """Say how many rows share the rounds of each row: they share what a pass costs before its first token, no more.
+
+        A row that must not depend on others has a load of 1.
+        """
+        for pace, load in zip(self.paces, loads, strict=True):
+            pace.load = self._load(load)
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Forget what was learnt of rows that begin new texts."""
+        for row in rows:
+            self.paces[row] = Pace(self.paces[row].load, self.adaptive)
+        drafting = self.drafting
+        self.idle = self.idle and not any(drafting[row] for row in rows)
+
+    def resize(self, rows: int) -> None:
+        """Have so many rows: what was learnt of the first ones stays, further ones are to `begin`."""
+        self.paces = [*self.paces, *(Pace(self._load(1), self.adaptive) for _ in range(len(self.paces), rows))][:rows]
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Swap two rows."""
+        self.paces[first], self.paces[second] = self.paces[second], self.paces[first]
+
+    @property
+    def rest_reason(self) -> str:
+        """Say why rows rest."""
+        busy = ", by costs measured while this machine was busy: start again when it is quiet"
+        return REST_REASON + (busy if self._costs.disturbed else "")
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether a fair draft could not pay for some row, whatever it proposes."""
+        return any(pace.load.hopeless for pace in self.paces)
+
+    @property
+    def drafting(self) -> list[bool]:
+        """Rows that draft in the next round: those that do not rest, and of those that share its costs all or none.
+
+        A pass is as wide as its largest tree, so a few rows that try would make all others pay: they wait until half of them
+        are ready.
+        """
+        sharing = [pace for pace in self.paces if pace.load.rows > 1]
+        enough = 2 * sum(pace.rest == 0 for pace in sharing) >= len(sharing)
+        return [pace.rest == 0 and (enough or pace.load.rows == 1) for pace in self.paces]
+
+    def wants_level(self, mass_B: Tensor) -> Tensor:
+        """Say which rows want one more level below candidates of that total probability."""
+        if not self.adaptive:
+            return torch.ones_like(mass_B, dtype=torch.bool)
+        growth_B = _column([pace.grown / pace.mass for pace in self.paces])
+        cost_B = _column([pace.rate * pace.load.level for pace in self.paces])
+        return self._worth_B * mass_B * growth_B > cost_B
+
+    def saw_level(self, mass_B: Tensor, net_B: Tensor, asked_B: Tensor) -> None:
+        """Learn how much a further level brought, once its nodes are paid for, where one was asked for."""
+        found = zip(self.paces, mass_B.tolist(), net_B.tolist(), asked_B.tolist(), strict=True)
+        for pace, mass, net, asked in found:
+            if asked:
+                pace.mass = _MEMORY * pace.mass + mass
+                pace.grown = _MEMORY * pace.grown + max(net, 0.0) / pace.worth
+
+    def counts(self, probs_BM: Tensor) -> Tensor:
+        """Return how many of the candidates, likeliest first, each row's tree should have."""
+        if not self.adaptive:
+            return torch.full((len(probs_BM),), probs_BM.shape[1])
+        return self._net(probs_BM).argmax(-1)
+
+    def net(self, probs_BM: Tensor) -> Tensor:
+        """Return what the best tree of the candidates promises, less what plain decoding yields in the time of its nodes."""
+        net_BN = self._net(probs_BM)
+        return net_BN.gather(1, net_BN.argmax(-1)[:, None])[:, 0] - net_BN[:, 0]
+
+    def _net(self, probs_BM: Tensor) -> Tensor:
+        """Return what trees of no candidate, of the likeliest, of the two likeliest and so on promise, less their cost."""
+        gain_BM = self._worth_B[:, None] * probs_BM.cumsum(-1)
+        gain_BN = torch.nn.functional.pad(gain_BM, (1, 0))
+        pass_BN = _column([pace.load.passes[: gain_BN.shape[1]] for pace in self.paces])
+        return gain_BN - self._rate_B[:, None] * pass_BN
+
+    def allot(self, gain_BWK: Tensor, nodes_B: Tensor, share: int, least: int) -> Allotment:
+        """Say how many children the nodes of a level draw.
+
+        Parameters
+        ----------
+        gain_BWK : Tensor
+            Expected tokens of each further child of each node, falling.
+        nodes_B : Tensor
+            Candidates that the rows have already.
+        share : int
+            What a level has in trees that use their limits up.
+        least : int
+            What it has in any case.
+        """
+        gain_BX = gain_BWK.flatten(1)
+        sorted_BX, order_BX = gain_BX.sort(dim=1, descending=True, stable=True)
+        number_X = torch.arange(gain_BX.shape[1]) + 1
+        value_BX = self._worth_B[:, None] * sorted_BX.cumsum(-1)
+        place_BX = (nodes_B[:, None] + number_X).clamp(max=self._most)
+        price_BN = _column([_prices(pace.load.passes) for pace in self.paces])
+        cost_BX = self._rate_B[:, None] * (price_BN.gather(1, place_BX) - price_BN.gather(1, nodes_B[:, None]))
+        room_B1 = (self._most - nodes_B)[:, None]
+        if self.adaptive:
+            net_BX = torch.where(number_X <= room_B1, _FURTHER * value_BX - cost_BX, -torch.inf)
+            best_B1 = net_BX.argmax(-1, keepdim=True)
+            number_B1 = torch.where(net_BX.gather(1, best_B1) > 0, best_B1 + 1, 0).clamp(min=least)
+        else:
+            number_B1 = room_B1.clamp(max=share)
+        picked_BX = torch.zeros_like(gain_BX, dtype=torch.bool)
+        picked_BX.scatter_(1, order_BX, (number_X <= number_B1) & (sorted_BX > 0))
+        last_B1 = (picked_BX.sum(-1, keepdim=True) - 1).clamp(min=0)
+        net_B = (value_BX - cost_BX).gather(1, last_B1)[:, 0] * picked_BX.any(-1)
+        return Allotment(picked_BX.view_as(gain_BWK).sum(-1), net_B)
+
+    @property
+    def _worth_B(self) -> Tensor:
+        return _column([pace.worth for pace in self.paces])
+
+    @property
+    def _rate_B(self) -> Tensor:
+        return _column([pace.rate for pace in self.paces])
+
+    def plan(self, expected: Sequence[float], nodes: Sequence[int], levels: Sequence[int]) -> None:
+        """Take note of what a round has laid out, row by row; without it the round drafts nothing."""
+        self._plans = [Plan(*one) for one in zip(expected, nodes, levels, strict=True)]
+
+    def learn(self, accepted: Sequence[int], active: Sequence[bool]) -> None:
+        """Compare the round with its plan."""
+        plans, self._plans = self._plans or [Plan(0.0, 0, 0)] * len(self.paces), None
+        for pace, plan, count, works in zip(self.paces, plans, accepted, active, strict=True):
+            if works:
+                pace.learn(plan, count)
+        self.idle = not any(drafts and works for drafts, works in zip(self.drafting, active, strict=True))
+
+
+def _prices(passes: list[float]) -> list[float]:
+    """Return what a tree costs whose candidates are drawn, by their number."""
+    added = accumulate((max(after - before, _LEAST_PRICE) for before, after in pairwise(passes)), initial=0.0)
+    return [passes[0] + more for more in added]
+
+
+def _column(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """One class for every drafter at work: it joins builders, and their sources, to the rounds of a batch."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,6 +47,72 @@ class Reading:
     """Who wants to see features meanwhile."""
 
 
+class Border:
+    """Where the drawn tree of a round ends, beside which there is a trie: the walk may go over, and never comes back.
+
+    Parameters
+    ----------
+    depth : int
+        Levels of drawn trees.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self.nodes = 0
+        """Nodes of the last drawn tree; they come first."""
+        self._kept: list[int] = []
+        """How many of them, root included, each row's last path has."""
+
+    def cut(self, verdict: Verdict, keep_B: Tensor) -> tuple[Verdict, Tensor]:
+        """Return the part of a verdict that lies in the drawn tree, and how many nodes it keeps."""
+        own_BD = verdict.path_BD < self.nodes
+        steps_D = torch.arange(verdict.path_BD.shape[1], device=keep_B.device)
+        own_keep_B = (own_BD & (steps_D < keep_B[:, None])).sum(1)
+        # Entries beyond the path repeat some node of it; which one does not matter.
+        stop = self._depth + 1
+        path_BD, accepted_B = torch.where(own_BD, verdict.path_BD, 0)[:, :stop], (own_keep_B - 1).clamp(min=0)
+        return replace(verdict, path_BD=path_BD, tokens_BD=verdict.tokens_BD[:, :stop], accepted_B=accepted_B), own_keep_B
+
+    def receive(self, reports: Sequence[Sequence[int]]) -> None:
+        """Take on the host how many nodes `cut` kept."""
+        self._kept = [report[0] for report in reports]
+
+    def drawn(self, row: int, tokens: Sequence[int]) -> int:
+        """Return how many of a row's accepted tokens were drawn: they come first."""
+        return min(max(self._kept[row] - 1, 0), len(tokens))
+
+    def behind(self, emitted: Sequence[Sequence[int]]) -> list[int]:
+        """Return how many emitted tokens of each row the drawn tree did not have."""
+        return [max(len(tokens) - kept, 0) if tokens else 0 for tokens, kept in zip(emitted, self._kept, strict=True)]
+
+
+class Aside:
+    """A stream in which a device works on n-grams while a draft's passes follow each other."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def working(self, device: torch.device) -> Iterator[None]:
+        """Let the device do what is asked here beside what is asked next.
+
+        What it leaves is used before the next round begins here, so that its memory is not taken too early.
+        """
+        if device.type not in _WITH_STREAMS:
+            yield
+            return
+        streams = torch.get_device_module(device)
+        self._stream = self._stream or streams.Stream(device)
+        self._stream.wait_stream(streams.current_stream(device))
+        with streams.stream(self._stream):
+            yield
+
+    def join(self, device: torch.device) -> None:
+        """Let what is asked next wait for it."""
+        if self._stream is not None:
+            torch.cuda.current_stream(device).wait_stream(self._stream)
+
+
 class DraftSession:
     """A drafter at work on one batch: a tree that is drawn, a trie of certain candidates, both, or neither.
 
@@ -75,13 +141,10 @@ class DraftSession:
             builder.source.make_room(places=builder.places, depth=self.depth, captured=captured)
         self._drafted = True
         """Whether the drawn tree was more than its root."""
-        self._own_nodes = 0 if drawn is None else drawn.num_nodes
-        self._own_kept: list[int] = []
-        """Where there are two trees: how many nodes of the drawn one, root included, each row's last path has."""
-        self._side: torch.cuda.Stream | None = None
-        """Where n-grams are looked up beside a drawn tree, on devices that have streams."""
-        self._widths = [0, 0, 0, 0]
-        """How many numbers each part reports."""
+        self._border = Border(drawn.depth) if drawn is not None and certain is not None else None
+        self._aside = Aside()
+        self._told: list[tuple[int, Callable[[Sequence[Sequence[int]]], None]]] = []
+        """How many numbers each part reports, and who takes them."""
 
     @property
     def scheme(self) -> Scheme:
@@ -230,15 +293,14 @@ class DraftSession:
             return self._attached(host_tree or self._host_tree(tail_B2, uniforms_BU), uniforms_BU)
         certain = host_tree
         self._drafted = not self._drawn.resting
-        with self._beside(tail_B2.device):
-            if certain is None and self._certain is not None:
+        if certain is None and self._certain is not None:
+            with nullcontext() if self._certain.on_host else self._aside.working(tail_B2.device):
                 certain = self._host_tree(tail_B2, uniforms_BU)
         drawn = self._drawn.build(tail_B2, uniforms_BU[:, : self._drawn.num_uniforms])
-        if certain is None:
+        if certain is None or self._border is None:
             return drawn
-        if self._side is not None:
-            torch.cuda.current_stream(tail_B2.device).wait_stream(self._side)
-        self._own_nodes = drawn.tokens_BN.shape[1]
+        self._aside.join(tail_B2.device)
+        self._border.nodes = drawn.tokens_BN.shape[1]
         return union(drawn, self._attached(certain, uniforms_BU))
 
     def _host_tree(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
@@ -252,58 +314,33 @@ class DraftSession:
     def _certain_uniforms(self, uniforms_BU: Tensor) -> Tensor:
         return uniforms_BU[:, 0 if self._drawn is None else self._drawn.num_uniforms :]
 
-    @contextmanager
-    def _beside(self, device: torch.device) -> Iterator[None]:
-        """Let the device do what is asked here beside what is asked next: n-grams while a draft's passes follow each other.
-
-        What it leaves is used before the next round begins here, so that its memory is not taken too early.
-        """
-        if self._certain is None or self._certain.on_host or device.type not in _WITH_STREAMS:
-            yield
-            return
-        streams = torch.get_device_module(device)
-        self._side = self._side or streams.Stream(device)
-        self._side.wait_stream(streams.current_stream(device))
-        with streams.stream(self._side):
-            yield
-
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
         """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows.
 
         `features_BNF` are the target's, of all nodes. Whole numbers `[B, X]` that are returned reach the host with the
         round's outcome, without a copy of their own, and go to `receive`.
         """
-        reports: list[Tensor | None] = [None, None, None, None]
+        reports: list[tuple[Tensor | None, Callable[[Sequence[Sequence[int]]], None]]] = []
         if self._drawn is not None:
-            own, own_keep_B = verdict, keep_B
-            if self._certain is not None:
-                own, own_keep_B = self._own_path(verdict, keep_B)
-                reports[0] = own_keep_B[:, None]
-            source, own_path_BD = self._drawn.source, own.path_BD
+            source, own, own_keep_B = self._drawn.source, verdict, keep_B
+            if self._border is not None:
+                own, own_keep_B = self._border.cut(verdict, keep_B)
+                reports.append((own_keep_B[:, None], self._border.receive))
+            places_BD = self._drawn.places_of(own.path_BD)
             if source.follows_any_path:
                 own, own_keep_B = verdict, keep_B
             if self._drafted:
-                reports[1] = source.commit(own, self._drawn.places_of(own_path_BD), own_keep_B, features_BNF)
+                reports.append((source.commit(own, places_BD, own_keep_B, features_BNF), source.receive))
             else:
                 source.skip(own, own_keep_B, features_BNF)
-            reports[2] = self._drawn.learn(own, own_keep_B, features_BNF)
+            self._drawn.learn(own, own_keep_B, features_BNF)
         if self._certain is not None:
-            reports[3] = self._certain.source.commit(verdict, verdict.path_BD, keep_B, features_BNF)
-        self._widths = [0 if report is None else report.shape[1] for report in reports]
-        told = [report for report in reports if report is not None]
-        return torch.cat(told, dim=1) if told else None
-
-    def _own_path(self, verdict: Verdict, keep_B: Tensor) -> tuple[Verdict, Tensor]:
-        """Return the part of the verdict that lies in the drawn tree."""
-        assert self._drawn is not None
-        steps_D = torch.arange(verdict.path_BD.shape[1], device=keep_B.device)
-        own_keep_B = ((verdict.path_BD < self._own_nodes) & (steps_D < keep_B[:, None])).sum(1)
-        # Entries beyond the path repeat some node of it; which one does not matter.
-        stop = self._drawn.depth + 1
-        path_BD = torch.where(verdict.path_BD < self._own_nodes, verdict.path_BD, 0)[:, :stop]
-        accepted_B = (own_keep_B - 1).clamp(min=0)
-        cut = replace(verdict, path_BD=path_BD, tokens_BD=verdict.tokens_BD[:, :stop], accepted_B=accepted_B)
-        return cut, own_keep_B
+            source_of_grams = self._certain.source
+            report_BX = source_of_grams.commit(verdict, verdict.path_BD, keep_B, features_BNF)
+            reports.append((report_BX, source_of_grams.receive))
+        told = [(report, take) for report, take in reports if report is not None]
+        self._told = [(report.shape[1], take) for report, take in told]
+        return torch.cat([report for report, _ in told], dim=1) if told else None
 
     def receive(self, reports: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> list[list[str]]:
         """Take on the host what `commit` returned, before `settle`; say who proposed each accepted token.
@@ -314,29 +351,15 @@ class DraftSession:
         accepted : sequence of token-id lists, one per row
             Without the token that the target added.
         """
-        takers = [
-            self._receive_own,
-            None if self._drawn is None else self._drawn.source.receive,
-            None if self._drawn is None else self._drawn.receive,
-            None if self._certain is None else self._certain.source.receive,
-        ]
         start = 0
-        for width, take in zip(self._widths, takers, strict=True):
-            if width and take is not None:
-                take([report[start : start + width] for report in reports])
+        for width, take in self._told:
+            take([report[start : start + width] for report in reports])
             start += width
         names = [self._credits(row, tokens) for row, tokens in enumerate(accepted)]
         if self._certain is not None:
-            self._certain.took(
-                [
-                    len(found) - self._drawn_of(row, tokens)
-                    for row, (found, tokens) in enumerate(zip(names, accepted, strict=True))
-                ]
-            )
+            found = enumerate(zip(names, accepted, strict=True))
+            self._certain.took([len(own) - self._drawn_of(row, tokens) for row, (own, tokens) in found])
         return names
-
-    def _receive_own(self, reports: Sequence[Sequence[int]]) -> None:
-        self._own_kept = [report[0] for report in reports]
 
     def _credits(self, row: int, tokens: Sequence[int]) -> list[str]:
         """Name the draft for what it drew, and a cache for what follows."""
@@ -349,8 +372,8 @@ class DraftSession:
 
     def _drawn_of(self, row: int, tokens: Sequence[int]) -> int:
         """Return how many of a row's accepted tokens were drawn: they come first."""
-        if self._own_kept:
-            return min(max(self._own_kept[row] - 1, 0), len(tokens))
+        if self._border is not None:
+            return self._border.drawn(row, tokens)
         return 0 if self._drawn is None else len(tokens)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
@@ -362,14 +385,11 @@ class DraftSession:
             return
         source = self._drawn.source
         self._drawn.advance(emitted)
-        if self._certain is None or source.follows_any_path:
+        if self._border is None or source.follows_any_path:
             source.settle(texts, emitted)
             return
-        known = [
-            text[: len(text) - len(tokens) + kept] if tokens else text
-            for text, tokens, kept in zip(texts, emitted, self._own_kept, strict=True)
-        ]
-        behind = [len(text) - len(short) for text, short in zip(texts, known, strict=True)]
+        behind = self._border.behind(emitted)
+        known = [text[: len(text) - less] for text, less in zip(texts, behind, strict=True)]
         source.settle(known, [tokens[: len(tokens) - less] for tokens, less in zip(emitted, behind, strict=True)])
         if any(behind):
             source.catch_up(texts)

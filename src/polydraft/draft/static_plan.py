@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,16 +38,12 @@ class GroupPlan:
 
     rows: Tensor | slice
     """Which of the level's distributions."""
-    children: Tensor | slice
-    """Nodes that are drawn, node by node of the group."""
     uniforms: Tensor | slice
-    """Random numbers for them."""
+    """Random numbers for their children, node by node."""
     width: int
     """Children of each."""
     nodes_GK: Tensor
     """The drawn nodes, distribution by distribution."""
-    picks: ClassVar[slice] = slice(None)
-    """All that is drawn is wanted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +62,6 @@ class LevelPlan:
     groups: tuple[GroupPlan, ...]
     children: Tensor | slice
     """All nodes that are drawn."""
-    picks: Tensor | slice
-    """Which they are of `widest` children of each distribution, distributions side by side."""
     widest: int
     nodes_GK: Tensor
     """The drawn nodes, distribution by distribution; 0 where a distribution has fewer than `widest`."""
@@ -96,8 +89,7 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
         distribution_rows_N[drawing] = torch.arange(len(drawing))
         first, stop = nodes.start, drawing[-1] + 1  # leaves at the level's end need no pass
         ancestors = [tables.ancestors_NN[node].nonzero()[1:, 0].tolist() for node in drawing]
-        groups: list[GroupPlan] = []
-        picks: dict[int, int] = {}
+        groups, drawn = list[GroupPlan](), list[int]()
         widest = max(len(group.children[0]) for group in draws)
         nodes_GK = torch.zeros(len(drawing), widest, dtype=torch.long)
         for group in draws:
@@ -106,15 +98,13 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
             groups.append(
                 GroupPlan(
                     _places(rows, device),
-                    _places(children, device),
                     _places([child - 1 for child in children], device),
                     len(group.children[0]),
                     torch.tensor(group.children, device=device),
                 )
             )
             nodes_GK[rows, : len(group.children[0])] = torch.tensor(group.children)
-            for row, siblings in zip(rows, group.children, strict=True):
-                picks |= {child: row * widest + rank for rank, child in enumerate(siblings)}
+            drawn += children
         levels.append(
             LevelPlan(
                 first,
@@ -124,8 +114,7 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
                 _places([node - first for node in drawing], device),
                 torch.tensor(ancestors, dtype=torch.long, device=device).reshape(len(drawing), -1),
                 tuple(groups),
-                _places(sorted(picks), device),
-                _places([picks[child] for child in sorted(picks)], device),
+                _places(sorted(drawn), device),
                 widest,
                 nodes_GK.to(device),
             )

@@ -1,13 +1,19 @@
 """Who drafts by which name: trees drawn from a model or a feature head, static or dynamic, alone or beside n-grams."""
 
-from polydraft.backends.triton import triton_obstacle
+from typing import TypedDict
+
+import torch
+
 from polydraft.draft.builder import Builder
 from polydraft.draft.costs import measured_costs
 from polydraft.draft.decision import Decision
 from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
 from polydraft.draft.dynamic_builder import DynamicBuilder
+from polydraft.draft.fixed_builder import FixedBuilder
 from polydraft.draft.grams import GRAM_DRAFTERS, GramTree, gram_tree
 from polydraft.draft.head_source import HeadSource
+from polydraft.draft.ladder import Timings
+from polydraft.draft.load_builder import LoadBuilder
 from polydraft.draft.model_source import ModelSource
 from polydraft.draft.policy import RowPolicy
 from polydraft.draft.session import DraftSession
@@ -15,7 +21,8 @@ from polydraft.draft.source import DistributionSource
 from polydraft.draft.speedup import Costs
 from polydraft.draft.static_builder import DEFAULT_SCHEME, StaticBuilder
 from polydraft.draft.static_plan import check_tree
-from polydraft.draft.tree_choice import Timings, TreeChoice, smaller_trees
+from polydraft.draft.stopping_builder import StoppingBuilder
+from polydraft.draft.tree_choice import TreeChoice, smaller_trees
 from polydraft.draft.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead, LanguageModel
@@ -35,8 +42,9 @@ class TreeDrafter(Drafter):
     model : LanguageModel or FeatureHead
         The draft: a model with the same tokens as the target, or a head that was trained for it.
     shape : Topology or DynamicShape
-        A tree of static shape, or limits of one that follows what the draft is sure of (OPT-Tree, EAGLE-2) and is as large
-        as pays.
+        A tree of static shape, or limits of one that follows what the draft is sure of (OPT-Tree, EAGLE-2). On a CPU that is as
+        large as pays; on a GPU it uses its limits up, for one text at temperature 0, and all other batches have the best static
+        tree of as many nodes and levels: there dynamic ones bring no more tokens above temperature 0, and have to be drawn.
     scheme : str or Scheme
         Of static trees: a registered scheme, ``"auto"``, or a scheme of your own; `top` where the draft temperature is 0.
     draft_temperature : float, optional
@@ -49,8 +57,8 @@ class TreeDrafter(Drafter):
         Let rows that share rounds have smaller trees than `shape`, a static one, where these bring more tokens over time.
     greedy : Topology or DynamicShape, optional
         Instead of `shape`, a static one, for one text at temperature 0: candidates are then the likeliest ones, so that trees
-        pay that would be slow to draw from. A dynamic one is replaced by the best static one of as many nodes and levels
-        where it would be slow to grow.
+        pay that would be slow to draw from. On a GPU a dynamic one is replaced by the best static one of as many nodes and
+        levels where no kernels grow it.
     pauses : bool
         On a CPU, let rows of static trees rest while drafting does not pay, as those of dynamic ones do.
     """
@@ -97,53 +105,56 @@ class TreeDrafter(Drafter):
     def builder(self, params: RowParams, target: LanguageModel) -> Builder:
         """Return what builds the trees of a batch."""
         source, shape = self.source(len(params)), self.topology
-        alone = self.greedy is not None and len(params) == 1 and params.all_greedy
+        alone = len(params) == 1 and params.all_greedy
         if alone and self.greedy is not None:
             shape = self.greedy
-            if isinstance(shape, DynamicShape) and not grows_fast(params, target):
-                shape = Topology.likeliest(shape.nodes, shape.depth)
-        costs, adaptive = self.costs, shape.adaptive if isinstance(shape, DynamicShape) else self._pauses(target)
-        if costs is None and adaptive:
-            drawn = not params.all_greedy and self.draft_temperature != 0
-            nodes = shape.num_nodes if isinstance(shape, Topology) else shape.nodes
-            costs = measured_costs(target, self.model, nodes, DEFAULT_SCHEME if drawn else "top")
         if isinstance(shape, Topology):
-            return StaticBuilder(
+            return self._static(source, shape, params, target, by_load=self.by_load and shape is not self.greedy)
+        if target.device.type == "cpu":
+            costs = self._costs(shape.nodes, shape.adaptive, params, target)
+            return DynamicBuilder(
                 source,
                 shape,
                 params,
                 target.vocab_size,
-                scheme=self.scheme,
+                policy=RowPolicy(costs, len(params), shape.nodes, shape.adaptive),
                 draft_temperature=self.draft_temperature,
                 decision=self.decision,
-                choice=self._choice(shape, len(params)) if self.by_load and not alone else None,
-                policy=RowPolicy(costs, len(params), shape.num_nodes, target.device, adaptive=True)
-                if costs is not None and adaptive
-                else None,
             )
-        return DynamicBuilder(
-            source,
-            shape,
-            params,
-            target.vocab_size,
-            costs=costs or _NOMINAL,
-            draft_temperature=self.draft_temperature,
-            decision=self.decision,
-        )
+        if alone and self.decision is None and target.shape_obstacle is None:
+            fixed = FixedBuilder(source, shape, params, target.vocab_size, draft_temperature=self.draft_temperature)
+            if fixed.form(getattr(self.model, "dtype", torch.float32)) is not None:
+                return fixed
+        return self._static(source, Topology.likeliest(shape.nodes, shape.depth), params, target)
 
-    def _pauses(self, target: LanguageModel) -> bool:
-        """Whether static trees rest: on a GPU rounds are captured, and trees by load are what pays there."""
-        return self.pauses and not self.by_load and target.device.type == "cpu"
+    def _static(
+        self, source: DistributionSource, tree: Topology, params: RowParams, target: LanguageModel, *, by_load: bool = False
+    ) -> StaticBuilder:
+        options: _Options = {"scheme": self.scheme, "draft_temperature": self.draft_temperature}
+        if by_load:
+            assert self.decision is None
+            choice = TreeChoice((*smaller_trees(tree), tree), self._timings, len(params))
+            return LoadBuilder(source, choice, params, target.vocab_size, **options)
+        # On a GPU rounds are captured, and trees by load are what pays there.
+        pauses = self.pauses and not self.by_load and target.device.type == "cpu"
+        if not pauses and self.decision is None:
+            return StaticBuilder(source, tree, params, target.vocab_size, **options)
+        policy = None
+        if pauses:
+            policy = RowPolicy(self._costs(tree.num_nodes, True, params, target), len(params), tree.num_nodes)
+        return StoppingBuilder(source, tree, params, target.vocab_size, decision=self.decision, policy=policy, **options)
 
-    def _choice(self, largest: Topology, rows: int) -> TreeChoice:
-        return TreeChoice((*smaller_trees(largest), largest), self._timings, rows)
+    def _costs(self, nodes: int, adaptive: bool, params: RowParams, target: LanguageModel) -> Costs:
+        """Return what rounds cost, measured only where something follows from it."""
+        if self.costs is not None or not adaptive:
+            return self.costs or _NOMINAL
+        drawn = not params.all_greedy and self.draft_temperature != 0
+        return measured_costs(target, self.model, nodes, DEFAULT_SCHEME if drawn else "top")
 
 
-def grows_fast(params: RowParams, target: LanguageModel) -> bool:
-    """Whether dynamic trees of greedy rows grow as fast as static ones: on a GPU by kernels, from logits as they come."""
-    if target.device.type != "cuda":
-        return True
-    return params.keeps_order and target.shape_obstacle is None and triton_obstacle(target.device) is None
+class _Options(TypedDict):
+    scheme: str | Scheme
+    draft_temperature: float | None
 
 
 class Combination(Drafter):

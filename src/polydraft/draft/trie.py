@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from polydraft.draft.ladder import Ladder, Rung
 from polydraft.errors import UsageError
 from polydraft.ngrams import GramMemory
 from polydraft.transfers import brought
@@ -25,6 +26,8 @@ STEPS = (0, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64)
 """Numbers of candidates that a round may have; a pass costs by its tokens, and each size may be prepared once."""
 FEW_STEPS = (0, 8, 24, 64)
 """The same where tokens cost little and preparing much: on a GPU, which captures a round of every size."""
+_FURTHER = 16
+"""By so many candidates larger rounds differ."""
 _SPARE = 0.25
 """Part of the least chance that candidates must have to fill places of the pass that would stay empty."""
 _HOPE = 0.5
@@ -117,9 +120,10 @@ class TokenTrie:
         return sources
 
 
-def rounded(count: int, limit: int, steps: Sequence[int] = STEPS) -> int:
-    """Return the size of a round that has room for `count` candidates, at most `limit`."""
-    return min(next((step for step in steps if step >= count), -(-count // 16) * 16), limit)
+def trie_ladder(candidates: int, steps: Sequence[int] = STEPS) -> Ladder:
+    """Return the sizes of rounds of up to so many candidates."""
+    further = range(steps[-1], candidates, _FURTHER)
+    return Ladder([Rung(1 + count) for count in sorted({*(min(step, candidates) for step in (*steps, *further)), candidates})])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +138,8 @@ class Limits:
     """Most tokens that each memory is asked for at a node."""
     least: float
     """Least chance that a candidate is reached and right; below it, it costs more in the pass than it yields."""
-    steps: tuple[int, ...] = STEPS
-    """Numbers of candidates that a round is filled up to, once it is begun."""
+    ladder: Ladder | None = None
+    """Sizes that a round is filled up to, once it is begun; every number of candidates is one if none are given."""
 
 
 def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits: Limits) -> TokenTrie:
@@ -174,7 +178,7 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
                 break
             if -negative < limits.least:  # children of a node that waits at less than its chance may still be likely enough
                 continue
-            room = rounded(len(trie), limits.nodes, limits.steps)
+            room = len(trie) if limits.ladder is None else limits.ladder.holding(1 + len(trie)).nodes - 1
         child = trie.child(node, token, name, -negative)
         places.append(None)
         if trie.depths[child] < limits.depth:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from polydraft.draft import LOSSY_DRAFTERS, DistributionSource, Drafter, DraftSession, Parts, TreeDrafter
 from polydraft.draft.decision import Decision
-from polydraft.draft.static_builder import StaticBuilder
 from polydraft.draft.static_plan import LevelPlan
+from polydraft.draft.stopping_builder import StoppingBuilder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import NO_TOKEN, RowParams, draw_distinct, draw_one
@@ -72,7 +72,7 @@ class TargetInit(Drafter):
         return DraftSession(self.name, drawn=builder)
 
 
-class TargetInitBuilder(StaticBuilder):
+class TargetInitBuilder(StoppingBuilder):
     """A fork whose first level is replaced by tokens from the target's distribution, once that is known.
 
     In the first round of a text it is not, because the last token of a prompt has not been through the target: there the
@@ -118,21 +118,22 @@ class TargetInitBuilder(StaticBuilder):
         self._walk.given_B = None if self._next is None else self._next[1]
         return super().build(tail_B2, uniforms_BU)
 
-    def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> None:
+    def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> Tensor | None:
         """Take the first level, W tokens, from the target's distribution, at temperature 0 the likeliest."""
-        super().draw(level, logits_BGV, tokens_BN, uniforms_BU)
+        probs_BGV = super().draw(level, logits_BGV, tokens_BN, uniforms_BU)
         if level.first > 0 or self._next is None:
-            return
+            return probs_BGV
         distribution_BV, known_B = self._next
         draw = _TOP.draw if self._greedy else draw_distinct
         given_BW = draw(distribution_BV, uniforms_BU[:, -self._width :])
         firsts = slice(1, 1 + self._width)
         tokens_BN[:, firsts] = torch.where(known_B[:, None], given_BW, tokens_BN[:, firsts])
+        return probs_BGV
 
-    def _stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
+    def stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
         """Let rows go on behind first tokens of the target, of which the draft's features say nothing."""
-        stops = super()._stops(features_BGF, logits_BGV)
-        if self._going_B is None or self._drawn > 1 or self._next is None:
+        stops = super().stops(features_BGF, logits_BGV)
+        if self.decision is None or self._drawn > 1 or self._next is None:
             return stops
         self._going_B = self._going_B | self._next[1]
         return not bool(self._going_B.any())

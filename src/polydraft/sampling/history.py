@@ -80,7 +80,7 @@ class History:
             self._texts[row] = list(prompt) if self._params.has_processors else []
             if self._seen_BV is not None:
                 self._seen_BV[row].zero_()
-                self._seen_BV[row, torch.as_tensor(list(prompt), device=self._device)] = True
+                self._seen_BV[row, torch.as_tensor(list(prompt), dtype=torch.long, device=self._device)] = True
             if self._counts_BV is not None:
                 self._counts_BV[row].zero_()
 

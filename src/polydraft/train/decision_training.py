@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polydraft.draft import Builder, DistributionSource, TreeDrafter
 from polydraft.draft.decision import Decision, DecisionKind, DecisionModel, DecisionShape, distribution_inputs, save_decision
-from polydraft.draft.static_builder import StaticBuilder
+from polydraft.draft.stopping_builder import StoppingBuilder
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import FeatureHead, LanguageModel
@@ -84,7 +84,7 @@ class _Tracing(TreeDrafter):
         return _TracingBuilder(source, topology, params, target, self.scheme, self._recorder, temperature, self._traces)
 
 
-class _TracingBuilder(StaticBuilder):
+class _TracingBuilder(StoppingBuilder):
     """Records rounds. It copies values to the host, so no round is captured."""
 
     elastic = False

@@ -1,4 +1,4 @@
-"""Triton kernels of dynamic trees at temperature 0; see `polydraft.draft.fused_growth`. Imported only where Triton is there.
+"""Triton kernels of dynamic trees at temperature 0; launched by `growth`. Imported only where Triton is there.
 
 `rank_and_sum` finds the likeliest tokens of each part of the vocabulary, `grow_level` the candidates of a level and which of
 them go on, `choose_candidates` those of all levels that make the tree, `plant_chosen` writes its tables.
@@ -14,10 +14,6 @@ import triton.language as tl
 from polydraft.backends.triton.order import _in_order
 from polydraft.backends.triton.planting_kernels import _LAST, _NONE, _as_number, _keys_of, _number, _tokens_of
 
-_FIXED_POINT = tl.constexpr(2.0**32)
-"""As in `polydraft.verify.arrays.total`."""
-_UNIT = tl.constexpr(2.0**-32)
-"""Its inverse, as the compiler does not know that dividing by one is multiplying by the other."""
 _PLACES = tl.constexpr(2**13 - 1)
 """Bits that are alike in all half-precision numbers of one sign once they are float32: there is room for a place."""
 _NOTHING = tl.constexpr(-(2**31))
@@ -106,21 +102,21 @@ def rank_and_sum(
     ]
 )  # fmt: skip
 def grow_level(
-    keys, tops, sums, temperatures, allowed, vocabulary, facts, scores, above, visible,
+    keys, tops, sums, temperatures, vocabulary, facts, scores, above, visible,
     level, width, entries, strips, count, total, earlier, start, room, front, seen, facts_part,
     STEP: tl.constexpr, PARTIAL: tl.constexpr, NARROW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_U: tl.constexpr,
 ):  # fmt: skip
     """Write the `room` best children of `width` nodes, and what the `front` best of them see; grid [B].
 
-    Nodes without a distribution, whose largest logit is not finite, have no children, and neither have those of rows that have
-    reached the levels that they are allowed. Of each node there are as many keys as `entries`, and `strips` of its logits.
+    Nodes without a distribution, whose largest logit is not finite, have no children. Of each node there are as many keys as
+    `entries`, and `strips` of its logits.
     """
     row = tl.program_id(0).to(tl.int64)
     node_W, rank_K, lane_L = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K), tl.arange(0, 32)
     real_W = node_W < width
     # What can be loaded at once is: each wait for memory takes as long as all the rest. A warp has a node, as in `_largest`.
-    temperature, levels = tl.load(temperatures + row), tl.load(allowed + row)
+    temperature = tl.load(temperatures + row)
     parent_W = tl.load(scores + row * total + earlier + node_W, mask=real_W & (level > 0), other=0.0)
     strip_1SL = tl.arange(0, BLOCK_S)[None, :, None] * 32 + lane_L[None, None, :]
     strip_WSL = (row * width + node_W)[:, None, None] * strips + strip_1SL
@@ -150,7 +146,6 @@ def grow_level(
     score_WK = parent_W[:, None] + chance_WK - STEP
     # Where the largest logit is not finite all are infinitely far from it, or not a number, for which no comparison holds.
     score_WK = tl.where(score_WK > float("-inf"), score_WK, float("-inf"))
-    score_WK = tl.where(levels > level, score_WK, float("-inf"))
     token_WK = tl.where(score_WK > float("-inf"), token_WK, -1)
 
     # How many are better is where a candidate goes: all of those that are asked for come before what only fills the table.
@@ -201,20 +196,18 @@ def _threshold(key_C, total, count):
     return key
 
 
-@triton.jit(do_not_specialize=["levels", "total", "nodes", "entries", "depth"])
+@triton.jit(do_not_specialize=["levels", "total", "nodes", "entries"])
 def choose_candidates(
-    scores, starts, allowed, wanted, numbers, chosen, table, expected, counts, reached, found,
-    levels, total, nodes, entries, depth,
+    scores, starts, numbers, chosen, table, levels, total, nodes, entries,
     BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Give the best candidates of a row numbers as nodes, from 1 on in the order in which they stand; 0 to others; grid [B].
 
     Parents have better scores than their children and stand before them, and those that are kept of a level are its first.
-    Writes which candidate each node is, −1 for none, what levels promise, and empties the `entries` of the children's table.
+    Writes which candidate each node is, −1 for none, and empties the `entries` of the children's table.
     """
     row = tl.program_id(0).to(tl.int64)
     level_L, place_P, node_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    most, permitted = tl.minimum(tl.load(wanted + row), nodes) - 1, tl.load(allowed + row)
     start_L = tl.load(starts + level_L, mask=level_L < levels, other=0)
     stop_L = tl.load(starts + level_L + 1, mask=level_L < levels, other=0)
     for first in range(0, entries, BLOCK_X):
@@ -228,21 +221,14 @@ def choose_candidates(
     key_LP = _keys_of(score_LP, candidate_LP.to(tl.int32), real_LP)
     key_C = tl.reshape(key_LP, [BLOCK_L * BLOCK_P])
     all_real = tl.sum((key_C > _NONE).to(tl.int32), 0)
-    count = tl.minimum(most, all_real)
-    keep_LP = real_LP & (key_LP >= _threshold(key_C, all_real, tl.maximum(count, 0)))
+    count = tl.minimum(nodes - 1, all_real)
+    keep_LP = real_LP & (key_LP >= _threshold(key_C, all_real, count))
     kept_L = tl.sum(keep_LP.to(tl.int32), 1)
     node_LP = tl.where(keep_LP, (tl.cumsum(kept_L, 0) - kept_L)[:, None] + place_P[None, :] + 1, 0)
     tl.store(numbers + row * total + candidate_LP, node_LP.to(tl.int64), mask=inside_LP)
     tl.store(chosen + row * nodes + node_LP, candidate_LP, mask=keep_LP)
     none_N = (node_N < nodes) & ((node_N == 0) | (node_N > count))
     tl.store(chosen + row * nodes + node_N, tl.full([BLOCK_N], -1, tl.int64), mask=none_N)
-
-    chance_LP = (tl.exp(score_LP).to(tl.float64) * _FIXED_POINT + 0.5).to(tl.int64)
-    promise_L = tl.sum(tl.where(keep_LP, chance_LP, 0), 1)
-    tl.store(found + row * depth + level_L, promise_L.to(tl.float64) * _UNIT, mask=level_L < depth)
-    tl.store(expected + row, tl.sum(promise_L, 0).to(tl.float64) * _UNIT)
-    tl.store(counts + row, count)
-    tl.store(reached + row, tl.minimum(permitted, levels))
 
 
 @triton.jit(do_not_specialize=["levels", "total", "nodes", "width", "last", "facts_part", "roots_row"])

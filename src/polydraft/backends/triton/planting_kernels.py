@@ -1,4 +1,4 @@
-"""Triton kernels that write children into a tree; see `polydraft.draft.planting`. Imported only where Triton is there.
+"""Triton kernels that write children into a tree; launched by `planting`. Imported only where Triton is there.
 
 Columns of the draft's distributions become tokens on the way: through a table where the draft knows a part of them.
 """

@@ -6,15 +6,16 @@ from typing import Any
 
 from polydraft.beam import BeamDecoder
 from polydraft.draft import GRAM_DRAFTERS, Parts, make_drafter
+from polydraft.draft.decision import SHIPPED_DECISIONS
 from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder, Stats
 from polydraft.errors import UsageError, unknown_name
 from polydraft.lab.bench.method import COMBINED, METHODS, Bench, Method, MethodSpec, Token, Tokens
-from polydraft.lab.bench.options import OF_DRAFTS, method_options
+from polydraft.lab.bench.options import OF_DRAFTS, MethodNgrams, method_options
 from polydraft.lab.papers.flat import FlatModel
 from polydraft.loading import make_decoder
 from polydraft.models import LanguageModel
-from polydraft.options import AUTO, LoadOptions, NgramOptions
+from polydraft.options import AUTO, LoadOptions
 from polydraft.trees import parse_tree
 
 _TREES: dict[str, Callable[[str], str]] = {
@@ -23,6 +24,8 @@ _TREES: dict[str, Callable[[str], str]] = {
     "fork": lambda argument: f"fork:{argument or '16x5'}",
 }
 """Methods with a static tree, which a combination may have beside n-grams, and the tree that their argument means."""
+_IF_SHIPPED = "if-shipped"
+"""The decision model that ships with a draft, if one does: methods are run with any draft."""
 _BEAM_SHARED = ("length_penalty", "early_stopping")
 _BEAM_DRAFTS = ("width", "depth", "draft")
 _BEAM_SAMPLING = ("draws", "verification")
@@ -76,8 +79,11 @@ def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...]
     if needs_draft(fixed.get("drafter", AUTO)):
         _check_draft(spec, bench)
     with spec.named_in_errors():
-        names = values.keys() & NgramOptions.__dataclass_fields__.keys()
-        grams = NgramOptions(**{name: values.pop(name) for name in names}).grams_asked_for()
+        if values.get("decision") == _IF_SHIPPED:
+            shipped = bench.draft is not None and bench.draft.name in SHIPPED_DECISIONS
+            values["decision"] = AUTO if shipped else None
+        names = values.keys() & MethodNgrams.__dataclass_fields__.keys()
+        grams = MethodNgrams(**{name: values.pop(name) for name in names}).grams_asked_for()
         grams = replace(grams, caches=replace(grams.caches, corpus=bench.corpus))
         return LoadOptions(**fixed, **values, grams=grams)
 

@@ -1,12 +1,15 @@
 """What a benchmark measures, and the options of its methods. Nothing here imports torch before something is checked."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from polydraft.described import Option, options_in
 from polydraft.errors import UsageError
 from polydraft.options import CpuOptions, LoadOptions, NgramOptions, PairOptions, PlaceOptions
+
+if TYPE_CHECKING:
+    from polydraft.draft import GramTreeOptions
 
 OF_DRAFTS = ("scheme", "walk", "draft_temperature", "decision", "stop_below")
 """Options of drafts and their trees, which n-grams alone do not have."""
@@ -14,9 +17,21 @@ _SETTLED = ("target", "draft", "device", "dtype", "device_map", "profile", "nati
 """Options that the benchmark as a whole, or a method's name and argument, determine."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MethodNgrams(NgramOptions):
+    """Drafting from n-grams."""
+
+    ngram_chance: float | None = field(default=None, metadata={"short": "chance"})
+    """Drop candidates whose estimated chance is below this, 0 to 1; Self-Draft drops none."""
+
+    def grams_asked_for(self) -> "GramTreeOptions":
+        """Return them as options of the drafters."""
+        return replace(super().grams_asked_for(), least_chance=self.ngram_chance)
+
+
 def method_options(*, grams: bool, skip: Collection[str] = ()) -> list[Option]:
     """Return the options that a method can have, with or without those of n-grams."""
-    found = [*options_in(LoadOptions), *(options_in(NgramOptions) if grams else [])]
+    found = [*options_in(LoadOptions), *(options_in(MethodNgrams) if grams else [])]
     return [option for option in found if option.has_text and option.name not in (*_SETTLED, *skip)]
 
 

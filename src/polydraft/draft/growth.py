@@ -1,0 +1,206 @@
+"""Growing a dynamic tree: candidates level by level, then the tree of those that are kept.
+
+`grow_likeliest` does all of it where rounds have one size and candidates are the likeliest, as on a GPU at temperature 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polydraft.draft.builder import DraftDistributions
+from polydraft.draft.candidates import Front, Level, best, best_children
+from polydraft.operations import operation
+from polydraft.sampling import NO_TOKEN
+from polydraft.trees import Block, DraftTree, DynamicShape
+
+Expand = Callable[[Tensor, Tensor, Block], Tensor]
+"""The logits of some nodes, given their tokens, their parents in the pass above, and what they see; as `source.expand`."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Places that the passes of a draft take."""
+
+    lead: int
+    """Before the root's."""
+    most: int
+
+
+@dataclass(frozen=True, eq=False)
+class Grown:
+    """A tree, and where its nodes went through the draft."""
+
+    draft: DraftTree
+    places_BN: Tensor
+    """Place of each node that has children in the draft's passes; any for others."""
+    slots_BN: Tensor | None = None
+    """The same among the nodes of its level, 0 for others; where somebody asks."""
+
+
+class Growing:
+    """Candidates of the trees of one round.
+
+    Parameters
+    ----------
+    root_B : Tensor
+        Pending tokens.
+    passes : Passes
+        The draft's.
+    dtype : torch.dtype
+        Of scores.
+    """
+
+    def __init__(self, root_B: Tensor, passes: Passes, dtype: torch.dtype) -> None:
+        self.root_B, self._passes = root_B, passes
+        self.levels: list[Level] = []
+        self.fronts: list[Front] = []
+        """What each level but the last sent through the draft; parents of the level below."""
+        self.scores_BW = torch.zeros(len(root_B), 1, dtype=dtype, device=root_B.device)
+        """Of the nodes that get children next, the root at first."""
+        self.paths_BWP = root_B.new_empty(len(root_B), 1, 0)
+        """Tokens from below the root to each of them."""
+        self._visible_BWU = torch.ones(len(root_B), 1, passes.lead + 1, dtype=torch.bool, device=root_B.device)
+
+    def next_front(self, width: int) -> Front:
+        """Return the best candidates of the last level."""
+        return Front.of(self.levels[-1], width)
+
+    def pass_on(self, front: Front) -> Block:
+        """Let a front get children next; return what its nodes see in their pass."""
+        self.fronts.append(front)
+        self.scores_BW = front.scores_BW
+        self.paths_BWP = torch.cat([front.inherit(self.paths_BWP), front.tokens_BW[..., None]], -1)
+        self._visible_BWU = front.see(self._visible_BWU)
+        depths_BW = torch.full_like(front.tokens_BW, self._passes.lead + len(self.fronts))
+        width, places = self._visible_BWU.shape[1:]
+        return Block(places - width, depths_BW, self._visible_BWU, levels=(width,))
+
+    @property
+    def scores_BC(self) -> Tensor:
+        """Scores of all candidates, level by level."""
+        return torch.cat([level.scores_BX for level in self.levels], 1)
+
+    @property
+    def tokens_BC(self) -> Tensor:
+        """Their tokens."""
+        return torch.cat([level.tokens_BX for level in self.levels], 1)
+
+    def tree(self, keep_BC: Tensor, most: int, branch: int, depth: int) -> Grown:
+        """Make the tree of the candidates that are kept.
+
+        Parameters
+        ----------
+        keep_BC : Tensor
+            Which candidates are kept; parents of kept ones must be.
+        most : int
+            Candidates that the fullest row keeps.
+        branch : int
+            Most children a node can have.
+        depth : int
+            What the tree reports as its depth; at least the number of levels.
+        """
+        rows, total = keep_BC.shape
+        # Candidates stand level by level: in their own order the nodes are breadth first. Those left out go to the end.
+        number_C = torch.arange(total, device=keep_BC.device)
+        index_BM = number_C.where(keep_BC, total).sort(dim=1).values[:, :most]
+        kept_BM, place_BM = index_BM < total, index_BM.clamp(max=total - 1)
+        parents_BC, slots_BC, places_BC, depths_BC = self._tables()
+        node_of_BC = index_BM.new_zeros(rows, total + 2)
+        node_of_BC.scatter_(1, index_BM + 1, torch.arange(1, index_BM.shape[1] + 1, device=keep_BC.device).expand_as(index_BM))
+        parent_BM = node_of_BC.gather(1, parents_BC.gather(1, place_BM)).where(kept_BM, 0)
+        parent_BN, kept_BN = _below_root(parent_BM, 0), torch.nn.functional.pad(kept_BM, (1, 0))
+        draft = DraftTree(
+            torch.cat([self.root_B[:, None], self.tokens_BC.gather(1, place_BM).where(kept_BM, NO_TOKEN)], 1),
+            _below_root(depths_BC.gather(1, place_BM).where(kept_BM, 0), 0),
+            _ancestors(parent_BN, len(self.levels)),
+            _children(parent_BN, kept_BN, min(branch, most)),
+            depth,
+        )
+        places_BM = places_BC.gather(1, place_BM).where(kept_BM, self._passes.lead)
+        slots_BN = _below_root(slots_BC.gather(1, place_BM), 0)
+        return Grown(draft, _below_root(places_BM, self._passes.lead), slots_BN)
+
+    def _tables(self) -> list[Tensor]:
+        """Return of all candidates: the parent's number, 0 for the root; slot in the front; place in passes; depth."""
+        tables, start, first = list[tuple[Tensor, ...]](), 0, self._passes.lead + 1
+        for number, level in enumerate(self.levels):
+            above_BX, slot_BX = torch.zeros_like(level.parents_BX), torch.zeros_like(level.parents_BX)
+            if number:
+                above_BX = self.fronts[number - 1].places_BW.gather(1, level.parents_BX) + start + 1
+                start += self.levels[number - 1].parents_BX.shape[1]
+            if number < len(self.fronts):
+                places_BW = self.fronts[number].places_BW
+                slot_BX.scatter_(1, places_BW, torch.arange(places_BW.shape[1], device=slot_BX.device).expand_as(places_BW))
+            # At the last level all have the first place, which may not be there.
+            place_BX = slot_BX + min(first, self._passes.most - 1)
+            first += self.fronts[number].places_BW.shape[1] if number < len(self.fronts) else 0
+            tables.append((above_BX, slot_BX, place_BX, torch.full_like(slot_BX, number + 1)))
+        return [torch.cat(column, 1) for column in zip(*tables, strict=True)]
+
+
+def _below_root(values_BM: Tensor, root: int) -> Tensor:
+    return torch.nn.functional.pad(values_BM, (1, 0), value=root)
+
+
+def _ancestors(parent_BN: Tensor, levels: int) -> Tensor:
+    """Follow the parents upwards from every node."""
+    rows, nodes = parent_BN.shape
+    ancestors_BNN = torch.eye(nodes, dtype=torch.bool, device=parent_BN.device).repeat(rows, 1, 1)
+    above_BN = parent_BN
+    for _ in range(levels):
+        ancestors_BNN.scatter_(2, above_BN[..., None], value=True)
+        above_BN = parent_BN.gather(1, above_BN)
+    return ancestors_BNN
+
+
+def _children(parent_BN: Tensor, kept_BN: Tensor, branch: int) -> Tensor:
+    """List every node's children in their order; nodes that were left out are nobody's."""
+    rows, nodes = parent_BN.shape
+    rank_BN = ((parent_BN[:, :, None] == parent_BN[:, None, :]) & kept_BN[:, None, :]).tril(-1).sum(-1)
+    slot_BN = (parent_BN * branch + rank_BN).where(kept_BN, nodes * branch)
+    table_BX = parent_BN.new_zeros(rows, nodes * branch + 1)
+    table_BX.scatter_(1, slot_BN, torch.arange(nodes, device=parent_BN.device).expand(rows, -1))
+    return table_BX[:, :-1].view(rows, nodes, branch)
+
+
+@operation
+def grow_likeliest(
+    shape: DynamicShape,
+    passes: Passes,
+    distributions: DraftDistributions,
+    root_B: Tensor,
+    logits_B1V: Tensor,
+    expand: Expand,
+) -> Grown:
+    """Grow trees of all levels and nodes that a shape allows, of the likeliest candidates (OPT-Tree, EAGLE-2).
+
+    Each level takes the `beam` likeliest paths further, and of all candidates of all levels the likeliest make the tree.
+
+    Parameters
+    ----------
+    shape : DynamicShape
+    passes : Passes
+        The draft's.
+    distributions : DraftDistributions
+        What ranks candidates.
+    root_B : Tensor
+        Pending tokens.
+    logits_B1V : Tensor
+        The draft's, after them.
+    expand : callable
+        Passes a level through the draft.
+    """
+    growing, logits_BWV = Growing(root_B, passes, torch.float32), logits_B1V
+    for depth in range(shape.depth):
+        if depth:
+            front = growing.next_front(shape.beam)
+            logits_BWV = expand(front.tokens_BW, front.parents_BW, growing.pass_on(front))
+        level = best_children(
+            growing.scores_BW, distributions.probs(logits_BWV, growing.paths_BWP), shape.branch, shape.nodes - 1
+        )
+        growing.levels.append(Level(distributions.tokens(level.tokens_BX), level.parents_BX, level.scores_BX))
+    value_BM, index_BM = best(growing.scores_BC, shape.nodes - 1)
+    keep_BC = torch.zeros_like(growing.scores_BC, dtype=torch.bool).scatter_(1, index_BM, value_BM > -torch.inf)
+    return growing.tree(keep_BC, index_BM.shape[1], shape.branch, shape.depth)

@@ -1,0 +1,108 @@
+"""Static trees of which rows draw only a part: none while drafting does not pay, or fewer levels by a decision model."""
+
+import torch
+from torch import Tensor
+
+from polydraft.draft.decision import Decision
+from polydraft.draft.policy import RowPolicy
+from polydraft.draft.source import DistributionSource
+from polydraft.draft.static_builder import StaticBuilder
+from polydraft.draft.static_plan import GroupPlan, LevelPlan
+from polydraft.sampling import NO_TOKEN, RowParams
+from polydraft.trees import DraftTree, SlicedMask, Topology
+from polydraft.verify import Scheme
+
+DECISION_OBSTACLE = "the decision model is looked at between levels"
+
+
+class StoppingBuilder(StaticBuilder):
+    """Draw static trees, and let rows stop before the last level, or before the first.
+
+    Parameters
+    ----------
+    source, topology, params, vocab_size, scheme, draft_temperature
+        As for `StaticBuilder`.
+    decision : Decision, optional
+        Lets rows stop before the last level.
+    policy : RowPolicy, optional
+        Lets rows rest while drafting does not pay; on a CPU.
+    """
+
+    whole = False
+
+    def __init__(
+        self,
+        source: DistributionSource,
+        topology: Topology,
+        params: RowParams,
+        vocab_size: int,
+        *,
+        scheme: str | Scheme = "auto",
+        draft_temperature: float | None = None,
+        decision: Decision | None = None,
+        policy: RowPolicy | None = None,
+    ) -> None:
+        super().__init__(source, topology, params, vocab_size, scheme=scheme, draft_temperature=draft_temperature)
+        self.decision, self.policy = decision, policy
+        self._mask = SlicedMask.of(self.topology, self.source.device)
+        self._going_B = torch.ones_like(self._greedy_B)
+        """Rows that draft and have not stopped."""
+        self.learns = policy is not None
+        self.obstacle = DECISION_OBSTACLE if policy is None else "the host looks whether drafting pays"
+
+    def plant(self, root_B: Tensor) -> Tensor:
+        """Say which rows draft."""
+        self._going_B = torch.ones_like(root_B, dtype=torch.bool)
+        if self.policy is not None:
+            drafting = self.policy.drafting
+            self._going_B = torch.tensor(drafting, device=root_B.device)
+            self.policy.plan(
+                [float(drafts) for drafts in drafting],
+                [(self.num_nodes - 1) * drafts for drafts in drafting],
+                [self.depth * drafts for drafts in drafting],
+            )
+        return super().plant(root_B)
+
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Draft nothing where all rows rest."""
+        rests = self.resting
+        if rests or (self.policy is not None and not any(self.policy.drafting)):
+            tokens_BN = self.plant(tail_B2[:, 1])
+            if not rests:
+                self.source.root(tail_B2)
+            vocabulary, first_1 = self._distributions.vocabulary, torch.zeros_like(tokens_BN[0, :1])
+            return self._as_deep(DraftTree.from_topology(Topology(), tokens_BN[:, :1], (), first_1, vocabulary))
+        return super().build(tail_B2, uniforms_BU)
+
+    def _plant(self, tokens_BN: Tensor, plan: GroupPlan | LevelPlan, columns_RK: Tensor) -> None:
+        rows_R1 = self._going_B.repeat_interleave(len(columns_RK) // len(tokens_BN))[:, None]
+        super()._plant(tokens_BN, plan, columns_RK.where(rows_R1, NO_TOKEN))
+
+    def stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
+        """Let the decision model look at the nodes that drew last; say whether all rows stop there.
+
+        It sees distributions and tokens down to this level only, so that whatever is drawn below follows the distribution that
+        verification assumes.
+        """
+        if self.decision is None:
+            return False
+        self._going_B = self._going_B & self.decision.goes_on(features_BGF, logits_BGV)
+        return not bool(self._going_B.any())  # the one look between levels; rows that stopped alone draw nothing
+
+    def tree(self, tokens_BN: Tensor) -> DraftTree:
+        """Return the grown tree; after an early stop a slice that reports the usual depth, so that outcomes keep their form."""
+        depth, distributions = self._drawn, tuple(self._level_probs)
+        if depth == self.depth:
+            return super().tree(tokens_BN)
+        tables, size = self._mask.stopped(depth), len(tokens_BN)
+        nodes = len(tables.depths_N)
+        return DraftTree(
+            tokens_BN[:, :nodes],
+            tables.depths_N.expand(size, -1),
+            tables.ancestors_NN.expand(size, -1, -1),
+            tables.child_table_NK.expand(size, -1, -1),
+            self.depth,
+            distributions + distributions[-1:] * (self.depth - depth),
+            self.plan.distribution_rows_N[:nodes].expand(size, -1),
+            self._distributions.vocabulary,
+        )
