@@ -16,6 +16,7 @@ ROOMS = [
     "output",
     "registry",
     "operations",
+    "devices",
     "described",
     "prompts",
     "transfers",

@@ -131,4 +131,4 @@ def using(*backends: str) -> Iterator[None]:
 def _load_backends() -> None:
     """Import the backends, once, so that they register their forms. They import what they speed up, never the reverse."""
     for name in BACKENDS:
-        importlib.import_module(f"polydraft.backends.{name}")
+        importlib.import_module(f"polydraft.backends.{name}.forms")

@@ -60,8 +60,8 @@ def test_a_fused_body_computes_what_the_lean_one_does(name: str) -> None:
     target = HFModel(FAMILIES.get(name).build().to("cuda"))
     sampling = SamplingParams(temperature=0)
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4]]
-    assert target.fused is not None
+    assert target.fast is not None
     fused = Decoder(target).generate(prompts, sampling=sampling, max_new_tokens=20)
-    target.fused = None
+    target.fast = None
     lean = Decoder(target).generate(prompts, sampling=sampling, max_new_tokens=20)
     assert [one.token_ids for one in fused] == [one.token_ids for one in lean]

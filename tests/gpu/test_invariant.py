@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from polydraft.backends.triton import invariant as _invariant
+from polydraft.backends.triton.invariant import AttendPlan
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES, _invariant, language_model
-from polydraft.models._invariant import AttendPlan
+from polydraft.models import FAMILIES, language_model
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Block, parse_tree

@@ -17,7 +17,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from polydraft.backends import triton as kernels
+from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton import probe as _probe
+from polydraft.backends.triton.attention import AttentionPlan, attend_tree
+from polydraft.backends.triton.head import Entries, FusedHead
+from polydraft.backends.triton.invariant import Sight, invariant_attention, invariant_parts, sight_of
+from polydraft.backends.triton.layers import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
 from polydraft.draft.assembly import Passes
 from polydraft.draft.fused_growth import FusedGrowth
 from polydraft.draft.fused_learning import allow_sizes, learn_round
@@ -26,15 +31,12 @@ from polydraft.draft.policy import RowPolicy
 from polydraft.draft.sizes import SizeChoice, sizes_of
 from polydraft.engine.outcome import conclude
 from polydraft.lab.theory import Costs
-from polydraft.models import FAMILIES, FeatureHead, _invariant
-from polydraft.models._bodies import lean_body
-from polydraft.models._fused import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
-from polydraft.models._fused_head import Entries, FusedHead
-from polydraft.models._invariant import Sight, invariant_attention, invariant_parts, sight_of
-from polydraft.models._slots import place
+from polydraft.models import FAMILIES, FeatureHead
+from polydraft.models.bodies import lean_body
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import HeadShape, TapNorm
-from polydraft.models.tree_attention import AttentionPlan, tree_attention
+from polydraft.models.placing import place
+from polydraft.models.storage import move_up
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.softened import softened
 from polydraft.trees import DraftTree, DynamicShape, SlicedMask, parse_tree, union
@@ -95,7 +97,7 @@ def whole_models(dtype: torch.dtype) -> None:
     norms = {"taps": (1, 2), "tap_norm": TapNorm.EACH}
     shape = HeadShape(hidden_size=576, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512, **norms)
     head = FeatureHead(shape, *torch.zeros(2, 96, 576, dtype=dtype)).to(dtype)
-    fused, features = FusedHead(head, 1e-5), torch.zeros(2, 5, 3 * 576, dtype=dtype)
+    fused, features = FusedHead(head), torch.zeros(2, 5, 3 * 576, dtype=dtype)
     for parents in (None, tokens[0]):
         fused(Entries(tokens, fused.fused(features), parents), tokens, view, SlotCache(1, 512), 512)
 
@@ -112,7 +114,9 @@ def memories(dtype: torch.dtype) -> None:
     for layers, heads, channels in ((30, 3, 64), (32, 32, 128), (2, 1, 80)):
         cache = SlotCache(layers, 64)
         cache.keys_LBHSC, cache.values_LBHSC = torch.zeros(2, layers, 2, heads, 64, channels, dtype=dtype)
-        assert cache.move_up(lengths, places, torch.zeros(2, 64, dtype=torch.long))
+        moved = cache, lengths, places, torch.zeros(2, 64, dtype=torch.long)
+        assert move_up.chosen(*moved) is not None
+        move_up(*moved)
     shape = HeadShape(hidden_size=576, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512)
     context = FeatureHead(shape, *torch.zeros(2, 96, 576, dtype=dtype)).to(dtype).start(2, 64)
     context.take_roots(torch.zeros(2, 6, 576, dtype=dtype), lengths)
@@ -231,7 +235,7 @@ def dynamic_rounds(dtype: torch.dtype) -> None:
 
 def attend(case: Case) -> None:
     query, key, value, lengths, visible = case.build("cpu")
-    tree_attention(query, key, value, lengths, visible, 0.1, max(case.lengths))
+    attend_tree(query, key, value, lengths, visible, 0.1, max(case.lengths))
 
 
 def turn(empty: Callable[..., torch.Tensor], queries: int, keys: int, channels: int) -> None:
@@ -256,7 +260,7 @@ def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None
     case = Case(lengths=(100,), size=size, earlier=places - size, group=3, dtype=dtype, room=256 - 100 - places)
     query, key, value, lengths, _ = case.build("cpu")
     plan = AttentionPlan(block_lines=16, block_keys=16, splits=splits, warps=4, stages=2)
-    tree_attention(query, key, value, lengths, visible, 0.1, 100, plan=plan)
+    attend_tree(query, key, value, lengths, visible, 0.1, 100, plan=plan)
     angles, slots = torch.zeros(2, 1, size, 64, dtype=dtype), torch.zeros(1, size, dtype=torch.long)
     rotate_store(torch.zeros(1, size, 10 * 64, dtype=dtype), *angles, slots, key, value)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.models import FeatureHead
+from polydraft.models.attention import steady_attention
 from polydraft.models.heads.head_folder import new_head, save_head, save_vocabulary, tokenizer_fingerprint
 from polydraft.models.hf import HFModel
-from polydraft.models.language_model import steady_attention
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.head_start import shape_for, take_over
