@@ -1,13 +1,13 @@
-"""What a device can do: asked by ability, so that few places know devices by name."""
+"""What devices can do: the one place that looks at a device's type."""
 
 import torch
 
 
-def is_gpu(device: torch.device) -> bool:
-    """Whether work on a device is queued behind the host's back, can be captured in CUDA graphs, and meets our GPU kernels."""
-    return device.type == "cuda"
-
-
 def is_host(device: torch.device) -> bool:
-    """Whether a device is the host itself, whose memory Python and compiled code can read."""
+    """Whether the host computes there: it can read values without waiting, and pays for every further token of a pass."""
     return device.type == "cpu"
+
+
+def captures(device: torch.device) -> bool:
+    """Whether work on a device can be captured once and replayed (CUDA graphs)."""
+    return device.type == "cuda"

@@ -1,19 +1,9 @@
 """The kernels between a layer's matrix products, on a GPU; and whole models by them against the plain way."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from polydraft.engine import Decoder
-from polydraft.models import FAMILIES
-from polydraft.models.heads.feature_head import TapNorm
-from polydraft.models.hf import HFModel
-from polydraft.sampling import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from fused_cases import (
+from models.fused_cases import (
     FORMS,
     PLACES,
     check_add_norm,
@@ -26,6 +16,11 @@ from fused_cases import (
     check_rotate_store,
     check_vector_product,
 )
+from polydraft.engine import Decoder
+from polydraft.models import FAMILIES
+from polydraft.models.heads.feature_head import TapNorm
+from polydraft.models.hf import HFModel
+from polydraft.sampling import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 FORMATS = [torch.float32, torch.bfloat16]

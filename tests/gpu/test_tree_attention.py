@@ -1,16 +1,11 @@
 """Tree attention on a GPU: every shape, and one captured launch that follows the text as it grows."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from models.attention_cases import Case, largest_error
 from polydraft.backends.triton.attention import attend_tree, obstacle
 from polydraft.models.attention import tree_attention
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from attention_cases import Case, largest_error
 
 WHY_NOT = obstacle(torch.device("cuda")) if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]

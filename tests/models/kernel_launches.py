@@ -1,7 +1,7 @@
 """Everything that the GPU kernels are launched with, compiled for GPUs that are not there; a script of its own.
 
-Run as ``python kernel_launches.py {shapes,trees} CAPABILITY DTYPE``, without Triton's interpreter, which replaces the compiler
-for a whole process. Each launch becomes a line of JSON.
+Run in the folder of tests as ``python -m models.kernel_launches {shapes,trees} CAPABILITY DTYPE``, without Triton's interpreter,
+which replaces the compiler for a whole process. Each launch becomes a line of JSON.
 """
 
 import json
@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from attention_cases import Case
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from models.attention_cases import Case
 from polydraft.backends import triton as kernels
 from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton import probe as _probe

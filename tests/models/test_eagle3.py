@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle3_cases import (
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+from models.eagle3_cases import (
     CASES,
     CHANNELS,
     DRAFTED,
@@ -27,9 +30,6 @@ from eagle3_cases import (
     weights_of,
     write,
 )
-from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
-
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, PolydraftError, UsageError

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from fused_cases import (
+
+import interpreted
+from models.fused_cases import (
     FORMS,
     PLACES,
     check_add_norm,
@@ -15,8 +17,6 @@ from fused_cases import (
     check_rotate_store,
     check_vector_product,
 )
-
-import interpreted
 from polydraft.backends.triton.attention import obstacle
 from polydraft.backends.triton.layers import FusedBody, linear
 from polydraft.models.bodies import lean_body

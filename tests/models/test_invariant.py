@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from invariant_cases import TreeCase, products
 
 import interpreted
+from models.invariant_cases import TreeCase, products
 from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton import power_of_two
 from polydraft.backends.triton.invariant import AttendPlan, plan_attend, plan_product, splits_of

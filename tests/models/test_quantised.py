@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
-from recurrent_cases import build as build_recurrent
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covering import keeping
+from models.recurrent_cases import build as build_recurrent
 from polydraft.backends.native import kernels
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder

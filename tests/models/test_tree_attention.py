@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from attention_cases import Case, largest_error
 
 import interpreted as interpreter
+from models.attention_cases import Case, largest_error
 from polydraft.backends.triton import attention as module
 from polydraft.backends.triton.attention import AttentionPlan, attend_tree, obstacle, plan_attention
 from polydraft.models.attention import tree_attention

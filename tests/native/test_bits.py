@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from native_models import FORMATS, SHAPES, block_of, native, path_to, random_text, random_tree, read
 
 from covering import covering
+from native.native_models import FORMATS, SHAPES, block_of, native, path_to, random_text, random_tree, read
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models.heads.head_folder import new_head

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from native_models import CPU, SHAPES, block_of, native, plain, random_text, random_tree, read, unquantised
 
+from native.native_models import CPU, SHAPES, block_of, native, plain, random_text, random_tree, read, unquantised
 from polydraft.backends.native import kernels
 from polydraft.backends.native.arguments import Weight, multiply, quantised
 from polydraft.models.bundled import weights_file

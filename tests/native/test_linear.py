@@ -5,10 +5,10 @@ import threading
 
 import pytest
 import torch
-from native_models import block_of, random_text, random_tree, read
 from torch import nn
 from torch.nn import functional
 
+from native.native_models import block_of, random_text, random_tree, read
 from polydraft.backends.native import build
 from polydraft.backends.native.linears import native_linears
 from polydraft.backends.native.product import NativeProduct

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.devices import is_gpu
+from polydraft.devices import captures
 from polydraft.operations import operation
 
 
@@ -97,4 +97,4 @@ def steady_attention(device: torch.device) -> AbstractContextManager[None]:
 
     Once it has planned, it reads a prompt within 10 % of what the others take (docs/log), and prompts come in all lengths.
     """
-    return _WITHOUT_PLANS if is_gpu(device) else nullcontext()
+    return _WITHOUT_PLANS if captures(device) else nullcontext()

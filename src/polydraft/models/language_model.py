@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from polydraft.devices import is_gpu
+from polydraft.devices import captures
 from polydraft.errors import UsageError
 from polydraft.models.attention import steady_attention
 from polydraft.models.placing import Placed, place
@@ -282,7 +282,7 @@ class Context(Rows, ABC):
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` slots per row, keeping what is committed."""
         if capacity > self.capacity:
-            if is_gpu(self.device):  # storage that stays put keeps captured rounds valid
+            if captures(self.device):  # storage that stays put keeps captured rounds valid
                 capacity = round_up(capacity)
             self._grow(capacity)
             super().reserve(capacity)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from polydraft.devices import is_gpu, is_host
+from polydraft.devices import captures, is_host
 from polydraft.errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
@@ -25,7 +25,7 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...") from None
-    if is_gpu(device):
+    if captures(device):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise UsageError(f"device {name!r} is not available: torch sees {count} GPUs; use --device cpu or auto")
@@ -37,7 +37,7 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Turn a dtype name into a dtype; ``"auto"`` is bfloat16 where the hardware computes in it, else float32."""
     if name == "auto":
-        return torch.bfloat16 if is_gpu(device) or cpu_computes_bfloat16() else torch.float32
+        return torch.bfloat16 if not is_host(device) or cpu_computes_bfloat16() else torch.float32
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; allowed: auto, {', '.join(DTYPES)}")
     if name == "int8" and not is_host(device):

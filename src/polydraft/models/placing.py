@@ -27,7 +27,6 @@ def place(
     block: Block,
     lengths_B: Tensor,
     slot_positions_BS: Tensor,
-    *,
     max_positions: int | None,
     num_tokens: int | None,
     window: int | None,

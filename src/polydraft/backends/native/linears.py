@@ -1,9 +1,9 @@
 """Linear layers of models of any shape by compiled products, on a CPU, while one of our passes runs.
 
 Models without a compiled body of their own (`polydraft.backends.native.models`) run by the code of `transformers`. Most of such
-a pass is products of few tokens, which torch computes far more slowly than it reads the weights. Inside a `with` statement these
-layers multiply by compiled code; outside it, and in other threads, the model is as its owner made it. Weights are read where
-they are; hooks and adapters work as ever, since only a layer's own product is replaced.
+a pass is products of few tokens, which torch computes far more slowly than it reads the weights. Inside a `with` statement
+these layers multiply by compiled code; outside it, and in other threads, the model is as its owner made it. Weights are read
+where they are; hooks and adapters work as ever, since only a layer's own product is replaced.
 """
 
 import threading

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from polydraft.backends.triton import kernels_run, power_of_two, triton_obstacle
-from polydraft.devices import is_gpu
+from polydraft.devices import captures
 from polydraft.models.attention import tree_attention
 from polydraft.models.bodies import kernel_obstacle
 from polydraft.operations import implements
@@ -55,14 +55,18 @@ def obstacle(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str |
         return "Triton is not installed"
     if dtype not in _FORMATS:
         return f"tree attention does not compute in {str(dtype).removeprefix('torch.')}"
-    if is_gpu(device):
+    if captures(device):
         return triton_obstacle(device)
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter multiplies the bits of bfloat16, not its numbers" if dtype == torch.bfloat16 else None
     return f"the device is {device}, not a GPU"
 
 
-@implements(kernel_obstacle, "triton", supports=lambda device, dtype: is_gpu(device))
+def _is_asked(device: torch.device, dtype: torch.dtype) -> bool:
+    return captures(device) or kernels_run(torch.empty(0))
+
+
+@implements(kernel_obstacle, "triton", supports=_is_asked)
 def gpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernels cannot run on a GPU, or None."""
     return obstacle(device, dtype)

@@ -9,7 +9,6 @@ from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
 from polydraft.backends.triton.attention import attend_tree, obstacle
 from polydraft.backends.triton.invariant import invariant_linear
 from polydraft.backends.triton.layers import MOST_TOKENS, TreeView, add_norm, gate, rotate_store
-from polydraft.devices import is_gpu
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import FeatureHead
 from polydraft.models.heads.head_context import FastHead, HeadContext, fast_head, following, keep_entries, take_roots
@@ -136,7 +135,11 @@ def _product(layer: nn.Linear, input_XF: Tensor) -> Tensor:
     return invariant_linear(input_XF, layer.weight, layer.bias)
 
 
-@implements(fast_head, "triton", supports=lambda head: is_gpu(head.device) and obstacle(head.device, head.dtype) is None)
+def _supports(head: FeatureHead) -> bool:
+    return kernels_run(head.down.weight) and obstacle(head.device, head.dtype) is None
+
+
+@implements(fast_head, "triton", supports=_supports)
 def fused_head(head: FeatureHead) -> FusedHead:
     """Return the fused form of a head."""
     return FusedHead(head)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from polydraft.backends.triton import power_of_two
-from polydraft.devices import is_gpu
+from polydraft.devices import captures
 
 FORMATS = (torch.bfloat16, torch.float32)
 _SPLIT_CHANNELS, _MOST_SPLITS = 128, 4
@@ -99,7 +99,7 @@ def _usual_tile(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> T
 @cache
 def shared_room(device: torch.device) -> int:
     """Return the bytes of shared memory that a program may have."""
-    if is_gpu(device) and torch.cuda.get_device_capability(device) >= (9, 0):
+    if captures(device) and torch.cuda.get_device_capability(device) >= (9, 0):
         return 227 * 2**10
     return _LEAST_ROOM
 

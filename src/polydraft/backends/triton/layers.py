@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module, functional
 
-from polydraft.backends.triton import power_of_two
+from polydraft.backends.triton import kernels_run, power_of_two
 from polydraft.backends.triton.attention import attend_tree, obstacle
 from polydraft.backends.triton.invariant import (
     FORMATS,
@@ -23,7 +23,6 @@ from polydraft.backends.triton.invariant import (
     invariant_parts,
     sight_of,
 )
-from polydraft.devices import is_gpu
 from polydraft.models.bodies import FastBody, LeanBody, LeanLayer, fast_body, is_product
 from polydraft.models.cache import SlotCache
 from polydraft.models.families import steady_positions
@@ -234,7 +233,8 @@ def vector_product(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) 
 
 
 def _supports(model: HFModel, invariant: bool) -> bool:
-    return model.lean is not None and is_gpu(model.device) and obstacle(model.device, model.dtype) is None
+    here = model.lean is not None and kernels_run(model.lean.embedding.weight)
+    return here and obstacle(model.device, model.dtype) is None
 
 
 @implements(fast_body, "triton", supports=_supports)
