@@ -1,7 +1,7 @@
 """Everything that the GPU kernels are launched with, compiled for GPUs that are not there; a script of its own.
 
-Run in the folder of tests as ``python -m models.kernel_launches {shapes,trees} CAPABILITY DTYPE``, without Triton's interpreter,
-which replaces the compiler for a whole process. Each launch becomes a line of JSON.
+Run in the folder of tests as ``python -m models.kernel_launches {shapes,trees} CAPABILITY DTYPE``, without Triton's
+interpreter, which replaces the compiler for a whole process. Each launch becomes a line of JSON.
 """
 
 import json
