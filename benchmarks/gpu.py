@@ -20,13 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import polydraft
 from gpu_texts import TEXTS, sample_prompts
+from polydraft.backends.triton.layers import FusedBody
 from polydraft.draft import Plain, TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.engine.round import distributions
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import PolydraftError
 from polydraft.models import HeadShape
-from polydraft.models._fused import FusedBody
 from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel
@@ -76,11 +76,10 @@ def limits() -> dict[str, float]:
     rows = {"bandwidth": bandwidth, "weights_ms": 1e3 * seconds}
     for nodes in (1, 8, 16, 32, 64, 128):
         rows[f"pass of {nodes}"] = 1e3 * pass_seconds(target, nodes, context=512)
-    assert target.fused is not None, "the kernels run on this GPU"
-    own, target.fused = target.fused, FusedBody(target.lean)
-    target.fused.product = torch.nn.functional.linear
+    assert target.fast is not None, "the kernels run on this GPU"
+    own, target.fast = target.fast, FusedBody(target.lean, product=torch.nn.functional.linear)
     rows["pass of 1, library"] = 1e3 * pass_seconds(target, 1, context=512)
-    target.fused = own
+    target.fast = own
     whole, device, _ = round_seconds(Decoder(target), SamplingParams(temperature=0), 512)
     rows |= {"token": 1e3 * whole, "token on the device": 1e3 * device}
     ratios = whole / seconds, device / seconds
@@ -102,7 +101,7 @@ def invariant() -> dict[str, float]:
         bodies = {kind: FusedBody(target.lean, kind == "invariant") for kind in ("usual", "invariant")}
         for _ in range(3):  # in turn, and the least of each
             for kind, body in bodies.items():
-                target.fused = body
+                target.fast = body
                 times = {f"{nodes} nodes": pass_seconds(target, nodes, context=512) for nodes in (1, 8, 16, 32, 64, 128)}
                 times |= {f"{nodes} nodes at 4096": pass_seconds(target, nodes, context=4096) for nodes in (1, 64)}
                 times |= {f"prompt of {length}": prompt_seconds(target, length) for length in (100, 512, 2048)}
@@ -132,7 +131,7 @@ def same_texts(name: str, plain: Decoder, draft: object, prompts: list[list[int]
     """Count greedy texts that are those of plain decoding of one text at a time."""
     rows = {}
     for kind in ("invariant", "usual"):
-        plain.target.fused = FusedBody(plain.target.lean, kind == "invariant")
+        plain.target.fast = FusedBody(plain.target.lean, kind == "invariant")
         expected = [greedy(plain.replace(), [prompt])[0] for prompt in prompts]
         for tree in ("none", "chain:3", "4x2x2x1x1", "best:64x6"):
             topology = parse_tree(tree)

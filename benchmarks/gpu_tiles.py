@@ -24,8 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from polydraft.models import _invariant
-from polydraft.models._invariant import (
+from polydraft.backends.triton.invariant import (
     AttendPlan,
     Tile,
     invariant_attention,
@@ -36,6 +35,7 @@ from polydraft.models._invariant import (
     sight_of,
     splits_of,
 )
+from polydraft.models import _invariant
 from polydraft.trees import parse_tree
 
 SHAPES = {

@@ -11,7 +11,7 @@ import math
 import torch
 from torch.nn import functional
 
-from polydraft.models.tree_attention import plan_attention, tree_attention
+from polydraft.backends.triton.attention import attend_tree, plan_attention
 
 SHAPES = {"135M": (9, 3, 64), "7B": (32, 32, 128), "8B, grouped": (32, 8, 128)}
 """Query heads, key heads, channels."""
@@ -34,7 +34,7 @@ def main() -> None:
             scale = channels**-0.5
 
             def ours(layer, bucket, plan=None, query=query, cache=cache, lengths=lengths, visible=visible, scale=scale):
-                return tree_attention(query, cache[0, layer], cache[1, layer], lengths, visible, scale, bucket, plan=plan)
+                return attend_tree(query, cache[0, layer], cache[1, layer], lengths, visible, scale, bucket, plan=plan)
 
             before = clock(masked(query, cache, visible, context, scale))
             after = clock(lambda layer, call=ours, bucket=context: call(layer, bucket))

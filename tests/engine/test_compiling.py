@@ -14,10 +14,10 @@ import interpreted
 from fixed_trees import FixedTrees
 from polydraft.backends import triton as kernels
 from polydraft.backends.triton import compiling
+from polydraft.backends.triton.layers import FusedBody
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
-from polydraft.models._bodies import lean_body
-from polydraft.models._fused import FusedBody
+from polydraft.models.bodies import lean_body
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DynamicShape, parse_tree
@@ -133,7 +133,7 @@ def test_they_launch_what_rounds_do(
             monkeypatch.setattr(module, name, _Noting(getattr(module, name), lambda name=name: seen[turns[-1]].add(name)))
     monkeypatch.setattr(kernels, "_INTERPRETED", True)
     model = HFModel(FAMILIES.get("llama").build(), native=False)
-    model.fused = FusedBody(lean_body(model.hf_model))
+    model.fast = FusedBody(lean_body(model.hf_model))
     texts(model, shape, temperature)
     assert seen["ahead"] == expected <= seen["round"], new_gpu.text
 

@@ -42,7 +42,7 @@ def positions_off_by_one_after_commit(
     original: Callable, context: Context, places_BD: Tensor, counts_B: Tensor, **how: bool
 ) -> None:
     original(context, places_BD, counts_B, **how)
-    context._positions_BS += (context._positions_BS == context.lengths_B[:, None] - 1).long()
+    context.positions_BS += (context.positions_BS == context.lengths_B[:, None] - 1).long()
 
 
 def one_token_too_few_committed(original: Callable, context: Context, places_BD: Tensor, counts_B: Tensor, **how: bool) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polydraft.backends import triton as kernels
-from polydraft.models.tree_attention import obstacle
+from polydraft.backends.triton.attention import obstacle
 
 GPU = torch.device("cuda", 0)
 

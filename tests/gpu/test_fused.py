@@ -1,19 +1,9 @@
 """The kernels between a layer's matrix products, on a GPU; and whole models by them against the plain way."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from polydraft.engine import Decoder
-from polydraft.models import FAMILIES
-from polydraft.models.heads.feature_head import TapNorm
-from polydraft.models.hf import HFModel
-from polydraft.sampling import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from fused_cases import (
+from models.fused_cases import (
     FORMS,
     PLACES,
     check_add_norm,
@@ -26,6 +16,11 @@ from fused_cases import (
     check_rotate_store,
     check_vector_product,
 )
+from polydraft.engine import Decoder
+from polydraft.models import FAMILIES
+from polydraft.models.heads.feature_head import TapNorm
+from polydraft.models.hf import HFModel
+from polydraft.sampling import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 FORMATS = [torch.float32, torch.bfloat16]
@@ -60,8 +55,8 @@ def test_a_fused_body_computes_what_the_lean_one_does(name: str) -> None:
     target = HFModel(FAMILIES.get(name).build().to("cuda"))
     sampling = SamplingParams(temperature=0)
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4]]
-    assert target.fused is not None
+    assert target.fast is not None
     fused = Decoder(target).generate(prompts, sampling=sampling, max_new_tokens=20)
-    target.fused = None
+    target.fast = None
     lean = Decoder(target).generate(prompts, sampling=sampling, max_new_tokens=20)
     assert [one.token_ids for one in fused] == [one.token_ids for one in lean]

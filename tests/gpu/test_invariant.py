@@ -1,24 +1,20 @@
 """A token's bits on a GPU: in trees, in batches, in prompts read in parts, and alone they are the same."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from models.invariant_cases import TreeCase, numbers, products
+from polydraft.backends.triton import invariant as _invariant
+from polydraft.backends.triton.invariant import AttendPlan
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES, _invariant, language_model
-from polydraft.models._invariant import AttendPlan
+from polydraft.models import FAMILIES, language_model
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Block, parse_tree
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from invariant_cases import TreeCase, numbers, products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -1,15 +1,11 @@
 """Tree attention on a GPU: every shape, and one captured launch that follows the text as it grows."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from polydraft.models.tree_attention import obstacle, reference_attention, tree_attention
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from attention_cases import Case, largest_error
+from models.attention_cases import Case, largest_error
+from polydraft.backends.triton.attention import attend_tree, obstacle
+from polydraft.models.attention import tree_attention
 
 WHY_NOT = obstacle(torch.device("cuda")) if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
@@ -39,13 +35,13 @@ def test_a_captured_launch_follows_lengths_and_masks():
     query, key, value, lengths, visible = case.build("cuda")
     key, value = key.nan_to_num(0.5), value.nan_to_num(0.5)
     lengths, visible = lengths.clone(), visible.clone()
-    tree_attention(query, key, value, lengths, visible, 0.125, 4096)  # compiles
+    attend_tree(query, key, value, lengths, visible, 0.125, 4096)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = tree_attention(query, key, value, lengths, visible, 0.125, 4096)
+        got = attend_tree(query, key, value, lengths, visible, 0.125, 4096)
     for step in (0, 1, 900, 2500):
         lengths.add_(step)
         visible.logical_xor_(torch.ones_like(visible).tril(-1))
         graph.replay()
-        expected = reference_attention(query.float(), key.float(), value.float(), lengths, visible, 0.125)
+        expected = tree_attention.reference(query.float(), key.float(), value.float(), lengths, visible, 0.125, 0)
         assert float((got.float() - expected).abs().max()) < case.tolerance

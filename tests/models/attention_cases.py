@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.models.tree_attention import AttentionPlan, reference_attention, tree_attention
+from polydraft.backends.triton.attention import AttentionPlan, attend_tree
+from polydraft.models.attention import tree_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,9 @@ def largest_error(case: Case, device: str, max_length: int | None = None, plan: 
     query_BHTC, key_BHSC, value_BHSC, lengths_B, visible_BTU = case.build(device)
     scale = case.channels**-0.5
     longest = max(case.lengths) if max_length is None else max_length
-    got = tree_attention(query_BHTC, key_BHSC, value_BHSC, lengths_B, visible_BTU, scale, longest, plan=plan)
+    got = attend_tree(query_BHTC, key_BHSC, value_BHSC, lengths_B, visible_BTU, scale, longest, plan=plan)
     assert got.dtype == case.dtype and got.shape == query_BHTC.shape
     assert got.transpose(1, 2).is_contiguous(), "the output projection should need no copy"
     exact = [tensor.float().nan_to_num(0.0) for tensor in (query_BHTC, key_BHSC, value_BHSC)]
-    expected = reference_attention(*exact, lengths_B, visible_BTU, scale)
+    expected = tree_attention.reference(*exact, lengths_B, visible_BTU, scale, longest)
     return float((got.float() - expected).abs().max())

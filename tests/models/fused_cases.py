@@ -5,11 +5,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from polydraft.backends import triton as kernel_switch
-from polydraft.models._fused import add_norm, gate, linear, rotate_store, vector_product
-from polydraft.models._fused_head import FusedHead
-from polydraft.models._slots import place
+from polydraft.backends.triton.head import FusedHead
+from polydraft.backends.triton.layers import add_norm, gate, linear, rotate_store, vector_product
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import FeatureHead, HeadShape, TapNorm
+from polydraft.models.placing import place
+from polydraft.models.storage import move_up
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import Block, SlicedMask, causal_block, parse_tree
 
@@ -116,12 +117,12 @@ def check_head(device: str, dtype: torch.dtype, form: dict) -> None:
     before, above = (numbers(rows, size, 32, device=device, dtype=dtype, seed=size) for size in (3, 1))
     by_row = torch.tensor([[0, 1], [1, 0]], device=device)
     found = []
-    for kernels in (None, FusedHead(head, head.shape.norm_epsilon)):
+    for kernels in (None, FusedHead(head)):
         context, outputs = head.start(rows, 16), above
-        context._fused = None
+        context.fast = None
         context.read(tokens[:, :3].clamp(min=0), before, causal_block(rows, 3, place))
         context.rewind([3, 2])
-        context._fused, context.span, passed = kernels, 16, []
+        context.fast, context.span, passed = kernels, 16, []
         for first, stop, parents in ((0, 1, None), (1, 3, torch.tensor([0, 0], device=device)), (3, 5, by_row)):
             outputs = context.read(tokens[:, first:stop], outputs, mask.level(first, stop).expand(rows), parents)
             passed.append(outputs)
@@ -136,7 +137,10 @@ def check_fused_features(device: str, dtype: torch.dtype, form: dict) -> None:
     read = 32 * (3 if head.shape.reads_last else 2)
     features = numbers(2, 5, read + 32 * (not head.shape.reads_last), device=device, dtype=dtype, seed=1)
     for some in (features, features[:, 1:4]):
-        found, expected = FusedHead(head, head.shape.norm_epsilon).fused(some), head.fused(some)
+        expected = head.fused(some)
+        found = FusedHead(head).fused(some)
+        assert (found is None) == (head.shape.tap_norm == TapNorm.NONE)
+        found = expected if found is None else found
         assert found.shape == expected.shape == (*some.shape[:2], 32)
         torch.testing.assert_close(found, expected, **tolerance(dtype))
 
@@ -182,7 +186,8 @@ def check_move_up(device: str, dtype: torch.dtype, layers: int, rows: int, heads
         before, kernel_switch._INTERPRETED = kernel_switch._INTERPRETED, device == "cpu"
         try:
             if on:
-                assert cache.move_up(lengths, places, slot_positions)
+                assert move_up.chosen(cache, lengths, places, slot_positions) is not None
+                move_up(cache, lengths, places, slot_positions)
             else:
                 cache.move(lengths[:, None] + places, target)
                 slot_positions.scatter_(1, target, target)

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.models._invariant import AttendPlan, Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
-from polydraft.models.tree_attention import reference_attention
+from polydraft.backends.triton.invariant import (
+    AttendPlan,
+    Sight,
+    invariant_attention,
+    invariant_linear,
+    invariant_parts,
+    sight_of,
+)
+from polydraft.models.attention import tree_attention
 from polydraft.trees import parse_tree
 
 
@@ -102,4 +109,4 @@ class TreeCase:
         assert self.window is None
         exact = [tensor.double().nan_to_num(0.0) for tensor in (query, key, value)]
         lengths = torch.tensor([self.length], device=device)
-        return reference_attention(*exact, lengths, ancestors[None], self.scale)[0].transpose(0, 1)
+        return tree_attention.reference(*exact, lengths, ancestors[None], self.scale, self.length)[0].transpose(0, 1)

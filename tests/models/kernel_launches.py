@@ -1,7 +1,7 @@
 """Everything that the GPU kernels are launched with, compiled for GPUs that are not there; a script of its own.
 
-Run as ``python kernel_launches.py {shapes,trees} CAPABILITY DTYPE``, without Triton's interpreter, which replaces the compiler
-for a whole process. Each launch becomes a line of JSON.
+Run in the folder of tests as ``python -m models.kernel_launches {shapes,trees} CAPABILITY DTYPE``, without Triton's
+interpreter, which replaces the compiler for a whole process. Each launch becomes a line of JSON.
 """
 
 import json
@@ -11,29 +11,31 @@ from functools import partial
 from typing import Any
 
 import torch
-from attention_cases import Case
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from models.attention_cases import Case
 from polydraft import devices
 from polydraft.backends import triton as kernels
+from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton import probe as _probe
+from polydraft.backends.triton.attention import AttentionPlan, attend_tree
+from polydraft.backends.triton.head import Entries, FusedHead
+from polydraft.backends.triton.invariant import Sight, invariant_attention, invariant_parts, sight_of
+from polydraft.backends.triton.layers import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
 from polydraft.backends.triton.planting import MOST_CHILDREN
 from polydraft.backends.triton.verify_block import FusedRound
 from polydraft.draft import DistributionSource
 from polydraft.draft.fixed_builder import FixedBuilder
 from polydraft.draft.planting import plant_columns, plant_largest
 from polydraft.engine.outcome import conclude
-from polydraft.models import FAMILIES, FeatureHead, _invariant
-from polydraft.models._bodies import lean_body
-from polydraft.models._fused import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
-from polydraft.models._fused_head import Entries, FusedHead
-from polydraft.models._invariant import Sight, invariant_attention, invariant_parts, sight_of
-from polydraft.models._slots import place
+from polydraft.models import FAMILIES, FeatureHead
+from polydraft.models.bodies import lean_body
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import HeadShape, TapNorm
-from polydraft.models.tree_attention import AttentionPlan, tree_attention
+from polydraft.models.placing import place
+from polydraft.models.storage import move_up
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.sampling.softened import softened
 from polydraft.trees import DraftTree, DynamicShape, SlicedMask, parse_tree, union
@@ -93,7 +95,7 @@ def whole_models(dtype: torch.dtype) -> None:
     norms = {"taps": (1, 2), "tap_norm": TapNorm.EACH}
     shape = HeadShape(hidden_size=576, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512, **norms)
     head = FeatureHead(shape, *torch.zeros(2, 96, 576, dtype=dtype)).to(dtype)
-    fused, features = FusedHead(head, 1e-5), torch.zeros(2, 5, 3 * 576, dtype=dtype)
+    fused, features = FusedHead(head), torch.zeros(2, 5, 3 * 576, dtype=dtype)
     for parents in (None, tokens[0]):
         fused(Entries(tokens, fused.fused(features), parents), tokens, view, SlotCache(1, 512), 512)
 
@@ -110,7 +112,9 @@ def memories(dtype: torch.dtype) -> None:
     for layers, heads, channels in ((30, 3, 64), (32, 32, 128), (2, 1, 80)):
         cache = SlotCache(layers, 64)
         cache.keys_LBHSC, cache.values_LBHSC = torch.zeros(2, layers, 2, heads, 64, channels, dtype=dtype)
-        assert cache.move_up(lengths, places, torch.zeros(2, 64, dtype=torch.long))
+        moved = cache, lengths, places, torch.zeros(2, 64, dtype=torch.long)
+        assert move_up.chosen(*moved) is not None
+        move_up(*moved)
     shape = HeadShape(hidden_size=576, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512)
     context = FeatureHead(shape, *torch.zeros(2, 96, 576, dtype=dtype)).to(dtype).start(2, 64)
     context.take_roots(torch.zeros(2, 6, 576, dtype=dtype), lengths)
@@ -221,7 +225,7 @@ def dynamic_rounds(dtype: torch.dtype) -> None:
 
 def attend(case: Case) -> None:
     query, key, value, lengths, visible = case.build("cpu")
-    tree_attention(query, key, value, lengths, visible, 0.1, max(case.lengths))
+    attend_tree(query, key, value, lengths, visible, 0.1, max(case.lengths))
 
 
 def turn(empty: Callable[..., torch.Tensor], queries: int, keys: int, channels: int) -> None:
@@ -246,7 +250,7 @@ def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None
     case = Case(lengths=(100,), size=size, earlier=places - size, group=3, dtype=dtype, room=256 - 100 - places)
     query, key, value, lengths, _ = case.build("cpu")
     plan = AttentionPlan(block_lines=16, block_keys=16, splits=splits, warps=4, stages=2)
-    tree_attention(query, key, value, lengths, visible, 0.1, 100, plan=plan)
+    attend_tree(query, key, value, lengths, visible, 0.1, 100, plan=plan)
     angles, slots = torch.zeros(2, 1, size, 64, dtype=dtype), torch.zeros(1, size, dtype=torch.long)
     rotate_store(torch.zeros(1, size, 10 * 64, dtype=dtype), *angles, slots, key, value)
 

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed; pip install triton"),
 ]
 SOURCES = Path(polydraft.__file__).parent
-SCRIPT = Path(__file__).with_name("kernel_launches.py")
+TESTS = Path(__file__).parents[1]
 KIB = 2**10
 SHARED = {80: 99 * KIB, 90: 227 * KIB}
 """Bytes that a program may have: on GPUs of 8.6 and 8.9, which run what is compiled for 8.0, less than on one of 8.0."""
@@ -28,7 +28,8 @@ def launched(what: str, capability: int, dtype: str, cache: Path) -> list[dict[s
     """Compile in a process where nobody has turned the interpreter on, and with nothing compiled before."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), what, str(capability), dtype],
+        [sys.executable, "-m", "models.kernel_launches", what, str(capability), dtype],
+        cwd=TESTS,
         env={**environment, "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,

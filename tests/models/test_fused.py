@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from fused_cases import (
+
+import interpreted
+from models.fused_cases import (
     FORMS,
     PLACES,
     check_add_norm,
@@ -15,12 +17,10 @@ from fused_cases import (
     check_rotate_store,
     check_vector_product,
 )
-
-import interpreted
-from polydraft.models._bodies import lean_body
-from polydraft.models._fused import FusedBody
+from polydraft.backends.triton.attention import obstacle
+from polydraft.backends.triton.layers import FusedBody, linear
+from polydraft.models.bodies import lean_body
 from polydraft.models.heads.feature_head import TapNorm
-from polydraft.models.tree_attention import obstacle
 from polydraft.trees import SlicedMask, parse_tree
 
 interpreted.turn_on()
@@ -53,12 +53,14 @@ def test_vector_product(rows: int, channels: int, biased: bool) -> None:
 
 def test_a_body_computes_what_the_plain_one_does_and_multiplies_by_its_product(tiny, monkeypatch) -> None:
     model = tiny("llama")
-    body, shapes = FusedBody(lean_body(model.hf_model)), []
-    product, block = body.product, SlicedMask.of(parse_tree("2x1"), torch.device("cpu")).level(0, 5).expand(1)
-    body.product = lambda *inputs: (shapes.append(tuple(inputs[1].shape)), product(*inputs))[1]
+    shapes = []
+    block = SlicedMask.of(parse_tree("2x1"), torch.device("cpu")).level(0, 5).expand(1)
+    body = FusedBody(
+        lean_body(model.hf_model), product=lambda *inputs: (shapes.append(tuple(inputs[1].shape)), linear(*inputs))[1]
+    )
     found = []
     for fused in (None, body):
-        monkeypatch.setattr(model, "fused", fused)
+        monkeypatch.setattr(model, "fast", fused)
         context = model.start(1, 16)
         context.prefill([[5, 6, 7]])
         found.append(context.extend(torch.tensor([[11, 12, 13, 14, 15]]), block))

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from test_families import Forest
 
+from models.test_families import Forest
 from polydraft.defaults import default_draft
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder

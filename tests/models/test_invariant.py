@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from invariant_cases import TreeCase, products
 
 import interpreted
+from models.invariant_cases import TreeCase, products
+from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton import power_of_two
+from polydraft.backends.triton.invariant import AttendPlan, plan_attend, plan_product, splits_of
+from polydraft.backends.triton.layers import FusedBody
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES, _invariant
-from polydraft.models._bodies import lean_body
-from polydraft.models._fused import FusedBody
-from polydraft.models._invariant import AttendPlan, plan_attend, plan_product, splits_of
+from polydraft.models import FAMILIES
+from polydraft.models.bodies import lean_body
 from polydraft.models.hf import HFModel
 from polydraft.models.inflated import SHAPES, BigShape, InflatedModel
 from polydraft.trees import SlicedMask, parse_tree
@@ -133,7 +134,7 @@ def test_a_body_computes_what_the_usual_one_does(tiny, monkeypatch):
     block = SlicedMask.of(parse_tree("2x1"), torch.device("cpu")).level(0, 5).expand(2)
     found = []
     for fused in (None, FusedBody(lean_body(model.hf_model), invariant=True)):
-        monkeypatch.setattr(model, "fused", fused)
+        monkeypatch.setattr(model, "fast", fused)
         with torch.no_grad():
             context = model.start(2, 32)
             context.prefill([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [3, 4]])
@@ -177,7 +178,7 @@ def test_captured_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
     ]
     found, graphs = [], FirstOfItsKind()
     for lent in (None, graphs):
-        monkeypatch.setattr(model, "fused", None if lent is None else fused)
+        monkeypatch.setattr(model, "fast", None if lent is None else fused)
         with torch.no_grad():
             context = model.start(3, 64)
             context.prefill([[1, 2], [3, 4], [5, 6, 7]])

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from recurrent_cases import CASES, build
 
+from models.recurrent_cases import CASES, build
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES, Memory, TabularModel

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
-from recurrent_cases import build as build_recurrent
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covering import keeping
+from models.recurrent_cases import build as build_recurrent
 from polydraft.backends.native import kernels
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
@@ -113,7 +113,7 @@ def packed(model, kind=Packed):
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])  # of our own body, and of a type that is tried
 def test_weights_that_others_quantised_run_by_their_own_code(name):
     target = check_texts(packed(build(name)), build(name))
-    assert target.lean is None and target.native is None and target.quantised_by == Packed.__module__.split(".")[0]
+    assert target.lean is None and target.fast is None and target.quantised_by == Packed.__module__.split(".")[0]
 
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])

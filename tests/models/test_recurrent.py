@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from recurrent_cases import CASES, build, noisy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from covering import keeping
 from exactness.test_slots import finish, open_engine, sequence
+from models.recurrent_cases import CASES, build, noisy
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import FALSE_ALARM, chi_square_p_value
 from polydraft.draft import TreeDrafter

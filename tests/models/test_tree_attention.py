@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from attention_cases import Case, largest_error
 
 import interpreted as interpreter
-from polydraft.models import tree_attention as module
-from polydraft.models.tree_attention import AttentionPlan, obstacle, plan_attention, reference_attention, tree_attention
+from models.attention_cases import Case, largest_error
+from polydraft.backends.triton import attention as module
+from polydraft.backends.triton.attention import AttentionPlan, attend_tree, obstacle, plan_attention
+from polydraft.models.attention import tree_attention
 
 interpreter.turn_on()
 
@@ -51,8 +52,8 @@ def test_rows_may_share_one_mask_and_lengths_may_move_on():
     key, value = key.nan_to_num(0.5), value.nan_to_num(0.5)
     shared = visible[:1].expand(2, -1, -1)
     for step in (0, 3):
-        got = tree_attention(query, key, value, lengths + step, shared, 0.3, 40)
-        expected = reference_attention(query, key, value, lengths + step, shared, 0.3)
+        got = attend_tree(query, key, value, lengths + step, shared, 0.3, 40)
+        expected = tree_attention.reference(query, key, value, lengths + step, shared, 0.3, 0)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -61,7 +62,7 @@ def test_a_token_that_sees_nothing_gets_zeros():
     case = Case(lengths=(0,), size=3, channels=16)
     query, key, value, lengths, visible = case.build("cpu")
     visible[0, 1] = False
-    got = tree_attention(query, key, value, lengths, visible, 0.3, 0)
+    got = attend_tree(query, key, value, lengths, visible, 0.3, 0)
     assert (got[0, :, 1] == 0).all() and (got[0, :, 2] != 0).any()
 
 
@@ -69,7 +70,7 @@ def test_the_reference_sees_what_the_tree_and_the_text_show_and_no_more():
     case = Case(lengths=(6, 2), size=3, earlier=2, key_heads=1, channels=4)
     query, key, value, lengths, visible = case.build("cpu")
     key, value = key.nan_to_num(9.0), value.nan_to_num(9.0)
-    got = reference_attention(query, key, value, lengths, visible, 1.0)
+    got = tree_attention.reference(query, key, value, lengths, visible, 1.0, 0)
     for row, length in enumerate(case.lengths):
         for token in range(3):
             places = [length + place for place in range(5) if visible[row, token, place]]
@@ -120,5 +121,5 @@ def test_windows_cut_committed_text_only():
             mask[row, token, length : length + 5] = visible[row, token]
     grouped = [states.repeat_interleave(3, dim=1) for states in (key, value)]
     expected = torch.nn.functional.scaled_dot_product_attention(query, *grouped, attn_mask=mask[:, None], scale=0.25)
-    got = tree_attention(query, key, value, lengths, visible, 0.25, 100, starts)
+    got = attend_tree(query, key, value, lengths, visible, 0.25, 100, starts)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from recurrent_cases import noisy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from models.recurrent_cases import noisy
 from polydraft import Speculate
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder

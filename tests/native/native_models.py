@@ -42,7 +42,7 @@ def native(shape, number_format):
         if number_format == "bfloat16":
             model = model.bfloat16()
         model = HFModel(quantise(model) if number_format == "int8" else model)
-    assert model.native is not None
+    assert model.fast is not None
     return model
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from native_models import FORMATS, SHAPES, block_of, native, path_to, random_text, random_tree, read
 
 from covering import covering
+from native.native_models import FORMATS, SHAPES, block_of, native, path_to, random_text, random_tree, read
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models.heads.head_folder import new_head
@@ -136,14 +136,14 @@ def test_feature_heads_store_what_they_would_read(number_format):
 
     def stored(parts, by_torch=False):
         context = head.start(1, 40)
-        context._native = None if by_torch else context._native
+        context.fast = None if by_torch else context.fast
         for start, stop in parts:
             context.store(torch.tensor([text[start:stop]]), fused_1TH[:, start:stop])
             context.rewind([stop])
         return context.cache.keys_LBHSC[..., :12, :], context.cache.values_LBHSC[..., :12, :]
 
     whole = head.start(1, 40)
-    assert whole._native is not None
+    assert whole.fast is not None
     whole.read(torch.tensor([text]), fused_1TH, causal_block(1, 12, CPU))
     for number, read_LBHSC in enumerate((whole.cache.keys_LBHSC, whole.cache.values_LBHSC)):
         assert read_LBHSC[..., :12, :].abs().sum() > 0

@@ -75,7 +75,7 @@ def refused(caplog, words):
         assert kernels() is None and kernels() is None
         model = HFModel(FAMILIES.get("llama").build())
     assert len(caplog.records) == 1 and words in caplog.text and "\n" not in caplog.records[0].getMessage()
-    assert model.native is None
+    assert model.fast is None
     with pytest.raises(UsageError, match="int8 needs native kernels"):
         quantise(FAMILIES.get("llama").build())
 
@@ -218,7 +218,8 @@ def test_threads_are_those_of_torch(quick):
 
 _TILES = """
 import torch
-from polydraft.backends.native import kernels, multiply, Weight
+from polydraft.backends.native.arguments import multiply, Weight
+from polydraft.backends.native import kernels
 library = kernels()
 library.polydraft_instructions.restype = __import__("ctypes").c_char_p
 assert b"AMX" in library.polydraft_instructions()

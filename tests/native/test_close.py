@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from native_models import CPU, SHAPES, block_of, native, plain, random_text, random_tree, read, unquantised
 
-from polydraft.backends.native import Weight, kernels, multiply, quantised
+from native.native_models import CPU, SHAPES, block_of, native, plain, random_text, random_tree, read, unquantised
+from polydraft.backends.native import kernels
+from polydraft.backends.native.arguments import Weight, multiply, quantised
 from polydraft.models.bundled import weights_file
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import load_model
@@ -61,7 +62,7 @@ def test_other_families_compute_in_int8_too():
 
     for name in ("gpt_neox", "gemma"):
         model = HFModel(quantise(FAMILIES.get(name).build()))
-        assert model.native is None and model.int8
+        assert model.fast is None and model.int8
         expected = HFModel(FAMILIES.get(name).build(), native=False)
         text, tree = random_text(20), block_of([random_tree(7)])
         logits = []
@@ -121,12 +122,12 @@ def test_weights_that_move_or_change_are_followed():
 def test_weights_of_another_dtype_are_not_misread():
     model = HFModel(plain("llama").hf_model.__class__(plain("llama").config).eval())
     model.hf_model.model.norm.to(torch.float64)
-    assert not model.native.ready()
+    assert not model.fast.body.ready()
 
 
 def test_off():
     model = HFModel(plain("llama").hf_model, native=False)
-    assert model.native is None and not model.uses_native
+    assert model.fast is None and not model.native
 
 
 @pytest.mark.slow  # by default its texts are compared, in tests/bundled
@@ -139,7 +140,7 @@ def test_the_bundled_model():
         for model in (loaded.model, off):
             context = model.start(1, len(text))
             logits.append(model.head(context.extend(torch.tensor([text]), causal_block(1, len(text), CPU))))
-        assert loaded.model.native is not None and (logits[0] - logits[1]).abs().max() < 1e-3  # of logits up to 35
+        assert loaded.model.fast is not None and (logits[0] - logits[1]).abs().max() < 1e-3  # of logits up to 35
         alone = read(loaded.model, [text], [1] * len(text))
         assert torch.equal(loaded.model.head(alone), logits[0])
     assert not any(type(part) is Int8Linear for part in loaded.model.hf_model.modules())

@@ -5,15 +5,16 @@ import threading
 
 import pytest
 import torch
-from native_models import block_of, random_text, random_tree, read
 from torch import nn
 from torch.nn import functional
 
+from native.native_models import block_of, random_text, random_tree, read
 from polydraft.backends.native import build
+from polydraft.backends.native.linears import native_linears
+from polydraft.backends.native.product import NativeProduct
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES, hf, native_linear
+from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel, early_exit
-from polydraft.models.native_linear import native_linears
 from polydraft.sampling import SamplingParams
 
 SHAPES = ["qwen3", "gemma", "gemma2", "phi", "phi3", "opt", "gpt_neox", "gpt_neo"]
@@ -24,19 +25,17 @@ compiled = pytest.mark.usefixtures("compiled")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-@pytest.fixture
-def small_too(monkeypatch):
-    """Layers of any size take part."""
-    monkeypatch.setattr(hf, "native_linears", lambda model: native_linears(model, least=1))
+def with_small_layers(model):
+    """Let layers of any size take part."""
+    model.linears = native_linears(model.hf_model, least=1)
+    return model
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """Rows of all compiled products so far."""
-    found, real = [], native_linear.NativeProduct.__call__
-    monkeypatch.setattr(
-        native_linear.NativeProduct, "__call__", lambda self, x: found.append(x[..., 0].numel()) or real(self, x)
-    )
+    found, real = [], NativeProduct.__call__
+    monkeypatch.setattr(NativeProduct, "__call__", lambda self, x: found.append(x[..., 0].numel()) or real(self, x))
     return found
 
 
@@ -166,11 +165,11 @@ def test_what_the_owner_does_is_followed():
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
-def test_models(shape, dtype, small_too, asked):
+def test_models(shape, dtype, asked):
     with torch.inference_mode(False):
         model = FAMILIES.get(shape).build(seed=3).to(DTYPES[dtype])
-        ours, theirs = HFModel(model), HFModel(model, native=False)
-    assert ours.native is None and ours._linears is not None and theirs._linears is None
+        ours, theirs = with_small_layers(HFModel(model)), HFModel(model, native=False)
+    assert ours.fast is None and ours.linears is not None and theirs.linears is None
     text, tree, logits = random_text(20), block_of([random_tree(7)]), []
     for each in (ours, theirs):
         context = each.start(1, 40)
@@ -182,15 +181,14 @@ def test_models(shape, dtype, small_too, asked):
 
 
 @compiled
-def test_texts_of_drafted_decoding(small_too):
+def test_texts_of_drafted_decoding():
     """The target's own, and its first layers draft while it verifies."""
     from polydraft.draft import TreeDrafter
     from polydraft.trees import parse_tree
 
     model = FAMILIES.get("qwen3").build(seed=3)
-    target = HFModel(model)
-    draft = early_exit(target, 1)
-    assert draft._linears is not None
+    target = with_small_layers(HFModel(model))
+    draft = with_small_layers(early_exit(target, 1))
     greedy, prompt = SamplingParams(temperature=0), random_text(9)
     plain = Decoder(target).generate(prompt, sampling=greedy, max_new_tokens=40).token_ids
     drafted = Decoder(target, TreeDrafter(draft, parse_tree("2x2x1"))).generate(prompt, sampling=greedy, max_new_tokens=40)
@@ -203,8 +201,8 @@ def test_which_models_take_part():
     assert native_linears(tiny) is None, "too small"
     assert native_linears(tiny.half(), least=1) is None
     large = FAMILIES.get("qwen3").build(hidden_size=512, intermediate_size=1024)
-    assert HFModel(large)._linears is not None and HFModel(large, native=False)._linears is None
-    assert HFModel(FAMILIES.get("llama").build(hidden_size=512))._linears is None, "it is compiled as a whole"
+    assert HFModel(large).linears is not None and HFModel(large, native=False).linears is None
+    assert HFModel(FAMILIES.get("llama").build(hidden_size=512)).linears is None, "it is compiled as a whole"
     block = nn.Sequential(nn.Linear(512, 512))
     block.compile()
     assert native_linears(block) is None, "it would be compiled again at every pass"
@@ -218,7 +216,7 @@ def test_without_a_compiler(monkeypatch, tmp_path):
     build.forget()
     try:
         model = HFModel(FAMILIES.get("qwen3").build(hidden_size=512, intermediate_size=1024))
-        assert model._linears is None
+        assert model.linears is None
         assert read(model, [random_text(6)], [4, 2]).shape == (1, 6, 512)
     finally:
         with build._STATE.lock:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from polydraft.devices import is_host
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED
 from polydraft.models.hf import HFModel
@@ -231,7 +232,7 @@ def _check_memory(needed: int, device: torch.device) -> None:
     except OSError:
         return
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
-    if device.type == "cpu" and free is not None and needed > 0.9 * free:
+    if is_host(device) and free is not None and needed > 0.9 * free:
         raise FailureError(
             f"the inflated target takes {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free; "
             "use a smaller shape, --dtype bfloat16, or a GPU"
@@ -320,7 +321,7 @@ class InflatedModel(HFModel):
     def head(self, features_RF: Tensor) -> Tensor:
         """Apply the large output head."""
         hidden_RF = features_RF[..., : self.hidden_size]
-        return self._through_head(functional.pad(hidden_RF, (0, self.width - self.hidden_size)))
+        return self.output.whole(functional.pad(hidden_RF, (0, self.width - self.hidden_size)))
 
 
 class InflatedContext(HFContext):
@@ -335,6 +336,6 @@ class InflatedContext(HFContext):
         return None if features_BTF is None else self._narrowed(features_BTF)
 
     def _narrowed(self, features_BTF: Tensor) -> Tensor:
-        size = self._model.hidden_size
-        parts = features_BTF.chunk(1 + len(self._model.taps), dim=-1)
+        size = self.model.hidden_size
+        parts = features_BTF.chunk(1 + len(self.model.taps), dim=-1)
         return torch.cat([part[..., :size] for part in parts], dim=-1)

@@ -245,7 +245,7 @@ def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
         return load_eagle3(folder, target.model, name)
     if (source := gguf_source(name)) is not None:
         _check_header(target, name, vocabulary_of(source))
-    dtype, native = torch.int8 if target.model.int8 else target.model.dtype, target.model.uses_native
+    dtype, native = torch.int8 if target.model.int8 else target.model.dtype, target.model.native
     draft = load_model(name, target.model.device, dtype, native=native, invariant=False)
     check_same_tokens(target, draft)
     vocabulary = load_vocabulary(folder, target.model.vocab_size, target.model.device)

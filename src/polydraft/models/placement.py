@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from polydraft.devices import captures, is_host
 from polydraft.errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
@@ -24,11 +25,11 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...") from None
-    if device.type == "cuda":
+    if captures(device):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise UsageError(f"device {name!r} is not available: torch sees {count} GPUs; use --device cpu or auto")
-    elif device.type != "cpu":
+    elif not is_host(device):
         raise UsageError(f"device {name!r} is not supported; allowed: auto, cpu, cuda, cuda:0, ...")
     return device
 
@@ -36,10 +37,10 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Turn a dtype name into a dtype; ``"auto"`` is bfloat16 where the hardware computes in it, else float32."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or cpu_computes_bfloat16() else torch.float32
+        return torch.bfloat16 if not is_host(device) or cpu_computes_bfloat16() else torch.float32
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; allowed: auto, {', '.join(DTYPES)}")
-    if name == "int8" and device.type != "cpu":
+    if name == "int8" and not is_host(device):
         raise UsageError(f"dtype int8 is for CPUs, not for {device}; use bfloat16, or --device cpu")
     return DTYPES[name]
 
@@ -121,7 +122,7 @@ def home_device(model: Any) -> torch.device:
     """Return where a model takes its tokens: the device of its embeddings."""
     embeddings = model.get_input_embeddings()
     device: torch.device = embeddings.weight.device
-    if device.type == "meta":  # offloaded: accelerate fetches the weights to where it computes
+    if embeddings.weight.is_meta:  # offloaded: accelerate fetches the weights to where it computes
         device = torch.device(getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None) or "cpu")
     return device
 

@@ -1,9 +1,15 @@
 """A model whose next-token distribution is a table: exact distributions for tests and teaching, no network."""
 
+import copy
+from typing import Any, Self
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from polydraft.models.language_model import Context, LanguageModel
+from polydraft.models.storage import Storage
+from polydraft.row_storage import RowStorage
 
 
 class TabularModel(LanguageModel):
@@ -62,44 +68,74 @@ class TabularContext(Context):
     """The tokens themselves, found through mask and positions only, so that errors in either show."""
 
     elastic = True
+    cache: "TokenSlots"
 
     def __init__(self, model: TabularModel, batch_size: int, capacity: int) -> None:
-        super().__init__(batch_size, capacity, model.device, model.max_positions)
+        cache = TokenSlots(torch.zeros(batch_size, capacity, dtype=torch.long, device=model.device))
+        super().__init__(model, cache, batch_size, capacity, model.device, model.max_positions)
         self._model = model
-        self._tokens_BS = torch.zeros(batch_size, capacity, dtype=torch.long, device=model.device)
 
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
-        self._tokens_BS[self._rows_B1, slots_BT] = tokens_BT
+        self.cache.tokens_BS[self._rows_B1, slots_BT] = tokens_BT
         used = visible_BTS.shape[2]
-        slot_tokens_BTS = self._tokens_BS[:, None, :used].expand_as(visible_BTS)
+        slot_tokens_BTS = self.cache.tokens_BS[:, None, :used].expand_as(visible_BTS)
         recent = []
         for back in range(self._model.order):
             wanted_BT1 = (positions_BT - back)[:, :, None]
-            there_BTS = visible_BTS & (self._positions_BS[:, None, :used] == wanted_BT1)
+            there_BTS = visible_BTS & (self.positions_BS[:, None, :used] == wanted_BT1)
             slot_BT1 = there_BTS.to(torch.uint8).argmax(-1, keepdim=True)
             token_BT = slot_tokens_BTS.gather(2, slot_BT1)[..., 0]
             recent.append(torch.where(there_BTS.any(-1), token_BT, 0))
         return self._model.look_up(torch.stack(recent[::-1], dim=-1))
 
+
+class TokenSlots(Storage):
+    """Slots that hold the tokens themselves."""
+
+    def __init__(self, tokens_BS: Tensor) -> None:
+        self.tokens_BS = tokens_BS
+        self._kept = RowStorage()
+
     @property
     def address(self) -> int:
         """Where the tokens begin."""
-        return self._tokens_BS.data_ptr()
+        return self.tokens_BS.data_ptr()
 
-    def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
-        self._tokens_BS[self._rows_B1, target_BD] = self._tokens_BS[self._rows_B1, source_BD]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tokens."""
+        return self._kept.whole("tokens", self.tokens_BS).nbytes
 
-    def _resize(self, rows: int, most: int) -> None:
-        self._tokens_BS = self._storage.resized("tokens", self._tokens_BS, rows)
+    def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        """Copy slots within each row."""
+        self.tokens_BS.scatter_(1, target_BD, self.tokens_BS.gather(1, source_BD))
 
-    def _swap_rows(self, first: int, second: int, used: int) -> None:
-        self._storage.swap("tokens", self._tokens_BS, first, second)
+    def grow(self, capacity: int) -> None:
+        """Enlarge the storage, keeping its content."""
+        whole_BS = self._kept.whole("tokens", self.tokens_BS)
+        grown_BS = functional.pad(whole_BS, (0, capacity - whole_BS.shape[1]))
+        self.tokens_BS = self._kept.keep("tokens", grown_BS, len(self.tokens_BS))
 
-    def _share(self, whole: Context, rows: slice) -> None:
-        assert isinstance(whole, TabularContext)
-        self._tokens_BS = whole._tokens_BS[rows]
+    def part(self, rows: slice) -> Self:
+        """Return some adjacent rows, which share the storage."""
+        part = copy.copy(self)
+        part.tokens_BS = self.tokens_BS[rows]
+        return part
 
-    def _grow(self, capacity: int) -> None:
-        whole_BS = self._storage.whole("tokens", self._tokens_BS)
-        grown_BS = torch.nn.functional.pad(whole_BS, (0, capacity - self.capacity))
-        self._tokens_BS = self._storage.keep("tokens", grown_BS, self.batch_size)
+    def resize(self, rows: int, most: int) -> None:
+        """Use so many rows."""
+        self.tokens_BS = self._kept.resized("tokens", self.tokens_BS, rows)
+
+    def swap_rows(self, first: int, second: int, used: int) -> None:
+        """Swap two rows, the second of which may be out of use."""
+        self._kept.swap("tokens", self.tokens_BS, first, second)
+
+    def clear(self, row: int) -> None:
+        """Do nothing: tokens are never NaN."""
+
+    def wipe(self) -> None:
+        """Do nothing: tokens are never NaN."""
+
+    def adopt(self, other: Any, rows: int) -> bool:
+        """Return False: there is nothing to gain."""
+        return False

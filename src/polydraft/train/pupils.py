@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polydraft.models.attention import steady_attention
 from polydraft.models.heads.head_folder import save_vocabulary
 from polydraft.models.hf import HFModel
-from polydraft.models.language_model import steady_attention
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.settings import DraftSize, TrainSettings

@@ -4,14 +4,18 @@ import ctypes
 import threading
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from polydraft.models.quantised import Int8Linear
+
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Number formats of weights, by the names that the kernels give them."""
-PADDING = 64
-"""Rows of int8 weights are filled up with zeros to a multiple of this."""
+FLOATS = (torch.float32, torch.bfloat16)
+"""Those of models; their weights may be in int8."""
 
 
 class Matrix(ctypes.Structure):
@@ -75,12 +79,17 @@ class Weight:
     """A weight matrix, where torch has it: nothing is copied, and what its owner changes in place is followed."""
 
     data_FX: Tensor
-    """Rows of outputs, in float32, bfloat16, or int8 (filled up with zeros to a multiple of `PADDING`)."""
+    """Rows of outputs, in float32, bfloat16, or int8 (filled up with zeros, see `rounded`)."""
     bias_F: Tensor | None = None
     scales_F: Tensor | None = None
     """Of int8 rows: what one step of each is worth."""
     columns: int = 0
     """Inputs; as many as `data_FX` is wide if not given."""
+
+    @classmethod
+    def int8(cls, layer: "Int8Linear") -> "Weight":
+        """Return the weight of a layer in int8."""
+        return cls(layer.held[0], layer.bias, layer.held[1], layer.in_features)
 
     @property
     def num_inputs(self) -> int:
@@ -106,16 +115,11 @@ class Weight:
 
 
 def quantised(weight_FX: Tensor, bias_F: Tensor | None = None) -> Weight:
-    """Return a weight in int8, each row scaled by its largest number; the rest of the row is rounded to 127 steps."""
-    rows, columns = weight_FX.shape
-    least_F, most_F = weight_FX.aminmax(dim=1)
-    scales_F = torch.maximum(-least_F, most_F).float() / 127
-    steps_FX = (weight_FX.float() / scales_F.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
-    if not bool(scales_F.isfinite().all()):  # what is not a number has no step; the scale carries it on
-        steps_FX.nan_to_num_(0, 0, 0)
-    data_FX = torch.zeros(rows, columns + -columns % PADDING, dtype=torch.int8)
-    data_FX[:, :columns] = steps_FX
-    return Weight(data_FX, bias_F, scales_F.contiguous(), columns)
+    """Return a weight in int8."""
+    from polydraft.models.quantised import rounded  # late: models are built on what draws from distributions, and that on this
+
+    data_FX, scales_F = rounded(weight_FX)
+    return Weight(data_FX, bias_F, scales_F, weight_FX.shape[1])
 
 
 class WorkingMemory(threading.local):

@@ -3,9 +3,14 @@
 import ctypes
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from polydraft.backends.native.arguments import Weight, multiply
+from polydraft.backends.native.arguments import FLOATS, Weight, multiply, quantised
+from polydraft.backends.native.build import kernels
+from polydraft.models.bodies import is_product
+from polydraft.models.products import fast_product
+from polydraft.models.quantised import Int8Linear, multiply_int8
+from polydraft.operations import implements
 
 
 class NativeProduct:
@@ -26,3 +31,47 @@ class NativeProduct:
         rows_RF = rows_RF if rows_RF.stride(1) == 1 else rows_RF.contiguous()
         output_RG = multiply(self._library, self._matrix, rows_RF, torch.get_num_threads())
         return output_RG.view(*input_XF.shape[:-1], self._matrix.rows)
+
+
+Layer = nn.Module | tuple[Tensor, Tensor | None]
+"""A linear layer, or a weight and its bias."""
+
+
+def _supports(layer: Layer, int8: bool = False) -> bool:
+    if isinstance(layer, nn.Module) and is_product(layer, Int8Linear):
+        return kernels() is not None
+    if isinstance(layer, nn.Module) and not is_product(layer):  # hooks, an adapter
+        return False
+    weight_FX = _parts(layer)[0]
+    return weight_FX.is_cpu and weight_FX.dtype in FLOATS and weight_FX.stride(1) == 1 and kernels() is not None
+
+
+@implements(fast_product, "native", supports=_supports)
+def native_product(layer: Layer, int8: bool = False) -> NativeProduct:
+    """Return products with a layer or a weight by compiled code."""
+    library = kernels()
+    assert library is not None
+    if isinstance(layer, Int8Linear):
+        return NativeProduct(library, Weight.int8(layer))
+    weight_FX, bias_F = _parts(layer)
+    return NativeProduct(library, quantised(weight_FX.detach(), bias_F) if int8 else Weight(weight_FX, bias_F))
+
+
+def _parts(layer: Layer) -> tuple[Tensor, Tensor | None]:
+    if isinstance(layer, tuple):
+        return layer
+    assert isinstance(layer, nn.Linear)
+    return layer.weight, layer.bias
+
+
+def _supports_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> bool:
+    return input_RX.is_cpu and kernels() is not None
+
+
+@implements(multiply_int8, "native", supports=_supports_int8)
+def native_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Multiply by compiled code; inputs are rounded to 15 bits."""
+    library = kernels()
+    assert library is not None
+    weight = Weight(data_FX, bias_F, scales_F, input_RX.shape[1])
+    return multiply(library, weight.matrix(), input_RX, torch.get_num_threads())

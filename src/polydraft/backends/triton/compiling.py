@@ -65,7 +65,7 @@ def _pass_through_target(state: State, walk: Walk) -> None:
     Torch's layers need no compiling, and set switches of the whole process.
     """
     target, session, rows = state.target, state.session, len(state.tail_B2)
-    if not isinstance(target, HFModel) or target.fused is None:
+    if not isinstance(target, HFModel) or target.fast is None:
         return
     topology = Topology.likeliest(session.num_nodes, session.depth) if session.depth else Topology()
     tokens_BN = torch.zeros(rows, topology.num_nodes, dtype=torch.long, device=target.device)

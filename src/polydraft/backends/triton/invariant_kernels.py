@@ -1,6 +1,6 @@
 """Triton kernels whose sums have one order: a token's bits do not depend on who is computed beside it.
 
-See `polydraft.models._invariant` for what makes them so. Imported only where Triton is there. Axes and *lines* as in
+See `polydraft.backends.triton.invariant` for what makes them so. Imported only where Triton is there. Axes and *lines* as in
 `polydraft.backends.triton.layer_kernels`; M counts outputs or lines, N rows or keys, and a *part* is the sum over one split.
 """
 

@@ -1,6 +1,6 @@
 """Triton kernels: what stands between a layer's matrix products, the products of a single token, and tree attention.
 
-See `polydraft.models._fused` and `polydraft.models.tree_attention`. Imported only where Triton is there.
+See `polydraft.backends.triton.layers` and `polydraft.backends.triton.attention`. Imported only where Triton is there.
 
 Kernels of a layer read and write the model's number format and compute in float32.
 

@@ -1,7 +1,7 @@
 """Triton kernels around a pass: where its tokens go, what a head reads, and which tokens stay.
 
-See `polydraft.models._slots` and `polydraft.models._fused_head`. Imported only where Triton is there. Each takes the place of
-five to twenty small operations, which in a captured round take 1 to 2 µs each, whatever they do.
+See `polydraft.backends.triton.slots` and `polydraft.backends.triton.head`. Imported only where Triton is there. Each takes the
+place of five to twenty small operations, which in a captured round take 1 to 2 µs each, whatever they do.
 """
 
 import triton

@@ -46,9 +46,9 @@ class FlatContext(Context):
     always_moves = True
 
     def __init__(self, model: FlatModel, batch_size: int, capacity: int) -> None:
-        super().__init__(batch_size, capacity, model.device, model.max_positions)
-        self._model = model
         self._committed = model.inner.start(batch_size, capacity)
+        super().__init__(model, self._committed.cache, batch_size, capacity, model.device, model.max_positions)
+        self._model = model
         self._candidates: HFContext | None = None
         self.peak_bytes = 0
         """Most bytes of keys and values held at once."""
@@ -78,15 +78,20 @@ class FlatContext(Context):
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         raise AssertionError("extend() does the work here")
 
-    def _move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+    def _move_up(self, places_BD: Tensor) -> None:
         self._share_lengths()
         if self._candidates is None:
-            self._committed._move(source_BD, target_BD)
+            super()._move_up(places_BD)
             return
-        node_BD = source_BD - self.lengths_B[:, None]
-        copy_BD, depth_BD = self._model.place_of_N2[node_BD].unbind(-1)
+        target_BD = self.lengths_B[:, None] + torch.arange(places_BD.shape[1], device=self.device)
+        copy_BD, depth_BD = self._model.place_of_N2[places_BD].unbind(-1)
         rows_BD = torch.arange(self.batch_size, device=self.device)[:, None] * len(self._model.paths_PD) + copy_BD
         self._committed.copy_slots(self._candidates, rows_BD, self.lengths_B[:, None] + depth_BD, target_BD)
+
+    @property
+    def divisible(self) -> bool:
+        """Rows read together, through the committed text's own context."""
+        return False
 
     def _grow(self, capacity: int) -> None:
         self._committed.reserve(capacity)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polydraft.backends.native import NativeBody, NativeProduct
-from polydraft.models.language_model import by_rows
+from polydraft.models.products import Product, by_rows, fast_product
 from polydraft.sampling import PartialVocabulary
 
 if TYPE_CHECKING:
@@ -67,12 +66,6 @@ class HeadShape:
     query_key_norm: bool = False
     """Whether each head's queries and keys are normed (Qwen3)."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether its layer is one that compiled code knows."""
-        biased = self.qkv_bias or self.output_bias or self.mlp_bias
-        return self.joins and self.normed_output and not self.query_key_norm and not biased
-
 
 class FeatureHead(nn.Module):
     """Predict the target's next hidden state, and by its output head the token after the next.
@@ -121,8 +114,9 @@ class FeatureHead(nn.Module):
         """Whether to run by compiled code where that is possible."""
         self.int8 = False
         """Whether compiled code reads the weights in int8."""
-        self._products: dict[int, tuple[Tensor, NativeProduct | None]] = {}
-        self._body: tuple[NativeBody | None] | None = None
+        self.kept: dict[str, object] = {}
+        """What backends keep with the head, until its weights move."""
+        self._products: dict[int, tuple[Tensor, Product | None]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -235,28 +229,18 @@ class FeatureHead(nn.Module):
         output_XG = product(input_XF).to(self.dtype)
         return output_XG if layer.bias is None else output_XG + layer.bias
 
-    def _product(self, weight_GH: Tensor) -> NativeProduct | None:
+    def _product(self, weight_GH: Tensor) -> Product | None:
         """Return products with a weight by compiled code, made once; None where there is none, and in training."""
-        if not self.native or torch.is_grad_enabled() or weight_GH.device.type != "cpu":
+        if not self.native or torch.is_grad_enabled():
             return None
         weight, product = self._products.get(id(weight_GH), (None, None))
         if weight is not weight_GH:
-            from polydraft.models._native import native_product
-
-            product = native_product(weight_GH, int8=self.int8)
+            product = fast_product((weight_GH, None), self.int8)
             self._products[id(weight_GH)] = weight_GH, product
         return product
 
-    def native_body(self) -> "NativeBody | None":
-        """Return the head by compiled code, made once; None where there is none."""
-        if self._body is None:
-            from polydraft.models._native import native_head
-
-            self._body = (native_head(self, self.shape.norm_epsilon) if self.native else None,)
-        return self._body[0]
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_products": {}, "_body": None}  # addresses are this process's and this copy's own
+        return {**self.__dict__, "_products": {}, "kept": {}}  # addresses are this process's and this copy's own
 
     def start(self, batch_size: int, capacity: int) -> "HeadContext":
         """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
@@ -267,7 +251,7 @@ class FeatureHead(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The target's tables move along, so that .to() leaves nothing behind.
         self.tables = (fn(self.tables[0]), fn(self.tables[1]))
-        self._products, self._body = {}, None
+        self._products, self.kept = {}, {}
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 

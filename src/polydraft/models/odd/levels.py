@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polydraft.errors import UsageError
 from polydraft.models.cache import SpreadCache
-from polydraft.models.odd.forwards import ReplacedForwards
+from polydraft.models.forwards import ReplacedForwards
 from polydraft.models.odd.recurrent import StateName, StateShape
 from polydraft.trees import Block
 
@@ -133,6 +133,16 @@ class NodeStates:
         for name, states_BU in self._states.items():
             states_BU[row, : None if everywhere else 1] = self._starts[name]
 
+    def wipe(self) -> None:
+        """Begin new texts in all rows, and clear uncommitted places too."""
+        for name, states_BU in self._states.items():
+            states_BU.fill_(self._starts[name])
+
+    @property
+    def num_rows(self) -> int:
+        """Texts that there are states of."""
+        return len(self._rows_B1)
+
     @property
     def address(self) -> int:
         """Where the first of them are: they move when room is made."""
@@ -177,18 +187,18 @@ class _LayerStates:
 class HybridCache(SpreadCache):
     """Slots for the layers with attention, and for a mixer that is running the states of its step."""
 
-    def __init__(self, num_layers: int, capacity: int, owner: str) -> None:
+    def __init__(self, num_layers: int, capacity: int, owner: str, states: NodeStates) -> None:
         super().__init__(num_layers, capacity, owner)
+        self.states = states
         self.current: dict[StateName, Tensor] = {}
         """States in use."""
-        self.states: NodeStates | None = None
         self.step: Step | None = None
         self.positions_BS = torch.empty(0, 0, dtype=torch.long)
         """Positions of the slots in use."""
         self.layers = [_Layer(self, number) for number in range(num_layers)]
 
     def _state(self, name: StateName) -> Tensor:
-        assert self.states is not None and self.step is not None, "states are asked for by mixers only"
+        assert self.step is not None, "states are asked for by mixers only"
         if name not in self.current:
             self.current[name] = self.states.take(name, self.step)
         return self.current[name]
@@ -219,6 +229,36 @@ class HybridCache(SpreadCache):
     def is_capture_past(self, layer_idx: int) -> bool:
         """Whether states keep more of the past than they need."""
         return False
+
+    def clear(self, row: int) -> None:
+        """Overwrite what a row holds, its states included."""
+        super().clear(row)
+        self.states.forget(row, everywhere=True)
+
+    def wipe(self) -> None:
+        """Overwrite what all rows hold."""
+        super().wipe()
+        self.states.wipe()
+
+    def adopt(self, other: Any, rows: int) -> bool:
+        """Take over the storage of another cache of the same model."""
+        assert isinstance(other, HybridCache)
+        if other.states.num_rows != rows or not super().adopt(other, rows):
+            return False
+        self.states = other.states
+        for row in range(rows):
+            self.states.forget(row)
+        return True
+
+    @property
+    def address(self) -> int:
+        """Where keys and values, and states, begin."""
+        return hash((super().address, self.states.address))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, and of states."""
+        return super().nbytes + self.states.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +313,6 @@ class _Mixer:
         # Masks are about padding, and no step has any.
         own = {name: None if name.endswith("mask") else part(value) for name, value in options.items()}
         output = type(self._module).forward(self._module, *map(part, args), **own)
-        assert cache.states is not None
         for name, states_R in cache.current.items():
             cache.states.put(name, step, states_R)
         cache.step, cache.current = None, {}

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from polydraft.errors import UsageError
 from polydraft.models.families import FAMILIES, text_config
-from polydraft.models.odd.forwards import ReplacedForwards
+from polydraft.models.forwards import ReplacedForwards
 
 
 @dataclass(frozen=True, eq=False)

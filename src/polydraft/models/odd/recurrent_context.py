@@ -20,14 +20,15 @@ class RecurrentContext(HFContext):
     the model's scan takes no state to begin with (`HFModel.resumes`), only its first part is, and the rest token by token.
     """
 
+    cache: HybridCache
+
     def __init__(self, model: HFModel, batch_size: int, capacity: int) -> None:
-        super().__init__(model, batch_size, capacity)
-        self.elastic = False
         assert model.recurrence is not None
+        states = NodeStates(model.recurrence.states, batch_size, model.device)
+        cache = HybridCache(model.num_layers, capacity, f"model type {model.config.model_type!r}", states)
+        super().__init__(model, batch_size, capacity, cache)
+        self.elastic = False
         self._mixers = Mixers(model.recurrence.mixers)
-        cache = HybridCache(model.num_layers, capacity, f"model type {model.config.model_type!r}")
-        self.cache, self._hybrid = cache, cache
-        self._states = cache.states = NodeStates(model.recurrence.states, batch_size, self.device)
         self._depths_BU = torch.zeros(batch_size, 0, dtype=torch.long, device=self.device)
         self._read_B = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         """How many tokens each state of committed text has read, -1 where nobody knows: only such a text can go on."""
@@ -38,11 +39,11 @@ class RecurrentContext(HFContext):
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
-        with self._mixers.reading(self._steps(block), self._hybrid, (self.batch_size, block.size)):
+        with self._mixers.reading(self._steps(block), self.cache, (self.batch_size, block.size)):
             return super().extend(tokens_BT, block)
 
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
-        self._hybrid.positions_BS = self._positions_BS[:, : visible_BTS.shape[2]]
+        self.cache.positions_BS = self.positions_BS[:, : visible_BTS.shape[2]]
         return super()._forward(tokens_BT, positions_BT, slots_BT, visible_BTS)
 
     def _steps(self, block: Block) -> list[Step]:
@@ -55,11 +56,6 @@ class RecurrentContext(HFContext):
         self._depths_BU.scatter_(1, places_BT, block.depths_BT)
         return list(level_steps(block, places_BT, self._depths_BU))
 
-    @property
-    def address(self) -> int:
-        """Where keys and values, and states, begin."""
-        return hash((super().address, self._states.address))
-
     def fix_span(self, span: int | None = None) -> int:
         """Let passes see so many slots; what rounds leave behind stays where it is from now on."""
         self._make_places(self.places)
@@ -68,18 +64,18 @@ class RecurrentContext(HFContext):
     def _make_places(self, places: int) -> None:
         if (more := places - self._depths_BU.shape[1]) > 0:
             self._depths_BU = torch.nn.functional.pad(self._depths_BU, (0, more))
-            self._states.reserve(places)
+            self.cache.states.reserve(places)
 
     def commit(self, places_BD: Tensor, counts_B: Tensor, *, in_place: bool = False) -> None:
         """Keep the tokens in the first `counts_B` of `places_BD` as committed text, in that order; drop the rest."""
         last_B1 = places_BD.gather(1, (counts_B[:, None] - 1).clamp(min=0))
-        self._states.gather(torch.where(counts_B[:, None] > 0, last_B1 + 1, 0))
+        self.cache.states.gather(torch.where(counts_B[:, None] > 0, last_B1 + 1, 0))
         self._read_B += counts_B
         super().commit(places_BD, counts_B, in_place=in_place)
 
     def rearrange(self, places_BD: Tensor) -> None:
         """Move uncommitted tokens to the first uncommitted places, in that order; they stay uncommitted where they stand."""
-        self._states.gather(torch.nn.functional.pad(places_BD + 1, (1, 0)))
+        self.cache.states.gather(torch.nn.functional.pad(places_BD + 1, (1, 0)))
         self._depths_BU[:, : places_BD.shape[1]] = self._depths_BU.gather(1, places_BD)
         super().rearrange(places_BD)
 
@@ -92,7 +88,7 @@ class RecurrentContext(HFContext):
         """Let the states of the first places be those of committed text; what is behind them comes nearer."""
         places = self._depths_BU.shape[1]
         index_BX = (torch.arange(places + 1, device=self.device) + counts_B[:, None]).clamp(max=places)
-        self._states.gather(index_BX)
+        self.cache.states.gather(index_BX)
         self._read_B += counts_B
         if places:
             self._depths_BU.copy_(self._depths_BU.gather(1, index_BX[:, :-1].clamp(max=places - 1)) - counts_B[:, None])
@@ -109,34 +105,15 @@ class RecurrentContext(HFContext):
             self._shift(torch.tensor(more, device=self.device))
         for row, length in enumerate(lengths):
             if length == 0:
-                self._states.forget(row)
+                self.cache.states.forget(row)
                 self._read_B[row] = 0
         super().rewind(lengths)
 
-    def clear(self, row: int) -> None:
-        """Forget what a row holds, down to its numbers: they may be none."""
-        super().clear(row)
-        self._states.forget(row, everywhere=True)
-
-    def wipe(self) -> None:
-        """Forget what all rows hold."""
-        super().wipe()
-        for row in range(self.batch_size):
-            self._states.forget(row, everywhere=True)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values, and of states."""
-        return super().nbytes + self._states.nbytes
-
     def adopt(self, other: Context) -> bool:
         """Take over the storage of another context of the same model."""
-        if not isinstance(other, RecurrentContext) or len(other._read_B) != self.batch_size or not super().adopt(other):
+        if not isinstance(other, RecurrentContext) or not super().adopt(other):
             return False
-        self._states = self._hybrid.states = other._states
         self._depths_BU = other._depths_BU
-        for row in range(self.batch_size):
-            self._states.forget(row)
         return True
 
     @property
@@ -149,7 +126,7 @@ class RecurrentContext(HFContext):
         self.span = None
         longest = max(map(len, texts))
         # As much as possible from the beginning, as `generate` does: it costs a multiple later on.
-        chunk = PREFILL_CHUNK if self._model.resumes else max(longest, 1)
+        chunk = PREFILL_CHUNK if self.model.resumes else max(longest, 1)
         for done in range(0, longest, chunk):
             parts = [list(text[done : done + chunk]) for text in texts]
             counts = [len(part) for part in parts]
@@ -161,7 +138,7 @@ class RecurrentContext(HFContext):
             self._read_B.masked_fill_(counts_B > 0, -1)
             self._counts = counts
             # Only the device knows which rows have a state to read on from.
-            self._singly = [False] * self.batch_size if self._model.resumes else [read != 0 for read in read_B.tolist()]
+            self._singly = [False] * self.batch_size if self.model.resumes else [read != 0 for read in read_B.tolist()]
             try:
                 features_BTF = self.extend(tokens_BT, causal_block(self.batch_size, size, self.device))
             finally:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from polydraft.backends.triton import power_of_two
+from polydraft.devices import captures
 
 FORMATS = (torch.bfloat16, torch.float32)
 _SPLIT_CHANNELS, _MOST_SPLITS = 128, 4
@@ -98,7 +99,7 @@ def _usual_tile(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> T
 @cache
 def shared_room(device: torch.device) -> int:
     """Return the bytes of shared memory that a program may have."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    if captures(device) and torch.cuda.get_device_capability(device) >= (9, 0):
         return 227 * 2**10
     return _LEAST_ROOM
 
@@ -228,7 +229,7 @@ def plan_attend(
 def invariant_attention(
     query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, sight: Sight, scale: float, plan: AttendPlan | None = None
 ) -> Tensor:
-    """Return what `polydraft.models.tree_attention.tree_attention` does, with bits that depend on each token's path alone."""
+    """Return what `polydraft.models.attention.tree_attention` does, with bits that depend on each token's path alone."""
     from polydraft.backends.triton import invariant_kernels as kernels
 
     batch_size, query_heads, size, channels = query_BHTC.shape

@@ -1,9 +1,9 @@
 """Linear layers of models of any shape by compiled products, on a CPU, while one of our passes runs.
 
-Models without a compiled body of their own (`polydraft.models._native`) run by the code of `transformers`. Most of such a pass
-is products of few tokens, which torch computes far more slowly than it reads the weights. Inside a `with` statement these
-layers multiply by `polydraft.backends.native`; outside it, and in other threads, the model is as its owner made it. Weights are
-read where they are; hooks and adapters work as ever, since only a layer's own product is replaced.
+Models without a compiled body of their own (`polydraft.backends.native.models`) run by the code of `transformers`. Most of such
+a pass is products of few tokens, which torch computes far more slowly than it reads the weights. Inside a `with` statement
+these layers multiply by compiled code; outside it, and in other threads, the model is as its owner made it. Weights are read
+where they are; hooks and adapters work as ever, since only a layer's own product is replaced.
 """
 
 import threading
@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polydraft.backends.native import NativeProduct, Weight, kernels
-from polydraft.models.odd.forwards import ReplacedForwards
+from polydraft.backends.native.arguments import FLOATS, Weight
+from polydraft.backends.native.build import kernels
+from polydraft.backends.native.product import NativeProduct
+from polydraft.models.forwards import ReplacedForwards
+from polydraft.models.products import fast_linears
+from polydraft.operations import implements
 
 MOST_ROWS = 64
 """Tokens of a product. For more, torch is as fast in float32."""
 LEAST_WEIGHTS = 1 << 17
 """Numbers of a weight. With fewer, calling takes longer than multiplying."""
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Here(threading.local):
@@ -60,10 +63,10 @@ def _fits(layer: nn.Linear) -> bool:
     weight_FX, bias_F = layer.weight, layer.bias
     return (
         type(weight_FX) is nn.Parameter
-        and weight_FX.device.type == "cpu"
-        and weight_FX.dtype in _DTYPES
+        and weight_FX.is_cpu
+        and weight_FX.dtype in FLOATS
         and weight_FX.stride(1) == 1
-        and (bias_F is None or (bias_F.dtype == weight_FX.dtype and bias_F.device.type == "cpu" and bias_F.is_contiguous()))
+        and (bias_F is None or (bias_F.dtype == weight_FX.dtype and bias_F.is_cpu and bias_F.is_contiguous()))
     )
 
 
@@ -97,10 +100,19 @@ def native_linears(model: Any, least: int = LEAST_WEIGHTS) -> NativeLinears | No
     least : int
         Numbers that a weight must have.
     """
+    layers = _layers(model, least)
+    library = kernels() if layers else None
+    return None if library is None else NativeLinears(library, layers)
+
+
+def _layers(model: Any, least: int) -> list[nn.Linear]:
     modules = list(model.modules())
     # Compiled modules would notice that a layer has changed, and be compiled again at every pass.
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
-        return None
-    layers = [part for part in modules if type(part) is nn.Linear and part.weight.numel() >= least and _fits(part)]
-    library = kernels() if layers else None
-    return None if library is None else NativeLinears(library, layers)
+        return []
+    return [part for part in modules if type(part) is nn.Linear and part.weight.numel() >= least and _fits(part)]
+
+
+implements(fast_linears, "native", supports=lambda model: bool(_layers(model, LEAST_WEIGHTS)) and kernels() is not None)(
+    native_linears
+)

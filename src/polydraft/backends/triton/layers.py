@@ -7,18 +7,29 @@ costs what the text of the moment costs, whatever the size of the buffers, so th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module, Parameter, functional
+from torch.nn import Linear, Module, functional
 
-from polydraft.backends.triton import power_of_two
-from polydraft.models._bodies import LeanBody, LeanLayer
-from polydraft.models._invariant import FORMATS, Sight, invariant_attention, invariant_linear, invariant_parts, sight_of
+from polydraft.backends.triton import kernels_run, power_of_two
+from polydraft.backends.triton.attention import attend_tree, obstacle
+from polydraft.backends.triton.invariant import (
+    FORMATS,
+    Sight,
+    invariant_attention,
+    invariant_linear,
+    invariant_parts,
+    sight_of,
+)
+from polydraft.models.bodies import FastBody, LeanBody, LeanLayer, fast_body, is_product
 from polydraft.models.cache import SlotCache
 from polydraft.models.families import steady_positions
-from polydraft.models.tree_attention import obstacle, tree_attention
+from polydraft.models.hf import HFModel
+from polydraft.models.hf_context import HFContext
+from polydraft.operations import implements
+from polydraft.trees import Block, causal_block
 
 MOST_TOKENS = 128
 """Tokens per row up to which these kernels are meant; longer blocks are prompts, which are computed, not read."""
@@ -56,19 +67,26 @@ class Turns(NamedTuple):
     positions_BT: Tensor | None
 
 
-class FusedBody:
-    """Compute the last hidden states of a Llama-shaped model on a GPU; build one with `fused_body`.
+class FusedBody(FastBody):
+    """Compute the last hidden states of a Llama-shaped model on a GPU.
 
     Parameters
     ----------
     invariant : bool
-        Give each token the bits that it has alone, see `polydraft.models._invariant`.
+        Give each token the bits that it has alone, see `polydraft.backends.triton.invariant`, where the body can.
+    product : callable, optional
+        Multiplies inputs by weights and adds biases; kernels of our own if not given.
     """
 
-    def __init__(self, body: LeanBody, invariant: bool = False) -> None:
-        self._body, self.invariant = body, invariant
-        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = invariant_linear if invariant else linear
-        """Multiplies inputs by weights; `torch.nn.functional.linear` in its place does so without kernels of our own."""
+    def __init__(
+        self,
+        body: LeanBody,
+        invariant: bool = False,
+        product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
+    ) -> None:
+        self._body, self.variance = body, _variance(body)
+        self.invariant = invariant and self.variance is None
+        self._product = product or (invariant_linear if self.invariant else linear)
         self._turns_by_capacity: dict[int, tuple[Tensor, Tensor]] = {}
         """Cosines and sines of all positions `[P, C]`; they stay, because captured passes read them."""
 
@@ -93,6 +111,50 @@ class FusedBody:
             tapped.append(hidden_BTF)
         return torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
 
+    def extend(self, context: HFContext, tokens_BT: Tensor, block: Block) -> Tensor | None:
+        """Pass the tokens of a tree; None where it is a long prompt, or a window ends in the tree."""
+        # Most kernels cut off committed text only, so a window must reach over all that is not committed.
+        unfit = block.size > MOST_TOKENS or (context.window is not None and context.window < block.stop)
+        if torch.is_grad_enabled() if self.invariant else unfit:
+            return None
+        used, placed = context.used(block), context.place(tokens_BT, block)
+        view = TreeView(
+            placed.slots_BT,
+            context.lengths_B,
+            block.visible_BTU,
+            used - block.stop,
+            placed.starts_BT,
+            context.positions_BS,
+            causal=block.plain or (block.stop == 1 and block.places_BT is None),
+        )
+        return self(placed.tokens_BT, placed.positions_BT, view, context.cache, context.model.taps)
+
+    def reading(self, context: HFContext, count: int, size: int, most: int) -> Callable[[Tensor], Tensor] | None:
+        """Return a pass that reads prompts, where bits are invariant: then it may be padded."""
+        if not self.invariant or torch.is_grad_enabled():
+            return None
+        model, window, limit = context.model, context.window, context.max_positions
+        # All rows, at work or not, so that one capture serves whatever their number is.
+        all_lengths_B, all_positions_BS = context.all_rows
+
+        def read(values_BX: Tensor) -> Tensor:
+            """Which rows and which tokens they are are values, so that one capture serves for all."""
+            rows_B, tokens_BT = values_BX[:, 0].contiguous(), values_BX[:, 1:].clamp(max=model.vocab_size - 1)
+            lengths_B = all_lengths_B[rows_B]
+            slots_BT = lengths_B[:, None] + torch.arange(size, device=context.device)
+            positions_BT = slots_BT if limit is None else slots_BT.clamp(max=limit - 1)
+            all_positions_BS[rows_B[:, None], slots_BT] = positions_BT
+            starts_BT = None if window is None else (positions_BT - window + 1).clamp(min=0)
+            visible_BTU = causal_block(count, size, context.device).visible_BTU
+            view = TreeView(slots_BT, lengths_B, visible_BTU, most, starts_BT, causal=True, rows_B=rows_B)
+            return self(tokens_BT, positions_BT, view, context.cache, model.taps)
+
+        return read
+
+    def product(self, input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
+        """Multiply inputs by weights as the body does."""
+        return self._product(input_BTX, weight_FX, bias_F)
+
     def _turns(self, hidden_BTF: Tensor, positions_BT: Tensor, capacity: int) -> Turns:
         """Return how far each token is turned: by a table, where positions mean the same in every text."""
         known = self._turns_by_capacity.get(capacity)
@@ -116,21 +178,23 @@ class FusedBody:
         cache: SlotCache,
     ) -> Tensor:
         projected_BTX = self.product(normed_BTF, layer.qkv, layer.qkv_bias)
-        key_BHSC, value_BHSC = cache.storage(layer.index, projected_BTX, layer.keys, layer.channels)
+        keys_LBHSC, values_LBHSC = cache.held(projected_BTX, layer.keys, layer.channels)
+        key_BHSC, value_BHSC = keys_LBHSC[layer.index], values_LBHSC[layer.index]
         query_BHTC = rotate_store(
             projected_BTX, turns.cos, turns.sin, view.slots_BT, key_BHSC, value_BHSC, view.rows_B, turns.positions_BT
         )
         if sight is not None:
             mixed_BHTC = invariant_attention(query_BHTC, key_BHSC, value_BHSC, sight, layer.scale)
         else:
-            mixed_BHTC = tree_attention(
+            mixed_BHTC = attend_tree(
                 query_BHTC, key_BHSC, value_BHSC, view.lengths_B, view.visible_BTU, layer.scale, view.max_length, view.starts_BT
             )
         return self._through(layer.output, mixed_BHTC.transpose(1, 2).flatten(2))
 
     def _through(self, layer: Module, input_BTX: Tensor) -> Tensor:
         """Apply a layer, by our own product if it is a plain one; `add_norm` takes parts."""
-        if is_plain(layer):
+        if is_product(layer):
+            assert isinstance(layer, Linear)
             if self.invariant:
                 return invariant_parts(input_BTX, layer.weight, layer.bias)
             return self.product(input_BTX, layer.weight, layer.bias)
@@ -144,12 +208,6 @@ class FusedBody:
         return sight_of(
             view.lengths_B, view.max_length, view.starts_BT, positions_BT.contiguous(), view.visible_BTU, view.slot_positions_BS
         )
-
-
-def is_plain(layer: Module) -> TypeGuard[Linear]:
-    """Whether a layer is a product and nothing more."""
-    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return type(layer) is Linear and type(layer.weight) is Parameter and not changed
 
 
 def linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -174,17 +232,23 @@ def vector_product(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) 
     return output_BTF
 
 
-def fused_body(body: LeanBody | None, device: torch.device, dtype: torch.dtype, invariant: bool = False) -> FusedBody | None:
-    """Return the fused form of a lean body, or None where it cannot run."""
-    can = body is not None and device.type == "cuda" and obstacle(device, dtype) is None
-    return FusedBody(body, invariant and invariant_obstacle(body, dtype) is None) if can and body is not None else None
+def _supports(model: HFModel, invariant: bool) -> bool:
+    here = model.lean is not None and kernels_run(model.lean.embedding.weight)
+    return here and obstacle(model.device, model.dtype) is None
 
 
-def invariant_obstacle(body: LeanBody, dtype: torch.dtype) -> str | None:
+@implements(fast_body, "triton", supports=_supports)
+def fused_body(model: HFModel, invariant: bool) -> FusedBody:
+    """Return the fused form of a model's lean body."""
+    assert model.lean is not None
+    return FusedBody(model.lean, invariant)
+
+
+def _variance(body: LeanBody) -> str | None:
     """Return why a body that runs fused cannot be invariant, or None."""
-    if dtype not in FORMATS:
+    if (dtype := body.embedding.weight.dtype) not in FORMATS:
         return f"it computes in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"
-    if not all(is_plain(part) for layer in body.layers for part in (layer.output, layer.down)):
+    if not all(is_product(part) for layer in body.layers for part in (layer.output, layer.down)):
         return "its layers are not plain products"
     return None
 

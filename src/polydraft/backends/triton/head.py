@@ -1,18 +1,19 @@
 """A feature head on a GPU, with kernels that do several things at once."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from polydraft.backends.triton import power_of_two, side_by_side
-from polydraft.models._fused import TreeView, add_norm, gate, rotate_store
-from polydraft.models._invariant import invariant_linear
+from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
+from polydraft.backends.triton.attention import attend_tree, obstacle
+from polydraft.backends.triton.invariant import invariant_linear
+from polydraft.backends.triton.layers import MOST_TOKENS, TreeView, add_norm, gate, rotate_store
 from polydraft.models.cache import SlotCache
-from polydraft.models.tree_attention import tree_attention
-
-if TYPE_CHECKING:
-    from polydraft.models.heads.feature_head import FeatureHead
+from polydraft.models.heads.feature_head import FeatureHead
+from polydraft.models.heads.head_context import FastHead, HeadContext, fast_head, following, keep_entries, take_roots
+from polydraft.operations import implements
+from polydraft.trees import Block
 
 _MOST_ROWS = 64
 """That our own products multiply: the library's are made for more, and cut small ones into parts that another kernel adds."""
@@ -28,35 +29,36 @@ class Entries(NamedTuple):
     """Which of them each token follows, `[T]` or row by row; token t follows feature t where there are none."""
 
 
-def following(fused_BWH: Tensor, parents: Tensor | None) -> Tensor:
-    """Return the features that each token follows."""
-    if parents is None:
-        return fused_BWH
-    if fused_BWH.shape[1] == 1:
-        return fused_BWH.expand(-1, parents.shape[-1], -1)
-    if parents.dim() == 1 or len(parents) == 1:
-        return fused_BWH.index_select(1, parents.flatten())
-    return fused_BWH.gather(1, parents[..., None].expand(-1, -1, fused_BWH.shape[-1]))
-
-
-class FusedHead:
+class FusedHead(FastHead):
     """Compute what a `FeatureHead` computes, with kernels that do several things at once."""
 
-    def __init__(self, head: "FeatureHead", epsilon: float) -> None:
-        self._head, self._epsilon = head, epsilon
+    def __init__(self, head: FeatureHead) -> None:
+        self._head, self._epsilon = head, head.shape.norm_epsilon
         self._angles_PX = torch.empty(0)
         """Cosines and sines of each position, both halves of the channels."""
         weights = [parameter.detach().to(head.dtype) for parameter in head.tap_norms.parameters()]
         self._tap_weights_PH = torch.stack(weights) if weights else None
         """Of the norms of what the head reads."""
 
-    def fused(self, features_RF: Tensor) -> Tensor:
-        """Do what `FeatureHead.fused` does."""
+    def read(
+        self, context: HeadContext, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None
+    ) -> Tensor | None:
+        """Pass the entries of a tree; None where it is a long text, or the window ends in the tree."""
+        # The kernels cut off committed text only, so the window must reach over all that is not committed.
+        if block.size > MOST_TOKENS or self._head.shape.window < block.stop:
+            return None
+        used, placed = context.used(block), context.place(tokens_BT, block)
+        view = TreeView(placed.slots_BT, context.lengths_B, block.visible_BTU, used - block.stop, placed.starts_BT)
+        entries = Entries(placed.tokens_BT, fused_BWH, parents)
+        return self(entries, placed.positions_BT, view, context.cache, context.capacity)
+
+    def fused(self, features_RF: Tensor) -> Tensor | None:
+        """Norm the parts of the features by one kernel; None where they are not normed."""
         from polydraft.backends.triton import slot_kernels as kernels
 
         head = self._head
         if self._tap_weights_PH is None or head.fuse is None:
-            return head.fused(features_RF)
+            return None
         if not head.shape.reads_last:
             features_RF = features_RF[..., head.shape.hidden_size :]
         shape, (parts, width) = features_RF.shape, self._tap_weights_PH.shape
@@ -98,10 +100,11 @@ class FusedHead:
         else:
             passing_BTH, normed_BTX = add_norm(_product(head.join, pair_BTX), None, head.attention_norm.weight, epsilon)
         projected_BTX = head.normed_heads(_product(head.qkv, normed_BTX)).flatten(2)
-        key_BHSC, value_BHSC = cache.storage(0, projected_BTX, shape.num_key_heads, shape.head_size)
+        keys_LBHSC, values_LBHSC = cache.held(projected_BTX, shape.num_key_heads, shape.head_size)
+        key_BHSC, value_BHSC = keys_LBHSC[0], values_LBHSC[0]
         cos_PC, sin_PC = self._angles(capacity).chunk(2, dim=-1)
         query_BHTC = rotate_store(projected_BTX, cos_PC, sin_PC, view.slots_BT, key_BHSC, value_BHSC, positions_BT=positions_BT)
-        mixed_BHTC = tree_attention(
+        mixed_BHTC = attend_tree(
             query_BHTC,
             key_BHSC,
             value_BHSC,
@@ -130,3 +133,62 @@ def _product(layer: nn.Linear, input_XF: Tensor) -> Tensor:
     if input_XF.dtype == torch.float32 or input_XF.numel() > _MOST_ROWS * input_XF.shape[-1]:
         return layer(input_XF)  # type: ignore[no-any-return]
     return invariant_linear(input_XF, layer.weight, layer.bias)
+
+
+def _supports(head: FeatureHead) -> bool:
+    return kernels_run(head.down.weight) and obstacle(head.device, head.dtype) is None
+
+
+@implements(fast_head, "triton", supports=_supports)
+def fused_head(head: FeatureHead) -> FusedHead:
+    """Return the fused form of a head."""
+    return FusedHead(head)
+
+
+@implements(take_roots, "triton", supports=lambda outputs_BWH, fresh_B, lengths_B: kernels_run(outputs_BWH))
+def take_roots_by_kernel(outputs_BWH: Tensor, fresh_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """Do so by one kernel."""
+    from polydraft.backends.triton import slot_kernels as kernels
+
+    batch_size, _, channels = outputs_BWH.shape
+    assert outputs_BWH.stride(1) == channels and outputs_BWH.stride(2) == 1
+    roots_B1H = outputs_BWH.new_empty(batch_size, 1, channels)
+    kernels.take_roots[batch_size,](
+        outputs_BWH, fresh_B, lengths_B, roots_B1H, channels, outputs_BWH.stride(0),
+        BLOCK=power_of_two(channels), num_warps=4,
+    )  # fmt: skip
+    return roots_B1H
+
+
+def _can_keep(
+    tokens_BW: Tensor,
+    path_BW: Tensor,
+    keep_B: Tensor,
+    features_BNF: Tensor,
+    lengths_B: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor],
+) -> bool:
+    return kernels_run(tokens_BW)
+
+
+@implements(keep_entries, "triton", supports=_can_keep)
+def keep_entries_by_kernel(
+    tokens_BW: Tensor,
+    path_BW: Tensor,
+    keep_B: Tensor,
+    features_BNF: Tensor,
+    lengths_B: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Do so by one kernel."""
+    from polydraft.backends.triton import slot_kernels as kernels
+
+    kept_tokens_BW, kept_features_BWF, fresh_B = kept
+    tokens_BW, path_BW, width = side_by_side(tokens_BW), side_by_side(path_BW), kept_tokens_BW.shape[1]
+    assert kept_tokens_BW.is_contiguous() and kept_features_BWF.is_contiguous() and features_BNF.stride(2) == 1
+    assert tokens_BW.shape == path_BW.shape == kept_tokens_BW.shape, (tokens_BW.shape, kept_tokens_BW.shape)
+    kernels.keep_entries[len(tokens_BW), width](
+        tokens_BW, path_BW, keep_B, features_BNF, lengths_B, kept_tokens_BW, kept_features_BWF, fresh_B,
+        width, features_BNF.shape[2], tokens_BW.stride(0), path_BW.stride(0), *features_BNF.stride()[:2],
+        BLOCK=1024, num_warps=4,
+    )  # fmt: skip

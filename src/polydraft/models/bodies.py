@@ -1,28 +1,66 @@
-"""Bodies of models that run by our own code, with the same weights and arithmetic.
+"""Llama-shaped models in fewer operations, with the same weights and arithmetic.
 
-*Llama-shaped models* in fewer operations: half of a small model's time on a CPU, and most of it on a GPU, goes into launching
-some forty operations per layer. Here they are sixteen: one product for queries, keys and values, one for both halves of the
-MLP, fused norms. The weights are the model's own, laid out side by side in memory; nothing is copied for keeps.
+Half of a small model's time on a CPU, and most of it on a GPU, goes into launching some forty operations per layer. Here they
+are sixteen: one product for queries, keys and values, one for both halves of the MLP, fused norms. The weights are the model's
+own, laid out side by side in memory; nothing is copied for keeps.
 
-*GPT-Neo*, whose local layers need a mask of their own: the layers of `transformers` cut their window, and the future, by a
-table over slots. In a tree siblings share a position but not a slot, and in a batch of texts of different lengths the last
-slots are not the last tokens, so that table hides what should be seen. Here the same weights run with masks that follow
-positions; the table is not looked at.
+Backends run whole passes of such a body in one go (`fast_body`).
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from polydraft.errors import UsageError
 from polydraft.models.cache import SlotCache
-from polydraft.models.families import FULL, SLIDING
+from polydraft.operations import operation
+from polydraft.trees import Block
+
+if TYPE_CHECKING:
+    from polydraft.models.hf import HFModel
+    from polydraft.models.hf_context import HFContext
 
 _MODEL_TYPES = {"llama", "mistral", "qwen2"}
-GPT_NEO = "gpt_neo"
+
+
+class FastBody(ABC):
+    """The body of a model as a backend runs it: whole passes at once."""
+
+    invariant: bool = False
+    """Whether each token gets the bits that it has alone."""
+    variance: str | None = "the kernels for that run on GPUs"
+    """Why it does not get them, where it could not."""
+
+    @abstractmethod
+    def extend(self, context: "HFContext", tokens_BT: Tensor, block: Block) -> Tensor | None:
+        """Do what `Context.extend` does; None where torch has to run this pass."""
+
+    def reading(self, context: "HFContext", count: int, size: int, most: int) -> Callable[[Tensor], Tensor] | None:
+        """Return a pass that reads prompts and can be captured; None where there is none.
+
+        It takes `[count, 1 + size]` numbers: for each prompt the row that it belongs to and its next tokens. Rows have at most
+        `most` committed tokens.
+        """
+        return None
+
+    def product(self, input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
+        """Multiply inputs by weights as the body does."""
+        return functional.linear(input_BTX, weight_FX, bias_F)
+
+
+@operation
+def fast_body(model: "HFModel", invariant: bool) -> FastBody | None:
+    """Return what runs whole passes of a model, invariant if that is asked for and can be; None: torch runs its layers."""
+    return None
+
+
+@operation
+def kernel_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why there are no GPU kernels for models in this number format on this device; None if there are."""
+    return f"the kernels for that run on GPUs, not on {device}"
 
 
 class LeanBody:
@@ -105,20 +143,33 @@ class LeanLayer:
         return hidden_BTF + down_BTF
 
 
+def is_llama_shaped(model: Any) -> bool:
+    """Whether a model has the layers that are understood here."""
+    return model.config.model_type in _MODEL_TYPES and model.config.hidden_act == "silu"
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether hooks, of adapters say, work on some modules: code that passes these by would leave the hooks out."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def is_product(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Whether a layer is a product of this kind and nothing more: no hooks, no adapter, no weights of a special type."""
+    unchanged = type(layer) is kind and "forward" not in vars(layer) and not has_hooks([layer])
+    return unchanged and (kind is not nn.Linear or type(layer.weight) is nn.Parameter)
+
+
 def lean_body(model: Any) -> LeanBody | None:
     """Return the lean form of a model's body, or None where its shape is not the one understood here."""
-    config = model.config
     body = model.base_model
     plain = (
-        config.model_type in _MODEL_TYPES
-        and config._attn_implementation == "sdpa"
-        and config.hidden_act == "silu"
+        is_llama_shaped(model)
+        and model.config._attn_implementation == "sdpa"
         # Of other types are quantised weights, torchao's say, which cannot be put side by side.
         and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in _linears(body))
         # Weights made in inference mode cannot become views without breaking the model for its owner.
         and not any(parameter.is_inference() for parameter in body.parameters())
-        # Hooks and adapters work on the modules that are passed by here.
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in body.modules())
+        and not has_hooks(body.modules())
         and len({parameter.device for parameter in body.parameters()}) == 1
     )
     return LeanBody(body) if plain else None
@@ -142,7 +193,7 @@ def _side_by_side(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
 
 
 def _fused(weights: list[Tensor]) -> Tensor:
-    fused = _adjacent(weights)
+    fused = adjacent(weights)
     if fused is None:
         # Ordinary tensors even if the caller is in inference mode: the model's owner may go on to train it.
         with torch.inference_mode(False):
@@ -154,7 +205,7 @@ def _fused(weights: list[Tensor]) -> Tensor:
     return fused
 
 
-def _adjacent(weights: list[Tensor]) -> Tensor | None:
+def adjacent(weights: list[Tensor]) -> Tensor | None:
     """Return weights that already stand side by side in one storage, as an earlier call left them, as one matrix."""
     first = weights[0].detach()
     end = first.data_ptr()
@@ -164,55 +215,3 @@ def _adjacent(weights: list[Tensor]) -> Tensor | None:
             return None
         end += weight.nbytes
     return first.as_strided((sum(map(len, weights)), *first.shape[1:]), first.stride())
-
-
-class GPTNeoBody:
-    """Compute the last hidden states of a GPT-Neo model.
-
-    Parameters
-    ----------
-    obstacle : str, optional
-        Why its layers cannot be run one by one from here, such as that they are on several devices.
-    """
-
-    def __init__(self, model: Any, obstacle: str | None) -> None:
-        self._body = model.base_model
-        passed_by = [self._body, *self._body.h, *(block.attn for block in self._body.h)]
-        passed_by += [block.attn.attention for block in self._body.h]
-        if any(module._forward_hooks or module._forward_pre_hooks for module in passed_by):
-            obstacle = obstacle or "its layers have hooks"
-        if obstacle is not None:
-            raise UsageError(f"model type {GPT_NEO!r} works only unchanged and on one device, but {obstacle}; load it as it is")
-
-    def __call__(
-        self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache, taps: Sequence[int] = ()
-    ) -> Tensor:
-        """Return the last hidden states, after the final norm, and beside them the outputs of the layers `taps`."""
-        hidden_BTF: Tensor = self._body.wte(tokens_BT) + self._body.wpe(positions_BT)
-        tapped = []
-        for index, block in enumerate(self._body.h):
-            attention = block.attn.attention
-            kind = SLIDING if attention.attention_type == "local" else FULL
-            mask_B1TS = mask[kind] if isinstance(mask, dict) else mask
-            hidden_BTF = hidden_BTF + _attended(attention, block.ln_1(hidden_BTF), mask_B1TS, cache, index)
-            hidden_BTF = hidden_BTF + block.mlp(block.ln_2(hidden_BTF))
-            if index + 1 in taps:
-                tapped.append(hidden_BTF)
-        normed_BTF: Tensor = self._body.ln_f(hidden_BTF)
-        return torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
-
-
-def _attended(attention: Any, normed_BTF: Tensor, mask_B1TS: Tensor | None, cache: SlotCache, index: int) -> Tensor:
-    """Return what attention adds; scores are not scaled and in float32, as this family was trained."""
-    query_BHTC, key_BHTC, value_BHTC = (
-        product(normed_BTF).unflatten(-1, (attention.num_heads, attention.head_dim)).transpose(1, 2)
-        for product in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
-    key_BHSC, value_BHSC = cache.update(key_BHTC, value_BHTC, index)
-    scores_BHTS = query_BHTC.float() @ key_BHSC.float().transpose(-1, -2)
-    if mask_B1TS is not None:
-        hidden_B1TS = ~mask_B1TS if mask_B1TS.dtype == torch.bool else mask_B1TS < 0
-        scores_BHTS = scores_BHTS.masked_fill(hidden_B1TS, torch.finfo(scores_BHTS.dtype).min)
-    weights_BHTS = scores_BHTS.softmax(dim=-1).to(value_BHSC.dtype)
-    output_BTF: Tensor = attention.out_proj((weights_BHTS @ value_BHSC).transpose(1, 2).flatten(2))
-    return output_BTF

@@ -20,9 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from polydraft.backends.triton import power_of_two, triton_obstacle
+from polydraft.backends.triton import kernels_run, power_of_two, triton_obstacle
+from polydraft.devices import captures
+from polydraft.models.attention import tree_attention
+from polydraft.models.bodies import kernel_obstacle
+from polydraft.operations import implements
 
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _MULTIPROCESSORS = 132
@@ -52,11 +55,21 @@ def obstacle(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str |
         return "Triton is not installed"
     if dtype not in _FORMATS:
         return f"tree attention does not compute in {str(dtype).removeprefix('torch.')}"
-    if device.type == "cuda":
+    if captures(device):
         return triton_obstacle(device)
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+    if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter multiplies the bits of bfloat16, not its numbers" if dtype == torch.bfloat16 else None
     return f"the device is {device}, not a GPU"
+
+
+def _is_asked(device: torch.device, dtype: torch.dtype) -> bool:
+    return captures(device) or kernels_run(torch.empty(0))
+
+
+@implements(kernel_obstacle, "triton", supports=_is_asked)
+def gpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot run on a GPU, or None."""
+    return obstacle(device, dtype)
 
 
 def plan_attention(batch_size: int, key_heads: int, lines: int, channels: int, keys: int, dtype: torch.dtype) -> AttentionPlan:
@@ -77,7 +90,21 @@ def plan_attention(batch_size: int, key_heads: int, lines: int, channels: int, k
     return AttentionPlan(block_lines=block_lines, block_keys=block_keys, splits=max(splits, 1), warps=4, stages=2)
 
 
-def tree_attention(
+def _supports(
+    query_BHTC: Tensor,
+    key_BHSC: Tensor,
+    value_BHSC: Tensor,
+    lengths_B: Tensor,
+    visible_BTU: Tensor,
+    scale: float,
+    max_length: int,
+    starts_BT: Tensor | None = None,
+) -> bool:
+    return kernels_run(query_BHTC) and obstacle(query_BHTC.device, query_BHTC.dtype) is None
+
+
+@implements(tree_attention, "triton", supports=_supports)
+def attend_tree(
     query_BHTC: Tensor,
     key_BHSC: Tensor,
     value_BHSC: Tensor,
@@ -88,33 +115,11 @@ def tree_attention(
     starts_BT: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """Attend to the committed text and, through the tree's mask, to uncommitted places.
+    """Do what `polydraft.models.attention.tree_attention` does, at the cost of the text of the moment.
 
-    Parameters
-    ----------
-    query_BHTC : Tensor
-        Queries of T tree tokens; any strides, channels side by side.
-    key_BHSC, value_BHSC : Tensor
-        One layer of a `SlotCache`, the tokens' own keys and values already in it. H divides the queries' number of heads
-        (grouped-query attention). Slots past `lengths_B + U` are not read.
-    lengths_B : Tensor
-        Committed tokens per row, on the device; read in the kernel, so that a captured launch follows it.
-    visible_BTU : Tensor
-        Which of the uncommitted places, slots `lengths_B + u`, each token sees. Rows may be expanded.
-    scale : float
-        Of the products of queries and keys.
-    max_length : int
-        Most committed tokens of any row, now and in later replays; changes the way the work is cut up, not its amount.
-    starts_BT : Tensor, optional
-        First committed slot that each token sees (sliding windows); all of them if not given.
-    plan : AttentionPlan, optional
-        Sizes other than those of `plan_attention`.
-
-    Returns
-    -------
-    Tensor
-        `[B, H, T, C]`, laid out as `[B, T, H, C]`: the output projection's input is a view of it. A token that sees
-        nothing gets zeros.
+    Lengths are read in the kernel, so that a captured launch follows them; `max_length` changes how the work is cut up, not its
+    amount. Slots past `lengths_B + U` are not read. A token that sees nothing gets zeros. The result is laid out as
+    `[B, T, H, C]`: the output projection's input is a view of it. `plan` are sizes other than those of `plan_attention`.
     """
     batch_size, query_heads, size, channels = query_BHTC.shape
     key_heads, places = key_BHSC.shape[1], visible_BTU.shape[2]
@@ -167,22 +172,3 @@ def _launch(
             **sizes, BLOCK_LINES=few, num_warps=4,
         )  # fmt: skip
     return output_BTHC.transpose(1, 2)
-
-
-def reference_attention(
-    query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, lengths_B: Tensor, visible_BTU: Tensor, scale: float
-) -> Tensor:
-    """Compute the same by masked `scaled_dot_product_attention` over all slots: the slow way that tests compare with."""
-    group = query_BHTC.shape[1] // key_BHSC.shape[1]
-    place_BS = torch.arange(key_BHSC.shape[2], device=lengths_B.device) - lengths_B[:, None]
-    places = visible_BTU.shape[2]
-    inside_BS = (place_BS >= 0) & (place_BS < places)
-    place_BTS = place_BS.clamp(0, places - 1)[:, None].expand(-1, visible_BTU.shape[1], -1)
-    mask_BTS = (place_BS < 0)[:, None] | (inside_BS[:, None] & visible_BTU.gather(2, place_BTS))
-    return functional.scaled_dot_product_attention(
-        query_BHTC,
-        key_BHSC.repeat_interleave(group, dim=1),
-        value_BHSC.repeat_interleave(group, dim=1),
-        attn_mask=mask_BTS[:, None],
-        scale=scale,
-    )

@@ -1,0 +1,232 @@
+"""Llama-shaped models and feature heads on a CPU, each pass one call of compiled code."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polydraft.backends.native.arguments import FLOATS, Weight, quantised
+from polydraft.backends.native.body import BodyWeights, LayerWeights, NativeBody, Rows
+from polydraft.backends.native.build import kernels
+from polydraft.models.bodies import FastBody, LeanBody, LeanLayer, adjacent, fast_body, has_hooks, is_llama_shaped, is_product
+from polydraft.models.heads.feature_head import FeatureHead
+from polydraft.models.heads.head_context import FastHead, HeadContext, fast_head, following
+from polydraft.models.hf import HFModel
+from polydraft.models.hf_context import HFContext
+from polydraft.models.quantised import Int8Linear, is_quantised
+from polydraft.operations import implements
+from polydraft.trees import Block, causal_block
+
+
+class NativeModel(FastBody):
+    """A model whose passes are compiled code."""
+
+    def __init__(self, body: NativeBody) -> None:
+        self.body = body
+
+    def extend(self, context: HFContext, tokens_BT: Tensor, block: Block) -> Tensor | None:
+        """Pass a block; None in training, and where the weights are no longer what they were."""
+        if not _ready(self.body, context):
+            return None
+        assert max(context.lengths) + block.stop <= context.capacity, (context.lengths, block.stop, context.capacity)
+        return self.body(tokens_BT, block, _rows(self.body, context), context.model.taps)
+
+
+class NativeHead(FastHead):
+    """A feature head whose passes are compiled code."""
+
+    def __init__(self, body: NativeBody) -> None:
+        self.body = body
+
+    def read(
+        self, context: HeadContext, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None
+    ) -> Tensor | None:
+        """Pass some entries; None in training, and where the weights are no longer what they were."""
+        if not _ready(self.body, context):
+            return None
+        return self.body(tokens_BT, block, _rows(self.body, context), features_BTF=following(fused_BWH, parents))
+
+    def store(self, context: HeadContext, tokens_BT: Tensor, fused_BTH: Tensor) -> bool:
+        """Store the keys and values of entries."""
+        if not _ready(self.body, context):
+            return False
+        block = causal_block(*tokens_BT.shape, context.device)
+        self.body.store(tokens_BT, block, _rows(self.body, context), features_BTF=fused_BTH)
+        return True
+
+
+def _ready(body: NativeBody, context: HFContext | HeadContext) -> bool:
+    """Whether compiled code can run the next pass; what was found in order stays so until another text begins."""
+    if torch.is_grad_enabled() or not body.ready(sure=context.checked):
+        return False
+    context.checked = True
+    return True
+
+
+def _rows(body: NativeBody, context: HFContext | HeadContext) -> Rows:
+    keys_LBHSC, values_LBHSC = context.cache.held(torch.empty(context.batch_size, dtype=body.dtype), *body.key_shape)
+    return Rows(
+        lengths_B=context.lengths_B,
+        slot_positions_BS=context.positions_BS,
+        keys_LBHSC=keys_LBHSC,
+        values_LBHSC=values_LBHSC,
+        window=context.window,
+        max_positions=context.max_positions,
+    )
+
+
+class _Int8Body:
+    """The parts of a Llama-shaped model in int8, named as in a `LeanBody`."""
+
+    def __init__(self, body: Any) -> None:
+        self.embedding, self.rotary, self.norm = body.embed_tokens, body.rotary_emb, body.norm
+        self.layers = [_Int8Layer(layer) for layer in body.layers]
+
+
+class _Int8Layer:
+    """Weights of one layer."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv = _side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up = _side_by_side([mlp.gate_proj, mlp.up_proj])
+        self.output, self.down = Weight.int8(attention.o_proj), Weight.int8(mlp.down_proj)
+        self.channels, self.scale = attention.head_dim, attention.scaling
+        self.queries = attention.q_proj.out_features // self.channels
+        self.keys = attention.k_proj.out_features // self.channels
+
+
+def _side_by_side(linears: list[Int8Linear]) -> Weight:
+    """Return several weights as one; the layers go on as views of it."""
+    data_FX, scales_F = (_joined([linear.held[place] for linear in linears]) for place in range(2))
+    start = 0
+    for linear in linears:
+        end = start + linear.out_features
+        linear.held = data_FX[start:end], scales_F[start:end]
+        start = end
+    bias_F = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
+    return Weight(data_FX, bias_F, scales_F, linears[0].in_features)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    found = adjacent(tensors)
+    return torch.cat(tensors) if found is None else found
+
+
+def _supports_model(model: HFModel, invariant: bool) -> bool:
+    body = model.hf_model.base_model
+    lean = model.lean is not None
+    # Hooks and adapters work on the modules that are passed by here.
+    if not lean and not (is_quantised(model.hf_model) and is_llama_shaped(model.hf_model) and not has_hooks(body.modules())):
+        return False
+    embedding, layers = body.embed_tokens, body.layers
+    norms = [body.norm, *(norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm))]
+    attentions = [layer.self_attn for layer in layers]
+    sizes = {(one.head_dim, one.q_proj.out_features, one.k_proj.out_features, one.scaling) for one in attentions}
+    return (
+        model.native
+        and model.steady_positions
+        and model.dtype in FLOATS
+        and embedding.weight.is_cpu
+        and len(sizes) == 1
+        and len({norm.variance_epsilon for norm in norms}) == 1
+        and (not lean or all(is_product(part) for layer in layers for part in (layer.self_attn.o_proj, layer.mlp.down_proj)))
+        and type(embedding) is nn.Embedding
+        and {part.weight.dtype for part in [embedding, *norms]} == {model.dtype}
+        and attentions[0].head_dim % 2 == 0
+        and kernels() is not None
+    )
+
+
+@implements(fast_body, "native", supports=_supports_model)
+def native_model(model: HFModel, invariant: bool) -> NativeModel:
+    """Return the compiled form of a lean body, or of one in int8."""
+    body: LeanBody | _Int8Body = model.lean or _Int8Body(model.hf_model.base_model)
+    library, first, rotary = kernels(), body.layers[0], body.rotary
+    assert library is not None
+
+    def angles(count: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            cos_1PC, sin_1PC = rotary(torch.empty(0), position_ids=torch.arange(count)[None])
+        return cos_1PC[0], sin_1PC[0]
+
+    weights = BodyWeights(
+        layers=[_layer_weights(layer) for layer in body.layers],
+        final_norm=body.norm.weight,
+        embedding_VF=body.embedding.weight,
+        queries=first.queries,
+        keys=first.keys,
+        channels=first.channels,
+        scale=first.scale,
+        epsilon=body.norm.variance_epsilon,
+        angles=angles,
+    )
+    return NativeModel(NativeBody(library, weights))
+
+
+def _layer_weights(layer: LeanLayer | _Int8Layer) -> LayerWeights:
+    norms = {"attention_norm": layer.input_norm.weight, "mlp_norm": layer.mlp_norm.weight}
+    if isinstance(layer, _Int8Layer):
+        return LayerWeights(**norms, qkv=layer.qkv, output=layer.output, gate_up=layer.gate_up, down=layer.down)
+    return LayerWeights(
+        **norms,
+        qkv=Weight(layer.qkv, layer.qkv_bias),
+        output=Weight(layer.output.weight, layer.output.bias),  # the parameters themselves: their data may move
+        gate_up=Weight(layer.gate_up, layer.gate_up_bias),
+        down=Weight(layer.down.weight, layer.down.bias),
+    )
+
+
+def _supports_head(head: FeatureHead) -> bool:
+    shape = head.shape
+    biased = shape.qkv_bias or shape.output_bias or shape.mlp_bias
+    plain = shape.joins and shape.normed_output and not shape.query_key_norm and not biased
+    fits = plain and head.native and head.down.weight.is_cpu and head.dtype in FLOATS and head.tables[0].dtype == head.dtype
+    return fits and kernels() is not None
+
+
+@implements(fast_head, "native", supports=_supports_head)
+def native_head(head: FeatureHead) -> NativeHead:
+    """Return the compiled form of a feature head, made once."""
+    made = head.kept.get("native")
+    if not isinstance(made, NativeHead):
+        made = head.kept["native"] = NativeHead(_head_body(head))
+    return made
+
+
+def _head_body(head: FeatureHead) -> NativeBody:
+    shape, library = head.shape, kernels()
+    assert library is not None and head.join is not None and head.attention_norm is not None
+
+    def angles(count: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            cos_PC, _, sin_PC = head.angles(torch.arange(count), torch.float32).unbind(1)
+        return cos_PC.repeat(1, 2), sin_PC.repeat(1, 2)
+
+    def weight(layer: nn.Linear) -> Weight:
+        return quantised(layer.weight.detach()) if head.int8 else Weight(layer.weight)
+
+    layer = LayerWeights(
+        attention_norm=head.attention_norm.weight,
+        qkv=weight(head.qkv),
+        output=weight(head.attention_output),
+        mlp_norm=head.mlp_norm.weight,
+        gate_up=weight(head.gate_up),
+        down=weight(head.down),
+    )
+    weights = BodyWeights(
+        layers=[layer],
+        final_norm=head.output_norm.weight,
+        embedding_VF=head.tables[0],
+        queries=shape.num_heads,
+        keys=shape.num_key_heads,
+        channels=shape.head_size,
+        scale=shape.head_size**-0.5,
+        epsilon=shape.norm_epsilon,
+        angles=angles,
+        feature_norm=head.feature_norm.weight,
+        token_norm=head.token_norm.weight,
+        join=weight(head.join),
+    )
+    return NativeBody(library, weights)

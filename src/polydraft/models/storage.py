@@ -1,0 +1,196 @@
+"""What tokens leave behind in a model, in slots: rows of texts that are moved about, sleep, grow and are handed on."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from polydraft.operations import operation
+from polydraft.row_storage import swap_rows
+
+SWAPPED_NUMBERS = 2**24
+"""Keys or values that a swap of two rows holds aside at a time."""
+
+
+class Storage(ABC):
+    """Slots of the texts of a batch; what is in them is the model's."""
+
+    @property
+    @abstractmethod
+    def address(self) -> int:
+        """Where the storage begins, 0 while there is none: it moves when it grows."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held, of rows in use or not."""
+
+    @abstractmethod
+    def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        """Copy slots within each row."""
+
+    @abstractmethod
+    def grow(self, capacity: int) -> None:
+        """Enlarge the storage, keeping its content."""
+
+    @abstractmethod
+    def part(self, rows: slice) -> Self:
+        """Return some adjacent rows, which share the storage; there must be some."""
+
+    @abstractmethod
+    def resize(self, rows: int, most: int) -> None:
+        """Use so many rows; where there is no storage for them yet, make some for `most`, so that it stays where it is."""
+
+    @abstractmethod
+    def swap_rows(self, first: int, second: int, used: int) -> None:
+        """Swap the first slots of two rows, the second of which may be out of use."""
+
+    @abstractmethod
+    def clear(self, row: int) -> None:
+        """Overwrite a row with zeros: even masked slots must not hold NaNs."""
+
+    @abstractmethod
+    def wipe(self) -> None:
+        """Overwrite all rows with zeros, in use or not."""
+
+    @abstractmethod
+    def adopt(self, other: Any, rows: int) -> bool:
+        """Take over the storage of another one of the same model, with so many rows; return whether it fits."""
+
+
+@operation
+def move_up(storage: Storage, lengths_B: Tensor, places_BD: Tensor, slot_positions_BS: Tensor) -> None:
+    """Move uncommitted tokens to the first uncommitted places, each to the position of its place."""
+    source_BD = lengths_B[:, None] + places_BD
+    target_BD = lengths_B[:, None] + torch.arange(places_BD.shape[1], device=places_BD.device)
+    storage.move(source_BD, target_BD)
+    slot_positions_BS.scatter_(1, target_BD, target_BD)
+
+
+class KeyValues(Storage):
+    """Keys and values of all layers in one tensor each, so that committing a path is one gather and one write.
+
+    Storage is allocated when somebody shows its shape.
+    """
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        self.num_layers, self.capacity = num_layers, capacity
+        self.keys_LBHSC: Tensor | None = None
+        self.values_LBHSC: Tensor | None = None
+        """Of the rows in use."""
+        self._all: tuple[Tensor, Tensor] | None = None
+        """Of all rows."""
+        self._most = 0
+        """Rows that there may come to be."""
+
+    def held(self, like_BX: Tensor, heads: int, channels: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all layers, allocated if they are not yet: rows, dtype and device as of `like_BX`."""
+        if self._stored is not None:
+            return self._stored
+        like_BHTC = like_BX.new_empty(len(like_BX), heads, 0, channels)
+        return self._allocated(like_BHTC, like_BHTC)
+
+    def part(self, rows: slice) -> Self:
+        """Return some adjacent rows, which share the storage; there must be some."""
+        part = copy.copy(self)
+        assert self.keys_LBHSC is not None and self.values_LBHSC is not None, "storage comes first"
+        part.keys_LBHSC, part.values_LBHSC = self.keys_LBHSC[:, rows], self.values_LBHSC[:, rows]
+        return part
+
+    def resize(self, rows: int, most: int) -> None:
+        """Use so many rows; where there is no storage for them yet, make some for `most`, so that it stays where it is."""
+        self._most = most
+        if self._all is None:
+            return
+        missing = most - self._all[0].shape[1] if rows > self._all[0].shape[1] else 0
+        more = (0, 0, 0, 0, 0, 0, 0, missing)
+        self._use((functional.pad(stored, more) for stored in self._all) if missing else self._all, rows)
+
+    def swap_rows(self, first: int, second: int, used: int) -> None:
+        """Swap the first slots of two rows, the second of which may be out of use."""
+        for stored in self._all or ():
+            layers = max(SWAPPED_NUMBERS // max(stored[0, 0, :, :used].numel(), 1), 1)  # so that long texts need little room
+            for start in range(0, len(stored), layers):
+                some = slice(start, start + layers)
+                swap_rows(stored[some, first, :, :used], stored[some, second, :, :used])
+
+    def clear(self, row: int) -> None:
+        """Overwrite a row with zeros: even masked slots must not hold NaNs."""
+        for stored in self._stored or ():
+            stored[:, row].zero_()
+
+    def wipe(self) -> None:
+        """Overwrite all rows with zeros, in use or not."""
+        for stored in self._all or ():
+            stored.zero_()
+
+    def adopt(self, other: "KeyValues", rows: int) -> bool:
+        """Take over the storage of another one of the same model, with so many rows; return whether it fits."""
+        if other._all is None or other._all[0].shape[1] != rows or other.capacity != self.capacity:
+            return False
+        self._use(other._all, rows)
+        return True
+
+    def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        """Copy slots within each row, in all layers at once."""
+        rows_B1 = torch.arange(len(source_BD), device=source_BD.device)[:, None]
+        self.take(self, rows_B1, source_BD, rows_B1, target_BD)
+
+    def take(self, other: "KeyValues", rows: Tensor, source_BD: Tensor, own_rows: Tensor, target_BD: Tensor) -> None:
+        """Copy slots from the rows of another storage, in all layers at once."""
+        for mine, theirs in ((self.keys_LBHSC, other.keys_LBHSC), (self.values_LBHSC, other.values_LBHSC)):
+            if mine is not None and theirs is not None:
+                mine[:, own_rows, :, target_BD] = theirs[:, rows, :, source_BD]
+
+    def fill(self, other: "KeyValues", copies: int, used: int) -> None:
+        """Take over the first slots of another storage, each of its rows `copies` times."""
+        if other._stored is not None:
+            room = (0, 0, 0, self.capacity - used)
+            held = (stored[:, :, :, :used].repeat_interleave(copies, dim=1) for stored in other._stored)
+            copied = [functional.pad(stored, room) for stored in held]
+            self._use(copied, copied[0].shape[1])
+
+    def grow(self, capacity: int) -> None:
+        """Enlarge the storage, keeping its content."""
+        more = capacity - self.capacity
+        self.capacity = capacity
+        if self._all is not None and self.keys_LBHSC is not None:
+            grown = [functional.pad(stored, (0, 0, 0, more)) for stored in self._all]
+            self._use(grown, self.keys_LBHSC.shape[1])
+
+    @property
+    def address(self) -> int:
+        """Where the storage begins, 0 while there is none."""
+        return 0 if self.keys_LBHSC is None else self.keys_LBHSC.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values held, of rows in use or not."""
+        return sum(stored.nbytes for stored in self._all or ())
+
+    @property
+    def _stored(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values in use, once there are some."""
+        if self.keys_LBHSC is None or self.values_LBHSC is None:
+            return None
+        return self.keys_LBHSC, self.values_LBHSC
+
+    def _use(self, stored: Iterable[Tensor], rows: int) -> tuple[Tensor, Tensor]:
+        """Let these keys and values be the storage, and use its first rows."""
+        keys_LBHSC, values_LBHSC = stored
+        self._all = keys_LBHSC, values_LBHSC
+        self.keys_LBHSC, self.values_LBHSC = keys_LBHSC[:, :rows], values_LBHSC[:, :rows]
+        return self.keys_LBHSC, self.values_LBHSC
+
+    def _allocated(self, keys_BHTC: Tensor, values_BHTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new storage for keys and values like these."""
+        return self._use(map(self._allocate, (keys_BHTC, values_BHTC)), len(keys_BHTC))
+
+    def _allocate(self, states_BHTC: Tensor) -> Tensor:
+        batch_size, heads, _, channels = states_BHTC.shape
+        # Zeros, not garbage: a masked slot still meets 0 * value, and NaN would come through.
+        return states_BHTC.new_zeros(self.num_layers, max(batch_size, self._most), heads, self.capacity, channels)

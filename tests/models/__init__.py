@@ -1,0 +1,1 @@
+"""Tests of models, and cases that tests on a GPU share."""

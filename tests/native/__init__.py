@@ -1,0 +1,1 @@
+"""Tests of compiled code for CPUs."""
