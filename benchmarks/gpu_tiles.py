@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton.invariant import (
     AttendPlan,
     Tile,
@@ -35,7 +36,6 @@ from polydraft.backends.triton.invariant import (
     sight_of,
     splits_of,
 )
-from polydraft.models import _invariant
 from polydraft.trees import parse_tree
 
 SHAPES = {

@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import interpreted
 from polydraft.cli.main import run
 from polydraft.devices import values_hidden
 from polydraft.engine.workspace import Workspace
@@ -26,6 +27,7 @@ from stand_in import StandIn, round_graphs
 
 # Test tensors are small: threads cost more than they give, and pytest-xdist already fills the cores.
 torch.set_num_threads(1)
+interpreted.turn_on()  # before anything imports Triton
 # What is imported and collected stays to the end: to look through it again and again takes a sixth of the tests' time.
 gc.disable()
 
