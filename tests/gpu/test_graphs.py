@@ -246,7 +246,7 @@ def test_a_failed_recording_falls_back_with_a_reason(caplog: pytest.LogCaptureFi
         for _ in range(3):
             output, replayed = graphs.run("kind", looks_at_values, values)
             assert not replayed and output.tolist() == [3, 3, 3]
-    assert caplog.text.count("without CUDA graphs: recording a round failed") == 1
+    assert caplog.text.count("without CUDA graphs: capturing a round failed") == 1
     assert torch.ones(2, device="cuda").sum().item() == 2, "the device goes on"
 
 
