@@ -16,11 +16,12 @@ from polydraft.cli.certify import _decoder as certify
 from polydraft.cli.generate import BeamChoices
 from polydraft.cli.generate import command as generate
 from polydraft.cli.options import Choices, GroupedCommand, options_of
-from polydraft.defaults import DEFAULTS, PAIRS, VERIFIERS, default_table
+from polydraft.defaults import DEFAULTS, PAIRS, VERIFIERS, asked_for, default_table, default_tree
 from polydraft.described import described_by, options_in
 from polydraft.draft import TreeDrafter
 from polydraft.draft.decision import DEFAULT_THRESHOLD
 from polydraft.draft.speedup import Costs
+from polydraft.draft.static_plan import check_tree
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.hf_generate import SpeculateOptions
@@ -30,6 +31,8 @@ from polydraft.lab.bench.options import BenchOptions, method_options
 from polydraft.lab.commands.bench import command as bench
 from polydraft.options import LoadOptions, NgramOptions, TreeOptions
 from polydraft.sampling import SamplingParams
+from polydraft.trees import parse_tree
+from polydraft.verify import SCHEMES
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 CHOOSING = PAGE.parent / "choosing.md"
@@ -164,6 +167,13 @@ def test_the_page_shows_the_fields() -> None:
 def test_the_page_shows_the_defaults() -> None:
     table = "\n".join(default_table())
     assert table in CHOOSING.read_text(), f"put this into docs/choosing.md:\n{table}"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_takes_its_default_tree(scheme: str) -> None:
+    for gpu, dtype in ((True, "bfloat16"), (False, "bfloat16"), (False, "float32")):
+        tree = default_tree(gpu=gpu, dtype=dtype, asked=asked_for(scheme, "auto"))
+        check_tree(parse_tree(tree), scheme, vocab_size=1000)
 
 
 def test_defaults_are_options_that_can_be_given() -> None:

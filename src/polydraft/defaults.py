@@ -51,6 +51,7 @@ DEFAULTS = (
     # levels of the draft are not cheap.
     Default(gpu=True, asked=(Asked.NOTHING,), bundled_only=True, tree=f"dynamic:32:6:fixed/{BY_LOAD}4x2x1x1x1"),
     Default(gpu=True, asked=(Asked.NOTHING,), tree=f"dynamic:64:7:fixed/{BY_LOAD}4x2x1x1x1"),
+    Default(gpu=True, asked=(Asked.FEW_CHILDREN,), tree="chain:5"),
     Default(gpu=True, tree="4x2x2x1x1"),
     # On a CPU dynamic trees weigh every node against its cost. In float32 and int8, wide ones hardly ever pay.
     Default(gpu=False, full=False, asked=(Asked.NOTHING, Asked.DRAFTER), tree="dynamic:64"),

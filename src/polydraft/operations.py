@@ -1,10 +1,10 @@
-"""Operations: each is written once, in plain torch, and run by the fastest form that supports the case at hand.
+"""Operations: each is written once, in plain torch, and run by the first faster form that supports the case at hand.
 
 The reference is a function that reads like the paper, decorated with `operation`. Backends (`polydraft.backends.triton`, GPU
 kernels; `polydraft.backends.native`, C on a CPU) register faster forms of it with `implements`, each with one `supports` that
 takes the same arguments and says whether the form can run them. A call of the operation asks the forms in the order of
-`BACKENDS` and falls back on the reference. This module is the only place that chooses, and finds the backends by name: a
-reference never imports its faster forms.
+`BACKENDS`, within a backend in that of its `forms.py`, and falls back on the reference. This module is the only place that
+chooses, and finds the backends by name: a reference never imports its faster forms.
 
 ``POLYDRAFT_BACKENDS=reference`` in the environment runs everything on the references, ``POLYDRAFT_BACKENDS=native`` only the C
 forms, and so on; `using` does the same for a block of code. Every registered form is tested against its reference by being
@@ -56,7 +56,7 @@ class Operation(Generic[P, R]):
         return self.reference.__name__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the fastest form that supports these arguments."""
+        """Run the first form that supports these arguments, else the reference."""
         form = self.chosen(*args, **kwargs)
         return self.reference(*args, **kwargs) if form is None else form.run(*args, **kwargs)
 
@@ -71,6 +71,12 @@ class Operation(Generic[P, R]):
 
 OPERATIONS: dict[str, Operation[..., Any]] = {}
 """All operations by name."""
+
+
+def all_operations() -> dict[str, Operation[..., Any]]:
+    """Return all operations, with the forms of all backends."""
+    _load_backends()
+    return OPERATIONS
 
 
 def operation(reference: Callable[P, R]) -> Operation[P, R]:

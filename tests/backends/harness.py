@@ -27,7 +27,7 @@ from polydraft import operations
 from polydraft.backends.native import kernels
 from polydraft.backends.triton import interpreting
 from polydraft.devices import values_hidden
-from polydraft.operations import OPERATIONS, Form, Operation
+from polydraft.operations import Form, Operation
 
 CASES: dict[str, list["Case"]] = {}
 """By operation."""
@@ -107,15 +107,12 @@ def cases(operation_name: str) -> Callable[[Callable[[], Iterator[Case]]], Calla
     return register
 
 
-def forms() -> list[tuple[str, str]]:
-    """Return names of operations and backends, one pair per registered form."""
-    operations._load_backends()
-    return [
-        (name, form.backend) for name, operation in OPERATIONS.items() if name not in WITHOUT_RESULT for form in operation.forms
-    ]
+def forms() -> list[tuple[str, Form[..., Any]]]:
+    """Return all registered forms with the names of their operations."""
+    found = operations.all_operations()
+    return [(name, form) for name, one in found.items() if name not in WITHOUT_RESULT for form in one.forms]
 
 
-def form_of(operation: Operation[..., Any], backend: str) -> Form[..., Any]:
-    """Return an operation's form of a backend."""
-    (form,) = (form for form in operation.forms if form.backend == backend)
-    return form
+def name_of(name: str, form: Form[..., Any]) -> str:
+    """Return what to call a form of an operation."""
+    return f"{name}-{form.backend}-{form.run.__name__}"

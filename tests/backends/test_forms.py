@@ -2,14 +2,15 @@
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import interpreted
 from polydraft.backends.native import kernels
-from polydraft.operations import OPERATIONS
+from polydraft.operations import OPERATIONS, Form
 
-from .harness import CASES, Case, form_of, forms, setting
+from .harness import CASES, Case, forms, name_of, setting
 
 INTERPRETED = interpreted.turn_on()
 for module in sorted(Path(__file__).parent.glob("*_cases.py")):
@@ -26,40 +27,37 @@ def here(backend: str) -> None:
         pytest.skip("no C compiler here")
 
 
+FORMS = forms()
 COMPARED = [
-    pytest.param(name, backend, case, id=f"{name}-{backend}-{case.name}", marks=pytest.mark.slow if case.slow else ())
-    for name, backend in forms()
+    pytest.param(name, form, case, id=f"{name_of(name, form)}-{case.name}", marks=pytest.mark.slow if case.slow else ())
+    for name, form in FORMS
     for case in CASES.get(name, [])
-    if backend in case.backends
+    if form.backend in case.backends
 ]
 
 
-@pytest.mark.parametrize(("name", "backend", "case"), COMPARED)
-def test_it_gives_what_the_reference_gives(name: str, backend: str, case: Case) -> None:
-    here(backend)
-    operation = OPERATIONS[name]
-    if not case.check(operation, form_of(operation, backend)):
-        pytest.skip(f"the {backend} form leaves this to others")
+@pytest.mark.parametrize(("name", "form", "case"), COMPARED)
+def test_it_gives_what_the_reference_gives(name: str, form: Form[..., Any], case: Case) -> None:
+    here(form.backend)
+    if not case.check(OPERATIONS[name], form):
+        pytest.skip("this form leaves the case to others")
 
 
-@pytest.mark.parametrize("name", sorted({name for name, _ in forms()}))
+@pytest.mark.parametrize("name", sorted({name for name, _ in FORMS}))
 def test_every_operation_has_cases(name: str) -> None:
     assert CASES.get(name), f"add cases of {name}, see tests/backends/harness.py"
 
 
-@pytest.mark.parametrize(("name", "backend"), forms())
-def test_every_form_supports_a_case_that_runs_by_default(name: str, backend: str) -> None:
-    here(backend)
-    form, quick = (
-        form_of(OPERATIONS[name], backend),
-        [case for case in CASES[name] if not case.slow and backend in case.backends],
-    )
-    with setting(backend):
-        assert any(form.supports(*case.arguments("cpu")) for case in quick)
+@pytest.mark.parametrize(("name", "form"), [pytest.param(*one, id=name_of(*one)) for one in FORMS])
+def test_every_form_supports_a_case_that_runs_by_default(name: str, form: Form[..., Any]) -> None:
+    here(form.backend)
+    quick = [case for case in CASES[name] if not case.slow and form.backend in case.backends]
+    with setting(form.backend):
+        supported = any(form.supports(*case.arguments("cpu")) for case in quick)
+    assert supported, f"add a case of {name} that {form.run.__name__} supports to tests/backends/*_cases.py"
 
 
 def test_cases_are_of_operations_that_exist() -> None:
-    forms()
     assert CASES.keys() <= OPERATIONS.keys()
 
 

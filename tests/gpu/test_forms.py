@@ -2,27 +2,27 @@
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from backends.harness import CASES, Case, form_of, forms
-from polydraft.operations import OPERATIONS
+from backends.harness import CASES, Case, forms, name_of
+from polydraft.operations import OPERATIONS, Form
 
 for _module in sorted((Path(__file__).parents[1] / "backends").glob("*_cases.py")):
     importlib.import_module(f"backends.{_module.stem}")
 
 pytestmark = pytest.mark.gpu
 COMPARED = [
-    pytest.param(name, case, id=f"{name}-{case.name}")
-    for name, backend in forms()
-    if backend == "triton"
+    pytest.param(name, form, case, id=f"{name_of(name, form)}-{case.name}")
+    for name, form in forms()
+    if form.backend == "triton"
     for case in CASES.get(name, [])
-    if backend in case.backends
+    if form.backend in case.backends
 ]
 
 
-@pytest.mark.parametrize(("name", "case"), COMPARED)
-def test_it_gives_what_the_reference_gives(name: str, case: Case) -> None:
-    operation = OPERATIONS[name]
-    if not case.check(operation, form_of(operation, "triton"), "cuda"):
-        pytest.skip("the Triton form leaves this to others")
+@pytest.mark.parametrize(("name", "form", "case"), COMPARED)
+def test_it_gives_what_the_reference_gives(name: str, form: Form[..., Any], case: Case) -> None:
+    if not case.check(OPERATIONS[name], form, "cuda"):
+        pytest.skip("this form leaves the case to others")

@@ -22,8 +22,8 @@ def check_tree(topology: Topology, scheme: str | Scheme, vocab_size: int) -> Non
         limit = known.max_children
         if limit is not None and topology.max_children > limit:
             raise UsageError(
-                f"scheme {known.name!r} takes at most {limit} candidate per node but tree {topology} has up to "
-                f"{topology.max_children}; use a chain such as 1x1x1 or scheme {WIDEST_SCHEME}"
+                f"scheme {known.name!r} takes at most {limit} candidate{'s' if limit > 1 else ''} per node but tree {topology} "
+                f"has up to {topology.max_children}; use a tree such as {limit}x{limit}x1 or scheme {WIDEST_SCHEME}"
             )
     if topology.max_children > vocab_size:
         raise UsageError(

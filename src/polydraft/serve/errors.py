@@ -1,6 +1,7 @@
 """Every reason for which the server refuses or fails a request, and how clients are told.
 
-To find out why a request failed, look up the `code` of its error below, then the one check that raises it. Sampling parameters,
+To find out why a request failed, look up the `code` of its error below, then search for the check that raises
+it (of `invalid_value` there are many: search for the words of the message). Sampling parameters,
 prompts, trees and grammars are checked by the library, whose message passes through `from_library`.
 """
 
@@ -34,7 +35,8 @@ _ERRORS = {
     "too_many_texts": (400, "{count} texts in one request; allowed: at most {most} (n times prompts); send several requests"),
     "context_length_exceeded": (
         400,
-        "a prompt of {length} tokens{new} does not fit into {most}; shorten it, or ask for fewer new tokens",
+        "a prompt of {length} tokens{new} does not fit into {most} (--slot-tokens of this server); "
+        "shorten it, or ask for fewer new tokens",
     ),
     # The scheduler, and answers that end early: `scheduler`, `streaming`, `replicas`.
     "queue_full": (429, "the queue is full: {limit} texts are running or waiting; try again later"),
