@@ -169,7 +169,7 @@ def test_the_page_shows_the_defaults() -> None:
     assert table in CHOOSING.read_text(), f"put this into docs/choosing.md:\n{table}"
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_every_scheme_takes_its_default_tree(scheme: str) -> None:
     for gpu, dtype in ((True, "bfloat16"), (False, "bfloat16"), (False, "float32")):
         tree = default_tree(gpu=gpu, dtype=dtype, asked=asked_for(scheme, "auto"))
