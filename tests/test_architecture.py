@@ -53,6 +53,7 @@ ROOMS = [
 PRINTING_ROOMS = {"lab", "cli"}
 NEEDING_EXTRAS = {"serve", "batch", "backends"}
 """Rooms that whoever lacks an extra never enters: they import its packages freely."""
+MOST_FILES_THAT_ASK_FOR_DEVICE_TYPES = 10
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -107,11 +108,11 @@ def allowed(room, module):
     """Whether a file of `room` may import `module`."""
     parts = module.split(".")
     if room is None:
-        return len(parts) > 1 and parts[1] not in ("cli", "lab", "__main__")
+        return len(parts) > 1 and parts[1] not in ("backends", "cli", "lab", "__main__")
     if len(parts) == 1 or parts[1] not in ROOMS:  # the front door, which knows nearly every room
         return room in PRINTING_ROOMS
-    if parts[1] == "backends":  # TODO: only `operations` finds them, by name
-        return True
+    if parts[1] == "backends":  # `operations` finds them by name
+        return room == "backends"
     if room == "cli" and parts[1] == "lab":  # inside functions; see below
         return True
     return ROOMS.index(parts[1]) <= ROOMS.index(room)
@@ -141,6 +142,7 @@ def test_the_import_rule_is_able_to_fail():
     assert not allowed("engine", "polydraft.loading")
     assert not allowed("models", "polydraft")
     assert not allowed("models", "polydraft.Decoder")
+    assert not allowed("lab", "polydraft.backends.native.build") and allowed("backends", "polydraft.backends.native.build")
     assert allowed("cli", "polydraft.load") and allowed("engine", "polydraft.trees")
 
 
@@ -165,6 +167,18 @@ def test_every_command_is_there_without_extras():
         return [] if room_of(path) in NEEDING_EXTRAS else {*packages_at_import(path)} - known
 
     assert not wrongs(wrong)
+
+
+def test_few_files_ask_what_type_a_device_is():
+    """What devices can do stands in `polydraft.devices`; the rest names a type for torch, or for a report."""
+
+    def asks(path):
+        types = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute) and node.attr == "type"]
+        return [node.lineno for node in types if re.search(r"device|place", ast.unparse(node.value))]
+
+    asking = wrongs(asks)
+    assert "devices.py" in asking, "the rule sees nothing"
+    assert len(asking) <= MOST_FILES_THAT_ASK_FOR_DEVICE_TYPES, f"use polydraft.devices instead in some of {asking}"
 
 
 def test_nothing_prints_but_command_line_and_bench():

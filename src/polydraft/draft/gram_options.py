@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from polydraft.devices import captures, is_host
 from polydraft.draft.ladder import Ladder
 from polydraft.draft.riders import RiderOptions
 from polydraft.draft.trie import FEW_STEPS, STEPS, trie_ladder
@@ -80,12 +81,12 @@ class GramTreeOptions:
 
     def on(self, device: torch.device) -> "Sizes":
         """Return the sizes on a device."""
-        cpu = device.type == "cpu"
+        cpu = is_host(device)
         riders = self.riders or (RiderOptions(branches=2, length=4) if cpu else RiderOptions())
         # On a CPU a pass costs by its tokens, so branches take the place of as many candidates.
         nodes = self.nodes or (max(_TOKENS_ON_CPU - riders.most, _LEAST_TOKENS) if cpu else _USUAL_TOKENS)
         least = self.least_chance if self.least_chance is not None else _LEAST_CHANCE_ON_CPU if cpu else _LEAST_CHANCE
-        ladder = trie_ladder(nodes, FEW_STEPS if device.type == "cuda" else STEPS)
+        ladder = trie_ladder(nodes, FEW_STEPS if captures(device) else STEPS)
         return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders, least=least, ladder=ladder)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from polydraft.devices import is_host
 from polydraft.draft.builder import Builder
 from polydraft.draft.costs import GRAMS, measured_costs
 from polydraft.draft.device_trie import DeviceTrieBuilder, on_device
@@ -80,7 +81,7 @@ class GramTree(Drafter):
         if self.lossless and on_device(self.caches, sizes, target.device):
             return DeviceTrieBuilder(self.caches, sizes, batch_size, target.device, name)
         policy = None
-        if self.pauses and target.device.type == "cpu":
+        if self.pauses and is_host(target.device):
             policy = self._pacing(sizes, batch_size, target)
             if sizes.riders.branches and policy.hopeless:  # branches cannot pay for themselves here
                 sizes = dataclasses.replace(sizes, riders=RiderOptions(branches=0))

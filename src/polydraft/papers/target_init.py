@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polydraft.devices import can_sync
 from polydraft.draft import LOSSY_DRAFTERS, DistributionSource, Drafter, DraftSession, Parts, TreeDrafter
 from polydraft.draft.decision import Decision
 from polydraft.draft.static_plan import LevelPlan
@@ -227,7 +228,7 @@ class LongestWalk(Walk):
             if step == 0:
                 accepted_B = accepted_B | given_B
             going_B = going_B & accepted_B & (token_B != NO_TOKEN)
-            if first_B.device.type == "cpu" and not going_B.any():
+            if can_sync(first_B) and not going_B.any():
                 break
             length_B = length_B + going_B
             node_B = torch.where(going_B, first_B, node_B)
