@@ -118,6 +118,17 @@ def allowed(room, module):
     return ROOMS.index(parts[1]) <= ROOMS.index(room)
 
 
+def private(name):
+    """Whether a name is its owner's own."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_module(name):
+    """Whether a dotted name is that of a module or package of ours."""
+    place = SOURCE.joinpath(*name.split(".")[1:])
+    return place.with_suffix(".py").exists() or place.is_dir()
+
+
 def wrongs(check):
     """What a rule finds wrong, file by file."""
     found = {str(path.relative_to(SOURCE)): check(path) for path in FILES}
@@ -181,6 +192,28 @@ def test_few_files_ask_what_type_a_device_is():
     assert len(asking) <= MOST_FILES_THAT_ASK_FOR_DEVICE_TYPES, f"use polydraft.devices instead in some of {asking}"
 
 
+def test_nobody_reads_private_names_of_other_modules():
+    """Private modules are their package's own. What an object keeps to itself is not seen here."""
+
+    def wrong(path):
+        package = ".".join(("polydraft", *path.relative_to(SOURCE).parts[:-1]))
+        modules, found = set(), []
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom):
+                ours = node.level or (node.module or "").split(".")[0] == "polydraft"
+                for alias in node.names if ours else ():
+                    if private(alias.name) and not is_module(f"{package}.{alias.name}"):
+                        found.append(f"{node.lineno}: {alias.name}")
+                    if is_module(f"{node.module}.{alias.name}"):
+                        modules.add(alias.asname or alias.name)
+            elif isinstance(node, ast.Import):
+                modules |= {alias.asname or alias.name for alias in node.names if alias.name.split(".")[0] == "polydraft"}
+        reads = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute) and private(node.attr)]
+        return found + [f"{node.lineno}: {ast.unparse(node)}" for node in reads if ast.unparse(node.value) in modules]
+
+    assert not wrongs(wrong)
+
+
 def test_nothing_prints_but_command_line_and_bench():
     def prints(path):
         calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
@@ -202,13 +235,15 @@ def test_the_rules_see_every_file(tmp_path, monkeypatch):
     """Planted errors are found, so that a rule that loops over nothing would show."""
     bad = tmp_path / "engine"
     bad.mkdir()
-    (bad / "utils.py").write_text("import scipy\nfrom polydraft.lab import svg\nprint(svg)\n")
+    lines = ("import scipy", "from polydraft.lab import svg", "from polydraft.trees import _depths", "print(svg)")
+    (bad / "utils.py").write_text("\n".join(lines))
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
     monkeypatch.setitem(globals(), "FILES", sorted(tmp_path.rglob("*.py")))
     for rule in (
         test_imports_run_downwards_only,
         test_the_product_does_not_know_the_laboratory,
         test_every_command_is_there_without_extras,
+        test_nobody_reads_private_names_of_other_modules,
         test_nothing_prints_but_command_line_and_bench,
         test_modules_are_named_for_what_they_are,
         test_every_module_says_what_it_is,

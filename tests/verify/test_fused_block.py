@@ -138,7 +138,7 @@ def certain_ones_race(weight_K, more_K, total, count, THRESHOLD, BLOCK_K):
     [
         ("_next_weight", weight_not_carried_on),
         ("_stop_chance", stopped_by_weight_alone),
-        ("_count_certain", certain_ones_race),
+        ("count_certain", certain_ones_race),
     ],
 )
 def test_wrong_kernels_are_caught(name: str, wrong: Callable[..., Any], kernels: pytest.MonkeyPatch) -> None:
