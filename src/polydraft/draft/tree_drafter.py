@@ -7,7 +7,6 @@ import torch
 from polydraft.devices import is_host
 from polydraft.draft.builder import Builder
 from polydraft.draft.costs import measured_costs
-from polydraft.draft.decision import Decision
 from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
 from polydraft.draft.dynamic_builder import DynamicBuilder
 from polydraft.draft.fixed_builder import FixedBuilder
@@ -22,7 +21,7 @@ from polydraft.draft.source import DistributionSource
 from polydraft.draft.speedup import Costs
 from polydraft.draft.static_builder import DEFAULT_SCHEME, StaticBuilder
 from polydraft.draft.static_plan import check_tree
-from polydraft.draft.stopping_builder import StoppingBuilder
+from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.draft.tree_choice import TreeChoice, smaller_trees
 from polydraft.draft.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name

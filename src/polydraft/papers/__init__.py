@@ -1,1 +1,1 @@
-"""The papers' own rules that change the distribution of the text, behind `--lossy`."""
+"""What only a paper needs, out of the way of what everybody runs: each behind a flag of its own."""

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from polydraft.devices import can_sync
 from polydraft.draft import LOSSY_DRAFTERS, DistributionSource, Drafter, DraftSession, Parts, TreeDrafter
-from polydraft.draft.decision import Decision
 from polydraft.draft.static_plan import LevelPlan
-from polydraft.draft.stopping_builder import StoppingBuilder
+from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import NO_TOKEN, RowParams, draw_distinct, draw_one
