@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -166,6 +167,16 @@ def test_the_product_does_not_know_the_laboratory():
         return [module for module in known if module.split(".")[1:2] == ["lab"]]
 
     assert not wrongs(wrong)
+
+
+@pytest.mark.parametrize("room", ["loading", "hf_generate"])
+def test_what_papers_add_is_there_for_whoever_loads(room):
+    """The rooms below know papers by their registries only."""
+    asked = "from polydraft.draft.grams import LOSSY_TRIES, RIDERS; from polydraft.draft import LOSSY_DRAFTERS"
+    shown = "print(*RIDERS, *LOSSY_TRIES, *LOSSY_DRAFTERS)"
+    script = f"import polydraft.{room}; {asked}; {shown}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["branches", "flat-blocks", "target-init"]
 
 
 def test_every_command_is_there_without_extras():

@@ -5,6 +5,7 @@ import logging
 
 import torch
 
+import polydraft.papers  # noqa: F401 - they register what they add
 from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import described_by
 from polydraft.devices import is_host
