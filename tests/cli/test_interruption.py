@@ -10,8 +10,8 @@ import pytest
 
 import polydraft
 from covering import covering
+from polydraft.engine.graphs import Launcher
 from polydraft.engine.stream import Stream
-from polydraft.engine.workspace import Workspace
 from polydraft.errors import FailureError
 from polydraft.sampling import SamplingParams
 
@@ -88,17 +88,17 @@ def test_a_terminal_shows_the_key_so_the_line_begins_behind_it(
 class Interruption:
     """Raise KeyboardInterrupt as the n-th round begins, as a signal that comes while it works does."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: str, number: int) -> None:
-        self.left, right = number, getattr(Workspace, place)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        self.left, right = number, Launcher.launch
 
-        def interrupted(workspace, *given, **named):
+        def interrupted(launcher, *given, **named):
             self.left -= 1
             if self.left == 0:
-                right(workspace, *given, **named)
+                right(launcher, *given, **named)
                 raise KeyboardInterrupt
-            return right(workspace, *given, **named)
+            return right(launcher, *given, **named)
 
-        monkeypatch.setattr(Workspace, place, interrupted)
+        monkeypatch.setattr(Launcher, "launch", interrupted)
 
 
 @pytest.mark.parametrize(("drafter", "keep"), covering(["none", "lookup+model"], [False, True]))
@@ -112,7 +112,7 @@ def test_a_decoder_serves_the_next_request_after_an_interruption(
     options = {"max_new_tokens": 24, "seed": 3, "sampling": SamplingParams(temperature=0.8)}
     expected = [decoder.generate(text, **options) for text in ("hello there", "hello there, again", "other")]
     with monkeypatch.context() as patch:
-        Interruption(patch, "launch", 4)
+        Interruption(patch, 4)
         stream, seen = decoder.stream("hello there", keep=keep, **options), []
         with pytest.raises(KeyboardInterrupt):
             for event in stream:

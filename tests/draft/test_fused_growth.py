@@ -22,6 +22,7 @@ from polydraft.trees import DynamicShape
 INTERPRETED = interpreted.turn_on()
 
 pytestmark = [
+    pytest.mark.slow,  # a covering few run by default: tests/backends
     pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU"),
     pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning"),
 ]
@@ -189,6 +190,8 @@ def test_a_round_is_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         builder = case.builder(case.logits(torch.bfloat16))
         monkeypatch.setattr(builder.source, "expand", lambda tokens_BW, *_, source=builder.source: source.next(tokens_BW))
         tail_B2, path_BD = torch.ones(1, 2).long(), torch.zeros(1, 7).long()
+        builder.build(tail_B2, tail_B2)  # tables that are made once
+        launches.clear()
         with Operations() as operations:
             draft = builder.build(tail_B2, tail_B2)
             if by_kernels:  # nobody has written it
@@ -196,7 +199,7 @@ def test_a_round_is_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             builder.places_of(path_BD)
         counts.append(operations.seen.total() + launches.total())
     assert launches == dict.fromkeys(PER_LEVEL, shape.depth) | dict.fromkeys(PER_TREE, 1)
-    assert counts[0] > 300 and operations.seen.total() == 1 == operations.seen["gather"], operations.seen
+    assert counts[0] > 250 and operations.seen.total() == 1 == operations.seen["gather"], operations.seen
 
 
 def test_wrong_kernels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from polydraft.verify import SCHEMES
 INTERPRETED = interpreted.turn_on()
 
 pytestmark = [
+    pytest.mark.slow,  # a covering few run by default: tests/backends
     pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU"),
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
 ]

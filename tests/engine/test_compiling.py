@@ -88,6 +88,7 @@ def test_what_fails_ahead_of_time_is_left_to_the_round(
     assert "no room" in new_gpu.text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU")
 @pytest.mark.parametrize(
     ("shape", "temperature", "expected"),

@@ -141,9 +141,10 @@ def test_a_warm_decoder_has_captured_its_rounds(caches: list[StandIn]) -> None:
     assert result.token_ids == expected.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU")
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")
-@pytest.mark.parametrize("model", ["model", pytest.param("head", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["model", "head"])
 def test_kernels_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, caches: list[StandIn], model: str) -> None:
     """And the same trees."""
     options: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": 25 if model == "head" else 10, "seed": 3}

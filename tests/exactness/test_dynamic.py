@@ -10,7 +10,7 @@ from torch import Tensor
 from covering import some_slow
 from polydraft.certify.reference import greedy_text
 from polydraft.draft import TreeDrafter, dynamic_builder, policy
-from polydraft.draft.candidates import fixed_shares, gains, likeliest, room_of_levels
+from polydraft.draft.candidates import fixed_shares, gains, room_of_levels
 from polydraft.draft.costs import rising
 from polydraft.draft.policy import RowPolicy
 from polydraft.draft.stopping_builder import Decision
@@ -169,7 +169,7 @@ def root_children(distribution: tuple[float, ...], nodes: int = 64) -> int:
     costs = amx_costs()
     policy = RowPolicy(costs, 1, nodes)
     rest = torch.full((4096,), (1 - sum(distribution)) / 4096)
-    value_1K, _ = likeliest(torch.cat([torch.tensor(distribution), rest])[None], 16)
+    value_1K, _ = largest(torch.cat([torch.tensor(distribution), rest])[None], 16)
     gain_11K = gains(value_1K, torch.ones(1, 1))
     return int(policy.allot(gain_11K, torch.zeros(1, dtype=torch.long), share=16, least=1).counts_BW[0, 0])
 
@@ -207,7 +207,7 @@ def test_a_level_looks_for_the_likeliest_tokens_once(monkeypatch: pytest.MonkeyP
     drawn = dynamic_builder.drawn_children
     monkeypatch.setattr(dynamic_builder, "drawn_children", lambda *inputs: (levels.append(1), drawn(*inputs))[1])
     monkeypatch.setattr(
-        dynamic_builder, "likeliest", lambda weights_RV, count: (looked.append(count), likeliest(weights_RV, count))[1]
+        dynamic_builder, "largest", lambda weights_RV, count: (looked.append(count), largest(weights_RV, count))[1]
     )
     monkeypatch.setattr(hybrid, "largest", counted)
     dynamic(DRAFT).generate(RAGGED_PROMPTS, sampling=SamplingParams(), max_new_tokens=10, seed=1)

@@ -12,6 +12,7 @@ from polydraft.beam import BeamDecoder
 from polydraft.beam._workspace import BeamWorkspace
 from polydraft.draft import DraftSession
 from polydraft.engine import Decoder, Generation
+from polydraft.engine.graphs import Launcher
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import TabularModel
@@ -142,14 +143,15 @@ def test_a_round_that_broke_off_does_not_go_on(place: str, draft: Any, monkeypat
     decoder: Decoder = make_decoder(drafter="head" if draft is HEAD else "model", scheme="auto")
     stream = decoder.stream(PROMPT, max_new_tokens=30, seed=1, keep=True)
     begun = [next(stream).token_id]
-    original = getattr(Workspace, place)
+    owner = Launcher if place == "launch" else Workspace
+    original = getattr(owner, place)
 
-    def interrupted(self: Workspace, *arguments: Any) -> Any:
+    def interrupted(self: Any, *arguments: Any) -> Any:
         original(self, *arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Workspace, place, interrupted)
+        patch.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             begun.extend(event.token_id for event in stream)
     with pytest.raises(FailureError, match=r"interrupted.*start the request again"):

@@ -26,7 +26,10 @@ from polydraft.trees import SlicedMask, parse_tree
 interpreted.turn_on()
 
 WHY_NOT = obstacle(torch.device("cpu"), torch.float32)
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"{WHY_NOT}; pip install triton, and no GPU, for this test")
+pytestmark = [
+    pytest.mark.slow,  # a covering few run by default: tests/backends
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"{WHY_NOT}; pip install triton, and no GPU, for this test"),
+]
 
 
 @pytest.mark.parametrize("channels", [8, 48, 96])

@@ -34,6 +34,7 @@ if INTERPRETED:
     import triton.language as tl
 
 pytestmark = [
+    pytest.mark.slow,  # a covering few run by default: tests/backends
     pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU"),
     pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow):RuntimeWarning"),
 ]
