@@ -147,7 +147,7 @@ def test_a_round_that_runs_in_vain_leaves_no_trace(replaying: list[StandIn], dra
 
 @pytest.mark.parametrize(("drafter", "temperature", "positions"), covering(RUNS_AHEAD, [0.0, 1.0], [12, 17]))
 def test_the_context_limit(drafter: str, temperature: float, positions: int) -> None:
-    target = TabularModel(TARGET._logits_XV.reshape([VOCABULARY] * 4), max_positions=positions)
+    target = TabularModel(TARGET.logits_XV.reshape([VOCABULARY] * 4), max_positions=positions)
     pair = decoders(drafter, target=target)
     sampling = SamplingParams(temperature=temperature)
     results, expected = (one.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=40, seed=SEEDS) for one in pair)

@@ -145,11 +145,11 @@ def test_a_warm_decoder_has_captured_its_rounds(caches: list[StandIn]) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU")
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("model", ["model", "head"])
-def test_kernels_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, caches: list[StandIn], model: str) -> None:
+def test_kernels_give_the_same_texts(interpret: Callable[[bool], None], caches: list[StandIn], model: str) -> None:
     """And the same trees."""
     options: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": 25 if model == "head" else 10, "seed": 3}
     expected = dynamic(model).generate(RAGGED_PROMPTS, **options)
-    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
+    interpret(True)
     builder = FixedTrees(MODELS[model], SHAPE).builder(RowParams.of(GREEDY, 1), TARGET)
     assert isinstance(builder, FixedBuilder) and builder.form(torch.float32) is not None
     results = dynamic(model).generate(RAGGED_PROMPTS, **options)

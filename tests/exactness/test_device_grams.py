@@ -122,7 +122,7 @@ def test_an_end_token_ends_the_text_wherever_it_falls(caches: list[StandIn], dra
 @pytest.mark.parametrize("drafter", ["lookup", "suffix"])
 def test_texts_are_never_offered_to_other_rows_or_requests(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     # Two models' worth of tokens in one: each half never leads to the other, so a token of the other half has leaked.
-    table_VV = TabularModel.random(VOCABULARY, 1, seed=3)._logits_XV.clone()
+    table_VV = TabularModel.random(VOCABULARY, 1, seed=3).logits_XV.clone()
     half = VOCABULARY // 2
     table_VV[:half, half:] = table_VV[half:, :half] = -1e9
     seen: list[list[set[int]]] = []

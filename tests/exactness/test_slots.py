@@ -43,7 +43,7 @@ def alone(decoder: Decoder, one: TokenSequence, seed: int) -> list[int]:
 
 def with_a_hole(token: int) -> Decoder:
     """Make a pair whose target knows nothing to say after a certain token."""
-    table = TARGET._logits_XV.clone().view(-1, TARGET.vocab_size, TARGET.vocab_size)
+    table = TARGET.logits_XV.clone().view(-1, TARGET.vocab_size, TARGET.vocab_size)
     table[:, token] = torch.nan
     target = TabularModel(table.reshape([TARGET.vocab_size] * (TARGET.order + 1)))
     return Decoder(target, TreeDrafter(DRAFT, parse_tree("2x1")))

@@ -191,7 +191,7 @@ def test_the_distribution_of_replayed_texts_is_the_targets() -> None:
     """First tokens of many rows of one captured batch, against the table's own distribution (chi-square, false alarm 1e-4)."""
     table = TabularModel.random(16, 2, seed=0)
     blend = table.mixed_with(TabularModel.random(16, 2, seed=1), 0.6)
-    cube = [model._logits_XV.to("cuda").reshape(16, 16, 16) for model in (table, blend)]
+    cube = [model.logits_XV.to("cuda").reshape(16, 16, 16) for model in (table, blend)]
     decoder = Decoder(TabularModel(cube[0]), TreeDrafter(TabularModel(cube[1]), parse_tree("3x2x1")))
     results = decoder.generate([[3, 5]] * 4000, max_new_tokens=12, seed=11)
     assert results[0].stats.replayed_rounds > 0
@@ -202,7 +202,7 @@ def test_the_distribution_of_replayed_texts_is_the_targets() -> None:
         for one in range(16):
             for other in range(16):
                 chosen = texts[(texts[:, place - 2] == one) & (texts[:, place - 1] == other), place]
-                expected = torch.softmax(table._logits_XV[one * 16 + other].double().cpu(), -1) * len(chosen)
+                expected = torch.softmax(table.logits_XV[one * 16 + other].double().cpu(), -1) * len(chosen)
                 large = expected >= 5
                 if large.sum() < 2:
                     continue

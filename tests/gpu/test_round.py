@@ -119,9 +119,9 @@ def test_same_seed_gives_the_same_text_on_both_devices(scheme: str, walk: str) -
     for device in ("cpu", "cuda"):
         table = TabularModel.random(32, 2, seed=0)
         other = TabularModel.random(32, 2, seed=1)
-        target = TabularModel(table._logits_XV.to(device).reshape(32, 32, 32))
+        target = TabularModel(table.logits_XV.to(device).reshape(32, 32, 32))
         blend = table.mixed_with(other, 0.7)
-        draft = TabularModel(blend._logits_XV.to(device).reshape(32, 32, 32))
+        draft = TabularModel(blend.logits_XV.to(device).reshape(32, 32, 32))
         decoder = Decoder(target, TreeDrafter(draft, parse_tree(tree_for(scheme)), scheme), walk=walk)
         texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=60, seed=7)])
     assert texts[0] == texts[1]

@@ -93,7 +93,7 @@ def hard_rows(scheme: Scheme) -> tuple[DraftTree, _DistributionsEverywhere, Tens
     asked_BU = uniforms_BU[rows].clone()
     for place, (column, number) in enumerate(marks):
         asked_BU[place, column] = number
-    distributions._distribution_RNV = distributions._distribution_RNV[rows]
+    distributions.distribution_RNV = distributions.distribution_RNV[rows]
     expected = by_torch(walk, scheme, _rows(draft, rows), distributions, asked_BU)
     assert len({*expected.accepted_B.tolist()}) == 3  # there is something to get wrong
     return _rows(draft, rows), distributions, asked_BU, expected
@@ -172,7 +172,7 @@ def test_distributions_that_are_no_numbers_are_named(culprit: Fault, kernels: py
     scheme = Hybrid(buckets=16)
     draft, distributions, uniforms_BU = small_trees("2x1", 3, scheme, seed=4)
     if culprit == Fault.TARGET:
-        distributions._distribution_RNV[0, 0], distributions._distribution_RNV[1, 1:] = torch.nan, torch.nan
+        distributions.distribution_RNV[0, 0], distributions.distribution_RNV[1, 1:] = torch.nan, torch.nan
     else:
         draft.distributions[0][0], draft.distributions[1][1] = torch.nan, torch.nan
     found = BlockWalk(0.0).run(scheme, draft, distributions, uniforms_BU).fault_B
