@@ -180,10 +180,10 @@ def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, m
     # Verification has ways of its own on a CPU; on a GPU it is that of static trees.
     stream = dynamic(model).stream(RAGGED_PROMPTS, sampling=SAMPLINGS[sampling], max_new_tokens=40, seed=0)
     next(stream)  # tables are made once
-    run = stream._engine
+    run = stream.engine
     session = run.session
     assert session.capturable.never is None
-    uniforms_BU = run.slots.noise.uniforms(run._workspace.num_uniforms(run._walk))
+    uniforms_BU = run.slots.noise.uniforms(run.workspace.num_uniforms(run.walk))
     originals = {"propose": session.propose, "commit": session.commit}
 
     def sealed(name: str) -> Callable[..., Any]:
@@ -194,8 +194,8 @@ def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, m
         return work
 
     with torch.inference_mode():
-        run_round(run._workspace.state, run._walk, uniforms_BU, Stats())  # captures come after a first time, too
+        run_round(run.workspace.state, run.walk, uniforms_BU, Stats())  # captures come after a first time, too
         with monkeypatch.context() as patch:
             for name in originals:
                 patch.setattr(session, name, sealed(name))
-            run_round(run._workspace.state, run._walk, uniforms_BU, Stats())
+            run_round(run.workspace.state, run.walk, uniforms_BU, Stats())

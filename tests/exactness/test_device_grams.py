@@ -151,12 +151,12 @@ def test_texts_are_never_offered_to_other_rows_or_requests(monkeypatch: pytest.M
 def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, drafter: str, sampling: str) -> None:
     stream = decoder_of(drafter).stream(PROMPTS, sampling=SAMPLINGS[sampling], max_new_tokens=40, seed=0)
     next(stream)  # tables are made once
-    run = stream._engine
-    session = run._session
+    run = stream.engine
+    session = run.session
     assert isinstance(session._certain.source, DeviceGramSource)
     can = session.capturable
     assert can.never is None and can.host_tree is None and not can.waits
-    uniforms_BU = run.slots.noise.uniforms(run._workspace.num_uniforms(run._walk))
+    uniforms_BU = run.slots.noise.uniforms(run.workspace.num_uniforms(run.walk))
     originals = {"propose": session.propose, "commit": session.commit}
 
     def sealed(name: str) -> Callable[..., Any]:
@@ -169,11 +169,11 @@ def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, d
     with torch.inference_mode(), monkeypatch.context() as patch:
         for name in originals:
             patch.setattr(session, name, sealed(name))
-        run_round(run._workspace.state, run._walk, uniforms_BU, Stats())
+        run_round(run.workspace.state, run.walk, uniforms_BU, Stats())
 
 
 def test_branches_and_context_caches_stay_on_the_host() -> None:
     for drafter in ("self-draft", "ngram", "ngram+corpus"):
         decoder = decoder_of(drafter)
         stream = decoder.stream(PROMPTS[0], max_new_tokens=4)
-        assert stream._engine.session._certain.on_host
+        assert stream.engine.session._certain.on_host

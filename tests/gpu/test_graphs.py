@@ -114,12 +114,12 @@ def test_neither_running_ahead_nor_ending_waits_for_the_device(kind: str) -> Non
     target, drafter = build("llama", kind)
     stream = Decoder(target, drafter).stream(PROMPTS[0], max_new_tokens=60, seed=0)
     for _ in range(6):
-        stream._engine.step()
+        stream.engine.step()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:
             torch.cuda.set_sync_debug_mode("error")
-            stream._engine.step()
+            stream.engine.step()
             stream.close()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -266,7 +266,7 @@ def test_rounds_have_fewer_rows_as_texts_end(kind: str, sampling: str) -> None:
         stream = captured.stream(prompts, **options)
         rows = set()
         for _ in stream:
-            rows.add(len(stream._engine.slots))
+            rows.add(len(stream.engine.slots))
         for row, (prompt, found) in enumerate(zip(prompts, stream.results(), strict=True)):
             alone = eager.generate(prompt, sampling=SAMPLINGS[sampling], max_new_tokens=limits[row], seed=[10 * turn + row])
             assert found.token_ids == alone.token_ids, (turn, row)

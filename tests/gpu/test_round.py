@@ -102,13 +102,13 @@ def check_without_waiting(decoder: Decoder, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_k=20, top_p=0.9, repetition_penalty=1.2)
     stream = decoder.stream(PROMPTS, sampling=params, max_new_tokens=40, seed=0)
     next(stream)  # warm-up: tables and libraries
-    run = stream._engine
-    uniforms_BU = run.slots.noise.uniforms(run._workspace.num_uniforms(run._walk))
+    run = stream.engine
+    uniforms_BU = run.slots.noise.uniforms(run.workspace.num_uniforms(run.walk))
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:
             torch.cuda.set_sync_debug_mode("error")
-            run_round(run._workspace.state, run._walk, uniforms_BU, Stats())
+            run_round(run.workspace.state, run.walk, uniforms_BU, Stats())
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
