@@ -19,10 +19,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import interpreted
+from polydraft.backends.triton import interpreting
 from polydraft.cli.main import run
 from polydraft.devices import values_hidden
 from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES
+from polydraft.registry import Registry
 from stand_in import StandIn, round_graphs
 
 # Test tensors are small: threads cost more than they give, and pytest-xdist already fills the cores.
@@ -44,6 +46,20 @@ def hide_values() -> Iterator[Callable[[], None]]:
     """Return a function after which, to the end of the test, the host may not look at values, as on a GPU."""
     with ExitStack() as stack:
         yield lambda: stack.enter_context(values_hidden())
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[[Registry[Any], str, Any], None]]:
+    """Return a function that registers something to the end of the test."""
+    with ExitStack() as stack:
+        yield lambda registry, name, item: stack.enter_context(registry.holding(name, item))
+
+
+@pytest.fixture
+def interpret() -> Iterator[Callable[[bool], None]]:
+    """Return a function that says whether, to the end of the test, kernels run in Triton's interpreter."""
+    with ExitStack() as stack:
+        yield lambda on: stack.enter_context(interpreting(on))
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -53,6 +54,7 @@ ROOMS = [
 PRINTING_ROOMS = {"lab", "cli"}
 NEEDING_EXTRAS = {"serve", "batch", "backends"}
 """Rooms that whoever lacks an extra never enters: they import its packages freely."""
+MOST_FILES_THAT_ASK_FOR_DEVICE_TYPES = 10
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -107,14 +109,25 @@ def allowed(room, module):
     """Whether a file of `room` may import `module`."""
     parts = module.split(".")
     if room is None:
-        return len(parts) > 1 and parts[1] not in ("cli", "lab", "__main__")
+        return len(parts) > 1 and parts[1] not in ("backends", "cli", "lab", "__main__")
     if len(parts) == 1 or parts[1] not in ROOMS:  # the front door, which knows nearly every room
         return room in PRINTING_ROOMS
-    if parts[1] == "backends":  # TODO: only `operations` finds them, by name
-        return True
+    if parts[1] == "backends":  # `operations` finds them by name
+        return room == "backends"
     if room == "cli" and parts[1] == "lab":  # inside functions; see below
         return True
     return ROOMS.index(parts[1]) <= ROOMS.index(room)
+
+
+def private(name):
+    """Whether a name is its owner's own."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_module(name):
+    """Whether a dotted name is that of a module or package of ours."""
+    place = SOURCE.joinpath(*name.split(".")[1:])
+    return place.with_suffix(".py").exists() or place.is_dir()
 
 
 def wrongs(check):
@@ -141,6 +154,7 @@ def test_the_import_rule_is_able_to_fail():
     assert not allowed("engine", "polydraft.loading")
     assert not allowed("models", "polydraft")
     assert not allowed("models", "polydraft.Decoder")
+    assert not allowed("lab", "polydraft.backends.native.build") and allowed("backends", "polydraft.backends.native.build")
     assert allowed("cli", "polydraft.load") and allowed("engine", "polydraft.trees")
 
 
@@ -155,6 +169,16 @@ def test_the_product_does_not_know_the_laboratory():
     assert not wrongs(wrong)
 
 
+@pytest.mark.parametrize("room", ["loading", "hf_generate"])
+def test_what_papers_add_is_there_for_whoever_loads(room):
+    """The rooms below know papers by their registries only."""
+    asked = "from polydraft.draft.grams import LOSSY_TRIES, RIDERS; from polydraft.draft import LOSSY_DRAFTERS"
+    shown = "print(*RIDERS, *LOSSY_TRIES, *LOSSY_DRAFTERS)"
+    script = f"import polydraft.{room}; {asked}; {shown}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["branches", "flat-blocks", "target-init"]
+
+
 def test_every_command_is_there_without_extras():
     """Packages of extras are imported where they are used, so that importing a module needs none of them."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
@@ -163,6 +187,40 @@ def test_every_command_is_there_without_extras():
 
     def wrong(path):
         return [] if room_of(path) in NEEDING_EXTRAS else {*packages_at_import(path)} - known
+
+    assert not wrongs(wrong)
+
+
+def test_few_files_ask_what_type_a_device_is():
+    """What devices can do stands in `polydraft.devices`; the rest names a type for torch, or for a report."""
+
+    def asks(path):
+        types = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute) and node.attr == "type"]
+        return [node.lineno for node in types if re.search(r"device|place", ast.unparse(node.value))]
+
+    asking = wrongs(asks)
+    assert "devices.py" in asking, "the rule sees nothing"
+    assert len(asking) <= MOST_FILES_THAT_ASK_FOR_DEVICE_TYPES, f"use polydraft.devices instead in some of {asking}"
+
+
+def test_nobody_reads_private_names_of_other_modules():
+    """Private modules are their package's own. What an object keeps to itself is not seen here."""
+
+    def wrong(path):
+        package = ".".join(("polydraft", *path.relative_to(SOURCE).parts[:-1]))
+        modules, found = set(), []
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom):
+                ours = node.level or (node.module or "").split(".")[0] == "polydraft"
+                for alias in node.names if ours else ():
+                    if private(alias.name) and not is_module(f"{package}.{alias.name}"):
+                        found.append(f"{node.lineno}: {alias.name}")
+                    if is_module(f"{node.module}.{alias.name}"):
+                        modules.add(alias.asname or alias.name)
+            elif isinstance(node, ast.Import):
+                modules |= {alias.asname or alias.name for alias in node.names if alias.name.split(".")[0] == "polydraft"}
+        reads = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute) and private(node.attr)]
+        return found + [f"{node.lineno}: {ast.unparse(node)}" for node in reads if ast.unparse(node.value) in modules]
 
     assert not wrongs(wrong)
 
@@ -188,13 +246,15 @@ def test_the_rules_see_every_file(tmp_path, monkeypatch):
     """Planted errors are found, so that a rule that loops over nothing would show."""
     bad = tmp_path / "engine"
     bad.mkdir()
-    (bad / "utils.py").write_text("import scipy\nfrom polydraft.lab import svg\nprint(svg)\n")
+    lines = ("import scipy", "from polydraft.lab import svg", "from polydraft.trees import _depths", "print(svg)")
+    (bad / "utils.py").write_text("\n".join(lines))
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
     monkeypatch.setitem(globals(), "FILES", sorted(tmp_path.rglob("*.py")))
     for rule in (
         test_imports_run_downwards_only,
         test_the_product_does_not_know_the_laboratory,
         test_every_command_is_there_without_extras,
+        test_nobody_reads_private_names_of_other_modules,
         test_nothing_prints_but_command_line_and_bench,
         test_modules_are_named_for_what_they_are,
         test_every_module_says_what_it_is,

@@ -19,7 +19,6 @@ from polydraft.cli.options import Choices, GroupedCommand, options_of
 from polydraft.defaults import DEFAULTS, PAIRS, VERIFIERS, asked_for, default_table, default_tree
 from polydraft.described import described_by, options_in
 from polydraft.draft import TreeDrafter
-from polydraft.draft.decision import DEFAULT_THRESHOLD
 from polydraft.draft.speedup import Costs
 from polydraft.draft.static_plan import check_tree
 from polydraft.engine import Decoder
@@ -30,6 +29,7 @@ from polydraft.lab.bench.method import MethodSpec
 from polydraft.lab.bench.options import BenchOptions, method_options
 from polydraft.lab.commands.bench import command as bench
 from polydraft.options import LoadOptions, NgramOptions, TreeOptions
+from polydraft.papers.decision import DEFAULT_THRESHOLD
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 from polydraft.verify import SCHEMES

@@ -1,7 +1,9 @@
 """What devices can do: the one place that looks at a device's type."""
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +24,22 @@ def can_sync(tensor: Tensor) -> bool:
 def captures(device: torch.device) -> bool:
     """Whether work on a device can be captured once and replayed (CUDA graphs)."""
     return device.type == "cuda"
+
+
+def wait_for(device: torch.device) -> None:
+    """Let the host wait until a device has done all that was asked of it."""
+    if captures(device):
+        torch.cuda.synchronize(device)
+
+
+def cpu_features() -> str:
+    """Return model and instruction sets of the CPU, as far as the system tells."""
+    names = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in names}))
 
 
 @contextmanager

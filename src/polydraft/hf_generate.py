@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import polydraft.papers  # noqa: F401 - Self-Draft's branches
 from polydraft.defaults import asked_for, default_tree
 from polydraft.described import documented, made_from
 from polydraft.devices import is_host

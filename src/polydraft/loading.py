@@ -5,11 +5,11 @@ import logging
 
 import torch
 
+import polydraft.papers  # noqa: F401 - they register what they add
 from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import described_by
 from polydraft.devices import is_host
 from polydraft.draft import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
-from polydraft.draft.decision import DecisionModel, load_decision
 from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
@@ -17,6 +17,7 @@ from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, LoadOptions
+from polydraft.papers.decision import DecisionModel, load_decision
 from polydraft.profile import tuned
 
 logger = logging.getLogger(__name__)

@@ -195,8 +195,8 @@ class LoadOptions(
     """
 
     def __post_init__(self) -> None:
-        from polydraft.draft.decision import check_threshold
         from polydraft.draft.tree_drafter import check_drafter, check_flat_blocks, needs_draft
+        from polydraft.papers.decision import check_threshold
 
         PairOptions.__post_init__(self)
         TreeOptions.__post_init__(self)

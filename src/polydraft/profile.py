@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from polydraft.devices import captures
 from polydraft.errors import UsageError
 from polydraft.models.fingerprint import digest_of, model_fingerprint
 from polydraft.models.inflated import source_name
@@ -105,7 +106,7 @@ class Profile:
 
 def origin_of(options: LoadOptions, draft: str, place: torch.device, number_format: torch.dtype) -> dict[str, str]:
     """Return what a profile holds for; the options' own draft may still be ``"auto"``."""
-    if place.type == "cuda":
+    if captures(place):
         machine = torch.cuda.get_device_name(place) + ("" if options.graphs else ", no graphs")
     else:
         kernels = "" if options.native else ", no native kernels"

@@ -1,6 +1,7 @@
 """Registries of what users choose by name and tests loop over."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from polydraft.errors import unknown_name
@@ -24,6 +25,17 @@ class Registry(Generic[Item]):
             return item
 
         return add
+
+    @contextmanager
+    def holding(self, name: str, item: Item) -> Iterator[None]:
+        """Have an item under `name` for a block of code only, in place of what is there, if anything is."""
+        before = {name: self._items[name]} if name in self._items else {}
+        self._items[name] = item
+        try:
+            yield
+        finally:
+            del self._items[name]
+            self._items.update(before)
 
     def get(self, name: str) -> Item:
         """Return the item called `name`, or raise a `UsageError` that lists the allowed names."""

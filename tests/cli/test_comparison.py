@@ -50,7 +50,7 @@ def test_arms_differ_in_their_drafts_alone(invoke, tiny: str, arms: list[Decoder
 def test_a_drafting_arm_keeps_its_decision_model(arms: list[Decoder], tiny: str) -> None:
     from polydraft import load
     from polydraft.cli.comparison import drafting_always
-    from polydraft.draft.decision import Decision
+    from polydraft.draft.stopping_builder import Decision
 
     class Endless(Decision):
         def goes_on(self, features_BGF, logits_BGV):

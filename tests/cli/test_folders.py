@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polydraft.draft.decision import DecisionKind, DecisionModel, DecisionShape, load_decision, save_decision
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import HeadShape
 from polydraft.models.heads.head_folder import load_head, new_head, save_head, tokenizer_fingerprint
 from polydraft.models.loading import Loaded, load_model
+from polydraft.papers.decision import DecisionKind, DecisionModel, DecisionShape, load_decision, save_decision
 
 Change = Callable[[Path], object]
 

@@ -108,7 +108,7 @@ def test_a_decision_model_that_cannot_be_written_is_no_traceback(
     def full(*given, **named) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("polydraft.draft.decision.save_file", full)
+    monkeypatch.setattr("polydraft.papers.decision.save_file", full)
     code, printed, err = invoke(*commands["decision"], "--out", str(tmp_path / "out"))
     last = err.strip().splitlines()[-1]
     assert (code, printed) == (1, "") and "cannot write the decision model" in last and "No space left" in last

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from polydraft.certify.reference import echo_pair
-from polydraft.draft.decision import (
+from polydraft.errors import FailureError, UsageError
+from polydraft.papers.decision import (
     DecisionKind,
     DecisionModel,
     DecisionShape,
@@ -17,7 +18,6 @@ from polydraft.draft.decision import (
     load_decision,
     save_decision,
 )
-from polydraft.errors import FailureError, UsageError
 from polydraft.train import DecisionSettings
 from polydraft.train.decision_training import TOP, Traces, collect, fit, quality_of
 

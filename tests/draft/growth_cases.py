@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polydraft import operations
+from polydraft.backends.triton import interpreting
 from polydraft.draft import DistributionSource
 from polydraft.draft.candidates import best
 from polydraft.draft.fixed_builder import FixedBuilder
@@ -88,8 +89,7 @@ class Growth:
 
     def grown(self, logits: Sequence[Tensor], by_kernels: bool) -> dict[str, Any]:
         """Return all that a round's tree and the draft are told."""
-        with pytest.MonkeyPatch.context() as patch, operations.using(*["triton"] * by_kernels):
-            patch.setattr("polydraft.backends.triton._INTERPRETED", by_kernels)
+        with pytest.MonkeyPatch.context() as patch, operations.using(*["triton"] * by_kernels), interpreting(by_kernels):
             # Of equal probabilities kernels take the first; elsewhere that is left open.
             patch.setattr("polydraft.draft.candidates.largest", best)
             builder = self.builder(logits)

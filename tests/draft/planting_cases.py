@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run
+from polydraft.backends.triton import interpreting, kernels_run
 from polydraft.draft import DistributionSource
 from polydraft.draft.static_builder import StaticBuilder
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
@@ -40,12 +40,11 @@ class Growth:
 
     def tokens(self, logits_BNV: Tensor, by_kernels: bool) -> Tensor:
         """Grow the tree level by level."""
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, interpreting(by_kernels):
             if not by_kernels:
                 patch.setattr("polydraft.backends.triton._compiles", lambda device: False)
             # Kernels write what torch found where it draws: a GPU's `topk` has no order of equals, not even twice the same.
             patch.setattr("polydraft.verify.naive.largest", first_of_equals)
-            patch.setattr("polydraft.backends.triton._INTERPRETED", by_kernels)
             return self._tokens(logits_BNV, by_kernels)
 
     def builder(self) -> StaticBuilder:

@@ -173,7 +173,7 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_a_round_is_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_few_kernels(monkeypatch: pytest.MonkeyPatch, interpret: Callable[[bool], None]) -> None:
     from triton.runtime import interpreter
 
     launches = Counter[str]()
@@ -186,7 +186,7 @@ def test_a_round_is_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, counts = DynamicShape(nodes=64, depth=6, beam=8, branch=8), list[int]()
     case = Growth(shape, columns=300, size=900, known=True, rows=1)
     for by_kernels in (False, True):
-        monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", by_kernels)
+        interpret(by_kernels)
         builder = case.builder(case.logits(torch.bfloat16))
         monkeypatch.setattr(builder.source, "expand", lambda tokens_BW, *_, source=builder.source: source.next(tokens_BW))
         tail_B2, path_BD = torch.ones(1, 2).long(), torch.zeros(1, 7).long()

@@ -122,14 +122,16 @@ def test_what_changes_the_order_is_left_to_torch(params: SamplingParams, known: 
     [(0.0, ["rank_parts", "plant_largest"]), (1.0, ["soften", "draw", "plant_columns"])],
     ids=["0", "1"],
 )
-def test_nothing_else_is_launched(temperature: float, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_else_is_launched(
+    temperature: float, expected: list[str], monkeypatch: pytest.MonkeyPatch, interpret: Callable[[bool], None]
+) -> None:
     """Of torch's operations there are those that give memory or another view of it, and no others."""
     from polydraft.backends.triton import planting_kernels as _kernels
 
     seen: list[str] = []
     for name in ("rank_parts", "plant_largest", "plant_columns"):
         monkeypatch.setattr(_kernels, name, _Noting(None, name, seen))
-    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
+    interpret(True)
 
     def draw(distribution_RV: torch.Tensor, uniforms_RK: torch.Tensor, threshold: float) -> torch.Tensor:
         seen.append("draw")
@@ -187,14 +189,14 @@ def test_children_that_were_not_drawn_stay_missing() -> None:
     assert (tokens_BN[:, 1] != NO_TOKEN).all() and (tokens_BN[:, 2:5] == NO_TOKEN).all()
 
 
-def test_kernels_take_what_they_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_take_what_they_have_room_for(interpret: Callable[[bool], None]) -> None:
     def chosen(logits_BGV: torch.Tensor, children: int) -> bool:
         nodes_GK, tokens_BN = torch.zeros(1, children).long(), torch.zeros(1, 1 + children).long()
         return plant_largest.chosen(logits_BGV, nodes_GK, tokens_BN, None, 40) is not None
 
     logits_BGV = torch.zeros(1, 1, 40)
     assert not chosen(logits_BGV, 4)
-    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
+    interpret(True)
     assert chosen(logits_BGV, MOST_CHILDREN) and chosen(logits_BGV.bfloat16(), 4)
     assert not chosen(logits_BGV, MOST_CHILDREN + 1) and not chosen(logits_BGV.double(), 4)
 

@@ -104,6 +104,7 @@ def test_they_launch_what_rounds_do(
     caches: list[StandIn],
     new_gpu: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    interpret: Callable[[bool], None],
 ) -> None:
     from polydraft.backends.triton import block_kernels as _kernels
     from polydraft.backends.triton import draw_kernels as drawing
@@ -132,7 +133,7 @@ def test_they_launch_what_rounds_do(
     for module in (_growth_kernels, drawing, _follow_kernels, _kernels, layers):
         for name in expected & set(vars(module)):
             monkeypatch.setattr(module, name, _Noting(getattr(module, name), lambda name=name: seen[turns[-1]].add(name)))
-    monkeypatch.setattr(kernels, "_INTERPRETED", True)
+    interpret(True)
     model = HFModel(FAMILIES.get("llama").build(), native=False)
     model.fast = FusedBody(lean_body(model.hf_model))
     texts(model, shape, temperature)

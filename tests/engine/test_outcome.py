@@ -53,13 +53,13 @@ def rounds_of(decoder: Decoder, sampling: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, hide_values: Callable[[], None]) -> list[str]:
+def launched(monkeypatch: pytest.MonkeyPatch, hide_values: Callable[[], None], interpret: Callable[[bool], None]) -> list[str]:
     """Run kernels where the host may not look, and list those of verdicts and outcomes."""
     from triton.runtime import interpreter
 
     names, launch = list[str](), interpreter.InterpretedFunction.__getitem__
     hide_values()
-    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
+    interpret(True)
 
     def listed(kernel: Any, grid: Any) -> Callable[..., Any]:
         if kernel.fn.__module__.endswith((".follow_kernels", ".outcome_kernels")):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+import polydraft.papers  # noqa: F401 - self-draft's branches
 from polydraft.certify.enumeration import tree_for as narrowed
 from polydraft.certify.reference import ECHO_VOCABULARY, echo_pair, fixture_pair
 from polydraft.draft import DRAFTERS, GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import polydraft.papers  # noqa: F401 - self-draft's branches
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.certify.reference import next_distributions, small_pair
 from polydraft.draft import GramTreeOptions, Parts, RiderOptions, TreeDrafter, make_drafter

@@ -124,10 +124,10 @@ def test_the_host_knows_how_much_the_memories_hold(drafter: str) -> None:
     assert ends, "no draft was accepted: nothing is proven"
     for end in sorted(ends)[:3]:
         for decoder in decoders(drafter, eos_token_ids=[end]):
-            run = decoder.stream(RAGGED_PROMPTS, max_new_tokens=30, seed=SEEDS)._engine
+            run = decoder.stream(RAGGED_PROMPTS, max_new_tokens=30, seed=SEEDS).engine
             while not run.done:
                 run.step()
-                for context in run._workspace.contexts if not run._launched else ():
+                for context in run.workspace.contexts if not run._launched else ():
                     assert context.lengths_B.tolist() == context.lengths
 
 
@@ -147,7 +147,7 @@ def test_a_round_that_runs_in_vain_leaves_no_trace(replaying: list[StandIn], dra
 
 @pytest.mark.parametrize(("drafter", "temperature", "positions"), covering(RUNS_AHEAD, [0.0, 1.0], [12, 17]))
 def test_the_context_limit(drafter: str, temperature: float, positions: int) -> None:
-    target = TabularModel(TARGET._logits_XV.reshape([VOCABULARY] * 4), max_positions=positions)
+    target = TabularModel(TARGET.logits_XV.reshape([VOCABULARY] * 4), max_positions=positions)
     pair = decoders(drafter, target=target)
     sampling = SamplingParams(temperature=temperature)
     results, expected = (one.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=40, seed=SEEDS) for one in pair)
@@ -178,7 +178,7 @@ def test_a_row_that_is_ended_and_cut_from_outside(drafter: str, cut: int) -> Non
     pair, found = decoders(drafter), []
     for decoder in pair:
         stream = decoder.stream(RAGGED_PROMPTS, max_new_tokens=24, seed=SEEDS)
-        run = stream._engine
+        run = stream.engine
         for _ in range(6):
             run.step()
         run.end(run.slots[1], StopReason.STOP, cut)
@@ -226,7 +226,7 @@ def test_a_stream_gives_every_round_by_itself(drafter: str) -> None:
 def test_an_interruption_while_waiting_loses_no_round(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead, behind = decoders(drafter)
     (expected,) = behind.generate([PROMPT], max_new_tokens=30, seed=3)
-    run = ahead.stream([PROMPT], max_new_tokens=30, seed=3)._engine
+    run = ahead.stream([PROMPT], max_new_tokens=30, seed=3).engine
     interrupted, wait = [], Launched.wait
 
     def wait_or_not(launched: Launched) -> Any:

@@ -129,11 +129,11 @@ def test_an_ended_or_forgotten_stream_gives_its_workspace_back(monkeypatch: pyte
     monkeypatch.setattr(Workspace, "captures", True)
     decoder = Decoder(TARGET, drafter("model"))
     first = decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9, seed=2)
-    workspace = first._engine._workspace
+    workspace = first.engine.workspace
     next(first)
-    assert decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9)._engine._workspace is not workspace
+    assert decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9).engine.workspace is not workspace
     del first
-    assert decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9)._engine._workspace is workspace
+    assert decoder.stream(RAGGED_PROMPTS[0], max_new_tokens=9).engine.workspace is workspace
 
 
 def test_a_request_without_keep_reads_its_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,11 +145,11 @@ def test_a_warm_decoder_has_captured_its_rounds(caches: list[StandIn]) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter: pip install triton, and no GPU")
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("model", ["model", "head"])
-def test_kernels_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, caches: list[StandIn], model: str) -> None:
+def test_kernels_give_the_same_texts(interpret: Callable[[bool], None], caches: list[StandIn], model: str) -> None:
     """And the same trees."""
     options: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": 25 if model == "head" else 10, "seed": 3}
     expected = dynamic(model).generate(RAGGED_PROMPTS, **options)
-    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", True)
+    interpret(True)
     builder = FixedTrees(MODELS[model], SHAPE).builder(RowParams.of(GREEDY, 1), TARGET)
     assert isinstance(builder, FixedBuilder) and builder.form(torch.float32) is not None
     results = dynamic(model).generate(RAGGED_PROMPTS, **options)
@@ -180,10 +180,10 @@ def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, m
     # Verification has ways of its own on a CPU; on a GPU it is that of static trees.
     stream = dynamic(model).stream(RAGGED_PROMPTS, sampling=SAMPLINGS[sampling], max_new_tokens=40, seed=0)
     next(stream)  # tables are made once
-    run = stream._engine
+    run = stream.engine
     session = run.session
     assert session.capturable.never is None
-    uniforms_BU = run.slots.noise.uniforms(run._workspace.num_uniforms(run._walk))
+    uniforms_BU = run.slots.noise.uniforms(run.workspace.num_uniforms(run.walk))
     originals = {"propose": session.propose, "commit": session.commit}
 
     def sealed(name: str) -> Callable[..., Any]:
@@ -194,8 +194,8 @@ def test_drafting_takes_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch, m
         return work
 
     with torch.inference_mode():
-        run_round(run._workspace.state, run._walk, uniforms_BU, Stats())  # captures come after a first time, too
+        run_round(run.workspace.state, run.walk, uniforms_BU, Stats())  # captures come after a first time, too
         with monkeypatch.context() as patch:
             for name in originals:
                 patch.setattr(session, name, sealed(name))
-            run_round(run._workspace.state, run._walk, uniforms_BU, Stats())
+            run_round(run.workspace.state, run.walk, uniforms_BU, Stats())

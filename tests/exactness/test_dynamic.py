@@ -12,8 +12,8 @@ from polydraft.certify.reference import greedy_text
 from polydraft.draft import TreeDrafter, dynamic_builder, policy
 from polydraft.draft.candidates import fixed_shares, gains, room_of_levels
 from polydraft.draft.costs import rising
-from polydraft.draft.decision import Decision
 from polydraft.draft.policy import RowPolicy
+from polydraft.draft.stopping_builder import Decision
 from polydraft.engine import Decoder
 from polydraft.lab.theory import Costs, cost_curve
 from polydraft.sampling import NO_TOKEN, SamplingParams

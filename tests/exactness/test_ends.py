@@ -79,7 +79,7 @@ def test_max_new_tokens_is_exact(limit: int) -> None:
 @pytest.mark.parametrize("positions", some_slow(range(9, 16), range(13, 16)))
 def test_the_context_limit_is_reached_exactly(positions: int) -> None:
     whole = make_decoder().generate(RAGGED_PROMPTS, max_new_tokens=20, seed=SEEDS)
-    table = TARGET._logits_XV.reshape([VOCABULARY] * 4)
+    table = TARGET.logits_XV.reshape([VOCABULARY] * 4)
     limited = make_decoder(target=TabularModel(table, max_positions=positions))
     results = limited.generate(RAGGED_PROMPTS, max_new_tokens=20, seed=SEEDS)
     for prompt, full, short in zip(RAGGED_PROMPTS, whole, results, strict=True):

@@ -13,9 +13,10 @@ from polydraft.draft.trie import TokenTrie, as_draft_tree
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.loading import load
+from polydraft.papers.flat_blocks import FlatBlocksWalk
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DraftTree, parse_tree
-from polydraft.verify import FlatBlocksWalk, Naive, NodeWalk, Walk
+from polydraft.verify import Naive, NodeWalk, Walk
 
 from .checks import FALSE_ALARM, chi_square_p_value
 from .setups import TARGET, VOCABULARY, gram_options

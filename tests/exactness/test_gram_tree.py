@@ -42,7 +42,7 @@ def test_an_end_token_ends_the_text_wherever_it_falls(drafter: str) -> None:
 
 @pytest.mark.parametrize(("drafter", "room"), covering(["lookup", "self-draft", "lookup+head"], [1, 2, 5]))
 def test_the_context_limit_is_reached_exactly(drafter: str, room: int) -> None:
-    table = TARGET._logits_XV.reshape([VOCABULARY] * 4)
+    table = TARGET.logits_XV.reshape([VOCABULARY] * 4)
     limited = TabularModel(table, max_positions=max(map(len, PROMPTS)) + room)
     whole = make_decoder(drafter=drafter, scheme="auto").generate(PROMPTS, max_new_tokens=30, seed=SEEDS)
     results = make_decoder(drafter=drafter, scheme="auto", target=limited).generate(PROMPTS, max_new_tokens=30, seed=SEEDS)
@@ -88,7 +88,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
 @pytest.mark.parametrize("drafter", [name for name in FED_BY_TEXT if name != "corpus"])  # a corpus is meant for all
 def test_texts_are_never_offered_to_other_rows_or_requests(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     # Two models' worth of tokens in one: each half never leads to the other, so a token of the other half has leaked.
-    table_VV = TabularModel.random(VOCABULARY, 1, seed=3)._logits_XV.clone()
+    table_VV = TabularModel.random(VOCABULARY, 1, seed=3).logits_XV.clone()
     half = VOCABULARY // 2
     table_VV[:half, half:] = table_VV[half:, :half] = -1e9
     seen = proposals(monkeypatch)
@@ -210,7 +210,7 @@ def test_branches_that_overflow_the_context_are_refused() -> None:
         RiderOptions(length=0)
     with pytest.raises(UsageError, match="too many for one pass"):
         RiderOptions(branches=64, length=16)
-    small = TabularModel(TARGET._logits_XV.reshape([VOCABULARY] * 4), max_positions=8)
+    small = TabularModel(TARGET.logits_XV.reshape([VOCABULARY] * 4), max_positions=8)
     parts = _parts("self-draft", riders=RiderOptions(branches=2, length=8), caches=GramOptions(corpus="none"))
     with pytest.raises(UsageError, match="does not fit the model's context of 8"):
         Decoder(small, make_drafter(parts, "self-draft")).generate([1, 2], max_new_tokens=2)

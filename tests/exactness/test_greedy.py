@@ -101,7 +101,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted_after_a_one_token_prompt
 
 
 def test_a_draft_with_a_shorter_context_changes_nothing() -> None:
-    table = DRAFT._logits_XV.reshape([VOCABULARY] * 4)
+    table = DRAFT.logits_XV.reshape([VOCABULARY] * 4)
     decoder = make_decoder(draft=TabularModel(table, max_positions=9))
     assert unequal_texts(texts(decoder, MANY_PROMPTS), argmax_texts(penalties=False)) == 0
 

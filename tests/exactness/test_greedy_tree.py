@@ -75,9 +75,9 @@ SLOW: list[Any] = [
     ("params", "kernels", "obstacle"), [(GREEDY, True, None), (replace(GREEDY, top_k=3), True, None), *SLOW]
 )
 def test_a_gpu_grows_dynamic_trees_where_kernels_do_and_has_the_best_static_tree_elsewhere(
-    params: SamplingParams, kernels: bool, obstacle: str | None, monkeypatch: pytest.MonkeyPatch
+    params: SamplingParams, kernels: bool, obstacle: str | None, interpret: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr("polydraft.backends.triton._INTERPRETED", kernels)
+    interpret(kernels)
     gpu: Any = SimpleNamespace(device=torch.device("cuda"), shape_obstacle=obstacle, vocab_size=TARGET.vocab_size)
     for drafter in (TreeDrafter(DRAFT, USUAL, greedy=WIDES["dynamic"]), TreeDrafter(DRAFT, WIDES["dynamic"])):
         builder = drafter.builder(RowParams((params,)), gpu)

@@ -3,6 +3,8 @@
 Enumeration catches all of them; samples of the fixture all but the two subtle ones; whole texts the structural ones.
 """
 
+from collections.abc import Callable
+
 import pytest
 
 from covering import some_slow
@@ -68,7 +70,7 @@ def test_the_test_of_draws_catches_children_of_another_distribution() -> None:
     assert tuple_p_value(children_RK, dict(zip(map(tuple, children_SK.tolist()), chance_S.tolist(), strict=True))) < FALSE_ALARM
 
 
-def test_texts_catch_a_wrong_rule_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEMES._items, "mutant", DistinctTestedAsIndependent)
+def test_texts_catch_a_wrong_rule_of_one_node(registered: Callable[..., None]) -> None:
+    registered(SCHEMES, "mutant", DistinctTestedAsIndependent)
     configuration = Configuration(label="mutant", scheme="mutant", tree="2x2x2", prompt=(0, 0), fixture=True)
     assert min(configuration.p_values(configuration.generate())) < THRESHOLD

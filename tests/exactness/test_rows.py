@@ -59,7 +59,7 @@ def rows_of(graphs: StandIn) -> list[int]:
 
 def counted_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Take note of how many tokens the target reads at a time."""
-    read, context = list[int](), engine._workspace.memory.context
+    read, context = list[int](), engine.workspace.memory.context
     original = context.prefill
 
     def prefill(texts: Any, observer: Any = None) -> None:
@@ -72,7 +72,7 @@ def counted_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int
 
 def resizes(engine: Engine) -> list[int]:
     """Take note of the numbers of rows that an engine chooses."""
-    widths, memories = list[int](), engine._workspace
+    widths, memories = list[int](), engine.workspace
     original = memories.resize
 
     def resize(rows: int) -> None:
@@ -346,7 +346,7 @@ def test_rows_stay_where_rounds_could_be_captured_and_are_not(name: str) -> None
     """What such rounds keep by row does not stay where it is, so that rows could not come back as they were."""
     decoder = DYNAMIC_DECODERS[name]()
     engine, graphs = captured_engine(decoder, 4)
-    assert engine.slots.sizes == [4] and not engine._workspace.elastic
+    assert engine.slots.sizes == [4] and not engine.workspace.elastic
     texts = [sequence(decoder, row, [1, 2, 3 + row], GREEDY, limit=limit, seed=row) for row, limit in enumerate([3, 4, 5, 50])]
     for one in texts:
         engine.add(one)

@@ -43,7 +43,7 @@ def alone(decoder: Decoder, one: TokenSequence, seed: int) -> list[int]:
 
 def with_a_hole(token: int) -> Decoder:
     """Make a pair whose target knows nothing to say after a certain token."""
-    table = TARGET._logits_XV.clone().view(-1, TARGET.vocab_size, TARGET.vocab_size)
+    table = TARGET.logits_XV.clone().view(-1, TARGET.vocab_size, TARGET.vocab_size)
     table[:, token] = torch.nan
     target = TabularModel(table.reshape([TARGET.vocab_size] * (TARGET.order + 1)))
     return Decoder(target, TreeDrafter(DRAFT, parse_tree("2x1")))
@@ -100,7 +100,7 @@ def test_what_a_failed_text_leaves_behind_reaches_nobody() -> None:
     decoder = with_a_hole(7)
     engine = open_engine(decoder, slots=1, isolate=True, reuse=True)
     cleared: list[int] = []
-    engine._workspace.clear = cleared.append  # type: ignore[method-assign]
+    engine.workspace.clear = cleared.append  # type: ignore[method-assign]
     first = sequence(decoder, 0, [1, 2, 7], GREEDY, limit=9, seed=1)
     engine.add(first)
     finish(engine)
@@ -161,7 +161,7 @@ def test_a_long_prompt_keeps_nobody_waiting(name: str) -> None:
 
 def count_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     read: list[int] = []
-    context = engine._workspace.memory.context
+    context = engine.workspace.memory.context
     prefill = context.prefill
 
     def counted(texts: Sequence[Sequence[int]], observer: object = None) -> None:
@@ -213,7 +213,7 @@ def test_rounds_of_a_text_are_counted() -> None:
     finish(engine)
     counted = one.speculation
     assert counted.rounds == engine.stats.rounds == sum(counted.accepted.values())
-    assert counted.drafted_tokens == counted.rounds * (engine._session.num_nodes - 1) and counted.resting_rounds == 0
+    assert counted.drafted_tokens == counted.rounds * (engine.session.num_nodes - 1) and counted.resting_rounds == 0
     assert counted.mean_acceptance_length == pytest.approx(engine.stats.tokens_per_pass)
 
 

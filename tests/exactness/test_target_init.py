@@ -5,7 +5,7 @@ import torch
 
 from polydraft.certify.reference import greedy_text
 from polydraft.draft import LOSSY_DRAFTERS, Parts
-from polydraft.draft.decision import Decision
+from polydraft.draft.stopping_builder import Decision
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.papers.target_init import LongestWalk, TargetInit

@@ -114,12 +114,12 @@ def test_neither_running_ahead_nor_ending_waits_for_the_device(kind: str) -> Non
     target, drafter = build("llama", kind)
     stream = Decoder(target, drafter).stream(PROMPTS[0], max_new_tokens=60, seed=0)
     for _ in range(6):
-        stream._engine.step()
+        stream.engine.step()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:
             torch.cuda.set_sync_debug_mode("error")
-            stream._engine.step()
+            stream.engine.step()
             stream.close()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -191,7 +191,7 @@ def test_the_distribution_of_replayed_texts_is_the_targets() -> None:
     """First tokens of many rows of one captured batch, against the table's own distribution (chi-square, false alarm 1e-4)."""
     table = TabularModel.random(16, 2, seed=0)
     blend = table.mixed_with(TabularModel.random(16, 2, seed=1), 0.6)
-    cube = [model._logits_XV.to("cuda").reshape(16, 16, 16) for model in (table, blend)]
+    cube = [model.logits_XV.to("cuda").reshape(16, 16, 16) for model in (table, blend)]
     decoder = Decoder(TabularModel(cube[0]), TreeDrafter(TabularModel(cube[1]), parse_tree("3x2x1")))
     results = decoder.generate([[3, 5]] * 4000, max_new_tokens=12, seed=11)
     assert results[0].stats.replayed_rounds > 0
@@ -202,7 +202,7 @@ def test_the_distribution_of_replayed_texts_is_the_targets() -> None:
         for one in range(16):
             for other in range(16):
                 chosen = texts[(texts[:, place - 2] == one) & (texts[:, place - 1] == other), place]
-                expected = torch.softmax(table._logits_XV[one * 16 + other].double().cpu(), -1) * len(chosen)
+                expected = torch.softmax(table.logits_XV[one * 16 + other].double().cpu(), -1) * len(chosen)
                 large = expected >= 5
                 if large.sum() < 2:
                     continue
@@ -266,7 +266,7 @@ def test_rounds_have_fewer_rows_as_texts_end(kind: str, sampling: str) -> None:
         stream = captured.stream(prompts, **options)
         rows = set()
         for _ in stream:
-            rows.add(len(stream._engine.slots))
+            rows.add(len(stream.engine.slots))
         for row, (prompt, found) in enumerate(zip(prompts, stream.results(), strict=True)):
             alone = eager.generate(prompt, sampling=SAMPLINGS[sampling], max_new_tokens=limits[row], seed=[10 * turn + row])
             assert found.token_ids == alone.token_ids, (turn, row)

@@ -102,13 +102,13 @@ def check_without_waiting(decoder: Decoder, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_k=20, top_p=0.9, repetition_penalty=1.2)
     stream = decoder.stream(PROMPTS, sampling=params, max_new_tokens=40, seed=0)
     next(stream)  # warm-up: tables and libraries
-    run = stream._engine
-    uniforms_BU = run.slots.noise.uniforms(run._workspace.num_uniforms(run._walk))
+    run = stream.engine
+    uniforms_BU = run.slots.noise.uniforms(run.workspace.num_uniforms(run.walk))
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:
             torch.cuda.set_sync_debug_mode("error")
-            run_round(run._workspace.state, run._walk, uniforms_BU, Stats())
+            run_round(run.workspace.state, run.walk, uniforms_BU, Stats())
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -119,9 +119,9 @@ def test_same_seed_gives_the_same_text_on_both_devices(scheme: str, walk: str) -
     for device in ("cpu", "cuda"):
         table = TabularModel.random(32, 2, seed=0)
         other = TabularModel.random(32, 2, seed=1)
-        target = TabularModel(table._logits_XV.to(device).reshape(32, 32, 32))
+        target = TabularModel(table.logits_XV.to(device).reshape(32, 32, 32))
         blend = table.mixed_with(other, 0.7)
-        draft = TabularModel(blend._logits_XV.to(device).reshape(32, 32, 32))
+        draft = TabularModel(blend.logits_XV.to(device).reshape(32, 32, 32))
         decoder = Decoder(target, TreeDrafter(draft, parse_tree(tree_for(scheme)), scheme), walk=walk)
         texts.append([result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=60, seed=7)])
     assert texts[0] == texts[1]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.backends import triton as kernel_switch
+from polydraft.backends.triton import interpreting
 from polydraft.backends.triton.head import FusedHead
 from polydraft.backends.triton.layers import add_norm, gate, linear, rotate_store, vector_product
 from polydraft.models.cache import SlotCache
@@ -156,14 +156,11 @@ def check_place(
     lengths = torch.tensor([9, 0, 17, 5], device=device)[1:]
     limits, found = {"max_positions": max_positions, "num_tokens": num_tokens, "window": window}, []
     for kernels in (None, True):  # torch's operations are those of a CPU without the interpreter
-        where, before = device if kernels else "cpu", kernel_switch._INTERPRETED
-        kernel_switch._INTERPRETED = bool(kernels) and device == "cpu"
+        where = device if kernels else "cpu"
         there = Block(2, depths.to(where), visible.to(where), places_BT=places.to(where) if scattered else None)
         slot_positions = torch.full((3, 200), -5, device=where)
-        try:
+        with interpreting(bool(kernels) and device == "cpu"):
             placed = place(tokens.to(where), there, lengths.to(where), slot_positions, **limits)
-        finally:
-            kernel_switch._INTERPRETED = before
         values = [placed.tokens_BT, placed.positions_BT, placed.slots_BT, placed.starts_BT, slot_positions]
         found.append([None if value is None else value.cpu() for value in values])
     for one, two in zip(*found, strict=True):
@@ -183,16 +180,13 @@ def check_move_up(device: str, dtype: torch.dtype, layers: int, rows: int, heads
         )
         slot_positions = torch.full((rows, 16), -1, device=device)
         target = lengths[:, None] + torch.arange(4, device=device)
-        before, kernel_switch._INTERPRETED = kernel_switch._INTERPRETED, device == "cpu"
-        try:
+        with interpreting(device == "cpu"):
             if on:
                 assert move_up.chosen(cache, lengths, places, slot_positions) is not None
                 move_up(cache, lengths, places, slot_positions)
             else:
                 cache.move(lengths[:, None] + places, target)
                 slot_positions.scatter_(1, target, target)
-        finally:
-            kernel_switch._INTERPRETED = before
         found.append((cache.keys_LBHSC, cache.values_LBHSC, slot_positions))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
@@ -206,16 +200,13 @@ def check_entries(device: str, dtype: torch.dtype) -> None:
     tokens = torch.tensor([[7, 8, 9, NO_TOKEN], [1, 2, 3, 4], [5, 6, 7, 8]])
     found = []
     for kernels in (False, True):
-        where, before = device if kernels else "cpu", kernel_switch._INTERPRETED
+        where = device if kernels else "cpu"
         context = head_of(where, dtype, {}).start(3, 16)
         context.rewind([5, 2, 9])
         kept = torch.zeros_like(tokens).to(where), features.new_zeros(3, 4, 192).to(where), fresh.clone().to(where)
-        kernel_switch._INTERPRETED = kernels and device == "cpu"
-        try:
+        with interpreting(kernels and device == "cpu"):
             roots = context.take_roots(outputs.to(where), kept[2])
             context.keep_entries(tokens.to(where), path.to(where), keep.to(where), features.to(where), kept)
-        finally:
-            kernel_switch._INTERPRETED = before
         found.append([part.cpu() for part in (roots, context.lengths_B, *kept)])
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
     assert found[0][1].tolist() == [6, 5, 10] and found[0][0].shape == (3, 1, 32)

@@ -16,8 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from models.attention_cases import Case
-from polydraft import devices
-from polydraft.backends import triton as kernels
+from polydraft.backends.triton import interpreting
 from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton import probe as _probe
 from polydraft.backends.triton.attention import AttentionPlan, attend_tree
@@ -26,6 +25,7 @@ from polydraft.backends.triton.invariant import Sight, invariant_attention, inva
 from polydraft.backends.triton.layers import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
 from polydraft.backends.triton.planting import MOST_CHILDREN
 from polydraft.backends.triton.verify_block import FusedRound
+from polydraft.devices import values_hidden
 from polydraft.draft import DistributionSource
 from polydraft.draft.fixed_builder import FixedBuilder
 from polydraft.draft.planting import plant_columns, plant_largest
@@ -256,16 +256,15 @@ def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None
 
 
 def main(what: str, capability: str, dtype: str) -> None:
-    kernels._INTERPRETED = True  # tensors are on the CPU, and kernels are to be launched all the same
-    devices._hidden = True
     driver.set_active(AbsentGPU(int(capability)))
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
     if int(capability) >= 90:
         _invariant.shared_room = lambda device: 227 * 2**10
     models = [whole_models, large_models, odd_models, invariant, verification, memories, probabilities]
     models += [greedy_rounds, dynamic_rounds]
-    for launches in [trees] if what == "trees" else models:
-        launches(getattr(torch, dtype))
+    with interpreting(), values_hidden():  # tensors are on the CPU, and kernels are to be launched all the same
+        for launches in [trees] if what == "trees" else models:
+            launches(getattr(torch, dtype))
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def grouped(**overrides):
 
 
 @pytest.fixture
-def wider(monkeypatch):
-    monkeypatch.setitem(SHAPES._items, "wider", WIDER)
+def wider(registered):
+    registered(SHAPES, "wider", WIDER)
     return "wider"
 
 

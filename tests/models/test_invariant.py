@@ -160,11 +160,11 @@ class FirstOfItsKind:
 
 @needs_triton
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "inflated"])  # one has a window, one shows fewer features
-def test_captured_passes_read_prompts_into_any_row(tiny, monkeypatch, family):
+def test_captured_passes_read_prompts_into_any_row(tiny, monkeypatch, family, registered):
     model = tiny("llama" if family == "inflated" else family)
     if family == "inflated":
         shape = BigShape(hidden_size=80, num_layers=4, num_heads=6, num_key_heads=6, head_size=16, mlp_size=100)
-        monkeypatch.setitem(SHAPES._items, "wider", shape)
+        registered(SHAPES, "wider", shape)
         model = InflatedModel(model, "wider", native=False)
     monkeypatch.setattr("polydraft.models.hf_context.READING_SIZES", (4, 8))
     fused = FusedBody(lean_body(model.hf_model), invariant=True)

@@ -7,9 +7,9 @@ import torch
 
 import polydraft.draft.trie as trie_module
 from covering import some_slow
+from polydraft.draft import RiderOptions
 from polydraft.draft.device_trie import DeviceTrieBuilder
 from polydraft.draft.gram_options import Sizes
-from polydraft.draft.riders import RiderOptions
 from polydraft.draft.trie import WIDTH, Limits, grow, trie_ladder
 from polydraft.ngrams import GRAM_CACHES, GramOptions
 from polydraft.sampling import NO_TOKEN

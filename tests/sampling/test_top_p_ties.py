@@ -97,7 +97,7 @@ def tied_models() -> tuple[TabularModel, TabularModel]:
 @pytest.mark.parametrize("tree", ["none", "3x2x1"])
 def test_texts_follow_hugging_faces_distribution_with_and_without_drafts(tree: str) -> None:
     target, draft = tied_models()
-    distribution_VV = hugging_face(target._logits_XV.softmax(-1), 0.6).double().numpy()
+    distribution_VV = hugging_face(target.logits_XV.softmax(-1), 0.6).double().numpy()
     assert ((distribution_VV > 0).sum(-1) == 4).all(), "the edge goes through the five equals"
     drafter = None if tree == "none" else TreeDrafter(draft, parse_tree(tree))
     results = Decoder(target, drafter).generate([[3]] * 1500, sampling=SamplingParams(top_p=0.6), max_new_tokens=3, seed=1)

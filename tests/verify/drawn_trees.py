@@ -38,7 +38,7 @@ def small_trees(
     uniforms_BU = torch.rand(rows, numbers, generator=generator, dtype=torch.float64)
     draft = batch.draft(case_S[pick_R], tokens_SN[pick_R], torch.float32)
     distributions = _DistributionsEverywhere(batch, case_S[pick_R], tokens_SN[pick_R])
-    distributions._distribution_RNV = distributions._distribution_RNV.float().to(device)
+    distributions.distribution_RNV = distributions.distribution_RNV.float().to(device)
     return moved(draft, device), distributions, uniforms_BU.to(device)
 
 

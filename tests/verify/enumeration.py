@@ -294,13 +294,13 @@ class _DistributionsEverywhere(TreeDistributions):
         distributions = [
             batch.node_distributions(batch.target_CXV, case_R, tokens_RN, node) for node in range(batch.topology.num_nodes)
         ]
-        self._distribution_RNV = torch.stack(distributions, dim=1) * batch.target_scale
+        self.distribution_RNV = torch.stack(distributions, dim=1) * batch.target_scale
 
     def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
-        return torch.full_like(self._distribution_RNV[:, 0], torch.nan)
+        return torch.full_like(self.distribution_RNV[:, 0], torch.nan)
 
     def everywhere(self, draft: DraftTree) -> Tensor:
-        return self._distribution_RNV
+        return self.distribution_RNV
 
     def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
         raise NotImplementedError

@@ -93,7 +93,7 @@ def hard_rows(scheme: Scheme) -> tuple[DraftTree, _DistributionsEverywhere, Tens
     asked_BU = uniforms_BU[rows].clone()
     for place, (column, number) in enumerate(marks):
         asked_BU[place, column] = number
-    distributions._distribution_RNV = distributions._distribution_RNV[rows]
+    distributions.distribution_RNV = distributions.distribution_RNV[rows]
     expected = by_torch(walk, scheme, _rows(draft, rows), distributions, asked_BU)
     assert len({*expected.accepted_B.tolist()}) == 3  # there is something to get wrong
     return _rows(draft, rows), distributions, asked_BU, expected
@@ -139,7 +139,7 @@ def certain_ones_race(weight_K, more_K, total, count, THRESHOLD, BLOCK_K):
     [
         ("_next_weight", weight_not_carried_on),
         ("_stop_chance", stopped_by_weight_alone),
-        ("_count_certain", certain_ones_race),
+        ("count_certain", certain_ones_race),
     ],
 )
 def test_wrong_kernels_are_caught(name: str, wrong: Callable[..., Any], kernels: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_distributions_that_are_no_numbers_are_named(culprit: Fault, kernels: py
     scheme = Hybrid(buckets=16)
     draft, distributions, uniforms_BU = small_trees("2x1", 3, scheme, seed=4)
     if culprit == Fault.TARGET:
-        distributions._distribution_RNV[0, 0], distributions._distribution_RNV[1, 1:] = torch.nan, torch.nan
+        distributions.distribution_RNV[0, 0], distributions.distribution_RNV[1, 1:] = torch.nan, torch.nan
     else:
         draft.distributions[0][0], draft.distributions[1][1] = torch.nan, torch.nan
     found = BlockWalk(0.0).run(scheme, draft, distributions, uniforms_BU).fault_B

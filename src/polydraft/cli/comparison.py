@@ -10,6 +10,7 @@ import torch
 from rich import box
 from rich.table import Table
 
+from polydraft.devices import captures
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Generation, Stats
 from polydraft.errors import FailureError
@@ -65,7 +66,7 @@ def compare(task: "Task", decoder: Decoder, console: Any) -> None:
 
 
 def _short(task: "Task", decoder: Decoder) -> dict[str, Any]:
-    return {} if decoder.target.device.type == "cuda" else {"max_new_tokens": min(_WARM_UP, task.choices.max_new_tokens)}
+    return {} if captures(decoder.target.device) else {"max_new_tokens": min(_WARM_UP, task.choices.max_new_tokens)}
 
 
 def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | None:

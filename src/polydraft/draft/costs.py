@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from polydraft.backends.native.build import cpu_features
-from polydraft.devices import can_sync
+from polydraft.devices import can_sync, captures, cpu_features, wait_for
 from polydraft.draft.candidates import best_children, drawn_children, gains
 from polydraft.draft.speedup import Costs, cost_curve
 from polydraft.draft.trie import Limits, as_draft_tree, grow, trie_ladder
@@ -157,7 +156,7 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
     turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *schemes)]
     if draft is None:
         turns.append(("host", "root", _root_walk(target)))
-    in_graphs = target.device.type == "cuda" and target.graph_obstacle is None
+    in_graphs = captures(target.device) and target.graph_obstacle is None
     if in_graphs:
         turns = [(kind, name, captured(work)) for kind, name, work in turns]
     times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind, name, _ in turns}
@@ -296,19 +295,18 @@ def _seen(tokens_1: torch.Tensor) -> object:
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
     """Return the seconds that some work takes; on a GPU as one of several, as it is where rounds run ahead of the host."""
-    times = _TOGETHER if device.type == "cuda" else 1
+    times = _TOGETHER if captures(device) else 1
     start = time.perf_counter()
     for _ in range(times):
         work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return (time.perf_counter() - start) / times
 
 
 def _key(target: LanguageModel, draft: Draft, nodes: int) -> str:
     """Name what the costs depend on."""
     place = f"cpu{torch.get_num_threads()}"
-    if target.device.type == "cuda":
+    if captures(target.device):
         place = f"{torch.cuda.get_device_name(target.device)} {'captured' if target.graph_obstacle is None else 'eager'}"
     kind = "int8" if getattr(target, "int8", False) else getattr(target, "dtype", "table")
     native = "native" if getattr(target, "native", None) is not None else "torch"

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from polydraft.devices import captures
 from polydraft.draft.builder import Builder
 from polydraft.draft.gram_options import Sizes
 from polydraft.draft.source import Source
@@ -24,8 +25,6 @@ from polydraft.transfers import assign, brought
 from polydraft.trees import DraftTree
 from polydraft.verify import Naive, NodeWalk, Verdict, Walk
 
-_DEVICES = ("cuda",)
-"""Where n-grams are looked up on the device: elsewhere the host's own structures are faster."""
 _CORPUS_NODES = 32
 """Candidates that a corpus has at one place, at most: some ten bytes each, times the n-grams of the corpus."""
 _SPARE = 3
@@ -33,9 +32,9 @@ _SPARE = 3
 
 
 def on_device(caches: Sequence[GramCache], sizes: Sizes, device: torch.device) -> bool:
-    """Whether what all these caches know can be looked up on the device."""
+    """Whether what all these caches know can be looked up on the device; elsewhere the host's own structures are faster."""
     fits = sizes.depth <= LONGEST and all(cache.has_tensors and cache.longest_match <= LONGEST for cache in caches)
-    return device.type in _DEVICES and not sizes.riders.branches and fits
+    return captures(device) and not sizes.riders.branches and fits
 
 
 class DeviceGramSource(Source):

@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from polydraft.draft.decision import Decision
 from polydraft.draft.gram_options import GramTreeOptions
 from polydraft.draft.session import DraftSession
+from polydraft.draft.stopping_builder import Decision
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.registry import Registry
 from polydraft.sampling import RowParams

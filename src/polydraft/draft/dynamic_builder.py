@@ -25,13 +25,12 @@ from polydraft.draft.candidates import (
     room_of_levels,
     total,
 )
-from polydraft.draft.decision import Decision
 from polydraft.draft.fixed_builder import ranking_params
 from polydraft.draft.growth import Growing, Grown, Passes
 from polydraft.draft.policy import RowPolicy
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_builder import DEFAULT_SCHEME
-from polydraft.draft.stopping_builder import DECISION_OBSTACLE
+from polydraft.draft.stopping_builder import DECISION_OBSTACLE, Decision
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.trees import DraftTree, DynamicShape, Topology
 from polydraft.verify import SCHEMES, Scheme

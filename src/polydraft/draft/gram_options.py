@@ -5,19 +5,53 @@ from typing import Any
 
 import torch
 
+from polydraft.devices import captures, is_host
 from polydraft.draft.ladder import Ladder
-from polydraft.draft.riders import RiderOptions
 from polydraft.draft.trie import FEW_STEPS, STEPS, trie_ladder
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, unknown_name
 from polydraft.ngrams import GramOptions, tokenizer_fingerprint
 from polydraft.trees import MAX_NODES
 
+SEEDS = ("vocabulary", "prompt")
 _USUAL_TOKENS, _TOKENS_ON_CPU = 64, 20
 _LEAST_TOKENS = 8
 """Candidates per round where nothing else was asked for; docs/ngrams.md has the reckoning."""
 _LEAST_CHANCE, _LEAST_CHANCE_ON_CPU = 0.005, 0.04
 """Where a candidate yields what it costs: a token is worth some 0.4 of a plain pass; one more in the pass costs 0.002 to 0.003
 of it on a GPU, and 0.025 on two cores with matrix units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RiderOptions:
+    """How many branches of Self-Draft ride along in a pass, and how they begin.
+
+    References
+    ----------
+    .. [1] Gao et al. 2025, Multi-Branch Self-Drafting for LLM Inference Acceleration, "Multi-branch drafting", Algorithm 1.
+    """
+
+    branches: int = 6
+    """N of [1]; 0 for none."""
+    length: int = 6
+    """Most tokens of a branch, L of [1]."""
+    seeds: str = "prompt"
+    """Where the first token of a branch is drawn from: the ``"prompt"``, or the ``"vocabulary"`` as in [1]."""
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("branches", self.branches, 0), ("branch_length", self.length, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"{name}={value!r} is out of range; allowed: whole numbers from {least}")
+        if self.seeds not in SEEDS:
+            raise unknown_name("branch_seeds", self.seeds, SEEDS)
+        if self.most >= MAX_NODES:
+            raise UsageError(
+                f"{self.branches} branches of {self.length} tokens are too many for one pass; allowed: below {MAX_NODES} in all"
+            )
+
+    @property
+    def most(self) -> int:
+        """Most riders in a pass."""
+        return self.branches * self.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +114,12 @@ class GramTreeOptions:
 
     def on(self, device: torch.device) -> "Sizes":
         """Return the sizes on a device."""
-        cpu = device.type == "cpu"
+        cpu = is_host(device)
         riders = self.riders or (RiderOptions(branches=2, length=4) if cpu else RiderOptions())
         # On a CPU a pass costs by its tokens, so branches take the place of as many candidates.
         nodes = self.nodes or (max(_TOKENS_ON_CPU - riders.most, _LEAST_TOKENS) if cpu else _USUAL_TOKENS)
         least = self.least_chance if self.least_chance is not None else _LEAST_CHANCE_ON_CPU if cpu else _LEAST_CHANCE
-        ladder = trie_ladder(nodes, FEW_STEPS if device.type == "cuda" else STEPS)
+        ladder = trie_ladder(nodes, FEW_STEPS if captures(device) else STEPS)
         return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders, least=least, ladder=ladder)
 
 

@@ -6,28 +6,29 @@ are certain (docs/theory.md).
 """
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from polydraft.devices import is_host
 from polydraft.draft.builder import Builder
 from polydraft.draft.costs import GRAMS, measured_costs
 from polydraft.draft.device_trie import DeviceTrieBuilder, on_device
 from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
-from polydraft.draft.gram_options import GramTreeOptions, Sizes
+from polydraft.draft.gram_options import GramTreeOptions, RiderOptions, Sizes
 from polydraft.draft.policy import RowPolicy
-from polydraft.draft.riders import RiderOptions, Riders
 from polydraft.draft.session import DraftSession
 from polydraft.draft.source import Source
 from polydraft.draft.speedup import Costs
 from polydraft.draft.trie import Limits, TokenTrie, as_draft_tree, check_node_walk, grow
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
-from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory
+from polydraft.registry import Registry
 from polydraft.sampling import RowParams
 from polydraft.trees import DraftTree
-from polydraft.verify import FlatBlocksWalk, Naive, NodeWalk, Verdict, Walk
+from polydraft.verify import Naive, NodeWalk, Verdict, Walk
 
 GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
     "self-draft": ("context", "corpus"),
@@ -36,7 +37,7 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
     "suffix": ("suffix",),
     "corpus": ("corpus",),
 }
-"""Drafters that need no draft model, with the caches they ask; `self-draft` also has riders."""
+"""Drafters that need no draft model, with the caches they ask; `self-draft` also has riders (`RIDERS`)."""
 NOTHING_FOUND = "n-grams had nothing to propose that would pay"
 
 
@@ -80,13 +81,15 @@ class GramTree(Drafter):
         if self.lossless and on_device(self.caches, sizes, target.device):
             return DeviceTrieBuilder(self.caches, sizes, batch_size, target.device, name)
         policy = None
-        if self.pauses and target.device.type == "cpu":
+        if self.pauses and is_host(target.device):
             policy = self._pacing(sizes, batch_size, target)
             if sizes.riders.branches and policy.hopeless:  # branches cannot pay for themselves here
                 sizes = dataclasses.replace(sizes, riders=RiderOptions(branches=0))
                 policy = self._pacing(sizes, batch_size, target)
-        source = GramSource(self.caches, Riders(sizes.riders, target, batch_size), self.options.caches.gram, batch_size)
-        return TrieBuilder(source, sizes, self.options, target.device, name, policy)
+        riders = RIDERS.get("branches")(sizes.riders, target, batch_size) if sizes.riders.branches else Riders()
+        source = GramSource(self.caches, riders, self.options.caches.gram, batch_size)
+        make = TrieBuilder if self.lossless else LOSSY_TRIES.get("flat-blocks")
+        return make(source, sizes, self.options, target.device, name, policy)
 
     def _pacing(self, sizes: Sizes, batch_size: int, target: LanguageModel) -> RowPolicy:
         """Return what says how many candidates pay; branches ride along whatever they are, and cost what they cost."""
@@ -96,8 +99,47 @@ class GramTree(Drafter):
         return RowPolicy(dataclasses.replace(costs, overhead=overhead), batch_size, most)
 
 
+class Riders:
+    """What rides along in the target's passes, as nodes that no walk reaches, and teaches the caches: nothing, here."""
+
+    resting_B: Tensor | None = None
+    """Rows that rest in this round, on a CPU; where all do, nothing rides along."""
+
+    @property
+    def kind(self) -> Hashable:
+        """What captures depend on."""
+        return ()
+
+    @property
+    def num_uniforms(self) -> int:
+        """Random numbers per row and round."""
+        return 0
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Begin anew in some rows."""
+
+    def resize(self, rows: int) -> None:
+        """Have so many rows."""
+
+    def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
+        """Add riders to a pass."""
+        return tree
+
+    def commit(self, features_BNF: Tensor) -> Tensor | None:
+        """Look at what the target says after them; return a report for `grams`, or None."""
+        return None
+
+    def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
+        """Read n-grams of `gram` tokens, and the one after them, off a row of what `commit` returned."""
+        return iter(())
+
+
+RIDERS: Registry[Callable[[RiderOptions, LanguageModel, int], Riders]] = Registry("rider")
+"""Riders of a batch, from their options, the target and the number of rows; `polydraft.papers` registers them."""
+
+
 class GramSource(Source):
-    """Memories of one batch, one of each cache per row, on the host, and the branches that teach them."""
+    """Memories of one batch, one of each cache per row, on the host, and the riders that teach them."""
 
     learns = True
 
@@ -147,11 +189,11 @@ class GramSource(Source):
             memory.read(tokens)
 
     def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
-        """Let the branches grow, and report them."""
+        """Let the riders report what they saw."""
         return self.riders.commit(features_BNF)
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Let the context caches learn from the branches."""
+        """Let the context caches learn from the riders."""
         for memories, report, idle, resting in zip(self.memories, reports, self.idle, self.resting, strict=True):
             if not idle and not resting:
                 for gram in self.riders.grams(report, self._gram):
@@ -199,12 +241,12 @@ class TrieBuilder(Builder):
 
     @property
     def kind(self) -> Hashable:
-        """A capture draws the first tokens of branches from prompts of one size, where they are."""
-        return self.source.riders.seeds_BT.shape[1]
+        """What the riders' captures depend on."""
+        return self.source.riders.kind
 
     @property
     def num_uniforms(self) -> int:
-        """Random numbers for the first tokens of branches."""
+        """Those of the riders."""
         return self.source.riders.num_uniforms
 
     @property
@@ -214,9 +256,9 @@ class TrieBuilder(Builder):
         return NOTHING_FOUND if policy is None else policy.rest_reason
 
     def resolve_walk(self, wish: str) -> Walk:
-        """Walk node by node; or as the paper words it, if that was asked for."""
+        """Walk node by node."""
         check_node_walk(self._name, wish)
-        return FlatBlocksWalk(1 + self._options.most_nodes) if self._options.flat_blocks else NodeWalk()
+        return NodeWalk()
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Merge what the memories know."""
@@ -225,7 +267,7 @@ class TrieBuilder(Builder):
             source.resting = [not drafts for drafts in self.policy.drafting]
             source.riders.resting_B = torch.tensor(source.resting, device=self._device)
         self._tries = [
-            self._trie(memories, read[-1]) if not idle and not resting else TokenTrie(read[-1])
+            self.trie(memories, read[-1]) if not idle and not resting else TokenTrie(read[-1])
             for memories, read, idle, resting in zip(source.memories, source.read, source.idle, source.resting, strict=True)
         ]
         if self.policy is not None:
@@ -252,24 +294,20 @@ class TrieBuilder(Builder):
             self.policy.learn(counts, [not idle for idle in self.source.idle])
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
-        """Let the branches ride along."""
+        """Let the riders ride along."""
         return self.source.riders.attach(tree, uniforms_BU)
 
-    def _trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
-        """Propose what is likeliest; by the paper's rule, chains that share nothing, those of the longest prefixes first."""
-        if not self._options.flat_blocks:
-            return grow(root, self.source.names, memories, self._limits)
-        trie, found = TokenTrie(root, shared=False), list[tuple[Match, str]]()
-        for name, memory in zip(self.source.names, memories, strict=True):
-            found += [(match, name) for match in memory.matches(self._options.candidates, self.depth)]
-        found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
-        for match, name in found:
-            trie.add(match.tokens, name, 1 + self._limits.nodes)
-        return trie
+    def trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
+        """Propose what is likeliest."""
+        return grow(root, self.source.names, memories, self._limits)
 
     def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str]:
         """Name the cache that proposed each token."""
         return self._tries[row].followed(tokens)
+
+
+LOSSY_TRIES: Registry[type[TrieBuilder]] = Registry("lossy trie")
+"""Tries whose verification changes the distribution of the text; `polydraft.papers` registers them."""
 
 
 def gram_tree(names: Sequence[str], options: GramTreeOptions, *, pauses: bool = False) -> GramTree:

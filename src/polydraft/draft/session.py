@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from polydraft.devices import captures
 from polydraft.draft.builder import Builder
 from polydraft.models import Context
 from polydraft.models.language_model import Observer
@@ -15,8 +16,6 @@ from polydraft.trees import DraftTree, Topology, union
 from polydraft.verify import Naive, Scheme, Verdict, Walk, resolve_walk
 
 _NAIVE = Naive()
-_WITH_STREAMS = ("cuda",)
-"""Devices that work on several things at once."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Aside:
 
         What it leaves is used before the next round begins here, so that its memory is not taken too early.
         """
-        if device.type not in _WITH_STREAMS:
+        if not captures(device):
             yield
             return
         streams = torch.get_device_module(device)

@@ -1,9 +1,10 @@
-"""Static trees of which rows draw only a part: none while drafting does not pay, or fewer levels by a decision model."""
+"""Static trees of which rows draw only a part: none while drafting does not pay, or fewer levels by a decision."""
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-from polydraft.draft.decision import Decision
 from polydraft.draft.policy import RowPolicy
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_builder import StaticBuilder
@@ -13,6 +14,18 @@ from polydraft.trees import DraftTree, SlicedMask, Topology
 from polydraft.verify import Scheme
 
 DECISION_OBSTACLE = "the decision model is looked at between levels"
+
+
+class Decision(ABC):
+    """Whether rows go on drafting.
+
+    Any rule is exact that looks at distributions and tokens drawn so far and at nothing of what follows: children that are
+    drawn afterwards have the distribution that verification assumes.
+    """
+
+    @abstractmethod
+    def goes_on(self, features_BGF: Tensor, logits_BGV: Tensor) -> Tensor:
+        """Say which rows go on, `[B]`, given the draft's features and logits at the G nodes whose children were drawn last."""
 
 
 class StoppingBuilder(StaticBuilder):

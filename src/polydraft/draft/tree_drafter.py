@@ -4,9 +4,9 @@ from typing import TypedDict
 
 import torch
 
+from polydraft.devices import is_host
 from polydraft.draft.builder import Builder
 from polydraft.draft.costs import measured_costs
-from polydraft.draft.decision import Decision
 from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
 from polydraft.draft.dynamic_builder import DynamicBuilder
 from polydraft.draft.fixed_builder import FixedBuilder
@@ -21,7 +21,7 @@ from polydraft.draft.source import DistributionSource
 from polydraft.draft.speedup import Costs
 from polydraft.draft.static_builder import DEFAULT_SCHEME, StaticBuilder
 from polydraft.draft.static_plan import check_tree
-from polydraft.draft.stopping_builder import StoppingBuilder
+from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.draft.tree_choice import TreeChoice, smaller_trees
 from polydraft.draft.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
@@ -110,7 +110,7 @@ class TreeDrafter(Drafter):
             shape = self.greedy
         if isinstance(shape, Topology):
             return self._static(source, shape, params, target, by_load=self.by_load and shape is not self.greedy)
-        if target.device.type == "cpu":
+        if is_host(target.device):
             costs = self._costs(shape.nodes, shape.adaptive, params, target)
             return DynamicBuilder(
                 source,
@@ -136,7 +136,7 @@ class TreeDrafter(Drafter):
             choice = TreeChoice((*smaller_trees(tree), tree), self._timings, len(params))
             return LoadBuilder(source, choice, params, target.vocab_size, **options)
         # On a GPU rounds are captured, and trees by load are what pays there.
-        pauses = self.pauses and not self.by_load and target.device.type == "cpu"
+        pauses = self.pauses and not self.by_load and is_host(target.device)
         if not pauses and self.decision is None:
             return StaticBuilder(source, tree, params, target.vocab_size, **options)
         policy = None

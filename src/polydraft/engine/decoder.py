@@ -201,7 +201,7 @@ class Decoder:
             "seeds": seeds,
             "max_new_tokens": request.max_new_tokens,
             "scheme": workspace.session.scheme.name if workspace.session.depth else None,
-            "walk": engine.walk_name if workspace.session.depth else None,
+            "walk": engine.walk.name if engine.walk is not None and workspace.session.depth else None,
         }
         return Stream(engine, sequences, settings, request.cancel)
 

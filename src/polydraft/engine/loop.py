@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from polydraft.draft import DraftSession
 from polydraft.engine.graphs import DeviceClock, Launched
 from polydraft.engine.outcome import RowOutcome
 from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSequence
@@ -81,8 +80,9 @@ class Engine:
         """Slots whose sequences have failed, and which may hold NaNs."""
         self._started = time.perf_counter()
         self._wish = walk
-        self._walk: Walk | None = None
-        self._session, self._workspace = workspace.session, workspace
+        self.walk: Walk | None = None
+        """Who verifies, once somebody was admitted."""
+        self.workspace, self.session = workspace, workspace.session
         self._launched: list[Launched] = []
         """Rounds whose outcomes are not known yet: between steps the one ahead, if there is one."""
         self._reading = DeviceClock(workspace.target.device)
@@ -99,16 +99,6 @@ class Engine:
         return not self.waiting and not any(self.slots.running())
 
     @property
-    def session(self) -> DraftSession:
-        """Who drafts."""
-        return self._session
-
-    @property
-    def walk_name(self) -> str | None:
-        """Who verifies, once somebody was admitted."""
-        return None if self._walk is None else self._walk.name
-
-    @property
     def free_slots(self) -> int:
         """How many more sequences could be at work."""
         return max(self.slots.most - sum(1 for _ in self.slots.running()) - len(self.waiting), 0)
@@ -123,7 +113,7 @@ class Engine:
 
         `awaited` if texts of another engine wait for its end.
         """
-        with self._workspace.ownership.held_by(self), _device_errors():
+        with self.workspace.ownership.held_by(self), _device_errors():
             if self._torn:
                 raise FailureError("a round of this text was interrupted, so its state is unknown; start the request again")
             was_ahead, started = bool(self._launched), time.perf_counter()
@@ -163,9 +153,9 @@ class Engine:
         Short prompts need not wait for a long one: half of what is read may be theirs.
         """
         fresh, changed = self.slots.fit(self.waiting)
-        if changed and self._walk is not None:
-            self._walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
-            self._workspace.activate(self.slots.active())
+        if changed and self.walk is not None:
+            self.walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
+            self.workspace.activate(self.slots.active())
         free, room = self.slots.free(), self._pace.room(awaited or any(self.slots.active()))
         reading = [slot for slot in self.slots.known if slot not in free]
         rows, new, passing = list[int](), list[int](), room // 2 if reading else 0
@@ -191,7 +181,7 @@ class Engine:
         if not rows:
             return
         rows += sorted(slot for slot in set(fresh).difference(rows) if self.slots[slot] is None)
-        first = self._walk is None
+        first = self.walk is None
         active = self.slots.active()
         for slot, sequence in enumerate(self.slots):
             if sequence is not None and active[slot]:
@@ -199,7 +189,7 @@ class Engine:
         # A slot without a sequence at work asks for nothing, whatever it was asked for last. Where rounds are captured it
         # draws if all others do: a batch of both kinds would be captured by itself.
         wanted = [sequence.row_params for slot, sequence in enumerate(self.slots) if sequence is not None and active[slot]]
-        drawing = self._workspace.captures and all(own.temperature > 0 for own in wanted)
+        drawing = self.workspace.captures and all(own.temperature > 0 for own in wanted)
         idle = SamplingParams() if drawing else IDLE
         params = {
             slot: sequence.row_params if sequence is not None and active[slot] else idle
@@ -208,56 +198,56 @@ class Engine:
         longest = max(sequence.end for sequence in self.slots.running())
         self._share()
         with self.stats.clock("prefill"), self._reading.running():
-            self._workspace.begin(
+            self.workspace.begin(
                 self.slots.texts(),
                 longest,
                 rows=range(len(self.slots)) if first else rows,
                 unread=() if keep or self._reuse else range(len(self.slots)) if first else new,
                 keep=keep,
-                params=self._workspace.params.replaced(params),
+                params=self.workspace.params.replaced(params),
             )
-            self._workspace.activate(active)
-            self._workspace.watch(any(one is not None and (one.traced or one.top_logprobs is not None) for one in self.slots))
-        self._walk = self._chosen_walk()
+            self.workspace.activate(active)
+            self.workspace.watch(any(one is not None and (one.traced or one.top_logprobs is not None) for one in self.slots))
+        self.walk = self._chosen_walk()
 
     def _chosen_walk(self) -> Walk:
         if isinstance(self._wish, Walk):
-            return self._wish if self._wish.fits(self._session.scheme) else self._session.resolve_walk(AUTO)
-        return self._session.resolve_walk(self._wish)
+            return self._wish if self._wish.fits(self.session.scheme) else self.session.resolve_walk(AUTO)
+        return self.session.resolve_walk(self._wish)
 
     def _launch(self) -> Launched:
-        assert self._walk is not None, "somebody was admitted"
+        assert self.walk is not None, "somebody was admitted"
         self._share()
         with self.stats.clock("draft"):
-            count = self._workspace.num_uniforms(self._walk)
-            uniforms_BU = self.slots.noise.uniforms(count, self._session.own_uniforms(count))
-        workspace = self._workspace
-        return workspace.launcher.launch(workspace.begun, workspace.contexts, self._walk, uniforms_BU, self.stats)
+            count = self.workspace.num_uniforms(self.walk)
+            uniforms_BU = self.slots.noise.uniforms(count, self.session.own_uniforms(count))
+        workspace = self.workspace
+        return workspace.launcher.launch(workspace.begun, workspace.contexts, self.walk, uniforms_BU, self.stats)
 
     def _share(self) -> None:
         """Tell the drafter how many texts are at work."""
         active = self.slots.active()
         loads = [1 if one is None or one.steady or one.done else sum(active) for one in self.slots]
         steady = [one.steady if one is not None and works else None for one, works in zip(self.slots, active, strict=True)]
-        self._session.share(loads, steady)
+        self.session.share(loads, steady)
 
     def _runs_ahead(self, now: Launched) -> bool:
         """Whether to launch one more round: some sequence goes on after this one unless it meets an end that is no limit."""
-        most = self._session.depth + 1
+        most = self.session.depth + 1
         goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self.slots.running())
         reads = any(slot not in self.slots.free() for slot in self.slots.known)
         if not goes_on or self.waiting or reads or self._retiring:
             return False
-        return self._workspace.launcher.runs_ahead(self._workspace.begun, self._workspace.contexts, now)
+        return self.workspace.launcher.runs_ahead(self.workspace.begun, self.workspace.contexts, now)
 
     def _settle(self, outcome: list[RowOutcome], reports: list[list[int]]) -> list[Emitted]:
         """Give every running sequence what the round brought it, up to its end; let those that ended go."""
         active = self.slots.active()
         accepted = [row.tokens[:-1] if runs else [] for row, runs in zip(outcome, active, strict=True)]
-        sources = self._session.receive(reports, accepted)
+        sources = self.session.receive(reports, accepted)
         by_slot: list[list[int]] = [[] for _ in self.slots]
         emitted: list[Emitted] = []
-        why_none = self._session.rest_reason
+        why_none = self.session.rest_reason
         for slot, (sequence, row) in enumerate(zip(self.slots, outcome, strict=True)):
             if sequence is None or not active[slot]:
                 continue
@@ -268,7 +258,7 @@ class Engine:
             if sequence.top_logprobs is not None:
                 one.logprobs.extend(self._logprobs(slot, one.token_ids, sequence.top_logprobs))
             if sequence.traced:
-                one.tree.extend(self._workspace.last_tree(slot))
+                one.tree.extend(self.workspace.last_tree(slot))
             sequence.speculation.count(row.accepted, row.drafted, why_none)
             self.stats.count(row.accepted, row.offered, row.longest, row.branch)
             self.stats.saw_candidates(row.drafted, why_none)
@@ -276,7 +266,7 @@ class Engine:
             by_slot[slot] = one.token_ids
             emitted.append(one)
         self.stats.rounds += 1
-        self._workspace.settle(self.slots.texts(), by_slot)
+        self.workspace.settle(self.slots.texts(), by_slot)
         if self._retiring or any(one.stop_reason for one in emitted):
             self._release()
         self.stats.total_seconds = time.perf_counter() - self._started
@@ -294,20 +284,20 @@ class Engine:
 
     def _release(self) -> None:
         """Let ended sequences go; after the round ahead, if there is one whose tokens others still need."""
-        with self._workspace.ownership.settled_by(self) as own:
-            if not own or self._workspace.state is None:  # nobody was let in yet
+        with self.workspace.ownership.settled_by(self) as own:
+            if not own or self.workspace.state is None:  # nobody was let in yet
                 return
             if not any(self.slots.running()):
                 self._launched.clear()  # rounds launched ahead of finished rows are discarded
             self._retiring = bool(self._launched)
             if not self._retiring:
-                self._workspace.retire(self.slots.texts(), self.slots.active())
+                self.workspace.retire(self.slots.texts(), self.slots.active())
                 while self._spoilt:
-                    self._workspace.clear(self._spoilt.pop())
+                    self.workspace.clear(self._spoilt.pop())
 
     def _logprobs(self, slot: int, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
         """Return what the target itself thought of the tokens that a round brought."""
-        logprobs_DV = torch.log_softmax(self._workspace.path_logits(slot, len(tokens)), dim=-1)
+        logprobs_DV = torch.log_softmax(self.workspace.path_logits(slot, len(tokens)), dim=-1)
         values_DK, tokens_DK = logprobs_DV.topk(min(top, logprobs_DV.shape[1]), dim=-1)
         own_D = logprobs_DV[torch.arange(len(tokens)), torch.tensor(tokens, device=logprobs_DV.device)]
         likeliest = [list(zip(*pair, strict=True)) for pair in zip(tokens_DK.tolist(), values_DK.tolist(), strict=True)]
@@ -315,7 +305,7 @@ class Engine:
 
     def _failed(self, slot: int, sequence: TokenSequence, fault: Fault) -> Emitted:
         """End a sequence whose round failed; raise the failure unless sequences fail alone."""
-        processing = self._workspace.begun.warper.processing
+        processing = self.workspace.begun.warper.processing
         raised = (processing.errors or {}).get(slot) if fault == Fault.TARGET else None
         if raised is not None and not self._isolate:
             raise raised
@@ -329,7 +319,7 @@ class Engine:
     def _failure(self, fault: Fault, length: int, raised: Exception | None, emptied_by: str | None) -> PolydraftError:
         if fault == Fault.SCHEME:
             return FailureError(
-                f"scheme {self._session.scheme.name!r} emitted no token after {length} tokens; please report this, and use "
+                f"scheme {self.session.scheme.name!r} emitted no token after {length} tokens; please report this, and use "
                 "another --scheme"
             )
         if isinstance(raised, PolydraftError):  # a grammar's, which says all
@@ -343,7 +333,7 @@ class Engine:
                 f"logits processor {emptied_by!r} left no token to go on with after {length} tokens; leave at least one with "
                 "a finite score"
             )
-        who = f"the target {self._workspace.target.name!r}" if fault == Fault.TARGET else "the draft"
+        who = f"the target {self.workspace.target.name!r}" if fault == Fault.TARGET else "the draft"
         return FailureError(
             f"{who} returned logits that are not numbers after {length} tokens; try dtype float32, or check the weights"
         )

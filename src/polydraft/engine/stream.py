@@ -16,7 +16,7 @@ class Stream(Iterator[TokenEvent]):
         self, engine: Engine, sequences: Sequence[TokenSequence], settings: dict[str, Any], cancel: threading.Event | None
     ) -> None:
         self.settings, self.stats = settings, engine.stats
-        self._engine, self._sequences, self._cancel = engine, list(sequences), cancel
+        self.engine, self._sequences, self._cancel = engine, list(sequences), cancel
         self._queue: deque[TokenEvent] = deque()
 
     def __iter__(self) -> "Stream":
@@ -24,7 +24,7 @@ class Stream(Iterator[TokenEvent]):
 
     def __next__(self) -> TokenEvent:
         while not self._queue:
-            if self._engine.done:
+            if self.engine.done:
                 raise StopIteration
             if self._cancel is not None and self._cancel.is_set():
                 self.close()
@@ -35,8 +35,8 @@ class Stream(Iterator[TokenEvent]):
     def _advance(self) -> None:
         """Run one round and queue its tokens."""
         this_round = self.stats.rounds
-        emitted = self._engine.step()
-        with self._engine.undivided():
+        emitted = self.engine.step()
+        with self.engine.undivided():
             for one in emitted:
                 last = len(one.token_ids) - 1
                 for index, token in enumerate(one.token_ids):
@@ -47,7 +47,7 @@ class Stream(Iterator[TokenEvent]):
         """Stop generating; what is there so far stays in `results()`."""
         for sequence in self._sequences:
             if not sequence.done:
-                self._engine.end(sequence, StopReason.CANCELLED, len(sequence.sources))
+                self.engine.end(sequence, StopReason.CANCELLED, len(sequence.sources))
 
     def results(self) -> list[Generation]:
         """Return the texts so far, complete once the stream is exhausted."""

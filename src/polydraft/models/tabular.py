@@ -26,7 +26,8 @@ class TabularModel(LanguageModel):
         self.name, self.device, self.max_positions = name, logits.device, max_positions
         self.vocab_size = logits.shape[-1]
         self.order = logits.dim() - 1
-        self._logits_XV = logits.reshape(-1, self.vocab_size)
+        self.logits_XV = logits.reshape(-1, self.vocab_size)
+        """The table, one row for each text of `order` tokens."""
 
     @classmethod
     def random(cls, vocab_size: int, order: int, seed: int, sharpness: float = 1.6, name: str = "tabular") -> "TabularModel":
@@ -37,7 +38,7 @@ class TabularModel(LanguageModel):
 
     def mixed_with(self, other: "TabularModel", share: float) -> "TabularModel":
         """Blend logits with another table of the same shape: a draft that agrees with this model in part."""
-        logits_XV = share * self._logits_XV + (1 - share) * other._logits_XV
+        logits_XV = share * self.logits_XV + (1 - share) * other.logits_XV
         return TabularModel(logits_XV.reshape([self.vocab_size] * (self.order + 1)), name="tabular-draft")
 
     def start(self, batch_size: int, capacity: int) -> "TabularContext":
@@ -54,14 +55,14 @@ class TabularModel(LanguageModel):
         index = 0
         for token in recent:
             index = index * self.vocab_size + token
-        return self._logits_XV[index]
+        return self.logits_XV[index]
 
     def look_up(self, recent_BTO: Tensor) -> Tensor:
         """Return logits after the last `order` tokens, oldest first."""
         index_BT = torch.zeros_like(recent_BTO[..., 0])
         for position in range(self.order):
             index_BT = index_BT * self.vocab_size + recent_BTO[..., position]
-        return self._logits_XV[index_BT]
+        return self.logits_XV[index_BT]
 
 
 class TabularContext(Context):

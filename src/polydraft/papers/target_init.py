@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polydraft.devices import can_sync
 from polydraft.draft import LOSSY_DRAFTERS, DistributionSource, Drafter, DraftSession, Parts, TreeDrafter
-from polydraft.draft.decision import Decision
 from polydraft.draft.static_plan import LevelPlan
-from polydraft.draft.stopping_builder import StoppingBuilder
+from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.sampling import NO_TOKEN, RowParams, draw_distinct, draw_one
@@ -227,7 +227,7 @@ class LongestWalk(Walk):
             if step == 0:
                 accepted_B = accepted_B | given_B
             going_B = going_B & accepted_B & (token_B != NO_TOKEN)
-            if first_B.device.type == "cpu" and not going_B.any():
+            if can_sync(first_B) and not going_B.any():
                 break
             length_B = length_B + going_B
             node_B = torch.where(going_B, first_B, node_B)

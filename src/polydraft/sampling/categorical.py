@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from polydraft.devices import captures
 from polydraft.operations import operation
 
 NO_TOKEN = -1
@@ -148,7 +149,7 @@ class Noise:
 
     def uniforms(self, count: int, only: Mapping[int, Sequence[int]] | None = None) -> Tensor:
         """Return fresh numbers in [0, 1) as float64, `count` a row; of some rows `only` those in these places."""
-        pinned = self.device.type == "cuda"
+        pinned = captures(self.device)
         # Torch lends page-locked memory anew only when the copies out of it are over, so any number may be under way.
         uniforms_BU = torch.empty(len(self._rows), count, dtype=torch.float64, pin_memory=pinned)
         array_BU = uniforms_BU.numpy()

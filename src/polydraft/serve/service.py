@@ -7,6 +7,7 @@ import secrets
 import threading
 from typing import Any
 
+from polydraft.devices import captures
 from polydraft.draft import Plain
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import UsageError, shown
@@ -52,7 +53,7 @@ class Service:
             chunk_tokens=options.chunk_tokens,
             stall_seconds=None if is_shared() else options.stall_seconds,  # each process would measure its own
         )
-        warm_up = decoder.target.device.type == "cuda" if options.warm_up is None else options.warm_up
+        warm_up = captures(decoder.target.device) if options.warm_up is None else options.warm_up
         self.scheduler = Scheduler(
             decoder,
             lanes,

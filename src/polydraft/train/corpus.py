@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from polydraft.devices import captures
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.loading import Loaded
@@ -231,7 +232,7 @@ def side_by_side(length: int, settings: TrainSettings, target: Loaded) -> int:
     model = target.model
     if settings.sampling_rows:
         return max(settings.sampling_rows * settings.length // length, 1)
-    if model.device.type != "cuda":
+    if not captures(model.device):
         return _ROWS_ON_CPU
     config = model.config
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

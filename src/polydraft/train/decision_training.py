@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from polydraft.draft import Builder, DistributionSource, TreeDrafter
-from polydraft.draft.decision import Decision, DecisionKind, DecisionModel, DecisionShape, distribution_inputs, save_decision
-from polydraft.draft.stopping_builder import StoppingBuilder
+from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.loading import Loaded
 from polydraft.output import check_empty
+from polydraft.papers.decision import DecisionKind, DecisionModel, DecisionShape, distribution_inputs, save_decision
 from polydraft.prompts import load_prompts
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.train.settings import DecisionSettings

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from polydraft.devices import captures, wait_for
 from polydraft.draft.costs import measured_costs
 from polydraft.draft.speedup import speedup
 from polydraft.errors import duration
@@ -71,7 +72,7 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
         # The first run also sets things up.
         _, few, more = (seconds(partial(write, length)) for length in (_FEW, _FEW, _MORE))
         writing = max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
-    rows = settings.batch_size if device.type == "cuda" else min(settings.batch_size, _ROWS_ON_CPU)
+    rows = settings.batch_size if captures(device) else min(settings.batch_size, _ROWS_ON_CPU)
     tokens_NL = torch.randint(target.model.vocab_size, (rows + 1, settings.length), generator=torch.Generator().manual_seed(0))
     corpus = Corpus((Texts(tokens_NL.int(), torch.ones(tokens_NL.shape, dtype=torch.bool)),), "chance")
     tried = replace(settings, batch_size=rows)
@@ -89,12 +90,10 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return time.perf_counter() - start
 
 

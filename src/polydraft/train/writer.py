@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polydraft.devices import captures
 from polydraft.engine.graphs import GraphCache
 from polydraft.errors import FailureError
 from polydraft.models.hf import HFModel
@@ -142,7 +143,7 @@ class Writer:
         self._choose(page, generator)
         page.temperature_B.copy_(self._temperatures_X[page.choice_B])
         page.noise_BV = torch.empty(rows, target.num_columns, device=device)
-        graphs = GraphCache() if device.type == "cuda" and target.graph_obstacle is None else None
+        graphs = GraphCache() if captures(device) and target.graph_obstacle is None else None
         if graphs is not None:
             context.span = context.capacity  # one capture serves all lengths
 

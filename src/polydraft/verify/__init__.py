@@ -1,7 +1,6 @@
 """How the children of a node are drawn, and how a tree of them is verified; schemes and walks."""
 
 from polydraft.verify.block import BlockWalk
-from polydraft.verify.flat_blocks import FlatBlocksWalk
 from polydraft.verify.greedy import Greedy, SpecHub
 from polydraft.verify.hybrid import Hybrid, Race, RaceBucketed
 from polydraft.verify.kseq import KSeq
@@ -17,7 +16,6 @@ __all__ = [
     "WALKS",
     "BlockWalk",
     "Fault",
-    "FlatBlocksWalk",
     "Greedy",
     "Hybrid",
     "KSeq",

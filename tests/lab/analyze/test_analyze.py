@@ -130,14 +130,11 @@ def test_a_scheme_of_ones_own_needs_no_optimum(analyze) -> None:
         def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
             return normalised(draft_probs_RV)
 
-    SCHEMES.register("mine")(Mine)
-    try:
+    with SCHEMES.holding("mine", Mine):
         code, out, err = analyze(
             "--json", "--temperature", "1", "--drafts", "2", "--schemes", "mine,rrs-wr", "--positions", "9"
         )
         table = analyze("--temperature", "1", "--drafts", "2", "--schemes", "mine,spechub", "--positions", "9")[1]
-    finally:
-        del SCHEMES._items["mine"]
     assert code == 0, err
     mine, known = json.loads(out)["rows"]
     assert mine["optimum"] is mine["gap"] is mine["gap_standard_error"] is None

@@ -1,5 +1,6 @@
 import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_texts_side_by_side_are_those_of_single_ones(
 
 
 def test_a_method_that_fails_in_a_batch_is_recorded_and_the_others_go_on(
-    invoke, tiny: str, prompt_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    invoke, tiny: str, prompt_file: str, tmp_path: Path, registered: Callable[..., None]
 ) -> None:
     def broken(spec: MethodSpec, bench: Bench) -> Method:
         def generate_batch(prompts: list[list[int]], seed: int):
@@ -94,7 +95,7 @@ def test_a_method_that_fails_in_a_batch_is_recorded_and_the_others_go_on(
 
         return Method(name=spec.text, generate=lambda prompt, seed: iter(()), generate_batch=generate_batch)
 
-    monkeypatch.setitem(METHODS._items, "broken", broken)
+    registered(METHODS, "broken", broken)
     code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar broken", "--batch", "2")
     assert code == 1 and "out of luck" in err
     methods = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
@@ -146,11 +147,8 @@ def test_a_registered_method_needs_nothing_else(invoke, tiny: str, prompt_file: 
 
         return Method(name=spec.text, generate=generate, comparable=False)
 
-    METHODS.register("toy")(build)
-    try:
+    with METHODS.holding("toy", build):
         code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar toy")
-    finally:
-        del METHODS._items["toy"]
     assert code == 0, err
     figures = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]["toy"]
     assert figures["tokens_per_pass"] == 3 and figures["identical"] is None
@@ -164,11 +162,8 @@ def test_a_wrong_greedy_text_fails_the_run(invoke, tiny: str, prompt_file: str, 
 
         return Method(name=spec.text, generate=generate)
 
-    METHODS.register("wrong")(build)
-    try:
+    with METHODS.holding("wrong", build):
         code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar wrong")
-    finally:
-        del METHODS._items["wrong"]
     assert code == 1 and "differ from ar's" in err
 
 
@@ -234,11 +229,8 @@ def test_a_failed_method_is_named_with_its_reason(invoke, tiny: str, prompt_file
 
         return Method(name=spec.text, generate=generate)
 
-    METHODS.register("lossy")(build)
-    try:
+    with METHODS.holding("lossy", build):
         code, out, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "lossy ar")
-    finally:
-        del METHODS._items["lossy"]
     assert code == 1 and "methods failed: lossy (KeyError: 'lost')" in err and "ar" in out
     figures = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
     assert figures["lossy"]["status"] == "failed" and figures["ar"]["prompts"] == 4
@@ -311,7 +303,9 @@ def test_a_paper_is_measured_again(invoke, tiny: str, prompt_file: str, tmp_path
         assert f"]({name})" in text and words in (tmp_path / "out" / name).read_text()
 
 
-def test_a_folder_of_prompt_sets_gives_each_run_its_own(invoke, tiny: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_folder_of_prompt_sets_gives_each_run_its_own(
+    invoke, tiny: str, tmp_path: Path, registered: Callable[..., None]
+) -> None:
     sets = tmp_path / "sets"
     sets.mkdir()
     for name in ("one", "other"):
@@ -320,7 +314,7 @@ def test_a_folder_of_prompt_sets_gives_each_run_its_own(invoke, tiny: str, tmp_p
         Run(name=name, prompts=name, temperature=0.0, methods=("ar",), timed=name == "other") for name in ("one", "other")
     )
     for name in ("small", "tiny"):
-        monkeypatch.setitem(PAPERS._items, name, Paper(title=name, runs=runs, tables=lambda results: []))
+        registered(PAPERS, name, Paper(title=name, runs=runs, tables=lambda results: []))
     options = ("bench", "--target", tiny, "--draft", "early-exit:2", "--prompts", str(sets), "--out", str(tmp_path / "out"))
     code, _, err = invoke(*options, "--reproduce", "small,tiny", "--untimed")
     assert code == 0, err
@@ -342,10 +336,10 @@ def test_an_unknown_paper_is_refused(invoke, tiny: str, prompt_file: str, tmp_pa
 
 
 def test_an_inflated_target_is_measured_and_labelled(
-    invoke, tiny: str, prompt_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    invoke, tiny: str, prompt_file: str, tmp_path: Path, registered: Callable[..., None]
 ) -> None:
     shape = BigShape(hidden_size=48, num_layers=4, num_heads=4, num_key_heads=4, head_size=16, mlp_size=64)
-    monkeypatch.setitem(SHAPES._items, "test", shape)
+    registered(SHAPES, "test", shape)
     target = f"inflated:test:{tiny}"
     code, out, err = bench(invoke, target, prompt_file, tmp_path / "out", "--methods", "ar mcsd:2x1 hf", "--limit", "2")
     assert code == 0, err

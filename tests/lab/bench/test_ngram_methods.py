@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,13 @@ def corpus_file(roomy: str, tmp_path: Path) -> str:
 
 
 def test_the_paper_is_measured_again(
-    invoke, roomy: str, prompt_file: str, corpus_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    invoke, roomy: str, prompt_file: str, corpus_file: str, tmp_path: Path, registered: Callable[..., None]
 ) -> None:
     paper = PAPERS.get("self-draft")
     runs = [run for run in paper.runs if run.name in ("spec_bench-t0", "spec_bench-t1", "speed-t0")]
     small = (tuple(name for name in run.methods if "10x" not in name and "x10" not in name) for run in runs)
     runs = tuple(replace(run, methods=methods) for run, methods in zip(runs, small, strict=True))
-    monkeypatch.setitem(PAPERS._items, "self-draft", replace(paper, runs=runs))
+    registered(PAPERS, "self-draft", replace(paper, runs=runs))
     options = ("--target", roomy, "--corpus", corpus_file, "--prompts", prompt_file, "--max-new-tokens", "3", "--raw")
     code, out, err = invoke("bench", "--reproduce", "self-draft", *options, "--out", str(tmp_path / "out"))
     assert code == 0, err

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,10 +178,10 @@ def small_paper(results: Results) -> list[Comparison]:
     ]  # fmt: skip
 
 
-def test_a_reproduction_can_be_shared(invoke, bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reproduction_can_be_shared(invoke, bench, tmp_path: Path, registered: Callable[..., None]) -> None:
     counted = Run(name="t0", prompts="here", temperature=0.0, methods=("ar", "mcsd:2"))
     runs = (counted, replace(counted, name="t1", temperature=1.0, timed=True))
-    monkeypatch.setitem(PAPERS._items, "small", Paper(title="A paper", runs=runs, tables=small_paper))
+    registered(PAPERS, "small", Paper(title="A paper", runs=runs, tables=small_paper))
     for index in (1, 2):
         code, _, err = bench(tmp_path / str(index), "--reproduce", "small", "--limit", "5", "--shard", f"{index}/2")
         assert code == 0, err

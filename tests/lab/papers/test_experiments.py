@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from polydraft.lab.papers import PAPERS, Run
 from polydraft.trees import parse_tree
 
 
-def test_improved_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_improved_is_measured_again(
+    invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: Callable[..., None]
+) -> None:
     paper = PAPERS.get("improved")
     runs = tuple(run for run in paper.runs if run.name in ("spec_bench-t0", "speed-t0"))
-    monkeypatch.setitem(PAPERS._items, "improved", replace(paper, runs=runs))
+    registered(PAPERS, "improved", replace(paper, runs=runs))
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("polydraft.draft.costs._DISTURBED", math.inf)  # kept even by a busy machine
     prompts = tmp_path / "prompts.jsonl"
@@ -47,10 +50,10 @@ def test_every_tree_of_improved_can_be_written() -> None:
                 assert parse_tree(f"fork:{spec.argument}").num_nodes == 1 + width * depth
 
 
-def test_optimal_is_measured_again(invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimal_is_measured_again(invoke, tiny: str, tmp_path: Path, registered: Callable[..., None]) -> None:
     paper = PAPERS.get("optimal")
     runs = tuple(run for run in paper.runs if run.name in ("spec_bench-t0.6", "distributions-alpaca", "distributions-drafts"))
-    monkeypatch.setitem(PAPERS._items, "optimal", replace(paper, runs=runs))
+    registered(PAPERS, "optimal", replace(paper, runs=runs))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": "p", "category": "a", "prompt": "hello"}) + "\n")
     options = ("--target", tiny, "--draft", "early-exit:2", "--prompts", str(prompts), "--max-new-tokens", "4")

@@ -23,6 +23,7 @@ import torch
 
 from polydraft.backends.native.arguments import declare, self_check
 from polydraft.backends.native.verification import declare_verification
+from polydraft.devices import cpu_features
 from polydraft.output import cache_root, written_whole
 
 _LOGGER = logging.getLogger("polydraft")
@@ -139,16 +140,6 @@ def _key(compiler: list[str], way: _Threading) -> str:
     for part in (*_SOURCES, *_HEADERS):
         digest.update((_FOLDER / part).read_bytes())
     return digest.hexdigest()[:24]
-
-
-def cpu_features() -> str:
-    """Return model and instruction sets of the CPU, as far as the system tells."""
-    names = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in names}))
 
 
 def _whole(file: Path) -> bool:

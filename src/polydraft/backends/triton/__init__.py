@@ -27,10 +27,10 @@ def kernels_run(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def interpreting() -> Iterator[None]:
-    """Let kernels run on a CPU, in Triton's interpreter, for tests; it must be turned on before Triton is imported."""
+def interpreting(on: bool = True) -> Iterator[None]:
+    """Say whether kernels run on a CPU, in Triton's interpreter, for tests; it must be turned on before Triton is imported."""
     global _INTERPRETED
-    before, _INTERPRETED = _INTERPRETED, True
+    before, _INTERPRETED = _INTERPRETED, on
     try:
         yield
     finally:

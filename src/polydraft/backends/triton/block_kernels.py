@@ -14,7 +14,7 @@ are certain, which of the row's distributions they were drawn from, the fault, a
 import triton
 import triton.language as tl
 
-from polydraft.backends.triton.draw_kernels import BELOW_ONE, ONE, _count_certain, _fixed
+from polydraft.backends.triton.draw_kernels import BELOW_ONE, ONE, count_certain, fixed
 
 FACTS = tl.constexpr(5)
 
@@ -64,14 +64,14 @@ def prepare(
         for start in range(0, width, BLOCK):
             column_C = start + tl.arange(0, BLOCK)
             probs_C = tl.load(drafts + distribution * width + column_C, mask=column_C < width, other=0.0)
-            total_C += _fixed(probs_C)
+            total_C += fixed(probs_C)
             broken_C |= (probs_C != probs_C).to(tl.int32)
         total = tl.sum(total_C, 0)
         fault = tl.where((fault == 0) & (tl.max(broken_C, 0) > 0), 2, fault)
-        weight_K = _fixed(tl.load(drafts + distribution * width + column_K, mask=column_K >= 0, other=0.0))
+        weight_K = fixed(tl.load(drafts + distribution * width + column_K, mask=column_K >= 0, other=0.0))
         next_K = tl.load(table + row * table_row + node * table_node + rank_K + 1, mask=rank_K + 1 < count, other=0)
         next_K = tl.load(tokens + row * tokens_row + next_K, mask=next_K > 0, other=-1)
-        certain = _count_certain(weight_K, next_K != token_K, total, children, THRESHOLD, BLOCK_K)
+        certain = count_certain(weight_K, next_K != token_K, total, children, THRESHOLD, BLOCK_K)
         rest = total - tl.sum(tl.where(rank_K < certain, weight_K, 0), 0)
         scale = total.to(tl.float64) / tl.maximum(rest, 1).to(tl.float64)
         if children == 1:
@@ -101,7 +101,7 @@ def fill_cells(
         return
     token_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_C = token_C < size
-    target_C = _fixed(tl.load(target + place * size + token_C, mask=real_C, other=0.0))
+    target_C = fixed(tl.load(target + place * size + token_C, mask=real_C, other=0.0))
     if children == 1:
         tl.atomic_add(outside + place, tl.sum(target_C, 0), sem="relaxed")
         return
@@ -110,7 +110,7 @@ def fill_cells(
     racing_C = column_C >= 0
     if PARTIAL:
         tl.atomic_add(outside + place, tl.sum(tl.where(racing_C, 0, target_C), 0), sem="relaxed")
-    distribution_C = _fixed(tl.load(drafts + distribution * width + column_C, mask=racing_C, other=0.0))
+    distribution_C = fixed(tl.load(drafts + distribution * width + column_C, mask=racing_C, other=0.0))
     for rank in range(certain):
         racing_C &= column_C != tl.load(known + place * count + rank)
     cell_C = _cells_of(target_C, distribution_C, tl.load(scales + place), CELLS)
@@ -167,8 +167,8 @@ def race(
         column, child = tl.max(column_K, 0), tl.max(tl.where(column_K >= 0, child_K, 0), 0)
         mass = tl.load(outside + place).to(tl.float64)
         quotient = tl.full([], 1.0, tl.float64) / tl.maximum(tl.load(cells + place * 2 * CELLS), 1).to(tl.float64)
-        wanted = _fixed(tl.load(target + place * size + tl.load(tokens + row * tokens_row + child))).to(tl.float64)
-        chance = _fixed(tl.load(drafts + distribution * width + column)).to(tl.float64) * quotient * mass
+        wanted = fixed(tl.load(target + place * size + tl.load(tokens + row * tokens_row + child))).to(tl.float64)
+        chance = fixed(tl.load(drafts + distribution * width + column)).to(tl.float64) * quotient * mass
         tl.store(quotients + place * CELLS, quotient)
         tl.store(picks + place, tl.where(tl.load(facts + place * FACTS + 3) == 0, child, -1))
         tl.store(ratios + place, tl.where(chance > 0, _share(wanted, chance), 0.0))
@@ -177,8 +177,8 @@ def race(
     racing = children - certain
     cell_C = tl.arange(0, CELLS)
     token_K = tl.load(tokens + row * tokens_row + child_K, mask=column_K >= 0, other=0)
-    target_K = _fixed(tl.load(target + place * size + token_K, mask=column_K >= 0, other=0.0))
-    distribution_K = _fixed(tl.load(drafts + distribution * width + column_K, mask=column_K >= 0, other=0.0))
+    target_K = fixed(tl.load(target + place * size + token_K, mask=column_K >= 0, other=0.0))
+    distribution_K = fixed(tl.load(drafts + distribution * width + column_K, mask=column_K >= 0, other=0.0))
     cell_K = _cells_of(target_K, distribution_K, tl.load(scales + place), CELLS)
     apart_K, racing_K = rank_K < certain, (rank_K >= certain) & (column_K >= 0)
 
@@ -276,17 +276,17 @@ def _left_over(
 ):  # fmt: skip
     """Return (a p − r)₊ of some tokens at a place, where a path goes on there; at its end p itself."""
     real_C = token_C < size
-    left_C = _fixed(tl.load(target + place * size + token_C, mask=real_C, other=0.0))
+    left_C = fixed(tl.load(target + place * size + token_C, mask=real_C, other=0.0))
     if going:
         certain, distribution = tl.load(facts + place * FACTS + 1), tl.load(facts + place * FACTS + 2).to(tl.int64)
         column_C = _columns_of(columns, token_C, real_C, PARTIAL)
-        distribution_C = _fixed(tl.load(drafts + distribution * width + column_C, mask=column_C >= 0, other=0.0))
+        distribution_C = fixed(tl.load(drafts + distribution * width + column_C, mask=column_C >= 0, other=0.0))
         cell_C = tl.zeros_like(token_C)
         if tl.load(facts + place * FACTS) > 1:
             cell_C = _cells_of(left_C, distribution_C, tl.load(scales + place), CELLS)
         quotient_C = tl.load(quotients + place * CELLS + cell_C, mask=column_C >= 0, other=0.0)
         believed_C = left_C.to(tl.float64) * (weight / tl.load(masses + place))
-        left_C = _fixed(tl.maximum(believed_C - quotient_C * distribution_C.to(tl.float64), 0.0))
+        left_C = fixed(tl.maximum(believed_C - quotient_C * distribution_C.to(tl.float64), 0.0))
         for rank in range(certain):  # selected with chance p: nothing is left
             left_C = tl.where(column_C == tl.load(known + place * count + rank), 0, left_C)
     return left_C

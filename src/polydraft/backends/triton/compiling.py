@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from polydraft.backends import triton as kernels
+from polydraft.devices import captures
 from polydraft.engine.round import State, distributions
 from polydraft.engine.warm_up import compiling_ahead
 from polydraft.models.hf import HFModel
@@ -39,7 +40,7 @@ def _in_threads(state: State, walk: Walk) -> Iterator[None]:
     nothing that the round reads. It waits for them at the end: the next round is captured, and nobody else may work then.
     """
     device, threads = state.target.device, list[threading.Thread]()
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    stream = torch.cuda.current_stream(device) if captures(device) else None
     for work in (_pass_through_target, _draw_and_verify):
         threads.append(threading.Thread(target=_quietly, args=(work, state, walk, stream), daemon=True))
         threads[-1].start()

@@ -15,13 +15,13 @@ _LAST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _fixed(probs):
+def fixed(probs):
     """Return probabilities as whole numbers."""
     return (probs.to(tl.float64) * ONE + 0.5).to(tl.int64)
 
 
 @triton.jit
-def _count_certain(weight_K, more_K, total, count, THRESHOLD: tl.constexpr, BLOCK_K: tl.constexpr):
+def count_certain(weight_K, more_K, total, count, THRESHOLD: tl.constexpr, BLOCK_K: tl.constexpr):
     """Count how many of the first weights pass the threshold one after the other, where something is left after them."""
     rank_K = tl.arange(0, BLOCK_K)
     left_K = count - rank_K
@@ -42,7 +42,7 @@ def rank_blocks(distribution, sums, keys, columns, blocks, count, distribution_r
     real_C = column_C < columns
     probs_C = tl.load(distribution + row * distribution_row + column_C, mask=real_C, other=0.0)
     block_M = part * TILES + tl.arange(0, TILES)
-    sum_M = tl.sum(tl.reshape(_fixed(probs_C), (TILES, BLOCK)), 1)
+    sum_M = tl.sum(tl.reshape(fixed(probs_C), (TILES, BLOCK)), 1)
     tl.store(sums + row * blocks + block_M, sum_M, mask=block_M < blocks)
     if count > 1:
         bits_C = probs_C.to(tl.int32, bitcast=True).to(tl.int64)
@@ -74,7 +74,7 @@ def draw_children(
             key_K = tl.where(rank_K == rank, best, key_K)
             next_K = tl.where(rank_K == rank - 1, best, next_K)
         weight_K = _weight(key_K)
-        certain = _count_certain(weight_K, _weight(next_K) > 0, tl.sum(sum_M, 0), count, THRESHOLD, BLOCK_K)
+        certain = count_certain(weight_K, _weight(next_K) > 0, tl.sum(sum_M, 0), count, THRESHOLD, BLOCK_K)
         column_K = tl.where(rank_K < certain, -(key_K & _LAST).to(tl.int32) + _LAST, -1)
         # Whole numbers: of a block of certain tokens alone nothing is left.
         inside_KM = (column_K[:, None] // BLOCK == block_M[None, :]) & (column_K >= 0)[:, None]
@@ -89,7 +89,7 @@ def draw_children(
     real_KC = (column_KC < columns) & (rank_K < count)[:, None]
     for rank in range(certain):
         real_KC &= column_KC != tl.sum(tl.where(rank_K == rank, column_K, 0), 0)
-    weight_KC = _fixed(tl.load(distribution + row * distribution_row + column_KC, mask=real_KC, other=0.0))
+    weight_KC = fixed(tl.load(distribution + row * distribution_row + column_KC, mask=real_KC, other=0.0))
     within_K = tl.sum((tl.cumsum(weight_KC, 1) <= mark_K[:, None]).to(tl.int32), 1)
     # Only a distribution that is not a number leads beyond its columns.
     drawn_K = tl.minimum(block_K * BLOCK + within_K, columns - 1)
@@ -100,4 +100,4 @@ def draw_children(
 @triton.jit
 def _weight(key_K):
     """Return the weights that keys stand for, 0 for none."""
-    return _fixed((tl.maximum(key_K, 0) >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+    return fixed((tl.maximum(key_K, 0) >> 32).to(tl.int32).to(tl.float32, bitcast=True))

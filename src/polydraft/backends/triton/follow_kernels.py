@@ -9,7 +9,7 @@ order of floating-point numbers, from 0 on, above a token's distance from the la
 import triton
 import triton.language as tl
 
-from polydraft.backends.triton.order import _in_order
+from polydraft.backends.triton.order import in_order
 
 _LAST = tl.constexpr(2**31 - 1)
 _TOKEN_BITS = tl.constexpr(31)
@@ -25,7 +25,7 @@ _LOW_BITS = tl.constexpr(2**32 - 1)
 @triton.jit
 def _keys_of(logits_C, token_C):
     """Return the keys of some logits; what is not a number has the largest."""
-    return ((_in_order(logits_C).to(tl.int64) + _HALF) << _TOKEN_BITS) | (-token_C + _LAST).to(tl.int64)
+    return ((in_order(logits_C).to(tl.int64) + _HALF) << _TOKEN_BITS) | (-token_C + _LAST).to(tl.int64)
 
 
 @triton.jit

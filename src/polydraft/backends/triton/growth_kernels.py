@@ -11,13 +11,13 @@ children come before it.
 import triton
 import triton.language as tl
 
-from polydraft.backends.triton.order import _in_order
-from polydraft.backends.triton.planting_kernels import _LAST, _NONE, _as_number, _keys_of, _number, _tokens_of
+from polydraft.backends.triton.order import in_order
+from polydraft.backends.triton.planting_kernels import LAST, NO_KEY, as_number, keys_of, number_of, tokens_of
 
 _PLACES = tl.constexpr(2**13 - 1)
 """Bits that are alike in all half-precision numbers of one sign once they are float32: there is room for a place."""
 _NOTHING = tl.constexpr(-(2**31))
-"""As `_NONE`, of 32 bits."""
+"""As `NO_KEY`, of 32 bits."""
 
 
 @triton.jit
@@ -72,10 +72,10 @@ def rank_and_sum(
     real_SEL = first + inner_SEL < columns
     number_SEL = tl.load(logits + place * logits_row + first + inner_SEL, mask=real_SEL, other=float("-inf")).to(tl.float32)
     temperature = tl.load(temperatures + place // nodes)
-    key_SEL = _with_places(_in_order(number_SEL), inner_SEL, NARROW)
-    none = tl.full([], _NOTHING if NARROW else _NONE, key_SEL.dtype)
+    key_SEL = _with_places(in_order(number_SEL), inner_SEL, NARROW)
+    none = tl.full([], _NOTHING if NARROW else NO_KEY, key_SEL.dtype)
     key_SEL = tl.where(real_SEL, key_SEL, none)
-    top_S = _as_number(_order_in(tl.max(tl.max(key_SEL, 1), 1), NARROW))
+    top_S = as_number(_order_in(tl.max(tl.max(key_SEL, 1), 1), NARROW))
     weight_SEL = tl.exp((number_SEL - top_S[:, None, None]) / temperature)
     weight_SEL = tl.where(number_SEL > float("-inf"), weight_SEL, 0.0)
     place = place * tl.num_programs(1) + part
@@ -92,8 +92,8 @@ def rank_and_sum(
     if BLOCK_S > 1:
         rank_1X = tl.sum((key_X[:, None] > key_1X).to(tl.int32), 0, keep_dims=True)
     column_1X = -(key_1X & _PLACES).to(tl.int32) + _PLACES + first
-    found_1X = (_order_in(key_1X, NARROW).to(tl.int64) << 32) | (-column_1X + _LAST).to(tl.int64)
-    tl.store(keys + place * count + rank_1X, tl.where(key_1X < none + _PLACES, _NONE, found_1X), mask=rank_1X < count)
+    found_1X = (_order_in(key_1X, NARROW).to(tl.int64) << 32) | (-column_1X + LAST).to(tl.int64)
+    tl.store(keys + place * count + rank_1X, tl.where(key_1X < none + _PLACES, NO_KEY, found_1X), mask=rank_1X < count)
 
 
 @triton.jit(
@@ -126,22 +126,22 @@ def grow_level(
     entry_1EL = tl.arange(0, BLOCK_E)[None, :, None] * 32 + lane_L[None, None, :]
     first_W = (row * width + node_W) * entries
     real_WEL = real_W[:, None, None] & (entry_1EL < entries)
-    found_WEL = tl.load(keys + first_W[:, None, None] + entry_1EL, mask=real_WEL, other=_NONE)
+    found_WEL = tl.load(keys + first_W[:, None, None] + entry_1EL, mask=real_WEL, other=NO_KEY)
     order_WEL = (found_WEL >> 32).to(tl.int32)
     # Equal numbers of different parts stand in the order of their columns, so an entry's place may be its key's.
     key_WEL = _with_places(order_WEL, entry_1EL, NARROW)
-    none = tl.full([], _NOTHING if NARROW else _NONE, key_WEL.dtype)
+    none = tl.full([], _NOTHING if NARROW else NO_KEY, key_WEL.dtype)
     best_WK = _largest(key_WEL, count, none, BLOCK_K)
     entry_WK = -(best_WK & _PLACES).to(tl.int32) + _PLACES
     real_WK = real_W[:, None] & (rank_K < count)[None, :]
-    key_WK = tl.load(keys + first_W[:, None] + entry_WK, mask=real_WK & (entry_WK < entries), other=_NONE)
-    column_WK = -(key_WK & _LAST).to(tl.int32) + _LAST
-    token_WK = _tokens_of(vocabulary, column_WK, key_WK != _NONE, PARTIAL)
-    largest_W = _as_number(tl.max(tl.max(order_WEL, 1), 1))
+    key_WK = tl.load(keys + first_W[:, None] + entry_WK, mask=real_WK & (entry_WK < entries), other=NO_KEY)
+    column_WK = -(key_WK & LAST).to(tl.int32) + LAST
+    token_WK = tokens_of(vocabulary, column_WK, key_WK != NO_KEY, PARTIAL)
+    largest_W = as_number(tl.max(tl.max(order_WEL, 1), 1))
     weight_WSL = sum_WSL * tl.exp((top_WSL - largest_W[:, None, None]) / temperature)
     mass_W = tl.sum(tl.sum(tl.where(sum_WSL > 0, weight_WSL, 0.0), 1), 1)
 
-    number_WK = _number(key_WK)
+    number_WK = number_of(key_WK)
     chance_WK = (number_WK - largest_W[:, None]) / temperature - tl.log(mass_W)[:, None]
     score_WK = parent_W[:, None] + chance_WK - STEP
     # Where the largest logit is not finite all are infinitely far from it, or not a number, for which no comparison holds.
@@ -150,7 +150,7 @@ def grow_level(
 
     # How many are better is where a candidate goes: all of those that are asked for come before what only fills the table.
     own_WK = node_W[:, None] * BLOCK_K + rank_K[None, :]
-    order_X = tl.reshape(_keys_of(score_WK, own_WK, real_WK), [BLOCK_W * BLOCK_K])
+    order_X = tl.reshape(keys_of(score_WK, own_WK, real_WK), [BLOCK_W * BLOCK_K])
     own_X = tl.arange(0, BLOCK_W * BLOCK_K)
     rank_X = tl.sum((order_X[:, None] > order_X[None, :]).to(tl.int32), 0)
 
@@ -184,9 +184,9 @@ def _level_of(candidate_X, starts, levels):
 
 @triton.jit
 def _threshold(key_C, total, count):
-    """Return a key that `count` of the `total` that are not `_NONE` reach, by bisection: all keys are different."""
+    """Return a key that `count` of the `total` that are not `NO_KEY` reach, by bisection: all keys are different."""
     order_C = (key_C >> 32).to(tl.int32)
-    lowest = tl.min(tl.where(key_C == _NONE, _LAST, order_C), 0).to(tl.int64) << 32
+    lowest = tl.min(tl.where(key_C == NO_KEY, LAST, order_C), 0).to(tl.int64) << 32
     highest = (tl.max(order_C, 0).to(tl.int64) + 1) << 32
     key, reaching = lowest, total
     while reaching != count:
@@ -218,9 +218,9 @@ def choose_candidates(
     inside_LP = candidate_LP < stop_L[:, None]
     score_LP = tl.load(scores + row * total + candidate_LP, mask=inside_LP, other=float("-inf"))
     real_LP = score_LP > float("-inf")
-    key_LP = _keys_of(score_LP, candidate_LP.to(tl.int32), real_LP)
+    key_LP = keys_of(score_LP, candidate_LP.to(tl.int32), real_LP)
     key_C = tl.reshape(key_LP, [BLOCK_L * BLOCK_P])
-    all_real = tl.sum((key_C > _NONE).to(tl.int32), 0)
+    all_real = tl.sum((key_C > NO_KEY).to(tl.int32), 0)
     count = tl.minimum(nodes - 1, all_real)
     keep_LP = real_LP & (key_LP >= _threshold(key_C, all_real, count))
     kept_L = tl.sum(keep_LP.to(tl.int32), 1)

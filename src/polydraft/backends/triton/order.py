@@ -7,7 +7,7 @@ _LAST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _in_order(number_X):
+def in_order(number_X):
     """Return 32-bit whole numbers in the order of float32 numbers: both zeros alike, and what is not a number the largest."""
     bits_X = tl.where(number_X == 0, 0.0, number_X).to(tl.int32, bitcast=True)
     # Below zero a larger number has smaller bits.

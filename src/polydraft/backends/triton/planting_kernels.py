@@ -6,36 +6,36 @@ Columns of the draft's distributions become tokens on the way: through a table w
 import triton
 import triton.language as tl
 
-from polydraft.backends.triton.order import _in_order
+from polydraft.backends.triton.order import in_order
 
-_LAST = tl.constexpr(2**31 - 1)
-_NONE = tl.constexpr(1 - 2**63)
+LAST = tl.constexpr(2**31 - 1)
+NO_KEY = tl.constexpr(1 - 2**63)
 """Stands for no column; below the key of every number, and no number itself."""
 
 
 @triton.jit
-def _as_number(order):
+def as_number(order):
     """Return the numbers at places in the order of numbers."""
-    return tl.where(order < 0, order ^ _LAST, order).to(tl.float32, bitcast=True)
+    return tl.where(order < 0, order ^ LAST, order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _number(key):
+def number_of(key):
     """Return the numbers that keys stand for."""
-    return _as_number((key >> 32).to(tl.int32))
+    return as_number((key >> 32).to(tl.int32))
 
 
 @triton.jit
-def _keys_of(number_C, column_C, real_C):
+def keys_of(number_C, column_C, real_C):
     """Return the keys of some numbers, the larger for the larger one, and of equal ones for the first column.
 
     A key is a number's place in the order of numbers above its column's, smaller ones first.
     """
-    return tl.where(real_C, (_in_order(number_C).to(tl.int64) << 32) | (-column_C + _LAST).to(tl.int64), _NONE)
+    return tl.where(real_C, (in_order(number_C).to(tl.int64) << 32) | (-column_C + LAST).to(tl.int64), NO_KEY)
 
 
 @triton.jit
-def _tokens_of(vocabulary, column_X, real_X, PARTIAL: tl.constexpr):
+def tokens_of(vocabulary, column_X, real_X, PARTIAL: tl.constexpr):
     """Return the tokens of some columns; -1 for those that are not real."""
     token_X = column_X.to(tl.int64)
     if PARTIAL:
@@ -50,12 +50,12 @@ def rank_parts(logits, keys, columns, count, logits_row, BLOCK: tl.constexpr):
     column_C = part * BLOCK + tl.arange(0, BLOCK)
     real_C = column_C < columns
     number_C = tl.load(logits + row * logits_row + column_C, mask=real_C, other=0.0).to(tl.float32)
-    key_C = _keys_of(number_C, column_C, real_C)
+    key_C = keys_of(number_C, column_C, real_C)
     place = (row * tl.num_programs(1) + part) * count
     for rank in range(count):
         best = tl.max(key_C, 0)
         tl.store(keys + place + rank, best)
-        key_C = tl.where(key_C == best, _NONE, key_C)
+        key_C = tl.where(key_C == best, NO_KEY, key_C)
 
 
 @triton.jit(do_not_specialize=["distributions", "parts", "count", "tokens_row"])
@@ -71,15 +71,15 @@ def plant_largest(
     place = tl.program_id(0).to(tl.int64)
     row, distribution = place // distributions, place % distributions
     rank_K, key_X = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_X)
-    key_X = tl.load(keys + place * parts * count + key_X, mask=key_X < parts * count, other=_NONE)
-    least = _number(tl.max(key_X, 0)) - NATS
-    key_K = tl.full([BLOCK_K], _NONE, tl.int64)
+    key_X = tl.load(keys + place * parts * count + key_X, mask=key_X < parts * count, other=NO_KEY)
+    least = number_of(tl.max(key_X, 0)) - NATS
+    key_K = tl.full([BLOCK_K], NO_KEY, tl.int64)
     for rank in range(count):
         best = tl.max(key_X, 0)
-        key_X = tl.where(key_X == best, _NONE, key_X)
+        key_X = tl.where(key_X == best, NO_KEY, key_X)
         key_K = tl.where(rank_K == rank, best, key_K)
-    column_K = -(key_K & _LAST).to(tl.int32) + _LAST
-    token_K = _tokens_of(vocabulary, column_K, _number(key_K) > least, PARTIAL)
+    column_K = -(key_K & LAST).to(tl.int32) + LAST
+    token_K = tokens_of(vocabulary, column_K, number_of(key_K) > least, PARTIAL)
     node_K = tl.load(nodes + distribution * count + rank_K, mask=rank_K < count, other=0)
     tl.store(tokens + row * tokens_row + node_K, token_K, mask=node_K > 0)
 
@@ -92,5 +92,5 @@ def plant_columns(
     row, place_X = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column_X = tl.load(columns + row * columns_row + place_X, mask=place_X < count, other=-1)
     node_X = tl.load(nodes + place_X, mask=place_X < count, other=0)
-    token_X = _tokens_of(vocabulary, column_X, column_X >= 0, PARTIAL)
+    token_X = tokens_of(vocabulary, column_X, column_X >= 0, PARTIAL)
     tl.store(tokens + row * tokens_row + node_X, token_X, mask=node_X > 0)

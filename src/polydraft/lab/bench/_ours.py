@@ -6,7 +6,6 @@ from typing import Any
 
 from polydraft.beam import BeamDecoder
 from polydraft.draft import GRAM_DRAFTERS, Parts, make_drafter
-from polydraft.draft.decision import SHIPPED_DECISIONS
 from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder, Stats
 from polydraft.errors import UsageError, unknown_name
@@ -16,6 +15,7 @@ from polydraft.lab.papers.flat import FlatModel
 from polydraft.loading import make_decoder
 from polydraft.models import LanguageModel
 from polydraft.options import AUTO, LoadOptions
+from polydraft.papers.decision import SHIPPED_DECISIONS
 from polydraft.trees import parse_tree
 
 _TREES: dict[str, Callable[[str], str]] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from polydraft.devices import captures
 from polydraft.errors import FailureError, UsageError
 from polydraft.lab.bench.libllama import VARIABLE, LlamaCpp, find_build, find_wheel
 from polydraft.lab.bench.method import METHODS, Bench, Method, MethodSpec, Token, Tokens
@@ -157,7 +158,7 @@ def _compiled_options(bench: Bench) -> dict[str, Any]:
     from transformers import CompileConfig
 
     # reduce-overhead means CUDA graphs, which is what transformers itself chooses on a GPU.
-    mode = "reduce-overhead" if bench.target.model.device.type == "cuda" else "default"
+    mode = "reduce-overhead" if captures(bench.target.model.device) else "default"
     config = CompileConfig(backend=_BACKEND, mode=mode)
     config._compile_all_devices = True  # CPUs too: by itself transformers compiles on GPUs only
     return {"cache_implementation": "static", "compile_config": config}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from polydraft.devices import captures
 from polydraft.engine import Stats
 from polydraft.errors import FailureError, PolydraftError
 from polydraft.lab.bench.meters import EnergyMeter, MemoryMeter, synchronised_clock
@@ -217,13 +218,13 @@ class Runner:
 
     def _warm_up(self, method: Method, token_ids: list[int]) -> None:
         """Let a method load, compile and allocate before it is timed; a failure shows in its first measurement."""
-        captures = self._device.type == "cuda"
+        on_gpu = captures(self._device)
         try:
-            if method.warm_up is not None and captures:
+            if method.warm_up is not None and on_gpu:
                 method.warm_up()
-            for _ in range(_WARM_UPS_OF_GPUS if captures else 1):
+            for _ in range(_WARM_UPS_OF_GPUS if on_gpu else 1):
                 for count, _ in enumerate(method.generate(token_ids, self.seed), start=1):
-                    if count >= _WARM_UP_TOKENS and not captures:
+                    if count >= _WARM_UP_TOKENS and not on_gpu:
                         break
         except Exception:  # of whatever kind, as in a measurement
             return

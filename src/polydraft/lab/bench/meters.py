@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from polydraft.devices import wait_for
+
 _POWERCAP = Path("/sys/class/powercap")
 
 
 def synchronised_clock(device: torch.device) -> float:
     """Return the time once all work queued on `device` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return time.perf_counter()
 
 

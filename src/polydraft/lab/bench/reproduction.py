@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polydraft.devices import captures
 from polydraft.errors import UsageError, unknown_name
 from polydraft.lab.analyze.analysis import Analysis
 from polydraft.lab.analyze.settings import AnalyzeSettings
@@ -48,7 +49,7 @@ class Reproduction:
         self.name, self.paper, self.size = name, PAPERS.get(name), SIZES[size]
         self._options, self._given = dict(options), set(given)
         self._models = models
-        self._on_gpu = resolve_device(options["device"]).type == "cuda"
+        self._on_gpu = captures(resolve_device(options["device"]))
         for run in self.paper.runs:
             self._source(run)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from polydraft.devices import is_host
 from polydraft.errors import UsageError
 from polydraft.verify.weights import ratio
 
@@ -30,7 +31,7 @@ Formula = Callable[[Tensor, Tensor, int], Tensor]
 
 def chunk_size(device: torch.device) -> int:
     """How many numbers to work on at once: what a core's cache holds, or what keeps an accelerator busy in a gigabyte."""
-    return 2**18 if device.type == "cpu" else 2**24
+    return 2**18 if is_host(device) else 2**24
 
 
 def check_count(count: int, most: int | None = None) -> None:

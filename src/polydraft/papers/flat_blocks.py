@@ -5,13 +5,38 @@ References
 .. [1] Gao et al. 2025, Multi-Branch Self-Drafting for LLM Inference Acceleration, "Candidate drafts verification".
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from polydraft.draft.grams import LOSSY_TRIES, TrieBuilder
+from polydraft.draft.trie import TokenTrie, check_node_walk
+from polydraft.ngrams import GramMemory, Match
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.trees import DraftTree
-from polydraft.verify.scheme import Scheme
-from polydraft.verify.walk import Fault, TargetDistribution, Verdict, Walk, fault_of
+from polydraft.verify import Fault, Scheme, Verdict, Walk
+from polydraft.verify.walk import TargetDistribution, fault_of
+
+
+@LOSSY_TRIES.register("flat-blocks")
+class FlatBlocksBuilder(TrieBuilder):
+    """Chains that share nothing, those of the longest prefixes first, and the walk that belongs to them."""
+
+    def resolve_walk(self, wish: str) -> Walk:
+        """Keep the longest chain; to ask for another walk than node by node is refused as elsewhere."""
+        check_node_walk(self._name, wish)
+        return FlatBlocksWalk(1 + self._options.most_nodes)
+
+    def trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
+        """Propose what follows the longest prefixes."""
+        trie, found = TokenTrie(root, shared=False), list[tuple[Match, str]]()
+        for name, memory in zip(self.source.names, memories, strict=True):
+            found += [(match, name) for match in memory.matches(self._options.candidates, self.depth)]
+        found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
+        for match, name in found:
+            trie.add(match.tokens, name, 1 + self._limits.nodes)
+        return trie
 
 
 class FlatBlocksWalk(Walk):

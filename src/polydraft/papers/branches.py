@@ -5,52 +5,25 @@ References
 .. [1] Gao et al. 2025, Multi-Branch Self-Drafting for LLM Inference Acceleration, "Multi-branch drafting", Algorithm 1.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from polydraft.errors import UsageError, unknown_name
+from polydraft.draft.gram_options import RiderOptions
+from polydraft.draft.grams import RIDERS, Riders
+from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
 from polydraft.models.language_model import round_up
 from polydraft.row_storage import resized
 from polydraft.sampling import NO_TOKEN
 from polydraft.transfers import brought
-from polydraft.trees import MAX_NODES, DraftTree
-
-SEEDS = ("vocabulary", "prompt")
+from polydraft.trees import DraftTree
 
 
-@dataclass(frozen=True, kw_only=True)
-class RiderOptions:
-    """How many branches ride along, and how they begin."""
-
-    branches: int = 6
-    """N of [1]; 0 for none."""
-    length: int = 6
-    """Most tokens of a branch, L of [1]."""
-    seeds: str = "prompt"
-    """Where the first token of a branch is drawn from: the ``"prompt"``, or the ``"vocabulary"`` as in [1]."""
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("branches", self.branches, 0), ("branch_length", self.length, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"{name}={value!r} is out of range; allowed: whole numbers from {least}")
-        if self.seeds not in SEEDS:
-            raise unknown_name("branch_seeds", self.seeds, SEEDS)
-        if self.most >= MAX_NODES:
-            raise UsageError(
-                f"{self.branches} branches of {self.length} tokens are too many for one pass; allowed: below {MAX_NODES} in all"
-            )
-
-    @property
-    def most(self) -> int:
-        """Most riders in a pass."""
-        return self.branches * self.length
-
-
-class Riders:
+@RIDERS.register("branches")
+class Branches(Riders):
     """Branches of a batch, on the device; X is branches, P tokens along a branch.
 
     Each branch token sees the text, the pending token included, and its own branch before it. The target's best token after
@@ -64,7 +37,7 @@ class Riders:
 
     def __init__(self, options: RiderOptions, target: LanguageModel, batch_size: int) -> None:
         positions = target.max_positions
-        if positions is not None and options.branches and options.length >= positions:
+        if positions is not None and options.length >= positions:
             raise UsageError(
                 f"branch_length={options.length} does not fit the model's context of {positions}; allowed: 1 to {positions - 1}"
             )
@@ -78,8 +51,11 @@ class Riders:
         """Prompts from which the first tokens of new rows are drawn."""
         self.sizes_B = torch.ones(batch_size, device=device, dtype=torch.float64)
         """How many tokens there are to draw from."""
-        self.resting_B: Tensor | None = None
-        """Rows whose branches stay as they are in this round, on a CPU; where all do, none ride along."""
+
+    @property
+    def kind(self) -> Hashable:
+        """A capture draws the first tokens of branches from prompts of one size, where they are."""
+        return self.seeds_BT.shape[1]
 
     @property
     def num_uniforms(self) -> int:
@@ -88,8 +64,6 @@ class Riders:
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Forget the branches of some rows; new ones begin with the next pass."""
-        if not self.options.branches:
-            return
         from_prompt = self.options.seeds == "prompt"
         wanted = round_up(max((len(texts[row]) for row in rows), default=1)) if from_prompt else 1
         if wanted > self.seeds_BT.shape[1]:
@@ -156,7 +130,7 @@ class Riders:
     @property
     def _ride(self) -> bool:
         """Whether there are branches in this round."""
-        return self.options.branches > 0 and (self.resting_B is None or not bool(self.resting_B.all()))
+        return self.resting_B is None or not bool(self.resting_B.all())
 
     def _at_work(self, rows_B: Tensor) -> Tensor:
         return rows_B if self.resting_B is None else rows_B & ~self.resting_B

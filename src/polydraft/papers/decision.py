@@ -10,7 +10,6 @@ References
 import hashlib
 import json
 import math
-from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -22,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from polydraft.draft.stopping_builder import Decision
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.heads.head_folder import check_header, weightless
@@ -47,18 +47,6 @@ class DecisionKind(StrEnum):
     """Type 1 of [1]: the draft's hidden state; learns min(1, p/q) of the drafted token ([1] prints max)."""
     DISTRIBUTION = "distribution"
     """Type 2 of [1]: the draft's largest probabilities and its entropy; learns whether the token was accepted."""
-
-
-class Decision(ABC):
-    """Whether rows go on drafting.
-
-    Any rule is exact that looks at distributions and tokens drawn so far and at nothing of what follows: children that are
-    drawn afterwards have the distribution that verification assumes.
-    """
-
-    @abstractmethod
-    def goes_on(self, features_BGF: Tensor, logits_BGV: Tensor) -> Tensor:
-        """Say which rows go on, `[B]`, given the draft's features and logits at the G nodes whose children were drawn last."""
 
 
 def check_threshold(value: float) -> float:
