@@ -184,7 +184,8 @@ class DraftDistributions:
     def resize(self, params: RowParams) -> None:
         """Have as many rows as there are parameters."""
         self.params = params
-        self._warper.resize(params)
+        self._warper.resize(len(params), len(params))
+        self._warper.use(params)
 
     def swap_rows(self, first: int, second: int) -> None:
         """Swap two rows."""

@@ -52,7 +52,8 @@ class State:
         for name in ("tail_B2", "active_B", "greedy_B"):
             setattr(self, name, self.storage.resized(name, getattr(self, name), len(params)))
         assign(self.greedy_B, params.greedy)
-        self.warper.resize(params)
+        self.warper.resize(len(params), len(params))
+        self.warper.use(params)
 
     def swap_rows(self, first: int, second: int) -> None:
         """Swap two rows."""

@@ -106,7 +106,7 @@ class Slots:
         whole = [*self.sequences, *self._sleeping, *([None] * rows)]
         self.sequences, self._sleeping = whole[:rows], whole[rows : self.most] if self._workspace.has_graphs else []
         self.known = {slot: known for slot, known in self.known.items() if slot < rows}
-        self.noise.resize(rows)
+        self.noise.resize(rows, self.most)
         self._workspace.resize(rows)
         return range(before, rows), True
 
