@@ -6,7 +6,7 @@ are certain (docs/theory.md).
 """
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from polydraft.draft.trie import Limits, TokenTrie, as_draft_tree, check_node_wa
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
 from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory, Match
+from polydraft.rows import ByRow
 from polydraft.sampling import RowParams
 from polydraft.trees import DraftTree
 from polydraft.verify import FlatBlocksWalk, Naive, NodeWalk, Verdict, Walk
@@ -99,27 +100,30 @@ class GramTree(Drafter):
 class GramSource(Source):
     """Memories of one batch, one of each cache per row, on the host, and the branches that teach them."""
 
+    ROW_STATE = ("memories", "read", "idle", "resting")
+    FORGETS = True
     learns = True
 
     def __init__(self, caches: Sequence[GramCache], riders: Riders, gram: int, batch_size: int) -> None:
         self.names, self.riders, self._gram = [cache.name for cache in caches], riders, gram
         self._caches = caches
-        self.memories = [[cache.open() for cache in caches] for _ in range(batch_size)]
+        self.memories = [self._opened() for _ in range(batch_size)]
         self.read: list[list[int]] = [[] for _ in range(batch_size)]
         """Text that each row's memories have read."""
         self.idle = [False] * batch_size
         self.resting = [False] * batch_size
         """Rows that draft nothing in this round, because it would not pay."""
 
-    def resize(self, rows: int, most: int) -> None:
-        """Have so many rows."""
-        self.memories = [*self.memories, *([cache.open() for cache in self._caches] for _ in range(len(self.memories), rows))][
-            :rows
-        ]
-        self.read = [*self.read, *([] for _ in range(rows))][:rows]
-        self.idle = [*self.idle, *([False] * rows)][:rows]
-        self.resting = [*self.resting, *([False] * rows)][:rows]
-        self.riders.resize(rows)
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the branches."""
+        return (self.riders,)
+
+    def new_row(self, name: str) -> list[GramMemory] | list[int] | bool:
+        """Begin with empty memories."""
+        return self._opened() if name == "memories" else [] if name == "read" else False
+
+    def _opened(self) -> list[GramMemory]:
+        return [cache.open() for cache in self._caches]
 
     def forget(self, rows: Sequence[int]) -> None:
         """Empty their memories."""

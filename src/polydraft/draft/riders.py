@@ -14,7 +14,7 @@ from torch import Tensor
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel
 from polydraft.models.language_model import round_up
-from polydraft.row_storage import resized
+from polydraft.rows import ByRow
 from polydraft.sampling import NO_TOKEN
 from polydraft.transfers import brought
 from polydraft.trees import MAX_NODES, DraftTree
@@ -50,7 +50,7 @@ class RiderOptions:
         return self.branches * self.length
 
 
-class Riders:
+class Riders(ByRow):
     """Branches of a batch, on the device; X is branches, P tokens along a branch.
 
     Each branch token sees the text, the pending token included, and its own branch before it. The target's best token after
@@ -61,6 +61,9 @@ class Riders:
     Deviation from [1]: drafts are the target's best tokens at any temperature: sampled ones would only make the cache
     noisier.
     """
+
+    ROW_STATE = ("tokens_BXP", "lengths_B", "seeds_BT", "sizes_B")
+    FORGETS = True
 
     def __init__(self, options: RiderOptions, target: LanguageModel, batch_size: int) -> None:
         positions = target.max_positions
@@ -99,11 +102,6 @@ class Riders:
             self.sizes_B[row].fill_(len(texts[row]) if from_prompt else self._target.vocab_size)
             if from_prompt:
                 self.seeds_BT[row, : len(texts[row])].copy_(brought(torch.tensor(list(texts[row])), self.seeds_BT.device))
-
-    def resize(self, rows: int) -> None:
-        """Have so many rows; further ones begin before they are asked."""
-        for name in ("tokens_BXP", "lengths_B", "seeds_BT", "sizes_B"):
-            setattr(self, name, resized(getattr(self, name), rows))
 
     def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
         """Add the branches' tokens to a pass, as nodes after all others that no child table names."""

@@ -159,7 +159,8 @@ class Workspace:
         most = len(self.asked)
         self.params = RowParams((*self.params.rows, *([IDLE] * rows))[:rows])
         self.memory.resize(rows, most)
-        self.session.resize(self.params, most)
+        self.session.resize(rows, most)
+        self.session.use(self.params)
         if self.state is not None:
             self.state.resize(self.params)
 
