@@ -23,7 +23,6 @@ ROOMS = [
     "described",
     "prompts",
     "transfers",
-    "row_storage",
     "rows",
     "sampling",
     "trees",

@@ -73,13 +73,13 @@ def counted_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int
 def resizes(engine: Engine) -> list[int]:
     """Take note of the numbers of rows that an engine chooses."""
     widths, memories = list[int](), engine._workspace
-    original = memories.resize
+    original = memories.have_rows
 
-    def resize(rows: int) -> None:
+    def have_rows(rows: int) -> None:
         widths.append(rows)
         original(rows)
 
-    memories.resize = resize  # type: ignore[method-assign]
+    memories.have_rows = have_rows  # type: ignore[method-assign]
     return widths
 
 
