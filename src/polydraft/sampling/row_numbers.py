@@ -28,7 +28,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class _Number(ByRow):
-    """One of them, `[B, 1, 1]`."""
+    """One of these parameters: a number per row, `[B, 1, 1]`."""
 
     ROW_STATE = ("values_B11", "_written")
 
