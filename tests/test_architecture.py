@@ -24,7 +24,6 @@ ROOMS = [
     "described",
     "prompts",
     "transfers",
-    "row_storage",
     "rows",
     "sampling",
     "trees",

@@ -6,7 +6,7 @@ that are not at work *sleep*: their state stays where it is and comes back with 
 captured rounds of all sizes find them.
 
 A class that keeps state by row is a `ByRow`: it names its attributes in `ROW_STATE` and its parts in `row_parts`; `resize` and
-`swap_rows` are inherited.
+`swap_rows` are inherited. Parameters do not move with their rows: whoever resizes or swaps sets them afterwards.
 """
 
 from collections.abc import Iterable
@@ -21,64 +21,83 @@ class ByRow:
 
     ROW_STATE: ClassVar[tuple[str, ...]] = ()
     """Attributes that have an entry for each row: tensors, whose first axis is rows, and lists. None means not there yet."""
+    FORGETS: ClassVar[bool] = False
+    """Whether rows do not sleep: those that go are dropped, and new when they come back."""
 
     def row_parts(self) -> Iterable["ByRow"]:
         """Return the parts of this object that keep state by row, too."""
         return ()
 
     def new_row(self, name: str) -> Any:
-        """Return the entry of a row that never was, in a list; rows of tensors begin with zeros."""
+        """Return what a row begins with that never was: an entry of a list; of a tensor, what fills it."""
+        if isinstance(getattr(self, name), Tensor):
+            return 0
         raise NotImplementedError(f"{type(self).__name__}.{name}: say what a new row begins with")
+
+    def before_rows_change(self) -> None:
+        """Bring the attributes up to date: they are about to be resized, or two of their rows to be swapped."""
 
     def resize(self, rows: int, most: int) -> None:
         """Put the first `rows` rows to work, never more than `most`; the others sleep, rows that never were are new."""
+        self.before_rows_change()
         for part in self.row_parts():
             part.resize(rows, most)
         for name in self.ROW_STATE:
-            seen = getattr(self, name)
-            if seen is None:
-                continue
-            whole = self._whole(name, seen)
-            missing = rows - len(whole)
-            if isinstance(seen, Tensor):
-                whole = whole if missing <= 0 else torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
-            else:
-                whole = [*whole, *(self.new_row(name) for _ in range(missing))]
-            self._sleepers[name] = whole
-            setattr(self, name, whole[:rows])
+            if getattr(self, name) is not None:
+                setattr(self, name, self.keep_rows(name, self._at_least(rows, name), rows))
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap a row at work with another one, which may sleep, between two rounds."""
+    def swap_rows(self, first: int, second: int, used: int | None = None) -> None:
+        """Swap a row at work with another one, which may sleep, between two rounds.
+
+        Of parts that have slots only the first `used` ones need to be swapped, where that is known.
+        """
+        self.before_rows_change()
         for part in self.row_parts():
-            part.swap_rows(first, second)
+            part.swap_rows(first, second, used)
         for name in self.ROW_STATE:
             seen = getattr(self, name)
             if isinstance(seen, Tensor):
-                whole_BX = self._whole(name, seen)
+                whole_BX = self.every_row(name)
                 if second < len(whole_BX):
                     swap(whole_BX[first], whole_BX[second])
                 else:
-                    whole_BX[first].zero_()
+                    whole_BX[first] = self.new_row(name)
             elif seen is not None:
-                whole = self._whole(name, seen)
-                whole += [self.new_row(name) for _ in range(second + 1 - len(whole))]
+                whole = self._at_least(second + 1, name)
                 whole[first], whole[second] = whole[second], whole[first]
-                self._sleepers[name] = whole
-                setattr(self, name, whole[: len(seen)])
+                setattr(self, name, self.keep_rows(name, whole, len(seen)))
 
-    @property
-    def _sleepers(self) -> dict[str, Any]:
-        """All rows of each attribute, at work or not."""
-        found: dict[str, Any] = self.__dict__.setdefault("_all_rows", {})
-        return found
-
-    def _whole(self, name: str, seen: Any) -> Any:
-        """Return all rows of an attribute, of which `seen` are at work."""
-        known = self._sleepers.get(name)
+    def every_row(self, name: str) -> Any:
+        """Return all rows of an attribute, at work or not; a list is a copy."""
+        seen, known = getattr(self, name), self._rows_kept.get(name)
         if isinstance(seen, Tensor):
             # A tensor that was replaced since is all there is.
             return seen if known is None or known.data_ptr() != seen.data_ptr() else known
         return [*seen, *(known or [])[len(seen) :]]
+
+    def keep_rows(self, name: str, whole: Any, rows: int) -> Any:
+        """Let these be all rows of an attribute; return the first ones, for it to be set to."""
+        if not self.FORGETS:
+            self._rows_kept[name] = whole
+        return whole[:rows]
+
+    def _at_least(self, rows: int, name: str) -> Any:
+        """Return all rows of an attribute, and new ones behind them if there are fewer."""
+        whole = self.every_row(name)
+        missing = rows - len(whole)
+        if not isinstance(whole, Tensor):
+            return whole + [self.new_row(name) for _ in range(missing)]
+        if missing <= 0:
+            return whole
+        more_BX = whole.new_empty(missing, *whole.shape[1:])
+        more_BX[:] = self.new_row(name)
+        return torch.cat([whole, more_BX])
+
+    @property
+    def _rows_kept(self) -> dict[str, Any]:
+        """All rows of each attribute, at work or not, since the first `resize`."""
+        found: dict[str, Any] = self.__dict__.setdefault("_all_rows_kept", {})
+        return found
 
 
 def swap(first_X: Tensor, second_X: Tensor) -> None:

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from polydraft.errors import UsageError
-from polydraft.sampling import NO_TOKEN, SamplingParams, Warper, truncation
+from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams, Warper, truncation
 
 VOCABULARY = 60
 CPU = torch.device("cpu")
@@ -241,3 +241,29 @@ def test_bias_outside_the_vocabulary_is_refused():
 def test_half_precision_logits_give_float32_distributions():
     warp = Warper(SamplingParams(), VOCABULARY, PROMPTS, CPU)
     assert warp.probs(random_logits(2, 1).half(), torch.empty(2, 1, 0, dtype=torch.long)).dtype == torch.float32
+
+
+def test_rows_that_sleep_and_trade_places_keep_their_texts_and_get_their_parameters():
+    first = SamplingParams(temperature=0.5, repetition_penalty=1.5, logit_bias={3: 2.0})
+    second = SamplingParams(temperature=2.0, top_k=5, presence_penalty=0.7, frequency_penalty=0.3)
+    logits_BGV, none = random_logits(2, 1), torch.empty(2, 1, 0, dtype=torch.long)
+
+    def same(warp, params, texts):
+        rows = len(params)
+        alone = Warper(params, VOCABULARY, [PROMPTS[text] for text in texts], CPU)
+        alone.advance([EMITTED[text] for text in texts])
+        return torch.equal(warp.probs(logits_BGV[:rows], none[:rows]), alone.probs(logits_BGV[:rows], none[:rows]))
+
+    warp = Warper([first, second], VOCABULARY, PROMPTS, CPU)
+    warp.advance(EMITTED)
+    warp.resize(1, 2)
+    warp.use(RowParams((first,)))
+    assert same(warp, [first], [0])
+    warp.swap_rows(0, 1)
+    warp.use(RowParams((first,)))  # as the row at work had before it was swapped
+    assert same(warp, [first], [1])
+    warp.use(RowParams((second,)))
+    assert same(warp, [second], [1])
+    warp.resize(2, 2)
+    warp.use(RowParams((second, first)))
+    assert same(warp, [second, first], [1, 0])

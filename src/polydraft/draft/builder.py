@@ -1,19 +1,20 @@
 """What decides which nodes a draft tree has: the interface of builders, and the distributions that they draw from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from polydraft.draft.policy import REST_REASON, RowPolicy
 from polydraft.draft.source import DistributionSource, Source
+from polydraft.rows import ByRow
 from polydraft.sampling import RowParams, Warper
 from polydraft.trees import DraftTree
 from polydraft.verify import Scheme, Verdict, Walk, resolve_walk
 
 
-class Builder(ABC):
+class Builder(ByRow, ABC):
     """Builds the trees of one batch, round by round, out of what a source gives.
 
     `build` and `learn` run on the device without looking at values, unless `obstacle` says otherwise.
@@ -82,7 +83,7 @@ class Builder(ABC):
         """How many kinds there are."""
         return 1
 
-    def rehearse(self, number: int | None) -> None:  # noqa: B027 (most have one kind)
+    def rehearse(self, number: int | None) -> None:
         """Let all rounds be of one kind, until told None: so that its capture is there before it is needed."""
 
     @property
@@ -111,18 +112,12 @@ class Builder(ABC):
         """
         return {}
 
-    def resize(self, params: RowParams) -> None:
-        """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `begin`.
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the source and the policy."""
+        return (self.source,) if self.policy is None else (self.source, self.policy)
 
-        Where rows are movable and rounds are captured, those that go sleep and come back as they were.
-        """
-        if self.policy is not None:
-            self.policy.resize(len(params))
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows between two rounds, the second of which may sleep."""
-        if self.policy is not None:
-            self.policy.swap_rows(first, second)
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on: there are more or fewer of them than before."""
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters from now on."""
@@ -142,10 +137,10 @@ class Builder(ABC):
         if self.policy is not None:
             self.policy.learn(verdict.accepted_B.tolist(), (keep_B > 0).tolist())
 
-    def advance(self, emitted: Sequence[Sequence[int]]) -> None:  # noqa: B027 (many look at no text)
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""
 
-    def took(self, counts: Sequence[int]) -> None:  # noqa: B027 (most learn on the device, if at all)
+    def took(self, counts: Sequence[int]) -> None:
         """Take note on the host of how many candidates that depend on the past only each row accepted."""
 
     def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str] | None:
@@ -153,7 +148,7 @@ class Builder(ABC):
         return None
 
 
-class DraftDistributions:
+class DraftDistributions(ByRow):
     """A source's distributions after temperature, truncation and penalties, as trees are drawn from them.
 
     Parameters
@@ -181,14 +176,14 @@ class DraftDistributions:
         self.params = params
         self._warper.admit(params, rows, [texts[row] for row in rows])
 
-    def resize(self, params: RowParams) -> None:
-        """Have as many rows as there are parameters."""
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on."""
         self.params = params
-        self._warper.resize(params)
+        self._warper.use(params)
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows."""
-        self._warper.swap_rows(first, second)
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return what knows the rows' texts and parameters."""
+        return (self._warper,)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""

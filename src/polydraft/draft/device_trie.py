@@ -4,7 +4,7 @@ What text and corpus propose comes as tensors (`polydraft.ngrams.tables`); the l
 They depend on the text alone, and are verified as the host's tries are.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,8 +19,8 @@ from polydraft.models.language_model import round_up
 from polydraft.ngrams import GramCache
 from polydraft.ngrams.lookup import MOST_COPIES
 from polydraft.ngrams.tables import LONGEST, CorpusTables, Paths, Texts, powers
-from polydraft.row_storage import resized
-from polydraft.sampling import NO_TOKEN, RowParams
+from polydraft.rows import ByRow
+from polydraft.sampling import NO_TOKEN
 from polydraft.transfers import assign, brought
 from polydraft.trees import DraftTree
 from polydraft.verify import Naive, NodeWalk, Verdict, Walk
@@ -40,6 +40,9 @@ def on_device(caches: Sequence[GramCache], sizes: Sizes, device: torch.device) -
 class DeviceGramSource(Source):
     """The texts of one batch, on the device."""
 
+    ROW_STATE = ("sources_BN",)
+    FORGETS = True
+
     def __init__(self, batch_size: int, match: int, order: int, device: torch.device) -> None:
         self.texts = Texts(batch_size, match, order, MOST_COPIES, device)
         self._room = 1
@@ -52,11 +55,9 @@ class DeviceGramSource(Source):
         """Take note of how many tokens a round may bring."""
         self._room = depth + 1
 
-    def resize(self, rows: int, most: int) -> None:
-        """Have so many rows."""
-        texts = self.texts
-        texts.tokens_BL, texts.lengths_B = resized(texts.tokens_BL, rows), resized(texts.lengths_B, rows)
-        self.sources_BN = resized(self.sources_BN, rows)
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the texts."""
+        return (self.texts,)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Write the texts down, over whatever stood there."""
@@ -135,9 +136,6 @@ class DeviceTrieBuilder(Builder):
     def kind(self) -> Hashable:
         """A capture looks at texts of one size, where they are."""
         return self.source.texts.tokens_BL.shape[1]
-
-    def resize(self, params: RowParams) -> None:
-        """Keep nothing of rows: the source does."""
 
     def resolve_walk(self, wish: str) -> Walk:
         """Walk node by node."""

@@ -8,7 +8,7 @@ References
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ from polydraft.draft.policy import RowPolicy
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_builder import DEFAULT_SCHEME
 from polydraft.draft.stopping_builder import DECISION_OBSTACLE, Decision
+from polydraft.rows import ByRow
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.trees import DraftTree, DynamicShape, Topology
 from polydraft.verify import SCHEMES, Scheme
@@ -280,16 +281,14 @@ class DynamicBuilder(Builder):
         widths = [kind.width(depth) for kind in (self._likeliest, self._drawn) for depth in range(self.depth)]
         return self.source.lead + 1 + max(widths) * (self.depth - 1)
 
-    def resize(self, params: RowParams) -> None:
-        """Have as many rows as there are parameters."""
-        super().resize(params)
-        self._note(params)
-        self._distributions.resize(ranking_params(params, self._draft_temperature))
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the draft's distributions as well."""
+        return *super().row_parts(), self._distributions
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows, with what was learnt of them."""
-        super().swap_rows(first, second)
-        self._distributions.swap_rows(first, second)
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on."""
+        self._note(params)
+        self._distributions.use(ranking_params(params, self._draft_temperature))
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""

@@ -54,9 +54,6 @@ class Forced(Drafter):
 class _NoMemory(Source):
     """Texts are all there is to know."""
 
-    def resize(self, rows: int, most: int) -> None:
-        """Keep nothing of rows."""
-
     @property
     def obstacle(self) -> str | None:
         return "grammars are followed on the host"
@@ -71,6 +68,8 @@ class ForcedBuilder(Builder):
     device : torch.device
     """
 
+    ROW_STATE = ("_texts", "_grammars")
+    FORGETS = True
     elastic = True
     scheme = Naive()
     """Tokens follow the target's own draw, whatever was proposed."""
@@ -87,11 +86,9 @@ class ForcedBuilder(Builder):
         """Walk node by node: walks over whole paths need the distribution that every child was drawn from."""
         return NodeWalk()
 
-    def resize(self, params: RowParams) -> None:
-        """Have as many rows as there are parameters."""
-        rows = len(params)
-        self._texts = [*self._texts, *([] for _ in range(rows))][:rows]
-        self._grammars = [*self._grammars, *([None] * rows)][:rows]
+    def new_row(self, name: str) -> list[int] | None:
+        """Begin with no text and no grammar."""
+        return [] if name == "_texts" else None
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the texts of new rows, and of their grammars."""

@@ -6,7 +6,7 @@ are certain (docs/theory.md).
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
 from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory
 from polydraft.registry import Registry
+from polydraft.rows import ByRow
 from polydraft.sampling import RowParams
 from polydraft.trees import DraftTree
 from polydraft.verify import Naive, NodeWalk, Verdict, Walk
@@ -99,7 +100,7 @@ class GramTree(Drafter):
         return RowPolicy(dataclasses.replace(costs, overhead=overhead), batch_size, most)
 
 
-class Riders:
+class Riders(ByRow):
     """What rides along in the target's passes, as nodes that no walk reaches, and teaches the caches: nothing, here."""
 
     resting_B: Tensor | None = None
@@ -117,9 +118,6 @@ class Riders:
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Begin anew in some rows."""
-
-    def resize(self, rows: int) -> None:
-        """Have so many rows."""
 
     def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
         """Add riders to a pass."""
@@ -141,27 +139,30 @@ RIDERS: Registry[Callable[[RiderOptions, LanguageModel, int], Riders]] = Registr
 class GramSource(Source):
     """Memories of one batch, one of each cache per row, on the host, and the riders that teach them."""
 
+    ROW_STATE = ("memories", "read", "idle", "resting")
+    FORGETS = True
     learns = True
 
     def __init__(self, caches: Sequence[GramCache], riders: Riders, gram: int, batch_size: int) -> None:
         self.names, self.riders, self._gram = [cache.name for cache in caches], riders, gram
         self._caches = caches
-        self.memories = [[cache.open() for cache in caches] for _ in range(batch_size)]
+        self.memories = [self._opened() for _ in range(batch_size)]
         self.read: list[list[int]] = [[] for _ in range(batch_size)]
         """Text that each row's memories have read."""
         self.idle = [False] * batch_size
         self.resting = [False] * batch_size
         """Rows that draft nothing in this round, because it would not pay."""
 
-    def resize(self, rows: int, most: int) -> None:
-        """Have so many rows."""
-        self.memories = [*self.memories, *([cache.open() for cache in self._caches] for _ in range(len(self.memories), rows))][
-            :rows
-        ]
-        self.read = [*self.read, *([] for _ in range(rows))][:rows]
-        self.idle = [*self.idle, *([False] * rows)][:rows]
-        self.resting = [*self.resting, *([False] * rows)][:rows]
-        self.riders.resize(rows)
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the branches."""
+        return (self.riders,)
+
+    def new_row(self, name: str) -> list[GramMemory] | list[int] | bool:
+        """Begin with empty memories."""
+        return self._opened() if name == "memories" else [] if name == "read" else False
+
+    def _opened(self) -> list[GramMemory]:
+        return [cache.open() for cache in self._caches]
 
     def forget(self, rows: Sequence[int]) -> None:
         """Empty their memories."""

@@ -1,6 +1,6 @@
 """A feature head, which reads the target's hidden states, as a source of distributions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,13 +11,10 @@ from polydraft.draft.source import DistributionSource
 from polydraft.models import FeatureHead
 from polydraft.models.language_model import Observer
 from polydraft.models.memory import NO_TEXT, common_prefix
-from polydraft.row_storage import RowStorage
+from polydraft.rows import ByRow
 from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
 from polydraft.verify import Verdict
-
-_KEPT = ("_tokens_BW", "_features_BWF", "_fresh_B", "_lone_B")
-"""What a head keeps by row, beside its context."""
 
 
 class HeadSource(DistributionSource):
@@ -29,6 +26,7 @@ class HeadSource(DistributionSource):
     one token nothing precedes the root: its entry has no features, and is not kept.
     """
 
+    ROW_STATE = ("_texts", "_tokens_BW", "_features_BWF", "_fresh_B", "_lone_B")
     follows_any_path = movable = True
 
     def __init__(self, head: FeatureHead, batch_size: int) -> None:
@@ -39,7 +37,6 @@ class HeadSource(DistributionSource):
         self._places, self._captured = 1, False
         self._texts: list[Sequence[int]] = [()] * batch_size
         self._tokens_BW = torch.zeros(batch_size, 1, dtype=torch.long, device=head.device)
-        self._storage = RowStorage()
         self._fresh_blocks: dict[int, Block] = {}
         """The pass over them where its size is fixed, by rows: a capture needs its tensors for as long as it lasts."""
         self._features_BWF: Tensor | None = None
@@ -81,23 +78,17 @@ class HeadSource(DistributionSource):
         if captured:
             self._tokens_BW = self._tokens_BW.new_zeros(len(self._tokens_BW), width)
 
-    def resize(self, rows: int, most: int) -> None:
-        """Have so many rows."""
-        self._take_waiting()
-        self._context.resize(rows, most)
-        self._texts = self._storage.resized_list("texts", self._texts, rows, tuple)
-        for name in _KEPT:
-            if (values_BX := getattr(self, name)) is not None:
-                setattr(self, name, self._storage.resized(name, values_BX, rows))
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the head's context."""
+        return (self._context,)
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows."""
+    def new_row(self, name: str) -> Sequence[int] | int:
+        """Begin with no text, and no fresh entries."""
+        return () if name == "_texts" else 0
+
+    def before_rows_change(self) -> None:
+        """Put what waits where its row is known."""
         self._take_waiting()
-        self._context.swap_rows(first, second)
-        self._texts = self._storage.swapped_list("texts", self._texts, first, second)
-        for name in _KEPT:
-            if (values_BX := getattr(self, name)) is not None:
-                self._storage.swap(name, values_BX, first, second)
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""
@@ -123,9 +114,9 @@ class HeadSource(DistributionSource):
         self._context.rewind(held)
         last = [start + count == len(text) - 1 for start, count, text in zip(starts, counts, texts, strict=True)]
         if self._features_BWF is None:
-            whole_BW = self._storage.whole("_tokens_BW", self._tokens_BW)
-            whole_BWF = features_BTF.new_zeros(*whole_BW.shape, features_BTF.shape[-1])
-            self._features_BWF = self._storage.keep("_features_BWF", whole_BWF, len(self._tokens_BW))
+            whole_BWF = features_BTF.new_zeros(*self.every_row("_tokens_BW").shape, features_BTF.shape[-1])
+            self._features_BWF = self.keep_rows("_features_BWF", whole_BWF, len(self._tokens_BW))
+            assert self._features_BWF is not None
         for row, (count, ends) in enumerate(zip(counts, last, strict=True)):
             if count and ends:
                 self._features_BWF[rows.start + row, 0] = features_BTF[row, count - 1]

@@ -26,6 +26,7 @@ class LoadBuilder(StaticBuilder):
         Chooses among trees, of which the last was asked for, from round to round.
     """
 
+    ROW_STATE = (*StaticBuilder.ROW_STATE, "_limited_B", "_steady")
     reads_along = True  # the source's memory keeps its form whatever the tree
 
     def __init__(
@@ -103,10 +104,13 @@ class LoadBuilder(StaticBuilder):
             self._steady = wanted
             assign(self._limited_B, wanted)
 
-    def resize(self, params: RowParams) -> None:
-        """Have as many rows as there are parameters."""
-        super().resize(params)
-        self._limited_B, self._steady = self._storage.resized("limited", self._limited_B, len(params)), []
+    def new_row(self, name: str) -> bool:
+        """Begin with whatever tree pays."""
+        return False
+
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on, and choose the tree for as many rows."""
+        super().use(params)
         self._choice.ladder.fit(len(params), self.scheme.name)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:

@@ -1,6 +1,6 @@
 """A draft model as a source of distributions (MCSD §3)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from polydraft.draft.source import DistributionSource
 from polydraft.models import LanguageModel, Memory
 from polydraft.models.memory import NO_TEXT
-from polydraft.row_storage import RowStorage
+from polydraft.rows import ByRow
 from polydraft.trees import Block, SlicedMask, StaticBlock, Topology
 from polydraft.verify import Verdict
 
@@ -23,6 +23,7 @@ class ModelSource(DistributionSource):
     drafts are wanted again.
     """
 
+    ROW_STATE = ("_texts", "_lone_B1")
     lead = 1
     movable = True
 
@@ -34,7 +35,6 @@ class ModelSource(DistributionSource):
         self._lone_B1: Tensor | None = None
         """Rows whose text is the root alone; only in a first round."""
         self._longest = 0
-        self._storage = RowStorage()
         self._texts: Sequence[Sequence[int]] = [()] * batch_size
         self._skipped, self._behind = False, False
         """Whether the last round was without drafts, and whether there is text to be read before the next one with drafts."""
@@ -48,19 +48,13 @@ class ModelSource(DistributionSource):
         """Make room for a round's passes."""
         self._memory.places = self._memory.context.places = places
 
-    def resize(self, rows: int, most: int) -> None:
-        """Have so many rows."""
-        self._memory.resize(rows, most)
-        self._texts = self._storage.resized_list("texts", self._texts, rows, tuple)
-        if self._lone_B1 is not None:
-            self._lone_B1 = self._storage.resized("lone", self._lone_B1, rows)
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the model's memory."""
+        return (self._memory,)
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows."""
-        self._memory.swap_rows(first, second)
-        self._texts = self._storage.swapped_list("texts", self._texts, first, second)
-        if self._lone_B1 is not None:
-            self._storage.swap("lone", self._lone_B1, first, second)
+    def new_row(self, name: str) -> Sequence[int] | bool:
+        """Begin with no text."""
+        return () if name == "_texts" else False
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Read the texts."""

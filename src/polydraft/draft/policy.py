@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polydraft.draft.speedup import Costs
+from polydraft.rows import ByRow
 
 _MEMORY, _RATE_MEMORY = 0.97, 0.97
 """How much of what a round taught of promises, and of tokens over time, is left after the next one."""
@@ -147,7 +148,7 @@ class Pace:
             self.tokens = self.spent = _RATE_PRIOR
 
 
-class RowPolicy:
+class RowPolicy(ByRow):
     """The decisions of a batch, each row's by its own history alone.
 
     With λ the tokens that a row yields in the time of one plain pass, a level or a node pays if its expected tokens exceed λ
@@ -166,12 +167,15 @@ class RowPolicy:
         Otherwise every level and node is wanted, and no row rests.
     """
 
+    ROW_STATE = ("paces",)
+    FORGETS = True
+
     def __init__(self, costs: Costs, rows: int, nodes: int, adaptive: bool = True) -> None:
         self.adaptive, self.idle = adaptive, False
         """`idle`: whether no row at work drafts in the next round."""
         self._costs, self._most = costs, nodes - 1
         self._loads: dict[int, Load] = {}
-        self.paces = [Pace(self._load(1), adaptive) for _ in range(rows)]
+        self.paces = [self.new_row("paces") for _ in range(rows)]
         self._plans: list[Plan] | None = None
 
     def _load(self, rows: int) -> Load:
@@ -194,13 +198,9 @@ class RowPolicy:
         drafting = self.drafting
         self.idle = self.idle and not any(drafting[row] for row in rows)
 
-    def resize(self, rows: int) -> None:
-        """Have so many rows: what was learnt of the first ones stays, further ones are to `begin`."""
-        self.paces = [*self.paces, *(Pace(self._load(1), self.adaptive) for _ in range(len(self.paces), rows))][:rows]
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows."""
-        self.paces[first], self.paces[second] = self.paces[second], self.paces[first]
+    def new_row(self, name: str) -> Pace:
+        """Begin without experience, as a row alone."""
+        return Pace(self._load(1), self.adaptive)
 
     @property
     def rest_reason(self) -> str:

@@ -1,6 +1,6 @@
 """One class for every drafter at work: it joins builders, and their sources, to the rounds of a batch."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,7 @@ from polydraft.devices import captures
 from polydraft.draft.builder import Builder
 from polydraft.models import Context
 from polydraft.models.language_model import Observer
+from polydraft.rows import ByRow
 from polydraft.sampling import RowParams
 from polydraft.trees import DraftTree, Topology, union
 from polydraft.verify import Naive, Scheme, Verdict, Walk, resolve_walk
@@ -112,7 +113,7 @@ class Aside:
             torch.cuda.current_stream(device).wait_stream(self._stream)
 
 
-class DraftSession:
+class DraftSession(ByRow):
     """A drafter at work on one batch: a tree that is drawn, a trie of certain candidates, both, or neither.
 
     `propose` and `commit` run on the device without looking at values, as far as `capturable` says; the others talk to the
@@ -225,17 +226,14 @@ class DraftSession:
         for builder in self._builders:
             builder.share(loads, steady)
 
-    def resize(self, params: RowParams, most: int) -> None:
-        """Have as many rows as there are parameters: the first ones stay as they are, further ones are to `begin`."""
-        for builder in self._builders:
-            builder.source.resize(len(params), most)
-            builder.resize(params)
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the builders, with their sources."""
+        return self._builders
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows between two rounds, the second of which may sleep."""
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on: there are more or fewer of them than before."""
         for builder in self._builders:
-            builder.source.swap_rows(first, second)
-            builder.swap_rows(first, second)
+            builder.use(params)
 
     def prepare(
         self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], unread: Sequence[int], keep: bool

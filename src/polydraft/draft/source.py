@@ -7,12 +7,13 @@ from torch import Tensor
 
 from polydraft.models import Context
 from polydraft.models.language_model import Observer
+from polydraft.rows import ByRow
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
 from polydraft.verify import Verdict
 
 
-class Source:
+class Source(ByRow):
     """A draft's memory of one batch of texts.
 
     `commit` runs on the device without looking at values; the other methods talk to the host. All have a default that
@@ -48,17 +49,6 @@ class Source:
 
         Tensors must stay where they are from round to round if rounds are `captured`.
         """
-
-    def resize(self, rows: int, most: int) -> None:
-        """Have so many rows from now on, never more than `most`: the first ones stay as they are, further ones are to `begin`.
-
-        Where rows are movable and rounds are captured, those that go sleep and come back as they were.
-        """
-        raise NotImplementedError
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows between two rounds, the second of which may sleep."""
-        raise NotImplementedError
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Say how many tokens of each text, read before, need no second look; None for all of them.

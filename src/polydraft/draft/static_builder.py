@@ -1,7 +1,8 @@
 """Trees of one static shape, drawn level by level."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from polydraft.draft.builder import Builder, DraftDistributions
 from polydraft.draft.planting import plant_columns, plant_largest
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_plan import WIDEST_SCHEME, GroupPlan, LevelPlan, Plan, plan_passes
-from polydraft.row_storage import RowStorage
+from polydraft.rows import ByRow
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.transfers import assign
 from polydraft.trees import DraftTree, Topology
@@ -46,6 +47,7 @@ class StaticBuilder(Builder):
         Temperature of the draft, the target's otherwise.
     """
 
+    ROW_STATE: ClassVar[tuple[str, ...]] = ("_greedy_B",)
     elastic = static = movable = True
     reads_along: bool = False
     """Whether the source is asked even for a tree that is its root alone."""
@@ -69,7 +71,6 @@ class StaticBuilder(Builder):
         self.usual_scheme = named if isinstance(named, Scheme) else SCHEMES.get(named)()
         """Where rows draw."""
         self.asked_scheme = scheme if isinstance(scheme, str) else None
-        self._storage = RowStorage()
         self._greedy_B = torch.zeros(len(params), dtype=torch.bool, device=source.device)
         """Rows whose candidates are the likeliest tokens."""
         self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
@@ -115,16 +116,13 @@ class StaticBuilder(Builder):
         """One per node, behind the lead."""
         return self.source.lead + self.num_nodes
 
-    def resize(self, params: RowParams) -> None:
-        """Have as many rows as there are parameters."""
-        super().resize(params)
-        self._greedy_B = self._storage.resized("greedy", self._greedy_B, len(params))
-        self._distributions.resize(self._draft_params(params))
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the draft's distributions as well."""
+        return *super().row_parts(), self._distributions
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows."""
-        super().swap_rows(first, second)
-        self._distributions.swap_rows(first, second)
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on."""
+        self._distributions.use(self._draft_params(params))
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""

@@ -1,6 +1,7 @@
 """A round: propose, extend, verify, commit, as one function of tensors."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from polydraft.draft import DraftSession
 from polydraft.engine.outcome import Outcome, conclude
 from polydraft.engine.stats import Stats
 from polydraft.models import LanguageModel, Memory
-from polydraft.row_storage import RowStorage
+from polydraft.rows import ByRow
 from polydraft.sampling import RowParams, Warper
 from polydraft.transfers import assign
 from polydraft.trees import DraftTree
@@ -23,8 +24,10 @@ _FEW_NODES = 16
 
 
 @dataclass(eq=False)
-class State:
+class State(ByRow):
     """All that rounds read and write: tensors that stay where they are from one round to the next."""
+
+    ROW_STATE = ("tail_B2", "active_B", "greedy_B")
 
     target: LanguageModel
     session: DraftSession
@@ -44,20 +47,15 @@ class State:
     """The target's, of the nodes that the last round's path goes through."""
     tree: DraftTree | None = None
     """The last round's."""
-    storage: RowStorage = field(default_factory=RowStorage)
-    """Of the tensors above."""
 
-    def resize(self, params: RowParams) -> None:
-        """Have as many rows as there are parameters; what else has rows does so by itself."""
-        for name in ("tail_B2", "active_B", "greedy_B"):
-            setattr(self, name, self.storage.resized(name, getattr(self, name), len(params)))
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the warper; memory and session are the workspace's."""
+        return (self.warper,)
+
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on: there are more or fewer of them than before."""
         assign(self.greedy_B, params.greedy)
-        self.warper.resize(params)
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows."""
-        self.storage.swap("tail_B2", self.tail_B2, first, second)
-        self.warper.swap_rows(first, second)
+        self.warper.use(params)
 
 
 def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_tree: DraftTree | None = None) -> Outcome:

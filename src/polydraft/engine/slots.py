@@ -106,8 +106,8 @@ class Slots:
         whole = [*self.sequences, *self._sleeping, *([None] * rows)]
         self.sequences, self._sleeping = whole[:rows], whole[rows : self.most] if self._workspace.has_graphs else []
         self.known = {slot: known for slot, known in self.known.items() if slot < rows}
-        self.noise.resize(rows)
-        self._workspace.resize(rows)
+        self.noise.resize(rows, self.most)
+        self._workspace.have_rows(rows)
         return range(before, rows), True
 
     def _drop_unread(self) -> None:
@@ -134,12 +134,12 @@ class Slots:
         place = min(range(len(free)), key=lambda place: self._length(free[place]))
         first = free[place]
         self.known.pop(first, None)
-        self._workspace.swap_rows(first, len(self.sequences) + number)
+        self._workspace.trade_rows(first, len(self.sequences) + number)
         self.sequences[first], self._sleeping[number] = self._sleeping[number], self.sequences[first]
         return place
 
     def _swap(self, first: int, second: int) -> None:
-        self._workspace.swap_rows(first, second)
+        self._workspace.trade_rows(first, second)
         self.sequences[first], self.sequences[second] = self.sequences[second], self.sequences[first]
 
     def _length(self, slot: int) -> int:

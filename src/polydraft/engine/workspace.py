@@ -16,6 +16,7 @@ from polydraft.engine.round import State
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.models.language_model import PREFILL_CHUNK
+from polydraft.rows import ByRow
 from polydraft.sampling import IDLE, RowParams, Warper
 from polydraft.transfers import assign
 from polydraft.verify import Walk
@@ -124,7 +125,7 @@ class Workspace:
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of rows may change from round to round, see `resize`.
+        """Whether the number of rows may change from round to round, see `have_rows`.
 
         Where rounds may be captured, idle rows must come back as they were, which they do only if rounds are captured.
         """
@@ -151,27 +152,30 @@ class Workspace:
             found.append(-(-found[-1] // _FEWER))
         return found
 
-    def resize(self, rows: int) -> None:
+    @property
+    def _by_row(self) -> list[ByRow]:
+        """What has a row for each text."""
+        return [self.memory, self.session, *([] if self.state is None else [self.state])]
+
+    def have_rows(self, rows: int) -> None:
         """Have so many rows: the first ones stay as they are, further ones are to `begin`; never more than at first.
 
         Where rows are movable and rounds are captured, those that go sleep and come back as they were.
         """
-        most = len(self.asked)
         self.params = RowParams((*self.params.rows, *([IDLE] * rows))[:rows])
-        self.memory.resize(rows, most)
-        self.session.resize(self.params, most)
+        for part in self._by_row:
+            part.resize(rows, len(self.asked))
+        self.session.use(self.params)
         if self.state is not None:
-            self.state.resize(self.params)
+            self.state.use(self.params)
 
-    def swap_rows(self, first: int, second: int) -> None:
+    def trade_rows(self, first: int, second: int) -> None:
         """Swap two rows between two rounds, the second of which may sleep."""
         rows = self.params.rows
         if second < len(rows):
             self.params = self.params.replaced({first: rows[second], second: rows[first]})
-        self.memory.swap_rows(first, second)
-        self.session.swap_rows(first, second)
-        if self.state is not None:
-            self.state.swap_rows(first, second)
+        for part in self._by_row:
+            part.swap_rows(first, second)
 
     def begin(
         self,

@@ -1,6 +1,7 @@
 """Keys and values as `transformers` asks for them, in slots of our own choosing."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
@@ -11,6 +12,7 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.models.families import text_config
 from polydraft.models.placement import home_device
 from polydraft.models.storage import KeyValues
+from polydraft.rows import ByRow
 
 
 def stored_layers(model: Any) -> int | None:
@@ -136,15 +138,9 @@ class SpreadCache(SlotCache):
         part._parts = {name: one.part(rows) for name, one in self._parts.items()}
         return part
 
-    def resize(self, rows: int, most: int) -> None:
-        """Use so many rows; where there is no storage for them yet, make some for `most`."""
-        for one in self._parts.values():
-            one.resize(rows, most)
-
-    def swap_rows(self, first: int, second: int, used: int) -> None:
-        """Swap the first slots of two rows."""
-        for one in self._parts.values():
-            one.swap_rows(first, second, used)
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the layers' caches."""
+        return self._parts.values()
 
     def clear(self, row: int) -> None:
         """Overwrite a row with zeros."""

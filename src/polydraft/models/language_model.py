@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -13,7 +13,7 @@ from polydraft.errors import UsageError
 from polydraft.models.attention import steady_attention
 from polydraft.models.placing import Placed, place
 from polydraft.models.storage import Storage, move_up
-from polydraft.row_storage import RowStorage
+from polydraft.rows import ByRow
 from polydraft.sampling import PartialVocabulary
 from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
@@ -37,27 +37,44 @@ class Replaying(Protocol):
         ...
 
 
-class Rows:
+class Rows(ByRow):
     """The rows of a batch and how long their texts are: committed tokens in slots `0 .. lengths[row]`, behind them the others.
 
     Rows may sleep: only the first `batch_size` of them are at work.
     """
 
+    ROW_STATE = ("lengths", "lengths_B", "positions_BS")
+
     def __init__(self, batch_size: int, capacity: int, device: torch.device) -> None:
-        self.batch_size, self.capacity, self.device = batch_size, capacity, device
+        self.capacity, self.device = capacity, device
         self.lengths = [0] * batch_size
         """Committed tokens per row, as the host last knew them; see `settle`."""
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=device)
         """Committed tokens per row."""
         self.positions_BS = torch.arange(capacity, device=device).repeat(batch_size, 1)
         """Position of the token in each slot."""
-        self._rows_B1 = torch.arange(batch_size, device=device)[:, None]
-        self._kept = RowStorage()
+        self._numbers_B1 = torch.arange(batch_size, device=device)[:, None]
+
+    @property
+    def batch_size(self) -> int:
+        """Rows at work."""
+        return len(self.lengths)
+
+    @property
+    def _rows_B1(self) -> Tensor:
+        """The number of each row at work, as an index."""
+        if self.batch_size > len(self._numbers_B1):
+            self._numbers_B1 = torch.arange(self.batch_size, device=self.device)[:, None]
+        return self._numbers_B1[: self.batch_size]
 
     @property
     def all_rows(self) -> tuple[Tensor, Tensor]:
         """Lengths and positions of all rows, at work or not."""
-        return self._kept.whole("lengths", self.lengths_B), self._kept.whole("positions", self.positions_BS)
+        return self.every_row("lengths_B"), self.every_row("positions_BS")
+
+    def new_row(self, name: str) -> Tensor | int:
+        """Begin with no text, and each slot at its own position."""
+        return torch.arange(self.capacity, device=self.device) if name == "positions_BS" else 0
 
     def settle(self, lengths: Sequence[int]) -> None:
         """Tell the host how long the rows are after a commit, without waiting for the device."""
@@ -75,34 +92,14 @@ class Rows:
     def part(self, rows: slice) -> Self:
         """Return some adjacent rows, which share their tensors; what the host knows of them is a copy."""
         part = copy.copy(self)
-        part.lengths, part.lengths_B = self.lengths[rows], self.lengths_B[rows]
-        part.batch_size, part.positions_BS = len(part.lengths), self.positions_BS[rows]
-        part._rows_B1 = self._rows_B1[: part.batch_size]
+        part.lengths, part.lengths_B, part.positions_BS = self.lengths[rows], self.lengths_B[rows], self.positions_BS[rows]
         return part
-
-    def resize(self, rows: int, most: int) -> None:
-        """Have so many rows from now on, never more than `most`: others sleep, and come back as they were."""
-        self.lengths = self._kept.resized_list("lengths", self.lengths, rows, int)
-        seen = len(self._kept.whole("positions", self.positions_BS))
-        self.lengths_B = self._kept.resized("lengths", self.lengths_B, rows)
-        self._rows_B1 = self._kept.resized("rows", self._rows_B1, rows)
-        self.positions_BS = self._kept.resized("positions", self.positions_BS, rows)
-        if rows > seen:
-            self._rows_B1[seen:, 0] = torch.arange(seen, rows, device=self.device)
-            self.positions_BS[seen:] = torch.arange(self.capacity, device=self.device)
-        self.batch_size = rows
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows, the second of which may sleep."""
-        self.lengths = self._kept.swapped_list("lengths", self.lengths, first, second)
-        self._kept.swap("lengths", self.lengths_B, first, second)
-        self._kept.swap("positions", self.positions_BS, first, second)
 
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` slots per row, keeping what is committed."""
-        whole_BS = self._kept.whole("positions", self.positions_BS)
+        whole_BS = self.every_row("positions_BS")
         fresh_BS = torch.arange(self.capacity, capacity, device=self.device).repeat(len(whole_BS), 1)
-        self.positions_BS = self._kept.keep("positions", torch.cat([whole_BS, fresh_BS], dim=1), self.batch_size)
+        self.positions_BS = self.keep_rows("positions_BS", torch.cat([whole_BS, fresh_BS], dim=1), self.batch_size)
         self.capacity = capacity
 
 
@@ -267,16 +264,14 @@ class Context(Rows, ABC):
         part.cache = self.cache.part(rows)
         return part
 
-    def resize(self, rows: int, most: int) -> None:
-        """Have so many rows from now on, never more than `most`: others sleep, and come back as they were."""
-        super().resize(rows, most)
-        self.cache.resize(rows, most)
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the storage."""
+        return (self.cache,)
 
-    def swap_rows(self, first: int, second: int) -> None:
+    def swap_rows(self, first: int, second: int, used: int | None = None) -> None:
         """Swap two rows, the second of which may sleep, with their committed texts."""
-        lengths = self._kept.whole_list("lengths", self.lengths)
-        self.cache.swap_rows(first, second, max(lengths[first], lengths[second]))
-        super().swap_rows(first, second)
+        lengths = self.every_row("lengths")
+        super().swap_rows(first, second, max(lengths[first], lengths[second]))
 
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` slots per row, keeping what is committed."""

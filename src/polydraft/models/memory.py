@@ -1,15 +1,15 @@
 """What a model holds of the texts of a batch, and how it comes to hold others."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from polydraft.models.language_model import LanguageModel, Observer
-from polydraft.row_storage import RowStorage
+from polydraft.rows import ByRow
 
 NO_TEXT: Sequence[int] = (0,)
 """Stands for the text of a row that has none."""
 
 
-class Memory:
+class Memory(ByRow):
     """Committed text of a batch in one model.
 
     Parameters
@@ -20,12 +20,21 @@ class Memory:
         Uncommitted tokens a round may add.
     """
 
+    ROW_STATE = ("_texts",)
+
     def __init__(self, model: LanguageModel, batch_size: int, behind: int, places: int) -> None:
         self.behind, self.places = behind, places
         self.context = model.start(batch_size, capacity=places)
         self.context.places = places
         self._texts: list[Sequence[int]] = [()] * batch_size
-        self._storage = RowStorage()
+
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the context."""
+        return (self.context,)
+
+    def new_row(self, name: str) -> Sequence[int]:
+        """Begin with no text."""
+        return ()
 
     def align(
         self,
@@ -48,16 +57,6 @@ class Memory:
         self.context.rewind(kept)
         self._texts = list(texts)  # before reading: an interrupted prefill then leaves a beginning of these texts
         self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)], observer)
-
-    def resize(self, rows: int, most: int) -> None:
-        """Have so many rows from now on, never more than `most`: others sleep, and come back as they were."""
-        self.context.resize(rows, most)
-        self._texts = self._storage.resized_list("texts", self._texts, rows, tuple)
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows, the second of which may sleep."""
-        self.context.swap_rows(first, second)
-        self._texts = self._storage.swapped_list("texts", self._texts, first, second)
 
     def settle(self, texts: Sequence[Sequence[int]]) -> None:
         """Take note of what a round has committed, as known to the host."""

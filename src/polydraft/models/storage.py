@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from polydraft.operations import operation
-from polydraft.row_storage import swap_rows
+from polydraft.rows import ByRow, swap
 
 SWAPPED_NUMBERS = 2**24
 """Keys or values that a swap of two rows holds aside at a time."""
 
 
-class Storage(ABC):
+class Storage(ByRow, ABC):
     """Slots of the texts of a batch; what is in them is the model's."""
 
     @property
@@ -40,14 +40,6 @@ class Storage(ABC):
     @abstractmethod
     def part(self, rows: slice) -> Self:
         """Return some adjacent rows, which share the storage; there must be some."""
-
-    @abstractmethod
-    def resize(self, rows: int, most: int) -> None:
-        """Use so many rows; where there is no storage for them yet, make some for `most`, so that it stays where it is."""
-
-    @abstractmethod
-    def swap_rows(self, first: int, second: int, used: int) -> None:
-        """Swap the first slots of two rows, the second of which may be out of use."""
 
     @abstractmethod
     def clear(self, row: int) -> None:
@@ -103,6 +95,7 @@ class KeyValues(Storage):
 
     def resize(self, rows: int, most: int) -> None:
         """Use so many rows; where there is no storage for them yet, make some for `most`, so that it stays where it is."""
+        super().resize(rows, most)
         self._most = most
         if self._all is None:
             return
@@ -110,13 +103,14 @@ class KeyValues(Storage):
         more = (0, 0, 0, 0, 0, 0, 0, missing)
         self._use((functional.pad(stored, more) for stored in self._all) if missing else self._all, rows)
 
-    def swap_rows(self, first: int, second: int, used: int) -> None:
-        """Swap the first slots of two rows, the second of which may be out of use."""
+    def swap_rows(self, first: int, second: int, used: int | None = None) -> None:
+        """Swap two rows, the second of which may sleep: only their first slots, some layers at a time."""
+        super().swap_rows(first, second, used)
         for stored in self._all or ():
             layers = max(SWAPPED_NUMBERS // max(stored[0, 0, :, :used].numel(), 1), 1)  # so that long texts need little room
             for start in range(0, len(stored), layers):
                 some = slice(start, start + layers)
-                swap_rows(stored[some, first, :, :used], stored[some, second, :, :used])
+                swap(stored[some, first, :, :used], stored[some, second, :, :used])
 
     def clear(self, row: int) -> None:
         """Overwrite a row with zeros: even masked slots must not hold NaNs."""

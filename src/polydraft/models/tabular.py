@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from polydraft.models.language_model import Context, LanguageModel
 from polydraft.models.storage import Storage
-from polydraft.row_storage import RowStorage
 
 
 class TabularModel(LanguageModel):
@@ -93,9 +92,10 @@ class TabularContext(Context):
 class TokenSlots(Storage):
     """Slots that hold the tokens themselves."""
 
+    ROW_STATE = ("tokens_BS",)
+
     def __init__(self, tokens_BS: Tensor) -> None:
         self.tokens_BS = tokens_BS
-        self._kept = RowStorage()
 
     @property
     def address(self) -> int:
@@ -105,7 +105,7 @@ class TokenSlots(Storage):
     @property
     def nbytes(self) -> int:
         """Bytes of all tokens."""
-        return self._kept.whole("tokens", self.tokens_BS).nbytes
+        return int(self.every_row("tokens_BS").nbytes)
 
     def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         """Copy slots within each row."""
@@ -113,23 +113,15 @@ class TokenSlots(Storage):
 
     def grow(self, capacity: int) -> None:
         """Enlarge the storage, keeping its content."""
-        whole_BS = self._kept.whole("tokens", self.tokens_BS)
+        whole_BS = self.every_row("tokens_BS")
         grown_BS = functional.pad(whole_BS, (0, capacity - whole_BS.shape[1]))
-        self.tokens_BS = self._kept.keep("tokens", grown_BS, len(self.tokens_BS))
+        self.tokens_BS = self.keep_rows("tokens_BS", grown_BS, len(self.tokens_BS))
 
     def part(self, rows: slice) -> Self:
         """Return some adjacent rows, which share the storage."""
         part = copy.copy(self)
         part.tokens_BS = self.tokens_BS[rows]
         return part
-
-    def resize(self, rows: int, most: int) -> None:
-        """Use so many rows."""
-        self.tokens_BS = self._kept.resized("tokens", self.tokens_BS, rows)
-
-    def swap_rows(self, first: int, second: int, used: int) -> None:
-        """Swap two rows, the second of which may be out of use."""
-        self._kept.swap("tokens", self.tokens_BS, first, second)
 
     def clear(self, row: int) -> None:
         """Do nothing: tokens are never NaN."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polydraft.ngrams.cache import match_chance, share_chance
 from polydraft.ngrams.gram_trie import GramTrie, share_tenths
+from polydraft.rows import ByRow
 from polydraft.sampling import NO_TOKEN
 
 _BASE = 0x9E3779B97F4A7C15
@@ -44,7 +45,7 @@ class Paths:
     """Probability that all tokens of the path are right; 0 where there is no candidate."""
 
 
-class Texts:
+class Texts(ByRow):
     """The texts of a batch, pending tokens included, and what followed their ends earlier.
 
     Parameters
@@ -58,6 +59,9 @@ class Texts:
         Earlier occurrences that are followed: of the longest matches, the most recent.
     device : torch.device
     """
+
+    ROW_STATE = ("tokens_BL", "lengths_B")
+    FORGETS = True
 
     def __init__(self, batch_size: int, match: int, order: int, count: int, device: torch.device) -> None:
         self.start, self._match, self._count = max(match, order), match, count

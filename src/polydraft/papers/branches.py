@@ -16,7 +16,6 @@ from polydraft.draft.grams import RIDERS, Riders
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
 from polydraft.models.language_model import round_up
-from polydraft.row_storage import resized
 from polydraft.sampling import NO_TOKEN
 from polydraft.transfers import brought
 from polydraft.trees import DraftTree
@@ -34,6 +33,9 @@ class Branches(Riders):
     Deviation from [1]: drafts are the target's best tokens at any temperature: sampled ones would only make the cache
     noisier.
     """
+
+    ROW_STATE = ("tokens_BXP", "lengths_B", "seeds_BT", "sizes_B")
+    FORGETS = True
 
     def __init__(self, options: RiderOptions, target: LanguageModel, batch_size: int) -> None:
         positions = target.max_positions
@@ -73,11 +75,6 @@ class Branches(Riders):
             self.sizes_B[row].fill_(len(texts[row]) if from_prompt else self._target.vocab_size)
             if from_prompt:
                 self.seeds_BT[row, : len(texts[row])].copy_(brought(torch.tensor(list(texts[row])), self.seeds_BT.device))
-
-    def resize(self, rows: int) -> None:
-        """Have so many rows; further ones begin before they are asked."""
-        for name in ("tokens_BXP", "lengths_B", "seeds_BT", "sizes_B"):
-            setattr(self, name, resized(getattr(self, name), rows))
 
     def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
         """Add the branches' tokens to a pass, as nodes after all others that no child table names."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polydraft.devices import captures
 from polydraft.operations import operation
+from polydraft.rows import ByRow
 
 NO_TOKEN = -1
 """Marks a child that does not exist, because the tree has none there or the draft distribution's support is exhausted."""
@@ -121,7 +122,7 @@ class _Uniforms:
         return self._drawn[self._used - count : self._used]
 
 
-class Noise:
+class Noise(ByRow):
     """Draw uniforms on the host from one generator per row and hand them over in one copy.
 
     Host generators make the stream the same on every device, and rows independent of who shares their batch; the copy
@@ -129,6 +130,9 @@ class Noise:
 
     The generators belong to whoever draws here: numbers are drawn for several rounds at a time, and some may never be needed.
     """
+
+    ROW_STATE = ("_rows",)
+    FORGETS = True
 
     def __init__(self, generators: Sequence[torch.Generator], device: torch.device) -> None:
         self._rows = [_Uniforms(generator) for generator in generators]
@@ -139,13 +143,9 @@ class Noise:
         if self._rows[row].generator is not generator:
             self._rows[row] = _Uniforms(generator)
 
-    def resize(self, rows: int) -> None:
-        """Have so many rows."""
-        self._rows = [*self._rows, *(_Uniforms(torch.Generator()) for _ in range(rows))][:rows]
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows."""
-        self._rows[first], self._rows[second] = self._rows[second], self._rows[first]
+    def new_row(self, name: str) -> _Uniforms:
+        """Draw from some generator until one is seated."""
+        return _Uniforms(torch.Generator())
 
     def uniforms(self, count: int, only: Mapping[int, Sequence[int]] | None = None) -> Tensor:
         """Return fresh numbers in [0, 1) as float64, `count` a row; of some rows `only` those in these places."""

@@ -5,17 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polydraft.row_storage import RowStorage
+from polydraft.rows import ByRow
 from polydraft.sampling.categorical import NO_TOKEN
 from polydraft.sampling.params import RowParams
 from polydraft.sampling.processing import Processing
 from polydraft.sampling.row_numbers import RowNumbers
 from polydraft.sampling.vocabulary import PartialVocabulary
 
-_TABLES = ("_seen_BV", "_counts_BV")
 
-
-class History:
+class History(ByRow):
     """The certain text of each row, prompt and emitted tokens, as far as penalties and processors need it.
 
     Parameters
@@ -30,6 +28,8 @@ class History:
         What the columns of the logits mean, where they are not all tokens.
     """
 
+    ROW_STATE = ("_texts", "_seen_BV", "_counts_BV")
+
     def __init__(
         self,
         numbers: RowNumbers,
@@ -39,9 +39,9 @@ class History:
         vocabulary: PartialVocabulary | None,
     ) -> None:
         self._numbers, self._vocab_size, self._device, self._vocabulary = numbers, vocab_size, device, vocabulary
-        self._processing, self._storage = processing, RowStorage()
+        self._processing = processing
         self._params = RowParams(())
-        self._texts: list[list[int]] = []
+        self._texts: list[list[int]] = [[] for _ in range(numbers.all_rows)]
         self._seen_BV: Tensor | None = None
         """Which tokens a text has, where some row has a repetition penalty."""
         self._counts_BV: Tensor | None = None
@@ -50,7 +50,6 @@ class History:
     def use(self, params: RowParams) -> None:
         """Take the parameters that the rows have from now on."""
         self._params = params
-        self._texts = self._storage.resized_list("texts", self._texts, len(params), list)
         if self._seen_BV is None and "repetition_penalty" in self._numbers.used:
             self._seen_BV = self._new_table("_seen_BV", torch.bool)
         if self._counts_BV is None and self._numbers.used & {"presence_penalty", "frequency_penalty"}:
@@ -58,20 +57,12 @@ class History:
 
     def _new_table(self, name: str, dtype: torch.dtype) -> Tensor:
         zeros_BV = torch.zeros(self._numbers.all_rows, self._vocab_size, dtype=dtype, device=self._device)
-        return self._storage.keep(name, zeros_BV, len(self._params))
+        table_BV: Tensor = self.keep_rows(name, zeros_BV, len(self._params))
+        return table_BV
 
-    def resize(self, rows: int) -> None:
-        """Have so many rows: the first ones stay as they are."""
-        for name in _TABLES:
-            if getattr(self, name) is not None:
-                setattr(self, name, self._storage.resized(name, getattr(self, name), rows))
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows, the second of which may sleep."""
-        for name in _TABLES:
-            if getattr(self, name) is not None:
-                self._storage.swap(name, getattr(self, name), first, second)
-        self._texts = self._storage.swapped_list("texts", self._texts, first, second)
+    def new_row(self, name: str) -> list[int] | bool:
+        """Begin with no text, and no token in the tables."""
+        return [] if name == "_texts" else False
 
     def begin(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Begin other texts in some rows."""

@@ -1,9 +1,11 @@
 """Sampling parameters that are one number per row, as tensors."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from polydraft.row_storage import RowStorage
+from polydraft.rows import ByRow
 from polydraft.sampling.params import DEFAULTS, RowParams
 from polydraft.transfers import assign
 
@@ -25,39 +27,53 @@ def _dtype(name: str) -> torch.dtype:
     return torch.float64 if name == "top_p" else torch.long if name == "top_k" else torch.float32
 
 
-class RowNumbers:
+class _Number(ByRow):
+    """One of these parameters: a number per row, `[B, 1, 1]`."""
+
+    ROW_STATE = ("values_B11", "_written")
+
+    def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.values_B11 = torch.zeros(rows, 1, 1, dtype=dtype, device=device)
+        self._written: list[float] = [0] * rows
+        """The same, as the host knows it."""
+
+    def new_row(self, name: str) -> float:
+        """Begin with zero."""
+        return 0
+
+    def write(self, values: list[float]) -> None:
+        """Take the numbers of all rows at work."""
+        if self._written != values:  # most requests ask for the same, and every copy is a launch
+            assign(self.values_B11.view(-1), values)
+            self._written = values
+
+
+class RowNumbers(ByRow):
     """Temperature, top-k and the like of each row, in tensors `[B, 1, 1]`.
 
     They are allocated once and written in place: captured rounds read them where they are.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self._tensors = {name: torch.zeros(rows, 1, 1, dtype=_dtype(name), device=device) for name in _NUMBERS}
-        self._storage = RowStorage()
-        self._written: dict[str, list[float]] = {}
-        """What the host last wrote to these tensors."""
+        self._numbers = {name: _Number(rows, _dtype(name), device) for name in _NUMBERS}
         self.used: set[str] = set()
         """Names of those that some row asks for."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
+        return self._numbers[name].values_B11
+
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the numbers."""
+        return self._numbers.values()
 
     @property
     def all_rows(self) -> int:
         """Rows that there are, sleeping ones included."""
-        return len(self._storage.whole("temperature", self._tensors["temperature"]))
+        return len(self._numbers["temperature"].every_row("values_B11"))
 
     def write(self, params: RowParams) -> None:
         """Take the numbers of all rows at work."""
         self.used = {name for name in _NUMBERS if any(getattr(row, name) != DEFAULTS[name] for row in params)}
         for name, off in _NUMBERS.items():
             values = [getattr(row, name) for row in params]
-            values = [off if off is not None and value == DEFAULTS[name] else value for value in values]
-            if self._written.get(name) != values:  # most requests ask for the same, and every copy is a launch
-                assign(self._tensors[name].view(-1), values)
-                self._written[name] = values
-
-    def resize(self, rows: int) -> None:
-        """Have so many rows, whose numbers come by `write`."""
-        self._tensors = {name: self._storage.resized(name, value, rows) for name, value in self._tensors.items()}
-        self._written = {}
+            self._numbers[name].write([off if off is not None and value == DEFAULTS[name] else value for value in values])

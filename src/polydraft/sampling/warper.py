@@ -1,13 +1,13 @@
 """Logits to probabilities, in the order of Hugging Face `generate`."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from polydraft.devices import is_host
-from polydraft.row_storage import RowStorage
+from polydraft.rows import ByRow
 from polydraft.sampling.categorical import NO_TOKEN
 from polydraft.sampling.history import History
 from polydraft.sampling.params import RowParams, SamplingParams, bias_table
@@ -21,7 +21,7 @@ RANKED_NATS = 60.0
 """How far below the likeliest a token weighs nothing where only the order matters."""
 
 
-class Warper:
+class Warper(ByRow):
     """Turn logits into the sampling distribution of each row's parameters, for nodes anywhere in a tree.
 
     It remembers the certain text of each row (prompt and emitted tokens) as far as the parameters need it. What lies
@@ -39,6 +39,8 @@ class Warper:
         What the columns of the logits mean, where they are not all tokens.
     """
 
+    ROW_STATE = ("_bias_B1V",)
+
     def __init__(
         self,
         params: RowParams | SamplingParams | Sequence[SamplingParams],
@@ -53,35 +55,24 @@ class Warper:
         self._device, self._vocabulary, self._vocab_size = device, vocabulary, vocab_size
         self._of_draft = of_draft
         self._numbers = RowNumbers(len(params), device)
-        self._storage = RowStorage()
         self._bias_B1V: Tensor | None = None
         self.processing = Processing(of_draft, vocabulary)
         """Who calls logits processors."""
         self._history = History(self._numbers, vocab_size, device, self.processing, vocabulary)
-        self._use(params)
+        self.use(params)
         self._history.begin(prompts, range(len(prompts)))
+
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the rows' numbers and texts."""
+        return self._numbers, self._history
 
     def admit(self, params: RowParams, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Take the parameters that the rows have from now on, and begin new texts in some of them."""
-        self._use(params)
+        self.use(params)
         self._history.begin(prompts, rows)
 
-    def resize(self, params: RowParams) -> None:
-        """Have as many rows as there are parameters: the first ones stay as they are, further ones begin by `admit`."""
-        self._numbers.resize(len(params))
-        if self._bias_B1V is not None:
-            self._bias_B1V = self._storage.resized("bias", self._bias_B1V, len(params))
-        self._history.resize(len(params))
-        self._use(params)
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows; their parameters come by `resize` or `admit`."""
-        if self._bias_B1V is not None:
-            self._storage.swap("bias", self._bias_B1V, first, second)
-        self._history.swap_rows(first, second)
-
-    def _use(self, params: RowParams) -> None:
-        """Take the parameters of all rows."""
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on: when there are more or fewer rows, or some have been swapped."""
         assert all(row.grammar is None for row in params), "grammars have become processors"
         self.params = params
         # Rows that take the likeliest token have their distribution computed like all others, and not used.
@@ -100,7 +91,8 @@ class Warper:
         known_BV = bias_BV if self._vocabulary is None else bias_BV.index_select(-1, self._vocabulary.tokens_D)
         if self._bias_B1V is None:
             zeros_B1V = known_BV.new_zeros(self._numbers.all_rows, 1, known_BV.shape[1])
-            self._bias_B1V = self._storage.keep("bias", zeros_B1V, len(params))
+            self._bias_B1V = self.keep_rows("_bias_B1V", zeros_B1V, len(params))
+        assert self._bias_B1V is not None
         self._bias_B1V.copy_(known_BV[:, None])
 
     @property
