@@ -239,12 +239,12 @@ def test_a_tabular_context_grows_with_its_sleeping_rows() -> None:
     context.reserve(32)
     context.resize(3, 3)
     assert context.lengths == [3, 2, 1] and context.lengths_B.tolist() == [3, 2, 1]
-    assert context._tokens_BS[1, :2].tolist() == [4, 5]
+    assert context.cache.tokens_BS[1, :2].tolist() == [4, 5]
     context.resize(2, 3)
     context.swap_rows(0, 2)
-    assert context.lengths == [1, 2] and context._tokens_BS[0, 0] == 6
+    assert context.lengths == [1, 2] and context.cache.tokens_BS[0, 0] == 6
     context.resize(3, 3)
-    assert context.lengths == [1, 2, 3] and context._tokens_BS[2, :3].tolist() == [1, 2, 3]
+    assert context.lengths == [1, 2, 3] and context.cache.tokens_BS[2, :3].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["model", "head"])
