@@ -168,7 +168,7 @@ def test_the_product_does_not_know_the_laboratory():
     assert not wrongs(wrong)
 
 
-@pytest.mark.parametrize("room", ["loading", "hf_generate"])
+@pytest.mark.parametrize("room", ["loading", pytest.param("hf_generate", marks=pytest.mark.slow)])
 def test_what_papers_add_is_there_for_whoever_loads(room):
     """The rooms below know papers by their registries only."""
     asked = "from polydraft.draft.grams import LOSSY_TRIES, RIDERS; from polydraft.draft import LOSSY_DRAFTERS"

@@ -310,7 +310,7 @@ def test_slots_that_come_back_empty_keep_rounds_captured(name: str) -> None:
     assert rounds == replays > 10 and set(rows_of(graphs)) == {8, 1}
 
 
-@pytest.mark.parametrize("name", some_slow(["plain", "model", "head"], ["model"]))
+@pytest.mark.parametrize("name", some_slow(["plain", "model", "head"], ["model", "head"]))
 @pytest.mark.parametrize("seed", some_slow(range(12), range(1, 12)))
 def test_whatever_happens_to_others(name: str, seed: int) -> None:
     """Texts come, go on, are let go while they wait, are read or run; prompts are of any length, one token included."""

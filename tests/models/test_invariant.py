@@ -21,6 +21,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @needs_triton
+@pytest.mark.slow  # a covering few run by default: tests/backends
 @pytest.mark.parametrize(
     ("rows", "outputs", "channels"), [(1, 48, 64), (5, 33, 77), (3, 40, 1100), (130, 40, 1100), (70, 100, 64)]
 )
@@ -31,6 +32,7 @@ def test_products(rows, outputs, channels, biased):
 
 
 @needs_triton
+@pytest.mark.slow  # a covering few run by default: tests/backends
 @pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
 @pytest.mark.parametrize("length", [0, 5, 29])
 def test_attention_in_a_tree_alone_and_in_a_prompt(length, at_once, monkeypatch):
@@ -46,6 +48,7 @@ def test_attention_in_a_tree_alone_and_in_a_prompt(length, at_once, monkeypatch)
 
 
 @needs_triton
+@pytest.mark.slow  # a covering few run by default: tests/backends
 @pytest.mark.parametrize("window", [3, 20])
 def test_windows_cut_text_and_tree_alike(window, monkeypatch):
     monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 32)
@@ -54,6 +57,7 @@ def test_windows_cut_text_and_tree_alike(window, monkeypatch):
 
 
 @needs_triton
+@pytest.mark.slow  # a covering few run by default: tests/backends
 @pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
 @pytest.mark.parametrize(("length", "group"), [(0, 1), (15, 4), (29, 3), (31, 9)])
 def test_tails_of_several_groups_and_splits(length, group, at_once, monkeypatch):
@@ -64,6 +68,7 @@ def test_tails_of_several_groups_and_splits(length, group, at_once, monkeypatch)
 
 
 @needs_triton
+@pytest.mark.slow  # a covering few run by default: tests/backends
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("max_positions", [10**6, 31, 20])
 @pytest.mark.parametrize(("length", "tree"), [(0, "2x2x1"), (16, "2x2x1"), (29, "2x2x1"), (29, "chain:20")])
@@ -84,6 +89,7 @@ def test_tails_are_the_slots_of_paths(length, tree, max_positions, window):
 
 
 @needs_triton
+@pytest.mark.slow  # a covering few run by default: tests/backends
 def test_what_is_past_the_last_position_leaves_others_alone():
     case = TreeCase(length=13, key_heads=1, tree="2x1x1x1")
     whole, limited = case.in_a_tree("cpu")[0], case.in_a_tree("cpu", max_positions=16)[0]
@@ -92,6 +98,7 @@ def test_what_is_past_the_last_position_leaves_others_alone():
 
 
 @needs_triton
+@pytest.mark.slow  # a covering few run by default: tests/backends
 @pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
 @pytest.mark.parametrize("lines", [16, 32, 64])
 def test_every_plan_computes_the_same(lines, at_once, monkeypatch):
@@ -129,6 +136,7 @@ def test_keys_and_values_under_way_have_room(channels, dtype, room):
 
 
 @needs_triton
+@pytest.mark.slow  # a covering few run by default: tests/backends
 def test_a_body_computes_what_the_usual_one_does(tiny, monkeypatch):
     model = tiny("llama")
     block = SlicedMask.of(parse_tree("2x1"), torch.device("cpu")).level(0, 5).expand(2)
@@ -159,6 +167,7 @@ class FirstOfItsKind:
 
 
 @needs_triton
+@pytest.mark.slow  # a covering few run by default: tests/backends
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "inflated"])  # one has a window, one shows fewer features
 def test_captured_passes_read_prompts_into_any_row(tiny, monkeypatch, family, registered):
     model = tiny("llama" if family == "inflated" else family)

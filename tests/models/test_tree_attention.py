@@ -26,12 +26,14 @@ CASES = [
 
 
 @interpreted
+@pytest.mark.slow  # a covering few run by default: tests/backends
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_masked_attention(case):
     assert largest_error(case, "cpu") < case.tolerance
 
 
 @interpreted
+@pytest.mark.slow  # a covering few run by default: tests/backends
 @pytest.mark.parametrize("splits", [1, 2, 7, 40])
 def test_any_number_of_splits_gives_the_same(splits):
     plan = AttentionPlan(block_lines=16, block_keys=16, splits=splits, warps=4, stages=2)
@@ -40,12 +42,14 @@ def test_any_number_of_splits_gives_the_same(splits):
 
 
 @interpreted
+@pytest.mark.slow  # a covering few run by default: tests/backends
 def test_a_larger_bucket_changes_nothing():
     case = Case(lengths=(50, 9), size=5, channels=16, room=300)
     assert largest_error(case, "cpu", max_length=300) < case.tolerance
 
 
 @interpreted
+@pytest.mark.slow  # a covering few run by default: tests/backends
 def test_rows_may_share_one_mask_and_lengths_may_move_on():
     case = Case(lengths=(20, 33), size=4, group=2, channels=16)
     query, key, value, lengths, visible = case.build("cpu")
@@ -58,6 +62,7 @@ def test_rows_may_share_one_mask_and_lengths_may_move_on():
 
 
 @interpreted
+@pytest.mark.slow  # a covering few run by default: tests/backends
 def test_a_token_that_sees_nothing_gets_zeros():
     case = Case(lengths=(0,), size=3, channels=16)
     query, key, value, lengths, visible = case.build("cpu")
@@ -109,6 +114,7 @@ def test_obstacles_are_named(monkeypatch):
 
 
 @interpreted
+@pytest.mark.slow  # a covering few run by default: tests/backends
 def test_windows_cut_committed_text_only():
     case = Case(lengths=(100, 13), size=5, group=3, channels=16)
     query, key, value, lengths, visible = case.build("cpu")

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from backends.harness import form_of, forms
 from polydraft.backends.native import build
 from polydraft.backends.native.verification import largest_weights
+from polydraft.operations import all_operations
 from polydraft.sampling import PartialVocabulary
 from polydraft.verify import Fault
 from polydraft.verify.block import BlockWalk, verify_block
@@ -27,8 +27,8 @@ def library():
 
 
 def native():
-    forms()
-    return form_of(verify_block, "native")
+    all_operations()
+    return next(form for form in verify_block.forms if form.backend == "native")
 
 
 def test_a_row_gets_what_it_gets_alone():

@@ -79,6 +79,7 @@ def test_training_teaches(kind: str, target: Loaded, tmp_path: Path) -> None:
     assert training[-1].acceptance[0].sampled_1 > training[0].acceptance[0].sampled_1 + 0.02
 
 
+@pytest.mark.slow
 @only_draft
 def test_same_seed_same_draft_and_another_seed_another(kind: str, target: Loaded, tmp_path: Path) -> None:
     for name, seed in (("one", 1), ("two", 1), ("other", 2)):
