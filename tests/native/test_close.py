@@ -9,6 +9,8 @@ from native.native_models import CPU, SHAPES, block_of, native, plain, random_te
 from polydraft.backends.native import kernels
 from polydraft.backends.native.arguments import Weight, multiply, quantised
 from polydraft.models.bundled import weights_file
+from polydraft.models.heads.feature_head import HeadShape
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import load_model
 from polydraft.models.quantised import Int8Linear
@@ -128,6 +130,14 @@ def test_weights_of_another_dtype_are_not_misread():
 def test_off():
     model = HFModel(plain("llama").hf_model, native=False)
     assert model.fast is None and not model.native
+
+
+def test_heads_are_compiled_where_their_target_is():
+    sizes = {"num_heads": 2, "num_key_heads": 1, "head_size": 8, "mlp_size": 32, "window": 16}
+    for compiled in (True, False):
+        target = HFModel(plain("llama").hf_model, native=compiled)
+        head = new_head(HeadShape(hidden_size=target.hidden_size, taps=(1,), **sizes), target, None, "head")
+        assert head.native == (target.fast is not None) == compiled
 
 
 @pytest.mark.slow  # by default its texts are compared, in tests/bundled

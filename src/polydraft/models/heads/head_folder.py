@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from polydraft.devices import is_host
 from polydraft.errors import FailureError, UsageError, shown
 from polydraft.models.heads.feature_head import FeatureHead, HeadShape, TapNorm
 from polydraft.models.hf import HFModel
@@ -81,7 +82,7 @@ def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | 
         raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")
     embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].to(target.device).contiguous() for table in tables)
     head = FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
-    head.native = target.native is not None
+    head.native = target.native and target.fast is not None and is_host(target.device)  # as the target itself
     return head
 
 
