@@ -107,6 +107,16 @@ def _() -> Iterator[Case]:
         yield Case(f"{size} logits", partial(roots, size, dtype), slow=size == 4096)
     yield Case("part of wider ones", wider)
 
+    def followed(number: int, device: str) -> tuple[Any, ...]:
+        draft = list(trees(device))[number]
+        tokens_BN1 = emitted(draft, number)[..., None]
+        logits_BNV = torch.zeros(*draft.tokens_BN.shape, int(draft.tokens_BN.max()) + 2, device=device)
+        logits_BNV.scatter_(2, tokens_BN1.clamp(min=0), 1.0)
+        return draft, logits_BNV.where(tokens_BN1 >= 0, -torch.inf)
+
+    for number in (2, 9, 17):
+        yield Case(f"tree {number}", partial(followed, number), slow=number == 2)
+
 
 @cases("draw_hybrid")
 def _() -> Iterator[Case]:

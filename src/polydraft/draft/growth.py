@@ -3,7 +3,7 @@
 `grow_likeliest` does all of it where rounds have one size and candidates are the likeliest, as on a GPU at temperature 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -101,30 +101,32 @@ class Growing:
         depth : int
             What the tree reports as its depth; at least the number of levels.
         """
-        rows, total = keep_BC.shape
+        total, lead = keep_BC.shape[1], self._passes.lead
         # Candidates stand level by level: in their own order the nodes are breadth first. Those left out go to the end.
         number_C = torch.arange(total, device=keep_BC.device)
         index_BM = number_C.where(keep_BC, total).sort(dim=1).values[:, :most]
-        kept_BM, place_BM = index_BM < total, index_BM.clamp(max=total - 1)
-        parents_BC, slots_BC, places_BC, depths_BC = self._tables()
-        node_of_BC = index_BM.new_zeros(rows, total + 2)
+        node_of_BC = index_BM.new_zeros(len(keep_BC), total + 2)
         node_of_BC.scatter_(1, index_BM + 1, torch.arange(1, index_BM.shape[1] + 1, device=keep_BC.device).expand_as(index_BM))
-        parent_BM = node_of_BC.gather(1, parents_BC.gather(1, place_BM)).where(kept_BM, 0)
-        parent_BN, kept_BN = _below_root(parent_BM, 0), torch.nn.functional.pad(kept_BM, (1, 0))
+        # One more candidate stands for those that are missing.
+        missing = torch.tensor([NO_TOKEN, 0, 0, lead, 0], device=keep_BC.device)
+        table_TBC = torch.cat([*self._tables(), missing[:, None, None].expand(-1, len(keep_BC), -1)], 2)
+        table_TBM = table_TBC.gather(2, index_BM.expand(len(missing), -1, -1))
+        kept_BN = torch.nn.functional.pad(index_BM < total, (1, 0))
+        tokens_BN, above_BN, slots_BN, places_BN, depths_BN = torch.nn.functional.pad(table_TBM, (1, 0)).unbind()
+        tokens_BN[:, 0], places_BN[:, 0] = self.root_B, lead
+        parent_BN = node_of_BC.gather(1, above_BN)
         draft = DraftTree(
-            torch.cat([self.root_B[:, None], self.tokens_BC.gather(1, place_BM).where(kept_BM, NO_TOKEN)], 1),
-            _below_root(depths_BC.gather(1, place_BM).where(kept_BM, 0), 0),
+            tokens_BN,
+            depths_BN,
             _ancestors(parent_BN, len(self.levels)),
             _children(parent_BN, kept_BN, min(branch, most)),
             depth,
         )
-        places_BM = places_BC.gather(1, place_BM).where(kept_BM, self._passes.lead)
-        slots_BN = _below_root(slots_BC.gather(1, place_BM), 0)
-        return Grown(draft, _below_root(places_BM, self._passes.lead), slots_BN)
+        return Grown(draft, places_BN, slots_BN)
 
-    def _tables(self) -> list[Tensor]:
-        """Return of all candidates: the parent's number, 0 for the root; slot in the front; place in passes; depth."""
-        tables, start, first = list[tuple[Tensor, ...]](), 0, self._passes.lead + 1
+    def _tables(self) -> Iterator[Tensor]:
+        """Yield of each level's candidates: token; parent's number, 0 for the root; slot in the front; place; depth."""
+        start, first = 0, self._passes.lead + 1
         for number, level in enumerate(self.levels):
             above_BX, slot_BX = torch.zeros_like(level.parents_BX), torch.zeros_like(level.parents_BX)
             if number:
@@ -136,12 +138,7 @@ class Growing:
             # At the last level all have the first place, which may not be there.
             place_BX = slot_BX + min(first, self._passes.most - 1)
             first += self.fronts[number].places_BW.shape[1] if number < len(self.fronts) else 0
-            tables.append((above_BX, slot_BX, place_BX, torch.full_like(slot_BX, number + 1)))
-        return [torch.cat(column, 1) for column in zip(*tables, strict=True)]
-
-
-def _below_root(values_BM: Tensor, root: int) -> Tensor:
-    return torch.nn.functional.pad(values_BM, (1, 0), value=root)
+            yield torch.stack([level.tokens_BX, above_BX, slot_BX, place_BX, torch.full_like(slot_BX, number + 1)])
 
 
 def _ancestors(parent_BN: Tensor, levels: int) -> Tensor:

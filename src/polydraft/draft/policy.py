@@ -7,6 +7,7 @@ random numbers of the round that is being planned, nor on the children whose num
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -87,6 +88,12 @@ class Load:
         growth = max(_FIRST_GROWTH - price, _LEAST_GROWTH)
         return cls(rows=rows, passes=passes, level=level, overhead=overhead, rate=rate, growth=growth)
 
+    @cached_property
+    def prices(self) -> list[float]:
+        """What trees cost whose candidates are drawn, by their number."""
+        steps = (max(after - before, _LEAST_PRICE) for before, after in pairwise(self.passes))
+        return [self.passes[0] + more for more in accumulate(steps, initial=0.0)]
+
     @property
     def hopeless(self) -> bool:
         """Whether a fair draft could not pay, whatever it proposes."""
@@ -122,6 +129,22 @@ class Pace:
     def rate(self) -> float:
         """λ: tokens in the time of a plain pass; plain decoding is always there, and gives one."""
         return max(self.tokens / self.spent, 1.0)
+
+    def wants_level(self, mass: float) -> bool:
+        """Whether one more level pays below candidates of that total probability."""
+        return self.worth * mass * (self.grown / self.mass) > self.rate * self.load.level
+
+    def nets(self, probs: Sequence[float]) -> list[float]:
+        """Return what trees of no candidate, of the first, of the first two and so on promise, less their cost."""
+        worth, rate = self.worth, self.rate
+        gains = accumulate(probs, initial=0.0)
+        return [worth * gain - rate * cost for gain, cost in zip(gains, self.load.passes, strict=False)]
+
+    def nets_of_drawn(self, gains: Sequence[float], nodes: int) -> list[tuple[float, float]]:
+        """Return what the first, the first two and so on of further children promise and cost, beside so many candidates."""
+        worth, rate, prices = self.worth, self.rate, self.load.prices
+        costs = (rate * (prices[min(nodes + number, len(prices) - 1)] - prices[nodes]) for number in range(1, len(gains) + 1))
+        return [(worth * value, cost) for value, cost in zip(accumulate(gains), costs, strict=True)]
 
     def learn(self, plan: Plan, accepted: int) -> None:
         """Compare a round with its plan; a row that rested counts down."""
@@ -226,11 +249,8 @@ class RowPolicy(ByRow):
 
     def wants_level(self, mass_B: Tensor) -> Tensor:
         """Say which rows want one more level below candidates of that total probability."""
-        if not self.adaptive:
-            return torch.ones_like(mass_B, dtype=torch.bool)
-        growth_B = _column([pace.grown / pace.mass for pace in self.paces])
-        cost_B = _column([pace.rate * pace.load.level for pace in self.paces])
-        return self._worth_B * mass_B * growth_B > cost_B
+        pairs = zip(self.paces, mass_B.tolist(), strict=True)
+        return torch.tensor([not self.adaptive or pace.wants_level(mass) for pace, mass in pairs])
 
     def saw_level(self, mass_B: Tensor, net_B: Tensor, asked_B: Tensor) -> None:
         """Learn how much a further level brought, once its nodes are paid for, where one was asked for."""
@@ -244,19 +264,13 @@ class RowPolicy(ByRow):
         """Return how many of the candidates, likeliest first, each row's tree should have."""
         if not self.adaptive:
             return torch.full((len(probs_BM),), probs_BM.shape[1])
-        return self._net(probs_BM).argmax(-1)
+        nets = [pace.nets(probs) for pace, probs in zip(self.paces, probs_BM.tolist(), strict=True)]
+        return torch.tensor([net.index(max(net)) for net in nets])
 
     def net(self, probs_BM: Tensor) -> Tensor:
         """Return what the best tree of the candidates promises, less what plain decoding yields in the time of its nodes."""
-        net_BN = self._net(probs_BM)
-        return net_BN.gather(1, net_BN.argmax(-1)[:, None])[:, 0] - net_BN[:, 0]
-
-    def _net(self, probs_BM: Tensor) -> Tensor:
-        """Return what trees of no candidate, of the likeliest, of the two likeliest and so on promise, less their cost."""
-        gain_BM = self._worth_B[:, None] * probs_BM.cumsum(-1)
-        gain_BN = torch.nn.functional.pad(gain_BM, (1, 0))
-        pass_BN = _column([pace.load.passes[: gain_BN.shape[1]] for pace in self.paces])
-        return gain_BN - self._rate_B[:, None] * pass_BN
+        nets = [pace.nets(probs) for pace, probs in zip(self.paces, probs_BM.tolist(), strict=True)]
+        return torch.tensor([max(net) - net[0] for net in nets], dtype=torch.float64)
 
     def allot(self, gain_BWK: Tensor, nodes_B: Tensor, share: int, least: int) -> Allotment:
         """Say how many children the nodes of a level draw.
@@ -272,33 +286,20 @@ class RowPolicy(ByRow):
         least : int
             What it has in any case.
         """
-        gain_BX = gain_BWK.flatten(1)
-        sorted_BX, order_BX = gain_BX.sort(dim=1, descending=True, stable=True)
-        number_X = torch.arange(gain_BX.shape[1]) + 1
-        value_BX = self._worth_B[:, None] * sorted_BX.cumsum(-1)
-        place_BX = (nodes_B[:, None] + number_X).clamp(max=self._most)
-        price_BN = _column([_prices(pace.load.passes) for pace in self.paces])
-        cost_BX = self._rate_B[:, None] * (price_BN.gather(1, place_BX) - price_BN.gather(1, nodes_B[:, None]))
-        room_B1 = (self._most - nodes_B)[:, None]
-        if self.adaptive:
-            net_BX = torch.where(number_X <= room_B1, _FURTHER * value_BX - cost_BX, -torch.inf)
-            best_B1 = net_BX.argmax(-1, keepdim=True)
-            number_B1 = torch.where(net_BX.gather(1, best_B1) > 0, best_B1 + 1, 0).clamp(min=least)
-        else:
-            number_B1 = room_B1.clamp(max=share)
-        picked_BX = torch.zeros_like(gain_BX, dtype=torch.bool)
-        picked_BX.scatter_(1, order_BX, (number_X <= number_B1) & (sorted_BX > 0))
-        last_B1 = (picked_BX.sum(-1, keepdim=True) - 1).clamp(min=0)
-        net_B = (value_BX - cost_BX).gather(1, last_B1)[:, 0] * picked_BX.any(-1)
-        return Allotment(picked_BX.view_as(gain_BWK).sum(-1), net_B)
-
-    @property
-    def _worth_B(self) -> Tensor:
-        return _column([pace.worth for pace in self.paces])
-
-    @property
-    def _rate_B(self) -> Tensor:
-        return _column([pace.rate for pace in self.paces])
+        width, counts, promises = gain_BWK.shape[2], list[list[int]](), list[float]()
+        for pace, gains, nodes in zip(self.paces, gain_BWK.flatten(1).tolist(), nodes_B.tolist(), strict=True):
+            order = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)  # stable: of equal ones the first
+            nets = pace.nets_of_drawn([gains[index] for index in order], nodes)
+            number = min(share, self._most - nodes)
+            if self.adaptive:
+                fitting = [_FURTHER * value - cost for value, cost in nets[: self._most - nodes]]
+                most = max(fitting, default=0.0)
+                number = max(fitting.index(most) + 1 if most > 0 else 0, least)
+            picked = [index for index in order[:number] if gains[index] > 0]
+            counts.append([sum(index // width == node for index in picked) for node in range(gain_BWK.shape[1])])
+            value, cost = nets[len(picked) - 1] if picked else (0.0, 0.0)
+            promises.append(value - cost)
+        return Allotment(torch.tensor(counts), torch.tensor(promises, dtype=torch.float64))
 
     def plan(self, expected: Sequence[float], nodes: Sequence[int], levels: Sequence[int]) -> None:
         """Take note of what a round has laid out, row by row; without it the round drafts nothing."""
@@ -311,13 +312,3 @@ class RowPolicy(ByRow):
             if works:
                 pace.learn(plan, count)
         self.idle = not any(drafts and works for drafts, works in zip(self.drafting, active, strict=True))
-
-
-def _prices(passes: list[float]) -> list[float]:
-    """Return what a tree costs whose candidates are drawn, by their number."""
-    added = accumulate((max(after - before, _LEAST_PRICE) for before, after in pairwise(passes)), initial=0.0)
-    return [passes[0] + more for more in added]
-
-
-def _column(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)

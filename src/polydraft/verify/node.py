@@ -152,12 +152,14 @@ def greedy_verdict(draft: DraftTree, distributions: TreeDistributions) -> Verdic
         token_B = distributions.likeliest(node_B, path_BP)
         return token_B, torch.where(token_B == NO_TOKEN, Fault.TARGET, Fault.NONE)
 
-    if not all_at_once(distributions, draft):
-        verdict = _step_by_step(draft, emit)
-    elif (logits_BNV := distributions.logits_in_order()) is not None:
+    logits_BNV, at_once = distributions.logits_in_order(), all_at_once(distributions, draft)
+    # A host stops at the first miss, unless compiled code looks at all nodes sooner.
+    if logits_BNV is not None and (at_once or follow_largest.chosen(draft, logits_BNV) is not None):
         verdict = follow_largest(draft, logits_BNV)
-    else:
+    elif at_once:
         verdict = follow_tokens(draft, distributions.likeliest_everywhere(draft))
+    else:
+        verdict = _step_by_step(draft, emit)
     if not draft.distributions:
         return verdict
     # Only the draft's first distribution is looked at: it shows whether the draft is sound.

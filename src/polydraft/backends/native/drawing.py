@@ -14,14 +14,14 @@ _MOST = 64
 """Largest weights of a row; the compiled code keeps them in order one by one."""
 
 
-def _readable(table_RX: Tensor, dtype: torch.dtype) -> bool:
+def readable(table_RX: Tensor, dtype: torch.dtype) -> bool:
     """Whether compiled code can read a table."""
     side_by_side = table_RX.stride(1) == 1 or table_RX.shape[1] == 1
     return can_sync(table_RX) and table_RX.dtype == dtype and side_by_side and loaded() is not None
 
 
 def _can_draw(weights_RV: Tensor, uniforms_RK: Tensor) -> bool:
-    return _readable(weights_RV, torch.float32) and _readable(uniforms_RK, torch.float64)
+    return readable(weights_RV, torch.float32) and readable(uniforms_RK, torch.float64)
 
 
 @implements(draw_independent, "native", supports=_can_draw)
@@ -32,7 +32,7 @@ def _draw_independent(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
 
 
 def _can_rank(weights_RV: Tensor, count: int) -> bool:
-    return 0 < count <= _MOST and weights_RV.shape[1] > 0 and _readable(weights_RV, torch.float32)
+    return 0 < count <= _MOST and weights_RV.shape[1] > 0 and readable(weights_RV, torch.float32)
 
 
 @implements(largest, "native", supports=_can_rank)

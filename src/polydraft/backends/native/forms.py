@@ -1,5 +1,5 @@
 """All forms of operations in C: importing them registers them."""
 
-from polydraft.backends.native import drawing, linears, models, product, verify_block
+from polydraft.backends.native import drawing, follow, linears, models, product, verify_block
 
-__all__ = ["drawing", "linears", "models", "product", "verify_block"]
+__all__ = ["drawing", "follow", "linears", "models", "product", "verify_block"]
