@@ -5,12 +5,12 @@ distributions before they are drawn, which of them get children after.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
 from math import inf, log
 
 import torch
 from torch import Tensor
 
+from polydraft.draft.policy import FAIR, Belief
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import DynamicShape
 from polydraft.verify import Scheme
@@ -19,12 +19,6 @@ from polydraft.verify.weights import largest
 STEP = 1e-3
 """Taken off the score at each level, in nats: among equals the shallower stands first, so that parents precede children."""
 
-_UNLISTED = (0.20, 0.29, 0.335, 0.365, 0.385, 0.395, 0.405)
-"""Of the target's mass off the draft's n likeliest tokens, the share that is accepted all the same from n children, by n.
-
-Drawing and coupling bring it. Measured for `hybrid` with the shipped pair: acceptance along 1,033 positions of the target's
-own texts at temperature 1 (20 built-in prompts), the same within 0.03 at the first three depths; it stays at the last one.
-"""
 _WIDEST = 16
 _FRONT, _DEEP = 2, 4
 """Nodes of a level below the first that draw, and children of each, at most. More nodes brought fewer tokens than they cost."""
@@ -141,14 +135,15 @@ def fixed_shares(shape: DynamicShape, levels: tuple[Widths, ...]) -> tuple[int, 
     return tuple(shares)
 
 
-def gains(value_RK: Tensor, chances_BW: Tensor) -> Tensor:
+def gains(value_RK: Tensor, chances_BW: Tensor, belief: Belief = FAIR) -> Tensor:
     """Return the expected accepted tokens that one more child of each node brings, `[B, W, K]`, falling in K.
 
     `value_RK` holds the K largest probabilities of each node's distribution, R = B · W. With S the draft's mass on its n
-    likeliest tokens, u as in `_UNLISTED`, n children are accepted with chance S + u (1 − S).
+    likeliest tokens, u = `belief.share(n)`, n children are accepted with chance S + u (1 − S).
     """
     mass_RK = value_RK.cumsum(-1)
-    accepted_RK = mass_RK + _unlisted()[1 : value_RK.shape[1] + 1] * (1 - mass_RK)
+    shares_K = torch.tensor([belief.share(count + 1) for count in range(value_RK.shape[1])], dtype=torch.float64)
+    accepted_RK = mass_RK + shares_K * (1 - mass_RK)
     more_RK = accepted_RK.diff(dim=1, prepend=accepted_RK.new_zeros(len(accepted_RK), 1))
     # Falling, so that whoever takes the best takes the first ones of every node. What is not a number is left to the walk.
     more_RK = more_RK.nan_to_num(0.0).cummin(-1).values.clamp(min=0.0)
@@ -163,6 +158,7 @@ def drawn_children(
     counts_BW: Tensor,
     uniforms_BU: Tensor,
     greedy_B: Tensor | None = None,
+    belief: Belief = FAIR,
 ) -> Level:
     """Draw the children of W nodes per row, up to K of each; tokens are columns of the distributions.
 
@@ -176,10 +172,10 @@ def drawn_children(
         value_RK, token_RK = (part_RK[:, : children_RK.shape[1]] for part_RK in ranked)
         chosen_RK = (torch.arange(token_RK.shape[1], device=token_RK.device) < counts_R1) & (value_RK > 0)
         children_RK = token_RK.where(chosen_RK, NO_TOKEN).where(greedy_B.repeat_interleave(nodes)[:, None], children_RK)
-    return _level(scores_BW, probs_RV, children_RK)
+    return _level(scores_BW, probs_RV, children_RK, belief)
 
 
-def _level(scores_BW: Tensor, probs_RV: Tensor, children_RK: Tensor) -> Level:
+def _level(scores_BW: Tensor, probs_RV: Tensor, children_RK: Tensor, belief: Belief) -> Level:
     """Say what drawn children are worth.
 
     They are a handful, on the host: Python's numbers take a tenth of the time of as many small tensors.
@@ -190,18 +186,9 @@ def _level(scores_BW: Tensor, probs_RV: Tensor, children_RK: Tensor) -> Level:
     for score, tokens, probs in zip(scores_BW.flatten().tolist(), children_RK.tolist(), probs_RK.tolist(), strict=True):
         # A token drawn twice is walked to by its first copy, so only that one can be worth something.
         own = {token: prob for token, prob in zip(reversed(tokens), reversed(probs), strict=True) if token != NO_TOKEN}
-        spare = max(1 - sum(own.values()), 0.0) * _SHARES[count - tokens.count(NO_TOKEN)] / max(len(own), 1)
+        spare = max(1 - sum(own.values()), 0.0) * belief.share(count - tokens.count(NO_TOKEN)) / max(len(own), 1)
         for token in tokens:
             chance = own.pop(token, 0.0) + spare if token in own else 0.0
             worth.append(score + log(chance) - STEP if chance > 0 else -inf)
     parents_BX = torch.arange(nodes).repeat_interleave(count).expand(rows, -1)
     return Level(children_RK.reshape(rows, -1), parents_BX, torch.tensor(worth, dtype=torch.float64).view(rows, -1))
-
-
-_SHARES = [0.0, *_UNLISTED, *[_UNLISTED[-1]] * (_WIDEST - len(_UNLISTED))]
-"""`_UNLISTED` by number of children, from none on."""
-
-
-@cache
-def _unlisted() -> Tensor:
-    return torch.tensor(_SHARES, dtype=torch.float64)

@@ -21,12 +21,13 @@ from polydraft.draft.candidates import best_children, drawn_children, gains
 from polydraft.draft.speedup import Costs, cost_curve
 from polydraft.draft.trie import Limits, as_draft_tree, grow, trie_ladder
 from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.placement import agreed
 from polydraft.ngrams import GramOptions, SuffixCache
 from polydraft.output import cache_root, written_whole
 from polydraft.sampling import draw_one
 from polydraft.trees import Block, DraftTree, Topology, causal_block
-from polydraft.verify import SCHEMES, Naive, NodeWalk
+from polydraft.verify import SCHEMES, BlockWalk, Naive, NodeWalk
 from polydraft.verify.weights import largest
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,8 @@ def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
     always = table["verification"]["plain"] + (0 if captured else host)
     passes = rising({int(size): seconds + always for size, seconds in table["target"].items()})
     plain = passes[min(passes)]
-    small = 0.0 if "host" in table else _OVERHEAD * level  # n-grams are looked up once, which is timed as a level
+    # N-grams are looked up once, which is timed as a level; of an int8 copy a level is no measure of small operations.
+    small = table.get("overhead", 0.0) if "host" in table else _OVERHEAD * level
     per_level, overhead = (level, verification) if captured else (level + verification, small)
     return Costs(
         draft_level=per_level / plain,
@@ -154,7 +156,8 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
         turns.append(("target", str(size), target_pass(size)))
     turns += [level for level in levels if level not in turns]  # small trees have fewer passes than there are levels
     turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *schemes)]
-    if draft is None:
+    by_walks = draft is None or isinstance(draft, Int8Copy)
+    if by_walks:
         turns.append(("host", "root", _root_walk(target)))
     in_graphs = captures(target.device) and target.graph_obstacle is None
     if in_graphs:
@@ -170,8 +173,9 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
     table: dict[str, Any] = {"captured": in_graphs}
     for (kind, name), found in times.items():
         table.setdefault(kind, {})[name] = sorted(found)[len(found) // 4]
-    if draft is None:
+    if by_walks:
         table["host"] = _GRAM_HOST * table["host"]["root"]
+        table["overhead"] = 0.0 if draft is None else table["host"]
     table["spread"] = statistics.median(
         sorted(found)[3 * len(found) // 4] / sorted(found)[len(found) // 4]
         for (kind, _), found in times.items()
@@ -229,7 +233,7 @@ def _root_walk(target: LanguageModel) -> Callable[[], Any]:
 
 
 def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[], Any]:
-    """Return the work of one node: the target's distribution, and a draw from it alone or against the draft's children."""
+    """Return the work of one level: the target's distribution, and a draw from it alone or a walk over a draft's children."""
     generator = torch.Generator().manual_seed(0)
     columns = target.vocab_size if draft is None else draft.num_columns
     logits_1V = 4 * torch.randn(1, target.vocab_size, generator=generator).to(target.device)
@@ -238,19 +242,20 @@ def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[]
         return lambda: _seen(logits_1V.argmax(-1))
     if name in ("plain", GRAMS):
         return lambda: _seen(draw_one(torch.softmax(logits_1V, dim=-1), uniforms_1U[:, 0]))
-    scheme, draft_1D = SCHEMES.get(name)(), torch.softmax(logits_1V[:, :columns].clone(), dim=-1)
-    children_1K = scheme.draw(draft_1D, uniforms_1U[:, : min(_BEAM, columns)])
-
-    def work() -> None:
-        target_1D = torch.softmax(logits_1V, dim=-1)[:, :columns]
-        scheme.select(target_1D, draft_1D, children_1K, uniforms_1U)
-
-    return work
+    assert draft is not None
+    scheme, walk, draft_1D = SCHEMES.get(name)(), BlockWalk(), torch.softmax(logits_1V[:, :columns].clone(), dim=-1)
+    children_1K = scheme.draw(draft_1D, uniforms_1U[:, : min(_CHILDREN, columns)])
+    tokens_1K = children_1K if draft.vocabulary is None else draft.vocabulary.tokens(children_1K)
+    tokens_1N, widths = torch.nn.functional.pad(tokens_1K, (1, 0)), [tokens_1K.shape[1]]
+    rows_N = torch.zeros_like(tokens_1N[0])
+    tree = DraftTree.from_topology(Topology.from_widths(widths), tokens_1N, (draft_1D[:, None],), rows_N, draft.vocabulary)
+    own_1U = uniforms_1U[:, : walk.uniforms(scheme, tree.depth)]
+    return lambda: walk.run(scheme, tree, lambda node_B, path_BP: torch.softmax(logits_1V, dim=-1), own_1U)
 
 
 def _draft_level(draft: LanguageModel | FeatureHead, name: str) -> Callable[[], Any]:
     """Return one level's work: a pass of its nodes, their distributions, and their children."""
-    width = _BEAM if name == "top" else _DRAWING
+    width = 1 if isinstance(draft, Int8Copy) else _BEAM if name == "top" else _DRAWING
     context: Any = draft.start(1, _CONTEXT + width)
     size, device = (_CONTEXT, draft.device)
     tokens_1T = torch.zeros(1, size, dtype=torch.long, device=device)

@@ -181,9 +181,11 @@ class Drawn(Candidates):
         own_BU = uniforms_BU[:, used : used + scores_BW.shape[1] * most]
         # How many children pay and which of them are certain both follow from the likeliest tokens: found once.
         ranked = largest(probs_BWV.flatten(0, 1), most)
-        gain_BWK = gains(ranked[0], scores_BW.exp())
+        gain_BWK = gains(ranked[0], scores_BW.exp(), self.policy.belief)
         allotment = self.policy.allot(gain_BWK, self._nodes(growing), self._shares[depth], least=int(depth == 0))
-        level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, self.greedy_B)
+        level = drawn_children(
+            self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, self.greedy_B, self.policy.belief
+        )
         return self._tokens(level), allotment.net_B
 
     def _nodes(self, growing: Growing) -> Tensor:
@@ -254,10 +256,13 @@ class DynamicBuilder(Builder):
         self.shape, self.num_nodes, self.depth = shape, shape.nodes, shape.depth
         self.policy, self._decision, self._draft_temperature = policy, decision, draft_temperature
         self.obstacle = DECISION_OBSTACLE if decision is not None else "the host looks at dynamic trees as they grow"
-        self._distributions = DraftDistributions(source, ranking_params(params, draft_temperature), vocab_size)
+        self._distributions = DraftDistributions(source, self._ranking(params), vocab_size)
         self._likeliest, self._drawn = Likeliest(shape, self._distributions, policy), Drawn(shape, self._distributions, policy)
         self._note(params)
         self._grown: Grown | None = None
+
+    def _ranking(self, params: RowParams) -> RowParams:
+        return ranking_params(params, self._draft_temperature, self.policy.belief.greedy_temperature)
 
     def _note(self, params: RowParams) -> None:
         """Choose how candidates come about."""
@@ -288,13 +293,13 @@ class DynamicBuilder(Builder):
     def use(self, params: RowParams) -> None:
         """Take the parameters that the rows have from now on."""
         self._note(params)
-        self._distributions.use(ranking_params(params, self._draft_temperature))
+        self._distributions.use(self._ranking(params))
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of the certain texts of new rows, and of all rows' parameters."""
         super().begin(texts, rows, params)
         self._note(params)
-        self._distributions.begin(texts, rows, ranking_params(params, self._draft_temperature))
+        self._distributions.begin(texts, rows, self._ranking(params))
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the certain texts."""

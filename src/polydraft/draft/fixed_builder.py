@@ -8,21 +8,19 @@ from torch import Tensor
 
 from polydraft.draft.builder import Builder, DraftDistributions
 from polydraft.draft.growth import Expand, Grown, Passes, grow_likeliest
+from polydraft.draft.policy import FAIR
 from polydraft.draft.source import DistributionSource
 from polydraft.operations import Form
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.trees import Block, DraftTree, DynamicShape
 from polydraft.verify import SCHEMES
 
-GREEDY_DRAFT_TEMPERATURE = 1.0
-"""Of the distributions that rank candidates where the target is greedy: there they estimate which token is the likeliest."""
 
-
-def ranking_params(params: RowParams, draft_temperature: float | None) -> RowParams:
-    """Return the rows' parameters for ranking candidates."""
+def ranking_params(params: RowParams, draft_temperature: float | None, greedy: float = FAIR.greedy_temperature) -> RowParams:
+    """Return the rows' parameters for ranking candidates; `greedy` is the temperature where the target's is 0."""
 
     def ranking(row: SamplingParams) -> SamplingParams:
-        temperature = draft_temperature or row.temperature or GREEDY_DRAFT_TEMPERATURE
+        temperature = draft_temperature or row.temperature or greedy
         if row.temperature > 0:
             return dataclasses.replace(row, temperature=temperature)
         return dataclasses.replace(row, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)

@@ -139,12 +139,19 @@ class DraftSession(ByRow):
         for builder in self._builders:
             captured = all(one.obstacle is None for one in self._builders)
             builder.source.make_room(places=builder.places, depth=self.depth, captured=captured)
+        self.target_places = max([self.num_nodes, *(builder.source.borrowed_places for builder in self._builders)])
+        """Uncommitted places in the target's memory that a round uses."""
         self._drafted = True
         """Whether the drawn tree was more than its root."""
         self._border = Border(drawn.depth) if drawn is not None and certain is not None else None
         self._aside = Aside()
         self._told: list[tuple[int, Callable[[Sequence[Sequence[int]]], None]]] = []
         """How many numbers each part reports, and who takes them."""
+
+    def borrow(self, context: Context) -> None:
+        """Lend the target's own memory to sources that work in it."""
+        for builder in self._builders:
+            builder.source.borrow(context)
 
     @property
     def scheme(self) -> Scheme:

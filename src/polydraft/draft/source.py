@@ -28,6 +28,8 @@ class Source(ByRow):
     """Whether what the host learns of a round may change what the source gives in the next one."""
     movable: bool = False
     """Whether rows can be swapped, see `swap_rows`."""
+    borrowed_places: int = 0
+    """Uncommitted places in the target's memory that a round uses, see `borrow`."""
 
     @property
     def obstacle(self) -> str | None:
@@ -43,6 +45,9 @@ class Source(ByRow):
     def observer(self) -> Observer | None:
         """Who wants to see the target's features of new texts, while it reads them."""
         return None
+
+    def borrow(self, context: Context) -> None:
+        """Take note of the target's own memory, which a copy of the target works in."""
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
         """Get ready for rounds of up to `places` uncommitted tokens and accepted paths of up to `depth`.

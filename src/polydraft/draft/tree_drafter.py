@@ -1,11 +1,13 @@
 """Who drafts by which name: trees drawn from a model or a feature head, static or dynamic, alone or beside n-grams."""
 
+import dataclasses
 from typing import TypedDict
 
 import torch
 
 from polydraft.devices import is_host
 from polydraft.draft.builder import Builder
+from polydraft.draft.copy_source import CopySource
 from polydraft.draft.costs import measured_costs
 from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
 from polydraft.draft.dynamic_builder import DynamicBuilder
@@ -15,7 +17,7 @@ from polydraft.draft.head_source import HeadSource
 from polydraft.draft.ladder import Timings
 from polydraft.draft.load_builder import LoadBuilder
 from polydraft.draft.model_source import ModelSource
-from polydraft.draft.policy import RowPolicy
+from polydraft.draft.policy import CLOSE, FAIR, Belief, RowPolicy
 from polydraft.draft.session import DraftSession
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.speedup import Costs
@@ -26,6 +28,7 @@ from polydraft.draft.tree_choice import TreeChoice, smaller_trees
 from polydraft.draft.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.int8_copy import Int8Copy
 from polydraft.sampling import RowParams
 from polydraft.trees import DynamicShape, Topology
 from polydraft.verify import Scheme
@@ -77,6 +80,8 @@ class TreeDrafter(Drafter):
         pauses: bool = False,
     ) -> None:
         self.model: LanguageModel | FeatureHead = model
+        if isinstance(model, Int8Copy) and isinstance(shape, DynamicShape):
+            shape = dataclasses.replace(shape, beam=1)  # each further node of a level costs as much as the first
         self.topology: Topology | DynamicShape = shape
         self.scheme, self.draft_temperature, self.decision, self.costs = scheme, draft_temperature, decision, costs
         self.name = "dynamic" if self.dynamic else "head" if isinstance(model, FeatureHead) else "model"
@@ -92,6 +97,11 @@ class TreeDrafter(Drafter):
         """Whether shapes are chosen anew in every round."""
         return isinstance(self.topology, DynamicShape)
 
+    @property
+    def belief(self) -> Belief:
+        """What is believed of the draft."""
+        return CLOSE if isinstance(self.model, Int8Copy) else FAIR
+
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Go to work on a batch."""
         return DraftSession(self.name, drawn=self.builder(params, target))
@@ -100,6 +110,8 @@ class TreeDrafter(Drafter):
         """Return the draft's memory of a batch."""
         if isinstance(self.model, FeatureHead):
             return HeadSource(self.model, batch_size)
+        if isinstance(self.model, Int8Copy):
+            return CopySource(self.model)
         return ModelSource(self.model, batch_size)
 
     def builder(self, params: RowParams, target: LanguageModel) -> Builder:
@@ -117,7 +129,7 @@ class TreeDrafter(Drafter):
                 shape,
                 params,
                 target.vocab_size,
-                policy=RowPolicy(costs, len(params), shape.nodes, shape.adaptive),
+                policy=RowPolicy(costs, len(params), shape.nodes, shape.adaptive, self.belief),
                 draft_temperature=self.draft_temperature,
                 decision=self.decision,
             )
@@ -141,7 +153,8 @@ class TreeDrafter(Drafter):
             return StaticBuilder(source, tree, params, target.vocab_size, **options)
         policy = None
         if pauses:
-            policy = RowPolicy(self._costs(tree.num_nodes, True, params, target), len(params), tree.num_nodes)
+            costs = self._costs(tree.num_nodes, True, params, target)
+            policy = RowPolicy(costs, len(params), tree.num_nodes, belief=self.belief)
         return StoppingBuilder(source, tree, params, target.vocab_size, decision=self.decision, policy=policy, **options)
 
     def _costs(self, nodes: int, adaptive: bool, params: RowParams, target: LanguageModel) -> Costs:

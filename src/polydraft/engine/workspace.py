@@ -106,7 +106,8 @@ class Workspace:
         self.target, self.params, self.asked = target, params, params
         """What rows at work ask for, and what all of them were made for."""
         self.session = drafter.start(params, target)
-        self.memory = Memory(target, len(params), behind=1, places=self.session.num_nodes)
+        self.memory = Memory(target, len(params), behind=1, places=self.session.target_places)
+        self.session.borrow(self.memory.context)
         self.ownership = Ownership()
         """Whose texts are in the memories."""
         self.state: State | None = None

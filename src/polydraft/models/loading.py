@@ -26,6 +26,8 @@ from polydraft.models.heads.feature_head import FeatureHead
 from polydraft.models.heads.head_folder import is_head, load_head, load_vocabulary, shapes_in
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
+from polydraft.models.int8_copy import NAME as INT8_COPY
+from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.placement import layout_options
 from polydraft.models.quantised import quantise
 
@@ -227,7 +229,7 @@ def _load_inflated(name: str, device: torch.device, dtype: torch.dtype, native: 
 
 
 def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
-    """Load a draft for a target: ``"none"``, ``"early-exit:k"``, a shipped one, a folder, or a hub name.
+    """Load a draft for a target: ``"none"``, ``"int8"``, ``"early-exit:k"``, a shipped one, a folder, or a hub name.
 
     A folder or hub name may hold a model, a head of ours, or an EAGLE-3 head (`polydraft.models.heads.eagle3`).
     """
@@ -238,6 +240,8 @@ def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
         if not number.isdigit():
             raise UsageError(f"draft {name!r} has no number of layers; write early-exit:k, such as early-exit:4")
         return early_exit(target.model, int(number))
+    if name == INT8_COPY:
+        return Int8Copy(target.model)
     folder = SHIPPED_DRAFTS.get(name) or head_on_hub(name) or Path(name)
     if is_head(folder):
         return load_head(folder, target.model, target.tokenizer, name)

@@ -64,8 +64,14 @@ class Int8Linear(nn.Module):
         return output_RG.view(*input_XF.shape[:-1], -1).to(input_XF.dtype)
 
 
-def quantise(model: Any) -> Any:
+def quantise(model: Any, keep: bool = False) -> Any:
     """Put every linear layer of a model, its output head included, into int8, one by one, so that memory falls as it goes.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    keep : bool
+        Leave the weights alone: they are somebody else's too.
 
     Returns
     -------
@@ -85,7 +91,7 @@ def quantise(model: Any) -> Any:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, Int8Linear(child))
-                if child is not head:  # its weight may be the embeddings too
+                if child is not head and not keep:  # the head's weight may be the embeddings too
                     child.weight.data = torch.empty(0)
     return model.requires_grad_(False)
 

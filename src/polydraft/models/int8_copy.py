@@ -1,0 +1,52 @@
+"""The target's own network with its weights in int8, as a draft: nothing is trained, and nothing is read twice.
+
+Its keys and values are so close to the target's that it reads and writes the target's own cache: no prefill, no second cache
+(`polydraft.draft.copy_source`). What it writes there is never kept: the target's pass overwrites all places of a round.
+"""
+
+import copy
+from typing import Any
+
+import torch
+
+from polydraft.errors import UsageError
+from polydraft.models.hf import HFModel
+from polydraft.models.quantised import quantise
+
+NAME = "int8"
+
+
+class Int8Copy(HFModel):
+    """An int8 copy of a target; embeddings, norms and biases are the target's own.
+
+    Parameters
+    ----------
+    target : HFModel
+    """
+
+    def __init__(self, target: HFModel) -> None:
+        obstacle = copy_obstacle(target)
+        if obstacle is not None:
+            raise UsageError(f"draft {NAME!r} does not work here: {obstacle}; use a draft model, a head, or n-grams")
+        tensors = (*target.hf_model.parameters(), *target.hf_model.buffers())
+        with torch.inference_mode(False):
+            twin = copy.deepcopy(target.hf_model, {id(tensor): tensor for tensor in tensors})
+        super().__init__(quantise(twin, keep=True), NAME, native=True, invariant=False, trusted=True)
+        self.max_positions = target.max_positions
+
+
+def copy_obstacle(target: Any) -> str | None:
+    """Return why a target cannot have an int8 copy; None if it can."""
+    if not isinstance(target, HFModel):
+        return "the target is not a Hugging Face model"
+    if target.int8:
+        return "the target is in int8 itself"
+    if target.quantised_by is not None:
+        return f"the target is quantised by {target.quantised_by} already"
+    if target.recurrence is not None:
+        return "the target has recurrent layers, whose state drafts would change"
+    if target.spread is not None:
+        return str(target.spread)
+    if not target.native:
+        return "its products are compiled code, which is switched off"
+    return None
