@@ -38,6 +38,5 @@ class CustomBuildHook(BuildHookInterface):
         if files:
             build_data.update(pure_python=False, tag=f"py3-none-{tag}")
             build_data["force_include"].update({str(file): f"{room}/prebuilt/{file.name}" for file in files})
-        self.app.display_info(
-            f"native kernels: {', '.join(file.name for file in files) or 'none, to be compiled on first use'}"
-        )
+        names = ", ".join(file.name for file in files) or "none; they are compiled on first use"
+        self.app.display_info(f"native kernels: {names}")

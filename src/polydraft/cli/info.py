@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("info")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 def command(as_json: bool) -> None:
-    """Show versions, the device, the models on this machine, and all schemes, walks, drafters and model families."""
+    """Show versions, the device, native code, models on this machine, and all schemes, walks, drafters and model families."""
     facts = _facts()
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False))
