@@ -14,7 +14,7 @@ help:
 	@echo "make test      lint, types and the default tests (minutes)"
 	@echo "make test-all  every test that needs no accelerator"
 	@echo "make bench     timing of the engine on this machine"
-	@echo "make dist      wheel and sdist in dist/"
+	@echo "make dist      wheel and sdist in dist/; the wheel holds kernels compiled for this architecture"
 	@echo "make dist-check  installs them into an empty environment and generates there (downloads torch)"
 
 setup: $(READY)
@@ -64,6 +64,7 @@ dist-check: dist
 	cd / && $(abspath $(EMPTY))/bin/polydraft generate "Why is the sky blue?" --max-new-tokens 24 --tree 4x2x1 --json > $(abspath dist)/generated.json
 	python3 -c "import json; made = json.load(open('dist/generated.json')); print(made['text']); assert made['stats']['tokens_per_pass'] > 1.5"
 	rm dist/generated.json
+	ls dist/*-any.whl > /dev/null 2>&1 || (cd / && PATH= $(abspath $(EMPTY))/bin/polydraft info) | grep "native code *prebuilt"
 	$(EMPTY_PIP) --force-reinstall --no-deps dist/*.tar.gz
 	cd / && $(abspath $(EMPTY))/bin/polydraft --version
 

@@ -1,6 +1,7 @@
 """Check what is in the wheel and the sdist of a folder: `python .ci/check_dist.py dist`."""
 
 import re
+import runpy
 import sys
 import tarfile
 import zipfile
@@ -8,11 +9,22 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 DRAFTS = Path("src/polydraft/drafts")
+NATIVE = Path("src/polydraft/backends/native")
 
 
 def names_missing(names: set[str], wanted: list[str]) -> list[str]:
     """Return those wanted that no name ends with, below the one folder at the top."""
     return [want for want in wanted if not any(name == want or name.endswith("/" + want) for name in names)]
+
+
+def prebuilt(platform: str) -> list[str]:
+    """Return the compiled kernels that a wheel for a platform must hold: those of these sources."""
+    if platform == "any":
+        sys.stderr.write("note: no compiled kernels in the wheel; it was built without a C compiler\n")
+        return []
+    variants = runpy.run_path(str(NATIVE / "compiler.py"))["VARIANTS"]
+    (machine,) = (name for name in variants if platform.endswith(f"_{name}"))
+    return [str(variant.file(NATIVE.relative_to("src") / "prebuilt")) for variant in variants[machine]]
 
 
 def main(folder: Path) -> int:
@@ -29,8 +41,8 @@ def main(folder: Path) -> int:
         names,
         [
             "polydraft/py.typed",
-            "polydraft/native/body.c",
-            "polydraft/native/products.h",
+            *(str(file.relative_to("src")) for file in NATIVE.glob("*.[ch]")),
+            *prebuilt(wheel.stem.rpartition("-")[2]),
             "licenses/LICENSE",
             "licenses/NOTICE",
             "entry_points.txt",

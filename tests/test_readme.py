@@ -195,8 +195,9 @@ def test_figures_of_the_readme_are_those_of_the_newest_log_and_of_the_page_of_re
 
 
 def test_a_package_index_shows_no_broken_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    interface = SimpleNamespace(MetadataHookInterface=object)  # what builds the package is not installed here
-    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
+    interface = SimpleNamespace(MetadataHookInterface=object, BuildHookInterface=object)
+    for module in ("metadata.plugin", "builders.hooks.plugin"):  # what builds the package is not installed here
+        monkeypatch.setitem(sys.modules, f"hatchling.{module}.interface", interface)
     hook = runpy.run_path(str(ROOT / "hatch_build.py"))["CustomMetadataHook"]()
     hook.root, metadata = str(ROOT), {}
     hook.update(metadata)

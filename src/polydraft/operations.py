@@ -118,6 +118,13 @@ def enabled(backend: str) -> bool:
     return backend in _enabled
 
 
+def native_code() -> str:
+    """Say which compiled code runs models on this CPU, or why there is none; compiles it if that has not been done."""
+    if not enabled("native"):
+        return "none: the backend is switched off"
+    return str(importlib.import_module("polydraft.backends.native").describe())
+
+
 @contextmanager
 def using(*backends: str) -> Iterator[None]:
     """Let only forms of these backends be chosen in a block of code; none but references without any.

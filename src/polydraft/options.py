@@ -169,7 +169,7 @@ class CpuOptions:
     """Machine."""
 
     native: bool = True
-    """On a CPU, run models with kernels that are compiled on first use; without a C compiler, torch is used."""
+    """On a CPU, run models with kernels in C, from the wheel or compiled on first use; if neither works, torch is used."""
 
 
 @dataclass(frozen=True, kw_only=True)

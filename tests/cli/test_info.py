@@ -50,6 +50,15 @@ def test_info_says_which_backends_may_be_chosen(invoke, backends: tuple[str, ...
         assert json.loads(invoke("info", "--json")[1])["machine"]["backends"] == said
 
 
+def test_info_says_which_native_code_runs(invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = json.loads(invoke("info", "--json")[1])["machine"]["native code"]
+    assert said.startswith(("prebuilt ", "compiled here: ", "none: "))
+    monkeypatch.setenv("POLYDRAFT_NATIVE", "0")
+    assert "native code      none: POLYDRAFT_NATIVE is 0" in invoke("info")[1]
+    with operations.using("triton"):
+        assert "none: the backend is switched off" in invoke("info")[1]
+
+
 def test_info_as_json(invoke) -> None:
     code, out, _ = invoke("info", "--json")
     facts = json.loads(out)

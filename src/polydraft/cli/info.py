@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("info")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 def command(as_json: bool) -> None:
-    """Show versions, the device, the models on this machine, and all schemes, walks, drafters and model families."""
+    """Show versions, the device, native code, models on this machine, and all schemes, walks, drafters and model families."""
     facts = _facts()
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False))
@@ -37,7 +37,7 @@ def _facts() -> dict[str, Any]:
     from polydraft.models import FAMILIES
     from polydraft.models.bundled import BUNDLED, weights_file
     from polydraft.models.placement import cpu_computes_bfloat16, resolve_device, resolve_dtype
-    from polydraft.operations import BACKENDS, REFERENCE, enabled
+    from polydraft.operations import BACKENDS, REFERENCE, enabled, native_code
     from polydraft.output import cache_root
     from polydraft.verify import SCHEMES, WALKS
 
@@ -58,6 +58,7 @@ def _facts() -> dict[str, Any]:
             "dtype": str(resolve_dtype("auto", device)).removeprefix("torch."),
             "cpu bfloat16": "yes" if cpu_computes_bfloat16() else "no",
             "backends": ", ".join([*filter(enabled, BACKENDS), REFERENCE]),
+            "native code": native_code(),
         },
         "models": {BUNDLED: bundled},
         "default trees": {pair.name: _drafting(pair) for pair in PAIRS},

@@ -535,6 +535,10 @@ const char *polydraft_instructions(void) {
     return "AVX-512";
 #elif defined(__AVX2__)
     return "AVX2";
+#elif defined(SQUARES) && defined(PAIRS)
+    return "NEON with 8-bit matrix products and bfloat16";
+#elif defined(SQUARES)
+    return "NEON with 8-bit matrix products";
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     return "NEON with dot products and bfloat16";
 #elif defined(__ARM_FEATURE_DOTPROD)

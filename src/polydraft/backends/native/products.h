@@ -3,7 +3,8 @@
  * A weight is read once for up to BLOCK tokens, four rows at a time, along the rows: each output is the sum over the lanes of
  * one vector of partial sums. Inputs are prepared once per product: as they are (float32), rounded (bfloat16, where the CPU
  * multiplies in it), or in 15 bits per token (int8 weights): with 8 bits the few large channels of a hidden state would leave
- * too little for the others. Where the CPU multiplies 8 bits only, an input is two planes, 128 times one plus the other.
+ * too little for the others. Where the CPU multiplies 8 bits only, an input is two planes, 128 times one plus the other; matrix
+ * units for 8 bits (Arm's i8mm) want them in turns, eight numbers of each.
  */
 #define BLOCK 64      /* tokens for which weights are read once */
 #define CHUNK 32      /* rows whose products wait together for what becomes of them */
@@ -38,6 +39,11 @@ typedef int8_t Quantum;
 INLINE int8x16_t bytes_of(const int16x4_t parts[4]) {
     return vcombine_s8(vmovn_s16(vcombine_s16(parts[0], parts[1])), vmovn_s16(vcombine_s16(parts[2], parts[3])));
 }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define SQUARES  /* two rows times two rows, in one instruction */
+INLINE int8x16_t first_halves(int8x16_t a, int8x16_t b) { return (int8x16_t)vzip1q_s64((int64x2_t)a, (int64x2_t)b); }
+INLINE int8x16_t last_halves(int8x16_t a, int8x16_t b) { return (int8x16_t)vzip2q_s64((int64x2_t)a, (int64x2_t)b); }
+#endif
 #else
 typedef int16_t Quantum;
 #define PLANES 1
@@ -105,8 +111,14 @@ static void prepare(int format, const float *from, int64_t count, void *to, floa
                 const Ints whole = (Ints)(x * factor + magic) - (Ints)magic, upper = (whole + 64) >> 7;
                 high[j] = vmovn_s32((int32x4_t)upper), low[j] = vmovn_s32((int32x4_t)(whole - 128 * upper));
             }
-            vst1q_s8(quanta + i, bytes_of(high));
-            vst1q_s8(quanta + stride + i, bytes_of(low));
+            const int8x16_t upper8 = bytes_of(high), lower8 = bytes_of(low);
+#ifdef SQUARES  /* eight of one plane, eight of the other */
+            vst1q_s8(quanta + 2 * i, first_halves(upper8, lower8));
+            vst1q_s8(quanta + 2 * i + 16, last_halves(upper8, lower8));
+#else
+            vst1q_s8(quanta + i, upper8);
+            vst1q_s8(quanta + stride + i, lower8);
+#endif
         }
 #else
         for (int64_t i = 0; i < stride; i += LANES) {
@@ -211,6 +223,32 @@ INLINE void tile_pairs(const int tokens, const Matrix *m, const void *const rows
 #endif
 
 /* Whole numbers have no rounding: only the sum over the lanes has an order. */
+#ifdef SQUARES
+/* Two rows times both planes of a token in one instruction: all of a sum is whole, and rounded once, at its end. */
+INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const rows[TILE_ROWS], const Quantum *x, int64_t stride,
+                        int64_t ahead, Four *sums) {
+    int32x4_t sum[TILE_TOKENS / 2][TILE_ROWS];  /* of the first and the last eight columns of rows 0 and 1, of rows 2 and 3 */
+    const int64_t step = MAX(16, AT_ONCE(tokens));
+    _Pragma("GCC unroll 3") for (int t = 0; t < tokens / 2; t++) EACH_ROW sum[t][r] = vdupq_n_s32(0);
+    for (int64_t k = 0; k < m->stride; k += step) {
+        if (ahead) fetch((const char *)rows[0] + ahead, k, step);
+        _Pragma("GCC unroll 4") for (int64_t u = k; u < k + step; u += 16) {
+            int8x16_t row[TILE_ROWS], w[TILE_ROWS];
+            EACH_ROW row[r] = vld1q_s8((const int8_t *)rows[r] + u);
+            EACH_ROW w[r] = r % 2 ? last_halves(row[r - 1], row[r]) : first_halves(row[r], row[r + 1]);
+            _Pragma("GCC unroll 3") for (int t = 0; t < tokens / 2; t++) {
+                const Quantum *v = x + 2 * (t * stride + u);
+                EACH_ROW sum[t][r] = vmmlaq_s32(sum[t][r], w[r], vld1q_s8(v + r % 2 * 16));
+            }
+        }
+    }
+    _Pragma("GCC unroll 3") for (int t = 0; t < tokens / 2; t++) {
+        const int32x4_t upper = vaddq_s32(sum[t][0], sum[t][1]), lower = vaddq_s32(sum[t][2], sum[t][3]);
+        sums[2 * t] = (Four)vcvtq_f32_s32(vuzp1q_s32(upper, lower));
+        sums[2 * t + 1] = (Four)vcvtq_f32_s32(vuzp2q_s32(upper, lower));
+    }
+}
+#else
 #if defined(__ARM_FEATURE_DOTPROD)
 #define QUANTA 16
 typedef int8x16_t Weights8;
@@ -275,6 +313,7 @@ INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const row
         sums[t] = four_sums(floats[0], floats[1], floats[2], floats[3]);
     }
 }
+#endif
 
 #define WITH_TOKENS(count, call)                                                                                               \
     switch (count) {                                                                                                           \
