@@ -140,7 +140,8 @@ def definitions(name: str) -> set[str]:
     """Classes that define a method, with their files."""
     found = set()
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if f"def {name}(" in text else ():
             for inner in node.body if isinstance(node, ast.ClassDef | ast.Module) else ():
                 if isinstance(inner, ast.FunctionDef) and inner.name == name:
                     owner = node.name if isinstance(node, ast.ClassDef) else "module"

@@ -226,13 +226,14 @@ def test_sizes_follow_the_device() -> None:
 
 @pytest.mark.parametrize("drafter", some_slow(["lookup", "self-draft"], ["self-draft"]))
 def test_a_stop_string_inside_a_block_ends_the_text_there(roomy: str, drafter: str) -> None:
-    # A penalty that rewards makes a model of random weights repeat its prompt.
+    # A penalty that rewards makes a model of random weights repeat its prompt. Self-Draft has no candidates before
+    # some passes have filled its cache, so some stops must fall late: four characters, not all of which occur early.
     options: Any = {"sampling": SamplingParams(temperature=0, repetition_penalty=0.05), "max_new_tokens": 30}
     plain, drafted = load(roomy, "none", dtype="float32"), load(roomy, drafter=drafter, dtype="float32")
     whole = plain.generate("ab cd ab cd ab cd", **options)
     text, inside = "ab cd ab cd ab cd", 0
-    for place in range(4, 20, 3):
-        stop = whole.text[place : place + 2]
+    for place in range(2, 26, 3):
+        stop = whole.text[place : place + 4]
         expected = plain.generate(text, stop=stop, **options)
         result = drafted.generate(text, stop=stop, keep=True, **options)
         assert (result.text, result.token_ids, result.stop_reason) == (expected.text, expected.token_ids, expected.stop_reason)

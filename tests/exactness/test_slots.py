@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from covering import covering, some_slow
+from polydraft.certify.reference import greedy_text
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
 from polydraft.models import TabularModel
@@ -37,6 +38,9 @@ def widths_of(engine: Engine) -> list[int]:
 
 
 def alone(decoder: Decoder, one: TokenSequence, seed: int) -> list[int]:
+    """Return a text as it would be without others; a greedy one as the target's table has it."""
+    if one.params == GREEDY and isinstance(decoder.target, TabularModel) and not decoder.eos_token_ids:
+        return greedy_text(decoder.target, list(one.prompt), one.end - len(one.prompt), GREEDY)
     result = decoder.generate(list(one.prompt), sampling=one.params, max_new_tokens=one.max_new_tokens, seed=[seed])
     return result.token_ids
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from polydraft.models.hf import HFModel
 from polydraft.models.twin import sharpen
 
 _SIZES: dict[str, Any] = {
@@ -147,6 +148,14 @@ def build(model_type: str, seed: int = 0, **options: Any) -> Any:
     return model
 
 
+@cache
+def wrapped(model: Any) -> HFModel:
+    """Wrap a model once for all tests: whether its class is sound is tried each time."""
+    with torch.inference_mode(False):
+        return HFModel(model)
+
+
+@cache
 def noisy(model: Any) -> Any:
     """Make a draft that agrees in part."""
     draft = copy.deepcopy(model)

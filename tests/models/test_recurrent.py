@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from covering import keeping
 from exactness.test_slots import finish, open_engine, sequence
-from models.recurrent_cases import CASES, build, noisy
+from models.recurrent_cases import CASES, build, noisy, wrapped
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import FALSE_ALARM, chi_square_p_value
 from polydraft.draft import TreeDrafter
@@ -44,7 +44,7 @@ def plain(model, prompt, count=24):
 )
 def test_texts_are_those_of_generate(model_type, tree):
     model = build(model_type)
-    target, draft = HFModel(model), HFModel(noisy(model))
+    target, draft = wrapped(model), wrapped(noisy(model))
     assert isinstance(target.start(1, 8), RecurrentContext)
     expected = [plain(model, prompt, 16) for prompt in PROMPTS]
     assert len(set(expected[0])) > 5
@@ -58,7 +58,7 @@ def test_texts_are_those_of_generate(model_type, tree):
 @pytest.mark.parametrize("model_type", keeping(["lfm2", "falcon_h1"], "lfm2"))
 def test_the_first_layers_are_a_draft(model_type):
     model = build(model_type)
-    target = HFModel(model)
+    target = wrapped(model)
     draft = early_exit(target, target.num_layers - 1)
     assert len(draft.hf_model.model.layers) == target.num_layers - 1
     result = Decoder(target, TreeDrafter(draft, parse_tree("2x1"))).generate(PROMPTS[0], sampling=GREEDY, max_new_tokens=12)
@@ -69,7 +69,7 @@ def test_the_first_layers_are_a_draft(model_type):
 def test_a_text_that_is_cut_is_read_anew(model_type):
     """A later prompt shares a beginning with an earlier one, ends before it, goes on from it, or has nothing to do with it."""
     model = build(model_type)
-    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("2x1")))
+    decoder = Decoder(wrapped(model), TreeDrafter(wrapped(noisy(model)), parse_tree("2x1")))
     first = decoder.generate(PROMPTS[1], sampling=GREEDY, max_new_tokens=9).token_ids
     assert first == plain(model, PROMPTS[1], 9)
     for prompt in (PROMPTS[1] + first, PROMPTS[1][:12], PROMPTS[1][:12] + PROMPTS[0], PROMPTS[2], PROMPTS[2]):
@@ -80,7 +80,7 @@ def test_a_text_that_is_cut_is_read_anew(model_type):
 def test_a_second_turn_is_that_of_generate(model_type):
     """What is new of it is read from a state that is not empty, by several tokens at once or one by one."""
     model = build(model_type)
-    decoder = Decoder(HFModel(model))  # rounds with a draft may end past the text, which is read anew then
+    decoder = Decoder(wrapped(model))  # rounds with a draft may end past the text, which is read anew then
     first = decoder.generate(PROMPTS[:2], sampling=GREEDY, max_new_tokens=8, keep=True)
     news = [PROMPTS[1][:11], [7, 8]]
     turns = [PROMPTS[row] + first[row].token_ids + news[row] for row in range(2)]
@@ -92,7 +92,7 @@ def test_a_second_turn_is_that_of_generate(model_type):
 def test_a_prompt_read_in_chunks_is_continued_as_by_generate(model_type):
     """As the server reads: a chunk before each round, one text beside another that is at work, then a text that goes on."""
     model = build(model_type)
-    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("2x1")))
+    decoder = Decoder(wrapped(model), TreeDrafter(wrapped(noisy(model)), parse_tree("2x1")))
     engine = open_engine(decoder, slots=2, reuse=True, chunk=5)
     texts = [sequence(decoder, row, PROMPTS[row], GREEDY, limit=20, seed=row) for row in range(2)]
     for text in texts:
@@ -115,7 +115,7 @@ def test_a_prompt_longer_than_a_pass(model_type):
 @pytest.mark.parametrize("model_type", keeping(CASES, "jamba", "lfm2"))
 def test_only_layers_that_need_it_read_token_by_token(model_type):
     """The scan of Mamba takes no state to begin with, and so do the models that are built of it."""
-    assert HFModel(build(model_type)).resumes == (model_type not in {"mamba", "falcon_mamba", "jamba", "zamba"})
+    assert wrapped(build(model_type)).resumes == (model_type not in {"mamba", "falcon_mamba", "jamba", "zamba"})
 
 
 def test_a_class_that_nobody_has_heard_of_and_that_forgets_is_found_out(monkeypatch):
@@ -141,7 +141,7 @@ def test_a_class_that_nobody_has_heard_of_and_that_forgets_is_found_out(monkeypa
 @torch.inference_mode()
 def test_a_beginning_is_read_at_once_and_the_rest_token_by_token(monkeypatch):
     """Of two rows, one that begins and one that goes on; the mixers are called as often as there are steps."""
-    model = HFModel(build("mamba"))
+    model = wrapped(build("mamba"))
     mixer = model.recurrence.mixers[0]
     context, calls, forward = model.start(2, 64), [], type(mixer).forward
     context.prefill([PROMPTS[0], []])
@@ -160,10 +160,10 @@ def test_a_beginning_is_read_at_once_and_the_rest_token_by_token(monkeypatch):
 def test_captured_rounds_give_the_same_texts(caches, model_type, tree):
     """Rows end at different rounds, by a token that no limit foretells, while a round runs ahead of it."""
     model = build(model_type)
-    drafter = None if tree == "none" else TreeDrafter(HFModel(noisy(model)), parse_tree(tree))
+    drafter = None if tree == "none" else TreeDrafter(wrapped(noisy(model)), parse_tree(tree))
     whole = [plain(model, prompt) for prompt in PROMPTS]
     end = next(token for place, token in enumerate(whole[0]) if place > 8 and token not in whole[0][:place])
-    decoder = Decoder(HFModel(model), drafter, eos_token_ids=[end])
+    decoder = Decoder(wrapped(model), drafter, eos_token_ids=[end])
     expected = [text[: text.index(end) + 1] if end in text else text for text in whole]
     for _ in range(2):
         results = decoder.generate(PROMPTS, sampling=GREEDY, max_new_tokens=24)
@@ -176,10 +176,10 @@ def test_captured_rounds_give_the_same_texts(caches, model_type, tree):
 @pytest.mark.parametrize("tree", keeping(["none", "2x1"], "2x1"))
 def test_a_state_that_a_round_ahead_has_moved_on_is_not_kept(caches, tree):
     model = build("lfm2")
-    drafter = None if tree == "none" else TreeDrafter(HFModel(noisy(model)), parse_tree(tree))
+    drafter = None if tree == "none" else TreeDrafter(wrapped(noisy(model)), parse_tree(tree))
     text = plain(model, PROMPTS[0])
     place = next(place for place in range(9, 24) if text[place] not in text[:place])
-    decoder = Decoder(HFModel(model), drafter, eos_token_ids=[text[place]])
+    decoder = Decoder(wrapped(model), drafter, eos_token_ids=[text[place]])
     for _ in range(2):
         got = decoder.generate(PROMPTS[0], sampling=GREEDY, max_new_tokens=24, keep=True)
         assert got.token_ids == text[: place + 1] and got.stats.rounds_ahead > 0
@@ -201,7 +201,7 @@ class Sealed(TorchDispatchMode):
 @pytest.mark.parametrize(("model_type", "tree"), keeping(PAIRS, ("lfm2", "none"), ("mamba", "3x2x1")))
 @torch.inference_mode()
 def test_a_pass_over_a_static_tree_takes_nothing_from_the_host(model_type, tree):
-    model, topology = HFModel(build(model_type)), parse_tree(tree)
+    model, topology = wrapped(build(model_type)), parse_tree(tree)
     context = model.start(2, 64)
     context.places = topology.num_nodes
     context.prefill(PROMPTS[:2])
@@ -216,14 +216,14 @@ def test_a_pass_over_a_static_tree_takes_nothing_from_the_host(model_type, tree)
 
 def test_trees_whose_levels_only_the_device_knows_are_not_captured(caches):
     model = build("lfm2")
-    target, draft = HFModel(model), HFModel(noisy(model))
+    target, draft = wrapped(model), wrapped(noisy(model))
     decoder = Decoder(target, TreeDrafter(draft, parse_dynamic("dynamic:8")))
     result = decoder.generate(PROMPTS[0], sampling=GREEDY, max_new_tokens=12)
     assert result.token_ids == plain(model, PROMPTS[0], 12) and not caches[0].kinds
 
 
 def test_a_row_can_be_kept_where_its_state_is_and_nowhere_else():
-    context = HFModel(build("lfm2")).start(2, 64)
+    context = wrapped(build("lfm2")).start(2, 64)
     context.prefill([PROMPTS[0], PROMPTS[1]])
     assert context.keepable([9, 20]) == [9, 20]
     assert context.keepable([8, 20]) == [0, 20]
@@ -235,7 +235,7 @@ def test_a_row_can_be_kept_where_its_state_is_and_nowhere_else():
 
 
 def test_an_interrupted_reading_leaves_nothing_to_go_on_from(monkeypatch):
-    model = HFModel(build("lfm2"))
+    model = wrapped(build("lfm2"))
     context = model.start(2, 64)
     context.prefill([PROMPTS[0], PROMPTS[1]])
     with monkeypatch.context() as patch:
@@ -249,7 +249,7 @@ def test_an_interrupted_reading_leaves_nothing_to_go_on_from(monkeypatch):
 @torch.inference_mode()
 def test_what_is_advanced_over_is_committed_and_the_rest_stays(model_type):
     """As beams do: some places become text, a branch behind them goes on."""
-    model = HFModel(build(model_type))
+    model = wrapped(build(model_type))
     text, more = PROMPTS[1], PROMPTS[0]
     context = model.start(1, 64)
     context.prefill([text])
@@ -286,7 +286,7 @@ def test_another_formula_for_a_token_alone_is_refused(model_type):
 
 
 def test_layers_without_attention_are_no_obstacle():
-    kinds = HFModel(build("nemotron_h")).config.layer_types
+    kinds = wrapped(build("nemotron_h")).config.layer_types
     assert {"moe", "mlp", "linear_attention"} <= set(kinds)
 
 
@@ -308,6 +308,6 @@ def test_sampled_texts_have_the_distribution_of_plain_passes(model_type):
 
 def test_beams_are_those_of_generate():
     model, prompt = build("lfm2"), PROMPTS[1]
-    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("2x1")))
+    decoder = Decoder(wrapped(model), TreeDrafter(wrapped(noisy(model)), parse_tree("2x1")))
     expected = model.generate(torch.tensor([prompt]), do_sample=False, num_beams=3, max_new_tokens=16, pad_token_id=0)
     assert BeamDecoder(decoder).search(prompt, beams=3, max_new_tokens=16).best.token_ids == expected[0, len(prompt) :].tolist()

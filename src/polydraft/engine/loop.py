@@ -160,7 +160,7 @@ class Engine:
         reading = [slot for slot in self.slots.known if slot not in free]
         rows, new, passing = list[int](), list[int](), room // 2 if reading else 0
         while room > 0 and (reading or (self.waiting and free)):
-            short = next((one for one in self.waiting if len(one.prompt) <= passing), None) if free else None
+            short = next((one for one in self.waiting if len(one.prompt) <= passing), None) if free and passing > 0 else None
             if reading and short is None:
                 slot = reading.pop(0)
                 start = self.slots.known.pop(slot)
@@ -227,7 +227,8 @@ class Engine:
     def _share(self) -> None:
         """Tell the drafter how many texts are at work."""
         active = self.slots.active()
-        loads = [1 if one is None or one.steady or one.done else sum(active) for one in self.slots]
+        load = sum(active)
+        loads = [1 if one is None or one.steady or one.done else load for one in self.slots]
         steady = [one.steady if one is not None and works else None for one, works in zip(self.slots, active, strict=True)]
         self.session.share(loads, steady)
 
