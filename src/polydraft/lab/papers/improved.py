@@ -8,7 +8,7 @@ from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, 
 _DEPTH, _WIDTH, _FIGURE_3_WIDTH = 5, 16, 6
 _WIDTHS = (1, 2, 4, 8, 16, 24)
 _TIMED_WIDTHS = (4, 16, 24)
-_SHIPPED = ",decision=if-shipped"
+_SHIPPED = ",decision=auto"
 _TEMPERATURES = (0.0, 1.0)
 _SETS = {"alpaca": "Alpaca", "spec_bench": "spec_bench"}
 
