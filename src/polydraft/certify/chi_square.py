@@ -1,7 +1,6 @@
 """Chi-square tests of tokens, tuples and whole texts against exact distributions, and the power of these tests."""
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -175,8 +174,3 @@ def joint_distribution(target_distributions: Distributions, length: int) -> NDAr
         next_X = np.tile(np.arange(distribution_XV.shape[1]), len(beginnings_XT))
         beginnings_XT = np.column_stack([beginnings_XT.repeat(distribution_XV.shape[1], axis=0), next_X])
     return chance_X
-
-
-def unequal_texts(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> int:
-    """Count rows that differ."""
-    return sum(list(one) != list(other) for one, other in zip_longest(texts, others, fillvalue=()))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from polydraft.beam import BeamDecoder
+from polydraft.beam import BeamDecoder, BeamOptions
 from polydraft.draft import GRAM_DRAFTERS, Parts, make_drafter
 from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder, Stats
@@ -158,7 +158,7 @@ def _beams(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Me
         drafter = make_drafter(Parts(target=bench.target.model, draft=bench.draft, topology=parse_tree("1")))
     decoder = BeamDecoder(Decoder(bench.target.model, drafter, eos_token_ids=bench.target.eos_token_ids))
     options = {"mode": mode, "beams": spec.count(default=4), **_beam_options(spec, mode, with_draft)}
-    decoder.check(**options)
+    BeamOptions(**options)  # refuses what is wrong before there is a prompt
     if mode == "sample":
         options["sampling"] = bench.params
     return _streamed(spec, bench, decoder.stream, comparable=False, **options)
