@@ -139,10 +139,7 @@ def _supports(head: FeatureHead) -> bool:
     return kernels_run(head.down.weight) and obstacle(head.device, head.dtype) is None
 
 
-@implements(fast_head, "triton", supports=_supports)
-def fused_head(head: FeatureHead) -> FusedHead:
-    """Return the fused form of a head."""
-    return FusedHead(head)
+implements(fast_head, "triton", supports=_supports)(FusedHead)
 
 
 @implements(take_roots, "triton", supports=runs_on_tensors)
