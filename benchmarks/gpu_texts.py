@@ -13,12 +13,12 @@ from polydraft.certify.greedy_identity import IdentityCheck
 from polydraft.draft import Combination, Drafter, GramTreeOptions, TreeDrafter
 from polydraft.draft.grams import GRAM_DRAFTERS, gram_tree
 from polydraft.engine import Decoder, Stats
-from polydraft.lab.bench._results import speedup_interval
 from polydraft.models import FeatureHead
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_dynamic, parse_tree
+from polydraft.tune.contest import speedup_interval
 
 TREES = ("default", "4x2x2x1x1", "dynamic:64")
 """What the end-to-end run tries if not told otherwise."""

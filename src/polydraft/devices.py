@@ -32,14 +32,24 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def cpu_facts() -> dict[str, str]:
+    """Return what the system tells of its CPU (``"model name"``, ``"flags"`` and more); nothing where it is silent."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def cpu_name() -> str:
+    """Return the model of the CPU."""
+    return cpu_facts().get("model name") or platform.processor() or platform.machine()
+
+
 def cpu_features() -> str:
     """Return model and instruction sets of the CPU, as far as the system tells."""
     names = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in names}))
+    return "\n".join(f"{name}: {value}" for name, value in cpu_facts().items() if name in names) or platform.processor()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from polydraft.devices import captures
+from polydraft.devices import captures, cpu_facts, cpu_name
 from polydraft.errors import UsageError
 from polydraft.models.fingerprint import digest_of, model_fingerprint
 from polydraft.models.inflated import source_name
@@ -171,13 +170,8 @@ def tuned(
 
 def _cpu() -> str:
     """Return the name of the CPU, with a mark of its instruction sets where the system tells them."""
-    try:
-        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        lines = []
-    told = {name.strip(): value.strip() for name, _, value in lines}
-    name = told.get("model name") or platform.processor() or platform.machine()
-    return f"{name} ({digest_of(told.get('flags') or told.get('Features'))[:6]})"
+    told = cpu_facts()
+    return f"{cpu_name()} ({digest_of(told.get('flags') or told.get('Features'))[:6]})"
 
 
 def _version() -> str:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from covering import keeping
-from polydraft.batch.results import ResultFile
-from polydraft.batch.rows import BatchOptions, PromptFile
+from polydraft.batch.files import BatchOptions, PromptFile, ResultFile
 from polydraft.batch.runner import BatchTask, run_batch
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from polydraft.batch.rows import WorkerOptions
+from polydraft.batch.files import WorkerOptions
 from polydraft.errors import UsageError
 
 needs_ray = pytest.mark.skipif(

@@ -120,8 +120,12 @@ def test_many_coupled_runs(draws):
 @pytest.mark.parametrize("draws", [pytest.param("iid", marks=pytest.mark.slow), "distinct"])
 def test_orphans_whose_mass_stays_in_the_distribution_show_in_runs(monkeypatch, draws):
     """The enumeration can fail: the draft's distribution is that of all its beams, not of the surviving ones."""
-    right = _Universe.spread_draft
-    monkeypatch.setattr(_Universe, "spread_draft", lambda universe, probs_X: 0.6 * right(universe, probs_X))
+    right = _Universe.spread
+
+    def wrong(universe, places_X, probs_X):
+        return (0.6 if places_X is universe.draft_U else 1.0) * right(universe, places_X, probs_X)
+
+    monkeypatch.setattr(_Universe, "spread", wrong)
     got, expected = enumerated("one beam, two layers", draws)
     assert total_variation(got, expected) > 1e-3
 

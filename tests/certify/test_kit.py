@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from covering import some_slow
+from exactness.checks import enumeration_error
 from polydraft.certify import Subject, all_subjects, certify, find_subject
 from polydraft.certify._kit import check_subject, power_check
 from polydraft.certify.chi_square import FALSE_ALARM
-from polydraft.certify.enumeration import TOLERANCE, enumeration_error, round_cases
+from polydraft.certify.enumeration import TOLERANCE, round_cases
 from polydraft.certify.mutants import STRUCTURAL, SUBTLE, WRONG_WALKS, DistinctTestedAsIndependent, Rejection
 from polydraft.verify import SCHEMES, WALKS, NodeWalk, RejectionWithoutReplacement, Scheme
 from polydraft.verify.weights import normalised

@@ -13,7 +13,7 @@ from planting_cases import GREEDY, UNEQUAL, Growth, check_grown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpreted
-from polydraft.backends.triton.planting import MOST_CHILDREN
+from polydraft.backends.triton.drawing import MOST_CHILDREN
 from polydraft.draft.planting import plant_largest
 from polydraft.sampling import NO_TOKEN, SamplingParams
 from polydraft.trees import parse_tree
@@ -33,7 +33,7 @@ FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Take down which kernels are launched."""
-    from polydraft.backends.triton import planting_kernels as _kernels
+    from polydraft.backends.triton import draw_kernels as _kernels
 
     seen: list[str] = []
     for name in ("rank_parts", "plant_largest", "plant_columns"):
@@ -126,7 +126,7 @@ def test_nothing_else_is_launched(
     temperature: float, expected: list[str], monkeypatch: pytest.MonkeyPatch, interpret: Callable[[bool], None]
 ) -> None:
     """Of torch's operations there are those that give memory or another view of it, and no others."""
-    from polydraft.backends.triton import planting_kernels as _kernels
+    from polydraft.backends.triton import draw_kernels as _kernels
 
     seen: list[str] = []
     for name in ("rank_parts", "plant_largest", "plant_columns"):

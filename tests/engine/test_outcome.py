@@ -62,7 +62,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, hide_values: Callable[[], None], i
     interpret(True)
 
     def listed(kernel: Any, grid: Any) -> Callable[..., Any]:
-        if kernel.fn.__module__.endswith((".follow_kernels", ".outcome_kernels")):
+        if kernel.fn.__module__.endswith(".follow_kernels"):
             names.append(kernel.fn.__name__)
         return launch(kernel, grid)
 

@@ -54,7 +54,7 @@ def test_nobody_else_makes_sequences() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "TokenSequence"
     }
     # Processes that share a model copy the first one's sequences.
-    assert calls == {"engine/decoder.py", "serve/followers.py"}
+    assert calls == {"engine/decoder.py", "serve/request.py"}
 
 
 def test_a_sequence_has_what_the_decoder_knows() -> None:

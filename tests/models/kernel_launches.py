@@ -18,13 +18,13 @@ from triton.runtime.jit import JITFunction
 from models.attention_cases import Case
 from polydraft.backends.triton import interpreting
 from polydraft.backends.triton import invariant as _invariant
-from polydraft.backends.triton import probe as _probe
+from polydraft.backends.triton import keys as _keys
 from polydraft.backends.triton.attention import AttentionPlan, attend_tree
+from polydraft.backends.triton.drawing import MOST_CHILDREN
 from polydraft.backends.triton.head import Entries, FusedHead
 from polydraft.backends.triton.invariant import Sight, invariant_attention, invariant_parts, sight_of
 from polydraft.backends.triton.layers import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
-from polydraft.backends.triton.planting import MOST_CHILDREN
-from polydraft.backends.triton.verify_block import FusedRound
+from polydraft.backends.triton.verification import FusedRound
 from polydraft.devices import values_hidden
 from polydraft.draft import DistributionSource
 from polydraft.draft.fixed_builder import FixedBuilder
@@ -194,7 +194,7 @@ def verification(dtype: torch.dtype) -> None:
 
 def probabilities(dtype: torch.dtype) -> None:
     """Turn logits into distributions, of vocabularies that a program can hold and of larger ones."""
-    _probe.touch[(1,)](torch.zeros(1, dtype=torch.int32))
+    _keys.touch[(1,)](torch.zeros(1, dtype=torch.int32))
     for columns in (50, 24576, 49152, 262144):
         softened(torch.zeros(2, 3, columns, dtype=dtype), None)
         softened(torch.zeros(2, 3, columns, dtype=dtype), torch.ones(2, 1, 1))

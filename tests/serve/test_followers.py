@@ -20,9 +20,8 @@ from polydraft.engine import Decoder, TokenSequence
 from polydraft.loading import load
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.categorical import row_generator
-from polydraft.serve.followers import Lockstep
 from polydraft.serve.lane import LaneOptions
-from polydraft.serve.request import OFF, Request
+from polydraft.serve.request import OFF, Lockstep, Request
 from polydraft.serve.scheduler import Scheduler
 
 

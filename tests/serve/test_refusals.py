@@ -77,6 +77,17 @@ def test_what_is_wrong_is_named(shared, body, param, status):
     assert "\n" not in error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
 
 
+@pytest.mark.parametrize("name", ["tree", "scheme"])
+def test_drafting_is_chosen_by_one_parameter(shared, name):
+    error = shared.post("/v1/chat/completions", {"messages": MESSAGES, name: "4x2x1"}).json()["error"]
+    assert error["code"] == "unknown_parameter" and '"speculative": "auto", "off", or {"tree": "4x2x1"' in error["message"]
+
+
+def test_the_servers_limit_of_choices_is_named(shared):
+    error = shared.post("/v1/chat/completions", {"messages": MESSAGES, "n": 0}).json()["error"]
+    assert f"whole numbers from 1 to {shared.service.options.max_choices}" in error["message"]
+
+
 def test_values_that_ask_for_nothing_are_no_errors(shared):
     body = {"messages": MESSAGES, "max_tokens": 3, "tools": None, "n": None, "user": "somebody", "store": False, "top_k": -1}
     assert shared.post("/v1/chat/completions", body).status_code == 200
@@ -144,4 +155,4 @@ def test_every_code_is_raised_somewhere():
     raised = {code for file in files for code in re.findall(r'"(\w+)"', file.read_text()) if file.name != "errors.py"}
     table = Path(polydraft.serve.__file__).with_name("errors.py").read_text()
     codes = set(re.findall(r'^    "(\w+)": \(', table, re.M))
-    assert len(codes) > 20 and codes - raised == {"invalid_value", "missing_parameter"}  # by functions in errors.py
+    assert len(codes) > 20 and codes - raised == {"invalid_value", "missing_parameter", "unexpected"}  # by errors.py itself

@@ -259,3 +259,16 @@ def test_a_broken_model_is_a_500_that_says_why(serving, broken):
 
     answer = serving(load(broken)).post(CHAT, {"messages": MESSAGES, "max_tokens": 5})
     assert answer.status_code == 500 and "not numbers" in answer.json()["error"]["message"]
+
+
+def test_unexpected_errors_are_logged_and_not_sent(serving, caplog, monkeypatch):
+    server = serving()
+
+    def fail(*_):
+        raise KeyError("a secret")
+
+    monkeypatch.setattr(server.service, "prepare", fail)
+    answer = server.post(CHAT, {"messages": MESSAGES, "max_tokens": 5})
+    error = answer.json()["error"]
+    assert answer.status_code == 500 and error["code"] == "unexpected" and "secret" not in answer.text
+    eventually(lambda: "Traceback" in caplog.text and "a secret" in caplog.text)

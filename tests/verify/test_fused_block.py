@@ -16,7 +16,7 @@ from torch import Tensor
 import interpreted
 from polydraft import operations
 from polydraft.backends.triton import interpreting
-from polydraft.backends.triton.verify_block import FusedRound
+from polydraft.backends.triton.verification import FusedRound
 from polydraft.devices import values_hidden
 from polydraft.trees import DraftTree
 from polydraft.verify import SCHEMES, BlockWalk, Hybrid, RaceBucketed, Scheme, Verdict, block

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from polydraft.batch.results import Results, Totals
-from polydraft.batch.rows import BatchOptions, PromptFile, Row
+from polydraft.batch.files import BatchOptions, PromptFile, Results, Row, Totals
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import check_prompts

@@ -12,8 +12,7 @@ import ray.data
 import torch
 from ray.exceptions import RayError
 
-from polydraft.batch.results import Results, Totals
-from polydraft.batch.rows import BatchOptions, PromptFile, WorkerOptions
+from polydraft.batch.files import BatchOptions, PromptFile, Results, Totals, WorkerOptions
 from polydraft.batch.runner import BatchTask, Observer, generate_rows, write_all
 from polydraft.errors import FailureError
 from polydraft.loading import load_with

@@ -250,8 +250,9 @@ class SampleRun(BeamRun):
         totals_X = continuations.totals(self.beams)
         surviving, entries_X = layer.continuations.restricted(survivors)
         universe = _Universe(continuations, surviving)
-        target_probs_U = universe.spread_target(normalised(totals_X))
-        draft_probs_U = universe.spread_draft(normalised(surviving.totals([layer.parents[number] for number in survivors])))
+        target_probs_U = universe.spread(universe.target_U, normalised(totals_X))
+        draft_totals_X = surviving.totals([layer.parents[number] for number in survivors])
+        draft_probs_U = universe.spread(universe.draft_U, normalised(draft_totals_X))
         # Line 10: drafts below rejected beams, the orphans, are left out.
         kept = [(number, _position(entries_X, entry)) for number, entry in enumerate(layer.drawn)]
         numbers = [number for number, place in kept if place is not None]
@@ -297,22 +298,14 @@ class _Universe:
     """All pairs of a surviving beam and a token, numbered once for target and draft."""
 
     def __init__(self, target: Continuations, draft: Continuations) -> None:
-        self._target_U, self.draft_U = target.keys(), draft.keys()
+        self.target_U, self.draft_U = target.keys(), draft.keys()
         self._size = target.num_rows * target.vocab_size
-        if len(self._target_U) < _FEW_ENTRIES:  # truncated distributions: leave out pairs without mass
-            keys = np.union1d(self._target_U, self.draft_U)
-            self._target_U, self.draft_U = np.searchsorted(keys, self._target_U), np.searchsorted(keys, self.draft_U)
+        if len(self.target_U) < _FEW_ENTRIES:  # truncated distributions: leave out pairs without mass
+            keys = np.union1d(self.target_U, self.draft_U)
+            self.target_U, self.draft_U = np.searchsorted(keys, self.target_U), np.searchsorted(keys, self.draft_U)
             self._size = len(keys)
         self._entry_of = np.full(self._size, -1)
-        self._entry_of[self._target_U] = np.arange(len(self._target_U))
-
-    def spread_target(self, probs_X: Floats) -> Floats:
-        """Return the target's distribution over the universe."""
-        return self._spread(self._target_U, probs_X)
-
-    def spread_draft(self, probs_X: Floats) -> Floats:
-        """Return the draft's distribution over the universe."""
-        return self._spread(self.draft_U, probs_X)
+        self._entry_of[self.target_U] = np.arange(len(self.target_U))
 
     def target_entry(self, output: int) -> int:
         """Return which of the target's continuations an output is."""
@@ -320,7 +313,8 @@ class _Universe:
         assert entry >= 0, "an output without mass"
         return entry
 
-    def _spread(self, places_X: Indices, probs_X: Floats) -> Floats:
+    def spread(self, places_X: Indices, probs_X: Floats) -> Floats:
+        """Return the distribution over the universe of entries at some places."""
         spread_U = np.zeros(self._size)
         spread_U[places_X] = probs_X
         return spread_U

@@ -89,10 +89,6 @@ class BeamDecoder:
             raise UsageError("settled=False: beams may take unsettled text back; stream settled text, or wait for the end")
         return self._stream(prompt, options, 0, 1)
 
-    def check(self, **options: Any) -> None:
-        """Refuse options that `stream` would refuse, before there is a prompt."""
-        BeamOptions(**options)
-
     def _stream(self, prompt: Any, options: dict[str, Any], row: int, rows: int) -> BeamStream:
         names = BeamOptions.__dataclass_fields__
         for name in options:

@@ -1,7 +1,6 @@
 """Chi-square tests of tokens, tuples and whole texts against exact distributions, and the power of these tests."""
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,8 @@ FALSE_ALARM = 1e-4
 """Probability that a correct rule fails any of its statistical tests; as seeds are fixed, a rule that passes always does."""
 LEAST_EXPECTED = 5.0
 """Cells expected less often are pooled: below, the statistic does not follow its limit distribution."""
+_BINS = 16
+"""Of points that are uniform if a distribution is right."""
 
 Distributions = Callable[[NDArray[Any]], NDArray[Any]]
 """New tokens so far [N, L] to the next token's probabilities [N, V]."""
@@ -127,7 +128,7 @@ def conditional_p_values(tokens_NL: NDArray[Any], target_distributions: Distribu
 
 
 def transformed_p_values(
-    tokens_NL: NDArray[Any], target_distributions: Distributions, draft_distributions: Distributions, bins: int = 16
+    tokens_NL: NDArray[Any], target_distributions: Distributions, draft_distributions: Distributions
 ) -> list[float]:
     """Test every token given its own beginning, whatever that is, by the probability integral transform.
 
@@ -139,7 +140,7 @@ def transformed_p_values(
     """
     random = np.random.default_rng(0)
     rows = np.arange(len(tokens_NL))
-    counts_LOX = np.zeros((tokens_NL.shape[1], 2, bins))
+    counts_LOX = np.zeros((tokens_NL.shape[1], 2, _BINS))
     for position in range(tokens_NL.shape[1]):
         beginning_NT, token_N = tokens_NL[:, :position], tokens_NL[:, position]
         distribution_NV, draft_NV = target_distributions(beginning_NT), draft_distributions(beginning_NT)
@@ -151,9 +152,9 @@ def transformed_p_values(
             stop_NV = np.cumsum(np.take_along_axis(distribution_NV, order_NV, axis=-1), axis=-1)
             rank_N = (order_NV == token_N[:, None]).argmax(-1)
             point_N = stop_NV[rows, rank_N] - random.random(len(rows)) * distribution_NV[rows, token_N]
-            counts_LOX[position, index] = np.bincount((point_N * bins).astype(int).clip(0, bins - 1), minlength=bins)
-    uniform = np.full(bins, 1 / bins)
-    tables_TX = [*counts_LOX.reshape(-1, bins), *counts_LOX.sum(0)]
+            counts_LOX[position, index] = np.bincount((point_N * _BINS).astype(int).clip(0, _BINS - 1), minlength=_BINS)
+    uniform = np.full(_BINS, 1 / _BINS)
+    tables_TX = [*counts_LOX.reshape(-1, _BINS), *counts_LOX.sum(0)]
     return [chi_square_p_value(counts_X, uniform) for counts_X in tables_TX]
 
 
@@ -175,8 +176,3 @@ def joint_distribution(target_distributions: Distributions, length: int) -> NDAr
         next_X = np.tile(np.arange(distribution_XV.shape[1]), len(beginnings_XT))
         beginnings_XT = np.column_stack([beginnings_XT.repeat(distribution_XV.shape[1], axis=0), next_X])
     return chance_X
-
-
-def unequal_texts(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> int:
-    """Count rows that differ."""
-    return sum(list(one) != list(other) for one, other in zip_longest(texts, others, fillvalue=()))

@@ -125,24 +125,6 @@ def enumerate_rule(
     return Enumeration(target_CV, case_R, children_RK, chance_R, distribution_RV)
 
 
-def enumeration_error(
-    scheme: Scheme, target_probs_CV: Tensor, draft_probs_CV: Tensor, count: int, missing: int = 0
-) -> tuple[float, float]:
-    """Return the largest error of the emitted token's distribution, and of single rows from being a distribution."""
-    enumeration = enumerate_rule(scheme, target_probs_CV, draft_probs_CV, count, missing)
-    return enumeration.error_C.max().item(), enumeration.improper_R.max().item()
-
-
-def enumerated_acceptance(scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int) -> float:
-    """Return the chance that the emitted token is one of the children."""
-    enumeration = enumerate_rule(scheme, target_V[None], draft_V[None], count)
-    distribution_RV, children_RK = enumeration.distribution_RV, enumeration.children_RK
-    among_RV = (
-        torch.zeros_like(distribution_RV).scatter_add_(1, children_RK.clamp(min=0), (children_RK != NO_TOKEN).double()) > 0
-    )
-    return float((enumeration.chance_R[:, None] * distribution_RV * among_RV).sum())
-
-
 def sample_node(
     scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int, seed: int, samples: int = FIXTURE_SAMPLES
 ) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from polydraft.batch.rows import BatchOptions, PromptFile, WorkerOptions
-from polydraft.cli.options import Choices, GroupedCommand, options_of, prepare, shared_options, taken
+from polydraft.batch.files import BatchOptions, PromptFile, ResultFile, Results, WorkerOptions
+from polydraft.cli.options import Choices, GroupedCommand, options_of, prepare, raw_option, shared_options, taken
 from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import FailureError, UsageError
 
@@ -20,7 +20,7 @@ from polydraft.errors import FailureError, UsageError
 @click.argument("prompts", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="File for the results, one JSON object per line.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in --out.")
-@click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
+@raw_option
 @click.option("--json", "as_json", is_flag=True, help="Print the totals as one JSON object.")
 @options_of(BatchOptions)
 @options_of(WorkerOptions)
@@ -34,7 +34,6 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     the last result; every row has its own seed, so its text stays the same. With --ray, workers on a cluster share the rows.
     """
     announce_start()
-    from polydraft.batch.results import ResultFile, Results
     from polydraft.batch.runner import BatchTask, run_batch
     from polydraft.engine.stats import rest_line
     from polydraft.models.placement import TENSOR_PARALLEL, agreed, is_follower

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import torch
-from rich import box
 from rich.table import Table
 
+from polydraft.cli.options import SAMPLING_NAMES
+from polydraft.cli.terminal import TokenPrinter, figures_table
 from polydraft.devices import captures
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Generation, Stats
@@ -27,14 +28,10 @@ _WARM_UP = 8
 """Tokens on a CPU; on a GPU the whole text is the warm-up, because its rounds are captured in it."""
 _FEW = 0.5
 """If a smaller share of rounds has drafts, the mean round says little about them."""
-_SPOKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling parameters that Hugging Face `generate` has under the same names."""
 
 
 def compare(task: "Task", decoder: Decoder, console: Any) -> None:
     """Decode the same prompt in every way; print the text, then a table and what it means."""
-    from polydraft.cli.terminal import TokenPrinter
-
     plain = decoder.replace(drafter=None)
     click.echo("warming up ...", err=True)
     for one in (plain, decoder):
@@ -72,18 +69,18 @@ def _short(task: "Task", decoder: Decoder) -> dict[str, Any]:
 def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | None:
     """Time Hugging Face `generate` on the target; None where it cannot generate the same text."""
     target, params = decoder.target, task.params
-    others = dataclasses.replace(SamplingParams(), **{name: getattr(params, name) for name in _SPOKEN})
+    others = dataclasses.replace(SamplingParams(), **{name: getattr(params, name) for name in SAMPLING_NAMES})
     if not isinstance(target, HFModel) or target.int8 or target.spread is not None or others != params:
         return None
     own = GenerationDefaults(target.hf_model, decoder.eos_token_ids).followed  # which `generate` follows, whatever we do
-    if decoder.defaults is None and not own.keys() <= set(_SPOKEN):
+    if decoder.defaults is None and not own.keys() <= set(SAMPLING_NAMES):
         return None
     click.echo(f"decoding with {HUGGING_FACE}, for comparison ...", err=True)
     prompt = decoder.encode(task.text, chat=not task.raw)
     ids_1T = torch.tensor([prompt], device=target.device)
     ends = list(decoder.eos_token_ids)
     sampling: dict[str, Any] = {"do_sample": decoder.with_defaults(params, prompt).temperature > 0}
-    for name in _SPOKEN if sampling["do_sample"] else ("repetition_penalty",):
+    for name in SAMPLING_NAMES if sampling["do_sample"] else ("repetition_penalty",):
         value = getattr(params, name)
         # Pass neutral values too: by default, `generate` applies top-k 50 and samples from another distribution than we do.
         if decoder.defaults is None or was_asked(value) or name not in own:
@@ -150,11 +147,8 @@ def arm_name(decoder: Decoder) -> str:
 
 def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
     """Compare runs; the first row is the baseline."""
-    title = "same prompt, same run; a pass is one forward of the target"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("decoding", overflow="fold")
-    for heading in ("tokens", "tokens/s", "speed-up", "tokens/pass", "accepted"):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
+    headings = ("tokens", "tokens/s", "speed-up", "tokens/pass", "accepted")
+    table = figures_table("decoding", headings, "same prompt, same run; a pass is one forward of the target")
     baseline = rows[0][1].tokens_per_second
     for name, stats in rows:
         speed_up = stats.tokens_per_second / baseline if baseline else 0.0

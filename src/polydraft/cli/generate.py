@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import click
 
-from polydraft.cli.options import Choices, GroupedCommand, GroupedOption, json_option, options_of_decoders, taken
+from polydraft.cli.options import (
+    SAMPLING_NAMES,
+    Choices,
+    GroupedCommand,
+    GroupedOption,
+    json_option,
+    options_of_decoders,
+    taken,
+)
 from polydraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,8 +24,6 @@ if TYPE_CHECKING:
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling parameters that the JSON output repeats."""
 _EXPERT = ("mode", "draws", "verification", "min_width", "one_cache")
 """Fields of beams that `--set` sets."""
 
@@ -190,7 +196,7 @@ def _as_object(result: "Generation", decoder: "Decoder", task: Task) -> dict[str
             "draft_temperature": choices.draft_temperature,
             "decision": choices.decision,
             "lossless": decoder.lossless,
-            **{name: getattr(params, name) for name in _SAMPLING},
+            **{name: getattr(params, name) for name in SAMPLING_NAMES},
             **({"generation_config": defaults.followed} if defaults else {}),
             "max_new_tokens": choices.max_new_tokens,
             "seed": choices.seed,

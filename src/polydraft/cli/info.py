@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import polydraft
+from polydraft.cli.options import json_option
 
 if TYPE_CHECKING:
     from polydraft.defaults import Pair
 
 
 @click.command("info")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+@json_option
 def command(as_json: bool) -> None:
     """Show versions, the device, native code, models on this machine, and all schemes, walks, drafters and model families."""
     facts = _facts()

@@ -27,6 +27,8 @@ _MOST_THREADS = 1024
 _EXPERT = {option.name for option in options_in(NgramOptions)} - {"corpus"} | {"stop_below", "graphs", "invariant"}
 """Fields of decoders that `--set` sets."""
 _SAMPLING = "polydraft.sampling.params:SamplingParams"
+SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling parameters that have flags; Hugging Face `generate` has them under the same names."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 raw_option = click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
@@ -258,7 +260,7 @@ class Choices(Loading, Request, Sampling):
 
         if self.max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens {self.max_new_tokens} is out of range; allowed: whole numbers from 1")
-        found = self._named("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        found = self._named(*SAMPLING_NAMES)
         return SamplingParams(**{name: _asked(name, value) for name, value in found.items()})
 
     def request(self, params: "SamplingParams") -> dict[str, Any]:

@@ -3,12 +3,14 @@
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from polydraft.errors import UsageError, duration
@@ -116,6 +118,15 @@ def output_console() -> Console:
     """Return a console for standard output; in a pipe it is wide enough for our tables."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=120)
+
+
+def figures_table(label: str, headings: Sequence[str], title: str | None = None) -> Table:
+    """Return an empty table: a column of names, then figures, right-aligned and never broken."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column(label, overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
+    return table
 
 
 class TokenPrinter:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import GroupedCommand, Threads, in_range, options_of, prepare
-from polydraft.cli.terminal import PhaseProgress, announce_start, output_console
+from polydraft.cli.options import GroupedCommand, Threads, in_range, json_option, options_of, prepare
+from polydraft.cli.terminal import PhaseProgress, announce_start, figures_table, output_console
 from polydraft.errors import FailureError, UsageError
 from polydraft.output import check_file
 from polydraft.tune.options import TuneOptions
@@ -45,7 +45,7 @@ _LIST: dict[str, Any] = {"type": str, "multiple": False, "callback": _numbers, "
 )
 @options_of(Threads, threads={"callback": in_range})
 @click.option("--out", type=click.Path(path_type=Path), help="File for the profile  [default: a file in the cache folder].")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
+@json_option
 def command(out: Path | None, as_json: bool, **options: Any) -> None:
     """Find the fastest drafting settings for this machine, and keep them.
 
@@ -84,13 +84,7 @@ def command(out: Path | None, as_json: bool, **options: Any) -> None:
 
 def _table(results: Sequence["Result"]) -> "Table":
     """Return one row per candidate."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("setting", overflow="fold")
-    for heading in ("tokens/s", "tokens/pass", "speed-up (95 %)", "timed"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table("setting", ("tokens/s", "tokens/pass", "speed-up (95 %)", "timed"))
     for one in results:
         speedup = f"{one.speedup:.2f}" + ("" if one is results[0] else f" ({one.low:.2f}-{one.high:.2f})")
         rates = f"{one.tokens_per_second:.1f}", f"{one.tokens_per_pass:.2f}"

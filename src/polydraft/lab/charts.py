@@ -205,9 +205,7 @@ def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across:
     return plane.file(shapes, f"{up} against {across}. {'; '.join(told)}")
 
 
-def line_chart(
-    curves: Sequence[Curve], *, across: str, up: str, most: float = 1.0, names: Mapping[float, str] | None = None
-) -> str:
+def line_chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
     """Draw curves over a common axis of numbers, their names beside them; colour tells kinds apart, dashes members of a kind.
 
     Parameters
@@ -215,11 +213,7 @@ def line_chart(
     curves : sequence of Curve
         Curves of one kind stand together; the order is that of the legend.
     across, up : str
-        What the two directions mean.
-    most : float
-        The largest figure that can be.
-    names : mapping, optional
-        What is written below a place of the axis, if not its number.
+        What the two directions mean; figures above are at most 1.
 
     Returns
     -------
@@ -236,13 +230,13 @@ def line_chart(
     height = max(380.0, 48 + _ROW * (len(curves) + kinds + 1))
     plane = _Plane(
         svg.Scale(first - margin, last + margin),
-        svg.Scale(max(0.0, min(heights) - room), min(most, max(heights) + room)),
+        svg.Scale(max(0.0, min(heights) - room), min(1.0, max(heights) + room)),
         width=860.0,
         height=height,
         right=610.0,
         bottom=height - 56,
     )
-    shapes = plane.frame({value: (names or {}).get(value, svg.tick_text(value)) for value in columns}, across, up)
+    shapes = plane.frame({value: svg.tick_text(value) for value in columns}, across, up)
     legend, left, y = list[str](), plane.right + 30, plane.top
     for number, (kind, members) in enumerate(groupby(curves, key=lambda curve: curve.kind)):
         legend.append(svg.text(left, y + 4, kind, "start", "heading"))

@@ -3,12 +3,11 @@
 import importlib.util
 import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from polydraft.devices import captures, is_host
+from polydraft.devices import captures, cpu_facts, is_host
 from polydraft.errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
@@ -52,11 +51,7 @@ def cpu_computes_bfloat16() -> bool:
 
 def cpu_has(*features: str) -> bool:
     """Whether this CPU has any of some instruction sets, as far as the system tells."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return not set(features).isdisjoint(flags)
+    return not set(features).isdisjoint(" ".join(cpu_facts().values()).split())
 
 
 def check_device_map(device_map: str | None, device: str) -> None:

@@ -131,12 +131,12 @@ class DecisionModel(nn.Module, Decision):
         self.mean_F.copy_(inputs_RF.mean(0))
         self.spread_F.copy_(inputs_RF.std(0).clamp(min=1e-4))
 
-    def calibrate(self, inputs_RF: Tensor, labels_R: Tensor, steps: int = 200) -> None:
+    def calibrate(self, inputs_RF: Tensor, labels_R: Tensor) -> None:
         """Fit a slope and a shift of the log-odds to held-out labels (Platt scaling)."""
         with torch.no_grad():
             scores_R = self.scores(inputs_RF)
         line_2 = torch.tensor([1.0, 0.0], device=scores_R.device, requires_grad=True)
-        optimizer = torch.optim.LBFGS([line_2], max_iter=steps)
+        optimizer = torch.optim.LBFGS([line_2], max_iter=200)
 
         def loss() -> Tensor:
             optimizer.zero_grad()

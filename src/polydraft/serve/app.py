@@ -37,11 +37,15 @@ class Handlers:
 
     async def chat(self, request: Request) -> Any:
         """Continue a conversation."""
-        return CompletionResponse(self._service, read_request(await self._body(request), chat=True))
+        return await self._complete(request, chat=True)
 
     async def completions(self, request: Request) -> Any:
         """Continue texts."""
-        return CompletionResponse(self._service, read_request(await self._body(request), chat=False))
+        return await self._complete(request, chat=False)
+
+    async def _complete(self, request: Request, *, chat: bool) -> Any:
+        most = self._service.options.max_choices
+        return CompletionResponse(self._service, read_request(await self._body(request), chat=chat, max_choices=most))
 
     async def _body(self, request: Request) -> dict[str, Any]:
         try:
@@ -115,18 +119,13 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-async def _expected_error(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
         names = {"path": shown(request.url.path), "method": request.method, "paths": _PATHS}
         error = RequestError(code, reason=error.detail, **names)
     request.scope["state"]["reason"] = reason_of(error)
     return JSONResponse(error_object(error), status_code=status_of(error))
-
-
-async def _unexpected_error(request: Request, error: Exception) -> Response:
-    request.scope["state"]["reason"] = reason_of(error)
-    return JSONResponse(error_object(RequestError("unexpected")), status_code=500)
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -144,11 +143,7 @@ def make_app(service: Service) -> ASGIApp:
             Route("/metrics", handlers.metrics, methods=get),
             Route("/", handlers.page, methods=get),
         ],
-        exception_handlers={
-            PolydraftError: _expected_error,
-            HTTPException: _expected_error,
-            Exception: _unexpected_error,
-        },
+        exception_handlers=dict.fromkeys((PolydraftError, HTTPException, Exception), _error_response),
     )
     app = AdmissionMiddleware(app, service.options, service.metrics)
     if service.options.cors:

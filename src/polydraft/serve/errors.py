@@ -114,12 +114,13 @@ def reason_of(error: BaseException) -> str:
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """Return an error as the API has it."""
+    """Return an error as the API has it; unexpected ones may quote texts, so clients are referred to the log."""
+    if not isinstance(error, PolydraftError):
+        error = RequestError("unexpected")
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
-    message = str(error) or type(error).__name__
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
 def error_event(error: BaseException) -> bytes:

@@ -24,6 +24,10 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NEUTRAL: dict[str, Any] = {"echo": False, "best_of": 1, "store": False, "tools": [], "parallel_tool_calls": True}
 """Parameters of the API that are not supported, with the values that ask for nothing and are accepted."""
 
+_SPECULATIVE = '"auto", "off", or {"tree": "4x2x1", "trace": true}'
+_OF_DRAFTING = ("tree", "trace", "scheme", "walk", "drafter", "draft")
+_ABOUT_DRAFTING = f'a request chooses how to draft with "speculative": {_SPECULATIVE}; the rest are flags of polydraft serve'
+
 _ABOUT_SCHEMAS = {"name", "description", "strict"}
 """What the API has beside a schema. It changes nothing: texts always follow the schema."""
 
@@ -67,8 +71,8 @@ class CompletionRequest:
         return self.n * (1 if self.chat else len(self.prompts))
 
 
-def read_request(body: dict[str, Any], *, chat: bool) -> CompletionRequest:
-    """Read the body of a request for a chat or for completions."""
+def read_request(body: dict[str, Any], *, chat: bool, max_choices: int = 1024) -> CompletionRequest:
+    """Read the body of a request for a chat or for completions, of at most `max_choices` texts per prompt."""
     # Every reader below removes what it has read; whatever is left over is refused.
     left = {str(name): value for name, value in body.items() if value is not None}
     wants: dict[str, Any] = {"chat": chat}
@@ -81,7 +85,7 @@ def read_request(body: dict[str, Any], *, chat: bool) -> CompletionRequest:
         wants["max_new_tokens"] = _whole(left, "max_tokens", 1, 10**9, _PLAIN_LENGTH)
         wants["top_logprobs"] = _whole(left, "logprobs", 0, _MOST_LOGPROBS, None)
     wants["model"] = _text(left, "model")
-    wants["n"] = _whole(left, "n", 1, 1024, 1)
+    wants["n"] = _whole(left, "n", 1, max_choices, 1)
     wants["seed"] = _whole(left, "seed", -(2**63), 2**63 - 1, None)
     wants["stop"] = _stop(left.pop("stop", []))
     wants["stream"] = _flag(left, "stream")
@@ -101,7 +105,9 @@ def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
             continue
         if name in KNOWN_ELSEWHERE:
             raise unsupported(name)
-        message = unknown_name("parameter", name, CHAT_NAMES if chat else COMPLETION_NAMES)
+        message = f"unknown parameter {name!r}; {_ABOUT_DRAFTING}"
+        if name not in _OF_DRAFTING:
+            message = str(unknown_name("parameter", name, CHAT_NAMES if chat else COMPLETION_NAMES))
         raise RequestError("unknown_parameter", param=name, message=message)
 
 
@@ -224,15 +230,13 @@ def _stream_options(value: Any, stream: bool) -> bool:
 
 
 def _speculative(value: Any) -> tuple[str, bool]:
-    allowed = '"auto", "off", or {"tree": "4x2x1", "trace": true}'
     if value in (AUTO, OFF):
         return value, False
-    if not isinstance(value, dict) or not set(value) <= {"tree", "trace"}:
-        raise invalid_value("speculative", value, allowed)
-    tree, trace = value.get("tree", AUTO), value.get("trace", False)
-    if not isinstance(tree, str) or not isinstance(trace, bool):
-        raise invalid_value("speculative", value, allowed)
-    return (OFF if tree == "none" else tree), trace
+    if isinstance(value, dict) and set(value) <= {"tree", "trace"}:
+        tree, trace = value.get("tree", AUTO), value.get("trace", False)
+        if isinstance(tree, str) and isinstance(trace, bool):
+            return (OFF if tree == "none" else tree), trace
+    raise invalid_value("speculative", value, _SPECULATIVE)
 
 
 def _grammar(left: dict[str, Any]) -> Grammar | None:

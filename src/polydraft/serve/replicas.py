@@ -9,8 +9,8 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -330,19 +330,12 @@ def _until_signalled() -> None:
         pass
 
 
-@contextmanager
-def _shut_down() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        serve.shutdown()
-
-
 def run_replicas(arguments: Mapping[str, Any], options: ServeOptions, replicas: ReplicaOptions, announce: Any) -> None:
     """Serve until a signal, on the present cluster or on a new one."""
     app = application(arguments)
     room = {"cpus": replicas.replica_cpus, "gpus": replicas.replica_gpus}
-    with cluster_with_room("replica", replicas.replicas, **room), _shut_down():
+    with cluster_with_room("replica", replicas.replicas, **room), ExitStack() as at_the_end:
+        at_the_end.callback(serve.shutdown)
         serve.start(http_options={"host": options.host, "port": options.port})
         serve.run(app, name=_NAME, blocking=False)
         announce(f"http://{host_and_port(options.host, options.port)}")

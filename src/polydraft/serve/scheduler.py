@@ -17,9 +17,8 @@ from polydraft.engine.sequence import Emitted
 from polydraft.errors import FailureError
 from polydraft.sampling import SamplingParams
 from polydraft.serve.errors import RequestError
-from polydraft.serve.followers import Lockstep
 from polydraft.serve.lane import Lane, LaneOptions, most_places, with_speculation
-from polydraft.serve.request import AUTO, OFF, Progress, Request
+from polydraft.serve.request import AUTO, OFF, Lockstep, Progress, Request
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)

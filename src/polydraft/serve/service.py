@@ -17,12 +17,11 @@ from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.errors import RequestError, from_library, unsupported
-from polydraft.serve.followers import Lockstep
 from polydraft.serve.lane import LaneOptions, with_speculation
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.protocol import CompletionRequest, sampling_name
-from polydraft.serve.request import AUTO, OFF, Request
+from polydraft.serve.request import AUTO, OFF, Lockstep, Request
 from polydraft.serve.responses import ResponseBuilder, TokenTexts
 from polydraft.serve.scheduler import Scheduler
 

@@ -100,12 +100,12 @@ class Acceptance:
         return f"α@1 {self.greedy_1:.2f}/{self.sampled_1:.2f}, α@4 {self.greedy_4:.2f}/{self.sampled_4:.2f} (T=0/T=1)"
 
 
-def acceptance_of(distributions: TargetDistributions, logits_RD: Tensor, seed: int = 0) -> Acceptance:
+def acceptance_of(distributions: TargetDistributions, logits_RD: Tensor) -> Acceptance:
     """Measure a draft's logits against the target's distributions at the same positions.
 
     The rate with four candidates is exact given the candidates: the mass that verification puts on them.
     """
-    generator = torch.Generator(logits_RD.device).manual_seed(seed)
+    generator = torch.Generator(logits_RD.device).manual_seed(0)
     top_R4 = logits_RD.topk(min(_CANDIDATES, logits_RD.shape[1]), dim=-1).indices
     hits_R4 = top_R4 == distributions.best_R[:, None]
     sampled_1, sampled_4 = [], []

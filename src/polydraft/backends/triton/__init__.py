@@ -26,6 +26,11 @@ def kernels_run(tensor: Tensor) -> bool:
     return _compiles(tensor.device) if tensor.device.type == "cuda" else _INTERPRETED
 
 
+def runs_on_tensors(*args: object, **kwargs: object) -> bool:
+    """Whether kernels of our own work on the first tensor of an operation: all that many forms need."""
+    return kernels_run(next(one for one in args if isinstance(one, Tensor)))
+
+
 @contextmanager
 def interpreting(on: bool = True) -> Iterator[None]:
     """Say whether kernels run on a CPU, in Triton's interpreter, for tests; it must be turned on before Triton is imported."""
@@ -67,7 +72,7 @@ def triton_obstacle(device: torch.device) -> str | None:
 
 def _launch_one(device: torch.device) -> float:
     """Compile and launch the smallest kernel; return the seconds that it took."""
-    from polydraft.backends.triton import probe as kernels
+    from polydraft.backends.triton import keys as kernels
 
     with torch.cuda.device(device):
         touched = torch.zeros(1, dtype=torch.int32, device=device)

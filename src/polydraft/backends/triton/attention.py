@@ -49,6 +49,11 @@ class AttentionPlan:
     stages: int
 
 
+def _is_asked(device: torch.device, dtype: torch.dtype) -> bool:
+    return captures(device) or kernels_run(torch.empty(0))
+
+
+@implements(kernel_obstacle, "triton", supports=_is_asked)
 def obstacle(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Return why the kernels cannot run there, or None."""
     if importlib.util.find_spec("triton") is None:
@@ -60,16 +65,6 @@ def obstacle(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str |
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter multiplies the bits of bfloat16, not its numbers" if dtype == torch.bfloat16 else None
     return f"the device is {device}, not a GPU"
-
-
-def _is_asked(device: torch.device, dtype: torch.dtype) -> bool:
-    return captures(device) or kernels_run(torch.empty(0))
-
-
-@implements(kernel_obstacle, "triton", supports=_is_asked)
-def gpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot run on a GPU, or None."""
-    return obstacle(device, dtype)
 
 
 def plan_attention(batch_size: int, key_heads: int, lines: int, channels: int, keys: int, dtype: torch.dtype) -> AttentionPlan:
@@ -90,16 +85,7 @@ def plan_attention(batch_size: int, key_heads: int, lines: int, channels: int, k
     return AttentionPlan(block_lines=block_lines, block_keys=block_keys, splits=max(splits, 1), warps=4, stages=2)
 
 
-def _supports(
-    query_BHTC: Tensor,
-    key_BHSC: Tensor,
-    value_BHSC: Tensor,
-    lengths_B: Tensor,
-    visible_BTU: Tensor,
-    scale: float,
-    max_length: int,
-    starts_BT: Tensor | None = None,
-) -> bool:
+def _supports(query_BHTC: Tensor, *_: object, **__: object) -> bool:
     return kernels_run(query_BHTC) and obstacle(query_BHTC.device, query_BHTC.dtype) is None
 
 
@@ -121,6 +107,8 @@ def attend_tree(
     amount. Slots past `lengths_B + U` are not read. A token that sees nothing gets zeros. The result is laid out as
     `[B, T, H, C]`: the output projection's input is a view of it. `plan` are sizes other than those of `plan_attention`.
     """
+    from polydraft.backends.triton import layer_kernels as kernels
+
     batch_size, query_heads, size, channels = query_BHTC.shape
     key_heads, places = key_BHSC.shape[1], visible_BTU.shape[2]
     assert query_heads % key_heads == 0, (query_heads, key_heads)
@@ -128,29 +116,11 @@ def attend_tree(
     assert query_BHTC.stride(3) == key_BHSC.stride(3) == value_BHSC.stride(3) == 1, "channels must lie side by side"
     assert starts_BT is None or starts_BT.is_contiguous()
     assert lengths_B.is_contiguous() and max_length + places <= key_BHSC.shape[2], (max_length, places, key_BHSC.shape)
-    if plan is None:
-        lines = size * query_heads // key_heads
-        plan = plan_attention(batch_size, key_heads, lines, channels, max_length + places, query_BHTC.dtype)
-    return _launch(query_BHTC, key_BHSC, value_BHSC, lengths_B, visible_BTU.view(torch.uint8), scale, starts_BT, plan)
-
-
-def _launch(
-    query_BHTC: Tensor,
-    key_BHSC: Tensor,
-    value_BHSC: Tensor,
-    lengths_B: Tensor,
-    visible_BTU: Tensor,
-    scale: float,
-    starts_BT: Tensor | None,
-    plan: AttentionPlan,
-) -> Tensor:
-    """Attend as planned, and join the splits if there are several."""
-    from polydraft.backends.triton import layer_kernels as kernels
-
-    batch_size, query_heads, size, channels = query_BHTC.shape
-    key_heads, places = key_BHSC.shape[1], visible_BTU.shape[2]
     group = query_heads // key_heads
     lines = size * group
+    if plan is None:
+        plan = plan_attention(batch_size, key_heads, lines, channels, max_length + places, query_BHTC.dtype)
+    visible_BTU = visible_BTU.view(torch.uint8)
     output_BTHC = query_BHTC.new_empty(batch_size, size, query_heads, channels)
     parts = batch_size * key_heads * plan.splits * lines if plan.splits > 1 else 1
     mixed_XC = output_BTHC.new_empty(parts, channels, dtype=torch.float32)

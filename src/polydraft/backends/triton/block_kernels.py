@@ -1,4 +1,4 @@
-"""Triton kernels of the block walk with `hybrid`, behind `polydraft.backends.triton.verify_block`.
+"""Triton kernels of the block walk with `hybrid`, behind `polydraft.backends.triton.verification`.
 
 They do what `polydraft.verify.contest` and `polydraft.verify.block` describe, at all nodes at once: `prepare`, `fill_cells`
 and `race` pick a child of every node, `measure` adds up what the target has in excess along each row's path, `finish` draws

@@ -1,6 +1,10 @@
-"""Triton kernels that draw the children of `hybrid`, behind `polydraft.backends.triton.draw_hybrid`.
+"""Triton kernels that draw children and write them into a tree, behind `drawing`. Imported only where Triton is there.
 
-Probabilities become whole numbers of 2**-48 here: their sums are exact, in any order and on any device, so that drawing and
+`soften` turns logits into probabilities, `rank_blocks` and `draw_children` draw the children of `hybrid`, and `plant_columns`
+writes them into their nodes; `rank_parts` and `plant_largest` do without drawing for the likeliest ones. Columns of the draft's
+distributions become tokens on the way, through a table where the draft knows a part of them.
+
+To draw, probabilities become whole numbers of 2**-48: their sums are exact, in any order and on any device, so that drawing and
 verification agree to the bit on what a distribution's total is, and a number below the total always falls on a token that has
 weight.
 """
@@ -8,10 +12,51 @@ weight.
 import triton
 import triton.language as tl
 
+from polydraft.backends.triton.keys import LAST, NO_KEY, keys_of, number_of
+
 ONE = tl.constexpr(2.0**48)
 """A probability of 1. Rounding to parts of it moves less than 1e-10 of the mass of 50,000 tokens; totals may be 2**14."""
 BELOW_ONE = tl.constexpr(1 - 2.0**-53)
-_LAST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _scores(logits, column_C, columns, temperature, TEMPERED: tl.constexpr):
+    """Return logits over the temperature, in float32; minus infinity past the end."""
+    score_C = tl.load(logits + column_C, mask=column_C < columns, other=float("-inf")).to(tl.float32)
+    return score_C / temperature if TEMPERED else score_C
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def soften(
+    logits, temperatures, probs, nodes, columns, logits_row, logits_node,
+    TEMPERED: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Take the softmax of each node's logits, at once where a program can hold all of them; grid [B · G]."""
+    place = tl.program_id(0).to(tl.int64)
+    row = place // nodes
+    logits += row * logits_row + (place % nodes) * logits_node
+    temperature = 1.0
+    if TEMPERED:
+        temperature = tl.load(temperatures + row)
+    probs += place * columns
+    column_C = tl.arange(0, BLOCK)
+    if AT_ONCE:
+        score_C = _scores(logits, column_C, columns, temperature, TEMPERED)
+        weight_C = tl.exp(score_C - tl.max(score_C, 0))
+        tl.store(probs + column_C, weight_C / tl.sum(weight_C, 0), mask=column_C < columns)
+    else:
+        # First the peak alone: a block of minus infinities must not stand for it.
+        peak_C = tl.full([BLOCK], float("-inf"), tl.float32)
+        for start in range(0, columns, BLOCK):
+            peak_C = tl.maximum(peak_C, _scores(logits, start + column_C, columns, temperature, TEMPERED))
+        peak = tl.max(peak_C, 0)
+        sum_C = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            sum_C += tl.exp(_scores(logits, start + column_C, columns, temperature, TEMPERED) - peak)
+        total = tl.sum(sum_C, 0)
+        for start in range(0, columns, BLOCK):
+            weight_C = tl.exp(_scores(logits, start + column_C, columns, temperature, TEMPERED) - peak)
+            tl.store(probs + start + column_C, weight_C / total, mask=start + column_C < columns)
 
 
 @triton.jit
@@ -46,7 +91,7 @@ def rank_blocks(distribution, sums, keys, columns, blocks, count, distribution_r
     tl.store(sums + row * blocks + block_M, sum_M, mask=block_M < blocks)
     if count > 1:
         bits_C = probs_C.to(tl.int32, bitcast=True).to(tl.int64)
-        key_C = tl.where(real_C, (bits_C << 32) | (-column_C + _LAST).to(tl.int64), -1)
+        key_C = tl.where(real_C, (bits_C << 32) | (-column_C + LAST).to(tl.int64), -1)
         place = (row * tl.num_programs(1) + part) * count
         for rank in range(count):
             best = tl.max(key_C, 0)
@@ -75,7 +120,7 @@ def draw_children(
             next_K = tl.where(rank_K == rank - 1, best, next_K)
         weight_K = _weight(key_K)
         certain = count_certain(weight_K, _weight(next_K) > 0, tl.sum(sum_M, 0), count, THRESHOLD, BLOCK_K)
-        column_K = tl.where(rank_K < certain, -(key_K & _LAST).to(tl.int32) + _LAST, -1)
+        column_K = tl.where(rank_K < certain, -(key_K & LAST).to(tl.int32) + LAST, -1)
         # Whole numbers: of a block of certain tokens alone nothing is left.
         inside_KM = (column_K[:, None] // BLOCK == block_M[None, :]) & (column_K >= 0)[:, None]
         sum_M -= tl.sum(tl.where(inside_KM, weight_K[:, None], 0), 0)
@@ -101,3 +146,65 @@ def draw_children(
 def _weight(key_K):
     """Return the weights that keys stand for, 0 for none."""
     return fixed((tl.maximum(key_K, 0) >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def tokens_of(vocabulary, column_X, real_X, PARTIAL: tl.constexpr):
+    """Return the tokens of some columns; -1 for those that are not real."""
+    token_X = column_X.to(tl.int64)
+    if PARTIAL:
+        token_X = tl.load(vocabulary + column_X, mask=real_X, other=-1)
+    return tl.where(real_X, token_X, -1)
+
+
+@triton.jit(do_not_specialize=["count"])
+def rank_parts(logits, keys, columns, count, logits_row, BLOCK: tl.constexpr):
+    """Find the `count` largest logits of each part of a row; grid [R, parts]."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column_C = part * BLOCK + tl.arange(0, BLOCK)
+    real_C = column_C < columns
+    number_C = tl.load(logits + row * logits_row + column_C, mask=real_C, other=0.0).to(tl.float32)
+    key_C = keys_of(number_C, column_C, real_C)
+    place = (row * tl.num_programs(1) + part) * count
+    for rank in range(count):
+        best = tl.max(key_C, 0)
+        tl.store(keys + place + rank, best)
+        key_C = tl.where(key_C == best, NO_KEY, key_C)
+
+
+@triton.jit(do_not_specialize=["distributions", "parts", "count", "tokens_row"])
+def plant_largest(
+    keys, nodes, vocabulary, tokens, distributions, parts, count, tokens_row,
+    NATS: tl.constexpr, PARTIAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """Write the largest of all parts into their nodes, largest first; grid [R].
+
+    Those that are not less than `NATS` below the largest are no children, and so are all where that is not finite: infinity
+    does not exceed itself, and no comparison holds for what is not a number.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    row, distribution = place // distributions, place % distributions
+    rank_K, key_X = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_X)
+    key_X = tl.load(keys + place * parts * count + key_X, mask=key_X < parts * count, other=NO_KEY)
+    least = number_of(tl.max(key_X, 0)) - NATS
+    key_K = tl.full([BLOCK_K], NO_KEY, tl.int64)
+    for rank in range(count):
+        best = tl.max(key_X, 0)
+        key_X = tl.where(key_X == best, NO_KEY, key_X)
+        key_K = tl.where(rank_K == rank, best, key_K)
+    column_K = -(key_K & LAST).to(tl.int32) + LAST
+    token_K = tokens_of(vocabulary, column_K, number_of(key_K) > least, PARTIAL)
+    node_K = tl.load(nodes + distribution * count + rank_K, mask=rank_K < count, other=0)
+    tl.store(tokens + row * tokens_row + node_K, token_K, mask=node_K > 0)
+
+
+@triton.jit(do_not_specialize=["count", "columns_row", "tokens_row"])
+def plant_columns(
+    columns, nodes, vocabulary, tokens, count, columns_row, tokens_row, PARTIAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write columns into their nodes, of which 0 is none; grid [B, blocks of columns]."""
+    row, place_X = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column_X = tl.load(columns + row * columns_row + place_X, mask=place_X < count, other=-1)
+    node_X = tl.load(nodes + place_X, mask=place_X < count, other=0)
+    token_X = tokens_of(vocabulary, column_X, column_X >= 0, PARTIAL)
+    tl.store(tokens + row * tokens_row + node_X, token_X, mask=node_X > 0)

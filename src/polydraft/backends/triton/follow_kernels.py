@@ -1,6 +1,7 @@
-"""Triton kernels of verification at temperature 0; see `polydraft.backends.triton.follow`. Imported only where Triton is there.
+"""Triton kernels of verification at temperature 0, and of every round's outcome. Imported only where Triton is there.
 
-`largest_of_parts` finds the largest logit of each part of the vocabulary, `follow` that of each node, and where they lead.
+`largest_of_parts` finds the largest logit of each part of the vocabulary, `follow` that of each node, and where they lead;
+`conclude` packs what a round brought, see `polydraft.engine.outcome`.
 
 A *key* is a whole number that is larger for a larger logit and, of equal ones, for the smaller token: a logit's place in the
 order of floating-point numbers, from 0 on, above a token's distance from the largest possible one.
@@ -9,9 +10,8 @@ order of floating-point numbers, from 0 on, above a token's distance from the la
 import triton
 import triton.language as tl
 
-from polydraft.backends.triton.order import in_order
+from polydraft.backends.triton.keys import LAST, in_order
 
-_LAST = tl.constexpr(2**31 - 1)
 _TOKEN_BITS = tl.constexpr(31)
 _HALF = tl.constexpr(2**31)
 """The place of 0 in the order of floating-point numbers."""
@@ -20,19 +20,21 @@ _INFINITY = tl.constexpr(0xFF800000)
 _NO_WAY = tl.constexpr(2**62)
 _NODE_BITS = tl.constexpr(32)
 _LOW_BITS = tl.constexpr(2**32 - 1)
+_NUMBERS = tl.constexpr(6)
+"""Of `RowOutcome`, beside tokens."""
 
 
 @triton.jit
 def _keys_of(logits_C, token_C):
     """Return the keys of some logits; what is not a number has the largest."""
-    return ((in_order(logits_C).to(tl.int64) + _HALF) << _TOKEN_BITS) | (-token_C + _LAST).to(tl.int64)
+    return ((in_order(logits_C).to(tl.int64) + _HALF) << _TOKEN_BITS) | (-token_C + LAST).to(tl.int64)
 
 
 @triton.jit
 def _token_of(key_N):
     """Return the tokens that keys stand for; -1 where the logit is infinite or not a number."""
     score_N = key_N >> _TOKEN_BITS
-    token_N = -(key_N & _LAST) + _LAST
+    token_N = -(key_N & LAST) + LAST
     return tl.where((score_N > _MINUS_INFINITY) & (score_N < _INFINITY), token_N, -1)
 
 
@@ -128,3 +130,60 @@ def follow(
     tl.store(accepted + row, passed)
     tl.store(offered + row, passed + some)
     tl.store(faults + row, (token < 0).to(tl.int64))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "nodes", "candidates", "count", "depth",
+        "paths_row", "emitted_row", "tokens_row", "depths_row", "table_row", "table_node",
+    ]
+)  # fmt: skip
+def conclude(
+    paths, emitted, accepted, offered, faults, tokens, depths, table, active, tails, packed, kept,
+    nodes, candidates, count, depth, paths_row, emitted_row, tokens_row, depths_row, table_row, table_node,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pack what a round brought, count what is kept, and move the last two tokens on; grid [B]."""
+    row = tl.program_id(0).to(tl.int64)
+    emitted, tokens, table = emitted + row * emitted_row, tokens + row * tokens_row, table + row * table_row
+    passed = tl.load(accepted + row)
+    tl.store(kept + row, tl.where(tl.load(active + row) != 0, passed + 1, 0))
+
+    # The root may be a view of the last token: it is not read here.
+    drafted_X, longest_X = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    for start in range(0, candidates, BLOCK):
+        node_X = start + tl.arange(0, BLOCK)
+        token_X = tl.load(tokens + node_X, mask=(node_X > 0) & (node_X < candidates), other=-1)
+        drafted_X += (token_X >= 0).to(tl.int64)
+    for start in range(0, nodes * count, BLOCK):
+        entry_X = start + tl.arange(0, BLOCK)
+        place_X = entry_X // count * table_node + entry_X % count
+        child_X = tl.load(table + place_X, mask=entry_X < nodes * count, other=0)
+        token_X = tl.load(tokens + child_X, mask=child_X > 0, other=-1)
+        depth_X = tl.load(depths + row * depths_row + child_X, mask=token_X >= 0, other=0)
+        longest_X = tl.maximum(longest_X, depth_X)
+
+    first = tl.load(paths + row * paths_row + tl.minimum(depth, 1))
+    branch = tl.where(first > 0, count, -1)
+    for start in range(0, count, BLOCK):
+        rank_X = start + tl.arange(0, BLOCK)
+        child_X = tl.load(table + rank_X, mask=rank_X < count, other=-1)
+        branch = tl.minimum(branch, tl.min(tl.where(child_X == first, rank_X, count), 0))
+    branch = tl.where(branch == count, 0, branch)  # further children count as the first one
+
+    depth_D = tl.arange(0, BLOCK_D)
+    packed += row * (depth + 1 + _NUMBERS)
+    token_D = tl.load(emitted + depth_D, mask=depth_D <= depth, other=-1)
+    tl.store(packed + depth_D, token_D, mask=depth_D <= depth)
+    packed += depth + 1
+    tl.store(packed, passed)
+    tl.store(packed + 1, tl.load(offered + row))
+    tl.store(packed + 2, tl.load(faults + row))
+    tl.store(packed + 3, tl.max(longest_X, 0))
+    tl.store(packed + 4, branch.to(tl.int64))
+    tl.store(packed + 5, tl.sum(drafted_X, 0))
+
+    before = tl.load(tails + row * 2 + 1)
+    before = tl.where(passed > 0, tl.load(emitted + passed - 1, mask=passed > 0, other=-1), before)
+    tl.store(tails + row * 2, before)
+    tl.store(tails + row * 2 + 1, tl.load(emitted + passed))

@@ -111,12 +111,7 @@ def _columns(distributions: DraftDistributions, logits_BWV: Tensor) -> int:
 
 
 def _supports(
-    shape: DynamicShape,
-    passes: Passes,
-    distributions: DraftDistributions,
-    root_B: Tensor,
-    logits_B1V: Tensor,
-    expand: Expand,
+    shape: DynamicShape, passes: Passes, distributions: DraftDistributions, root_B: Tensor, logits_B1V: Tensor, expand: Expand
 ) -> bool:
     if distributions.temperature_B is None or logits_B1V.dtype == torch.float64 or not kernels_run(logits_B1V):
         return False

@@ -11,8 +11,8 @@ children come before it.
 import triton
 import triton.language as tl
 
-from polydraft.backends.triton.order import in_order
-from polydraft.backends.triton.planting_kernels import LAST, NO_KEY, as_number, keys_of, number_of, tokens_of
+from polydraft.backends.triton.draw_kernels import tokens_of
+from polydraft.backends.triton.keys import LAST, NO_KEY, as_number, in_order, keys_of, number_of
 
 _PLACES = tl.constexpr(2**13 - 1)
 """Bits that are alike in all half-precision numbers of one sign once they are float32: there is room for a place."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
+from polydraft.backends.triton import kernels_run, power_of_two, runs_on_tensors, side_by_side
 from polydraft.backends.triton.attention import attend_tree, obstacle
 from polydraft.backends.triton.invariant import invariant_linear
 from polydraft.backends.triton.layers import MOST_TOKENS, TreeView, add_norm, gate, rotate_store
@@ -139,13 +139,10 @@ def _supports(head: FeatureHead) -> bool:
     return kernels_run(head.down.weight) and obstacle(head.device, head.dtype) is None
 
 
-@implements(fast_head, "triton", supports=_supports)
-def fused_head(head: FeatureHead) -> FusedHead:
-    """Return the fused form of a head."""
-    return FusedHead(head)
+implements(fast_head, "triton", supports=_supports)(FusedHead)
 
 
-@implements(take_roots, "triton", supports=lambda outputs_BWH, fresh_B, lengths_B: kernels_run(outputs_BWH))
+@implements(take_roots, "triton", supports=runs_on_tensors)
 def take_roots_by_kernel(outputs_BWH: Tensor, fresh_B: Tensor, lengths_B: Tensor) -> Tensor:
     """Do so by one kernel."""
     from polydraft.backends.triton import slot_kernels as kernels
@@ -160,18 +157,7 @@ def take_roots_by_kernel(outputs_BWH: Tensor, fresh_B: Tensor, lengths_B: Tensor
     return roots_B1H
 
 
-def _can_keep(
-    tokens_BW: Tensor,
-    path_BW: Tensor,
-    keep_B: Tensor,
-    features_BNF: Tensor,
-    lengths_B: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor],
-) -> bool:
-    return kernels_run(tokens_BW)
-
-
-@implements(keep_entries, "triton", supports=_can_keep)
+@implements(keep_entries, "triton", supports=runs_on_tensors)
 def keep_entries_by_kernel(
     tokens_BW: Tensor,
     path_BW: Tensor,

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
+from polydraft.backends.triton import kernels_run, power_of_two, runs_on_tensors, side_by_side
 from polydraft.models.cache import SlotCache
 from polydraft.models.placing import Placed, place
 from polydraft.models.storage import Storage, move_up
@@ -16,19 +16,7 @@ _LEAST_PLACES, _MOST_PLACES = 8, 64
 """Paths that are shorter share the kernel of these; longer ones would fill the registers of a program that moves them."""
 
 
-def _can_place(
-    tokens_BT: Tensor,
-    block: Block,
-    lengths_B: Tensor,
-    slot_positions_BS: Tensor,
-    max_positions: int | None,
-    num_tokens: int | None,
-    window: int | None,
-) -> bool:
-    return kernels_run(tokens_BT)
-
-
-@implements(place, "triton", supports=_can_place)
+@implements(place, "triton", supports=runs_on_tensors)
 def place_by_kernel(
     tokens_BT: Tensor,
     block: Block,

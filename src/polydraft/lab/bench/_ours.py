@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from polydraft.beam import BeamDecoder
+from polydraft.beam import BeamDecoder, BeamOptions
 from polydraft.draft import GRAM_DRAFTERS, Parts, make_drafter
 from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder, Stats
@@ -15,7 +15,6 @@ from polydraft.lab.papers.flat import FlatModel
 from polydraft.loading import make_decoder
 from polydraft.models import LanguageModel
 from polydraft.options import AUTO, LoadOptions
-from polydraft.papers.decision import SHIPPED_DECISIONS
 from polydraft.trees import parse_tree
 
 _TREES: dict[str, Callable[[str], str]] = {
@@ -24,8 +23,6 @@ _TREES: dict[str, Callable[[str], str]] = {
     "fork": lambda argument: f"fork:{argument or '16x5'}",
 }
 """Methods with a static tree, which a combination may have beside n-grams, and the tree that their argument means."""
-_IF_SHIPPED = "if-shipped"
-"""The decision model that ships with a draft, if one does: methods are run with any draft."""
 _BEAM_SHARED = ("length_penalty", "early_stopping")
 _BEAM_DRAFTS = ("width", "depth", "draft")
 _BEAM_SAMPLING = ("draws", "verification")
@@ -79,9 +76,6 @@ def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...]
     if needs_draft(fixed.get("drafter", AUTO)):
         _check_draft(spec, bench)
     with spec.named_in_errors():
-        if values.get("decision") == _IF_SHIPPED:
-            shipped = bench.draft is not None and bench.draft.name in SHIPPED_DECISIONS
-            values["decision"] = AUTO if shipped else None
         names = values.keys() & MethodNgrams.__dataclass_fields__.keys()
         grams = MethodNgrams(**{name: values.pop(name) for name in names}).grams_asked_for()
         grams = replace(grams, caches=replace(grams.caches, corpus=bench.corpus))
@@ -164,7 +158,7 @@ def _beams(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Me
         drafter = make_drafter(Parts(target=bench.target.model, draft=bench.draft, topology=parse_tree("1")))
     decoder = BeamDecoder(Decoder(bench.target.model, drafter, eos_token_ids=bench.target.eos_token_ids))
     options = {"mode": mode, "beams": spec.count(default=4), **_beam_options(spec, mode, with_draft)}
-    decoder.check(**options)
+    BeamOptions(**options)  # refuses what is wrong before there is a prompt
     if mode == "sample":
         options["sampling"] = bench.params
     return _streamed(spec, bench, decoder.stream, comparable=False, **options)

@@ -14,8 +14,8 @@ from polydraft.lab.bench import BASELINE
 from polydraft.lab.bench._runner import Measurement
 from polydraft.lab.bench.report import write_report
 from polydraft.output import write_text
+from polydraft.tune.contest import speedup_interval
 
-_RESAMPLES = 2000
 _LEAST_PROMPTS = 6
 """With fewer there is no interval: to resample one prompt gives one number, and five may all be faster by chance (one time in
 16, in either direction)."""
@@ -143,15 +143,6 @@ def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[st
     ratio, *bounds = speedup_interval(table)
     low, high = bounds if len(shared) >= _LEAST_PROMPTS else (None, None)
     return {"tokens_per_second": rate, "speedup": ratio, "speedup_low": low, "speedup_high": high}
-
-
-def speedup_interval(table: np.ndarray) -> tuple[float, float, float]:
-    """Return the speed-up and its 95 % interval, resampling the rows: tokens and seconds of a method, and of the baseline."""
-    draws = np.random.default_rng(0).integers(len(table), size=(_RESAMPLES, len(table)))
-    sums = np.concatenate([table.sum(axis=0)[None], table[draws].sum(axis=1)])
-    ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
-    low, high = np.quantile(ratios[1:], [0.025, 0.975])
-    return float(ratios[0]), float(low), float(high)
 
 
 def _acceptance(good: list[Measurement]) -> dict[str, float | None]:

@@ -6,7 +6,6 @@ Joules come from hardware counters: NVML on NVIDIA GPUs, RAPL on CPUs that let i
 import ctypes
 import ctypes.util
 import os
-import platform
 import subprocess
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from polydraft.devices import wait_for
+from polydraft.devices import cpu_name, wait_for
 
 _POWERCAP = Path("/sys/class/powercap")
 
@@ -57,7 +56,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine, for results."""
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory_bytes": pages,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -75,15 +74,6 @@ def git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 class EnergyMeter:

@@ -19,7 +19,9 @@ from polydraft.lab.papers.pages import FILE, drawings, keep, reproduction, write
 from polydraft.lab.papers.paper import LARGE_TARGET, PAPERS, SIZES, DistributionRun, Results, Run
 from polydraft.models.fingerprint import digest_of
 from polydraft.models.placement import resolve_device
+from polydraft.options import AUTO
 from polydraft.output import check_folder, read_settings, write_text
+from polydraft.papers.decision import SHIPPED_DECISIONS
 
 _ROWS = "analysis.json"
 RunBench = Callable[[BenchSession, Path], dict[str, Any]]
@@ -92,8 +94,13 @@ class Reproduction:
         if run.timed:
             chosen["batch"] = 1
         chosen |= {key: value for key, value in run.settings.items() if key not in self._given}
-        fixed = {"source": self._source(run), "methods": run.methods, "temperature": run.temperature}
+        fixed = {"source": self._source(run), "methods": self._methods(run), "temperature": run.temperature}
         return BenchOptions(**{**self._options, **chosen, **fixed})
+
+    def _methods(self, run: Run) -> tuple[str, ...]:
+        """Return the methods of a run, without those that need a decision model where none ships with the draft."""
+        ships = self._options["draft"] in (AUTO, *SHIPPED_DECISIONS)
+        return tuple(one for one in run.methods if ships or "decision=auto" not in one)
 
     def _source(self, run: Run | DistributionRun) -> str:
         """Return the file of a run's prompts, or the one source that the user gave for all."""

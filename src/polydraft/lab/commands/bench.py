@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
 from rich.table import Table
 
 from polydraft.cli.options import in_range, options_of, prepare, prompts_option
-from polydraft.cli.terminal import PhaseProgress, announce_start, output_console, sources_text
+from polydraft.cli.terminal import PhaseProgress, announce_start, figures_table, output_console, sources_text
 from polydraft.errors import FailureError, UsageError
 from polydraft.lab.bench.options import BenchOptions, method_options
 from polydraft.lab.bench.serving import ServingLoad
@@ -236,10 +235,7 @@ def results_table(results: dict[str, Any]) -> Table:
     )
     if "inflated" in settings:
         title += f"\n{settings['inflated']}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("method", overflow="fold")
-    for heading in ("tokens/s", "speed-up (95 %)", "tokens/pass", "accepted", "same text"):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
+    table = figures_table("method", ("tokens/s", "speed-up (95 %)", "tokens/pass", "accepted", "same text"), title)
     sources = {name: _shares(figures) for name, figures in results["methods"].items()}
     if any(sources.values()):
         table.add_column("drafted by", overflow="fold")

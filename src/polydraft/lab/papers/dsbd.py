@@ -81,7 +81,6 @@ def _pareto(results: Results) -> Comparison:
         columns=_COLUMNS,
         ours=[_row(name, results, method) for name, method in names.items()],
         published_note="SQuAD and Spider, Llama-2-13B and others; the figures print no numbers, the text states the claim",
-        published_columns=["claim"],
         published=[["at equal quality DSBD is 1.5 to 1.9 times as fast as beam sampling, with 1.8 to 2.5 times less energy"]],
         remark=_claim(results) + " Methods with a star are not in the paper.",
         drawings=[

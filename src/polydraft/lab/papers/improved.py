@@ -8,7 +8,7 @@ from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, 
 _DEPTH, _WIDTH, _FIGURE_3_WIDTH = 5, 16, 6
 _WIDTHS = (1, 2, 4, 8, 16, 24)
 _TIMED_WIDTHS = (4, 16, 24)
-_SHIPPED = ",decision=if-shipped"
+_SHIPPED = ",decision=auto"
 _TEMPERATURES = (0.0, 1.0)
 _SETS = {"alpaca": "Alpaca", "spec_bench": "spec_bench"}
 
@@ -116,7 +116,6 @@ def _paths(results: Results) -> Comparison:
         columns=["T", "tree", *(f"path {path}" for path in range(_FIGURE_3_WIDTH))],
         ours=rows,
         published_note="draft LLaMA-68M, target LLaMA-2-7B-Chat; the figure prints no numbers, the text states the claim",
-        published_columns=["claim"],
         published=[["with target-initialised trees, paths other than the first win more often, and all paths accept more"]],
         remark="Lossless paths are numbered in draw order; rounds that accept nothing have no winner.",
         drawings=drawings,
@@ -144,7 +143,6 @@ def _by_width(results: Results) -> Comparison:
         columns=["T", "tree", *(f"W={width}" for width in _WIDTHS)],
         ours=rows,
         published_note="MT-Bench, RTX 4090; the figure prints no numbers, the text states the claim",
-        published_columns=["claim"],
         published=[["α rises with the width up to 12"]],
         drawings=[Drawing("figure-5.svg", "Figure 5: α of the paper against the width", content)],
     )
@@ -165,7 +163,6 @@ def _speed_by_width(results: Results) -> Comparison:
         columns=["tokens per second", *(f"W={width}" for width in _TIMED_WIDTHS)],
         ours=[[label, *(text_of(value, digits=1) for value in values)] for label, values in series.items()],
         published_note="MT-Bench, RTX 4090; the figures print no numbers, the text states the claims",
-        published_columns=["claim"],
         published=[
             ["speed rises with the width up to 10 and drops at 21 (Figure 5)"],
             ["decision models help a little at small widths and cost speed at most others (Figure 6)"],

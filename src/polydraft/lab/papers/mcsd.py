@@ -91,9 +91,6 @@ def _by_depth(results: Results) -> Comparison:
         runs=tuple(_run(prompts, temperature) for prompts in _SETS for temperature in _TEMPERATURES),
         columns=["set", "T", *(f"depth {depth}" for depth in range(1, 6))],
         ours=[[name, f"{temperature:g}", *map(text_of, values)] for (name, temperature), values in padded.items()],
-        published_note="",
-        published_columns=[],
-        published=[],
         drawings=[Drawing("depth.svg", "Acceptance rate α by depth of the tree 4x2x2x1x1", content)],
     )
 
@@ -149,7 +146,6 @@ def _budgets(results: Results) -> Comparison:
         columns=["T", "budget", "configuration", "τ", "speed-up"],
         ours=rows,
         published_note="Alpaca, 13B targets; the figure prints no numbers, the text states the rule",
-        published_columns=["claim"],
         published=[
             ["for the same budget, decreasing configurations (4x2) beat increasing ones (2x4)"],
             ["K = 32 has a higher τ than K = 16 but a lower speed-up"],

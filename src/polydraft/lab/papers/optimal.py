@@ -130,9 +130,6 @@ def _speed(results: Results) -> Comparison:
         runs=tuple(map(_timed_run, _TIMED_TEMPERATURES)),
         columns=["method", *(f"T={one:g}: {what}" for one in _TIMED_TEMPERATURES for what in ("speed-up", "to RRS with"))],
         ours=rows,
-        published_note="",
-        published_columns=[],
-        published=[],
     )
 
 
@@ -259,7 +256,6 @@ def _sweep(results: Results, run: str, temperatures: tuple[float, ...], drafts: 
         columns=[across, *columns],
         ours=[[label, *(text_of(value, digits=3) for value in values)] for label, values in series.items()],
         published_note="LLaMA-68M → 7B; the figure prints no numbers, the text states the claims",
-        published_columns=["claim"],
         published=[
             ["α is not monotonic in the temperature; the gap of RRS and K-SEQ to α* grows with it"],
             ["drawing with and without replacement come closer as the temperature rises"],

@@ -106,10 +106,11 @@ class Comparison:
     """Runs that it is made of."""
     columns: Sequence[str]
     ours: Sequence[Sequence[str]]
-    published_note: str
+    published_note: str = ""
     """The models and the machine of the published figures."""
-    published_columns: Sequence[str]
-    published: Sequence[Sequence[str]]
+    published_columns: Sequence[str] = ("claim",)
+    published: Sequence[Sequence[str]] = ()
+    """Figures, or claims where the paper prints none; nothing where another table has them."""
     remark: str = ""
     """What our figures say of the paper's claim."""
     drawings: Sequence[Drawing] = ()

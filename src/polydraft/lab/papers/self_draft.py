@@ -93,9 +93,6 @@ def _speed(results: Results) -> Comparison:
         runs=("speed-t0", "speed-t1"),
         columns=["method", *(f"T={one}: {what}" for one in (0, 1) for what in ("tokens/s", "speed-up", "DE"))],
         ours=rows,
-        published_note="",
-        published_columns=[],
-        published=[],
         remark="On a GPU, branches kept rounds from being captured as graphs when this was measured.",
     )
 
@@ -110,7 +107,6 @@ def _overhead(results: Results) -> Comparison:
         columns=["branch tokens", "DE, T=0"],
         ours=rows,
         published_note="LLaMA-7B on MT-bench; the figure prints no numbers",
-        published_columns=["claim"],
         published=[["throughput and DE are above LADE's overall, most clearly where the drafting overhead is small"]],
     )
 
@@ -127,7 +123,6 @@ def _grid(results: Results) -> Comparison:
         columns=["", *(f"L={length}" for length in _SIZES)],
         ours=[[f"N={number}", *map(text_of, values)] for number, values in cells.items()],
         published_note="LLaMA-7B and 13B; the figures print no numbers, the text states what they show",
-        published_columns=["claim"],
         published=[
             ["DE grows with the length and with the number of branches"],
             ["throughput falls beyond L = 6"],
@@ -174,7 +169,6 @@ def _ablation(results: Results) -> Comparison:
             ["all of spec_bench", *(results.text("spec_bench-t0", name, "tokens_per_pass") for name in _ABLATION.values())],
         ],
         published_note="MT-bench, LLaMA-7B and 13B; the figure prints no numbers",
-        published_columns=["claim"],
         published=[
             ["removing the context cache costs much more than removing the corpus cache"],
             ["most of all in code, mathematics and extraction"],

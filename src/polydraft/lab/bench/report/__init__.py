@@ -6,7 +6,6 @@ from typing import Any
 
 from polydraft.lab.bench import BASELINE
 from polydraft.lab.bench.report import _charts, _sections, values
-from polydraft.lab.bench.report._page import page
 from polydraft.output import write_text
 
 __all__ = ["render", "write_report"]
@@ -89,7 +88,7 @@ def render(results: dict[str, Any]) -> str:
     body = f"""{_sections.header(results)}
 <nav aria-label="Sections"><ul>{links}</ul></nav>
 {sections}"""
-    return page(title, body, before='<a class="skip" href="#figures">Skip to the figures</a>\n', script="script.js")
+    return _sections.page(title, body, before='<a class="skip" href="#figures">Skip to the figures</a>\n', script="script.js")
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:

@@ -1,8 +1,9 @@
-"""What the page says in words and tables, and the token view, which the page's script draws from embedded data."""
+"""The frame of a page, what it says in words and tables, and the token view, which its script draws from embedded data."""
 
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
 from polydraft.lab.bench import BASELINE
@@ -15,6 +16,46 @@ TARGET = "target"
 STYLES = 6
 """How many sources have a colour and an underline of their own (`.source-0` … in style.css); further ones share the last."""
 _EXPLAINED = {TARGET: "no draft proposed it", "model": "from the draft model"}
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""The browser itself refuses any request of this page."""
+
+
+def page(title: str, body: str, *, before: str = "", script: str = "") -> str:
+    """Return a whole page.
+
+    Parameters
+    ----------
+    title : str
+        Plain text.
+    body, before : str
+        HTML: the page's main part, and what precedes it.
+    script : str
+        Name of a file of this package, if there is one.
+    """
+    ending = f"<script>\n{_file(script)}</script>\n" if script else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>
+{_file("style.css")}</style>
+</head>
+<body>
+{before}<main>
+{body}
+</main>
+{ending}</body>
+</html>
+"""
+
+
+def _file(name: str) -> str:
+    return (files("polydraft.lab.bench.report") / name).read_text(encoding="utf-8")
 
 
 def header(results: Figures) -> str:

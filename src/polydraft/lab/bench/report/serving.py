@@ -5,7 +5,6 @@ from typing import Any
 
 from polydraft.lab import svg
 from polydraft.lab.bench.report import _charts, _sections, values
-from polydraft.lab.bench.report._page import page
 from polydraft.lab.svg import escape
 
 _TIMES = {"first_token": "First token", "between_parts": "Between parts", "whole": "Whole answer"}
@@ -26,7 +25,7 @@ def render_load(found: Mapping[str, Any]) -> str:
 {_table(arms)}</section>
 <section><h2>How it was measured</h2><p class="lead">Arms ran one after the other, on the same prompts and arrivals.</p>
 {_sections.facts_table("Settings", found["options"])}</section>"""
-    return page("polydraft bench serve", body)
+    return _sections.page("polydraft bench serve", body)
 
 
 def _throughput(arms: Sequence[Mapping[str, Any]]) -> str:

@@ -25,10 +25,10 @@ def number(value: object, digits: int = 2, unit: str = "") -> str:
     return f"{figure:,.{0 if abs(figure) >= 1000 else digits}f}{unit}"
 
 
-def percent(value: object, digits: int = 0) -> str:
+def percent(value: object) -> str:
     """Write a fraction as a percentage, or a dash."""
     figure = finite(value)
-    return DASH if figure is None else f"{100 * figure:.{digits}f}\N{NO-BREAK SPACE}%"
+    return DASH if figure is None else f"{100 * figure:.0f}\N{NO-BREAK SPACE}%"
 
 
 def size(value: object) -> str:

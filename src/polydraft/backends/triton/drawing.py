@@ -1,0 +1,123 @@
+"""From a draft's logits to children in the nodes of a tree, on a GPU: one or two kernels a step.
+
+Torch converts, divides and normalises one after the other, takes five small kernels to put drawn columns into their nodes, and
+two dozen to find the likeliest tokens: each does next to nothing, and between the passes of a small draft they take as long as
+these.
+"""
+
+import torch
+from torch import Tensor
+
+from polydraft.backends.triton import LEAST_CHILDREN, kernels_run, power_of_two, runs_on_tensors, side_by_side
+from polydraft.draft.planting import plant_columns, plant_largest
+from polydraft.operations import implements
+from polydraft.sampling import PartialVocabulary
+from polydraft.sampling.softened import softened
+from polydraft.sampling.warper import RANKED_NATS
+from polydraft.verify.hybrid import draw_hybrid
+
+_MOST_AT_ONCE, _SOFTENED = 2**16, 2**13
+"""Columns that one program softens at once, and in turn where there are more."""
+_SUMMED, _TILES = 256, 8
+"""Columns of a block that has a sum of its own, and blocks that one program looks at."""
+_MOST_DRAWN = 16
+"""Children of one node; with more, the tables of a program that draws them would become too large."""
+MOST_CHILDREN = 32
+"""Of one node, for kernels that look for its children one after the other."""
+_RANKED = 2048
+_LEAST_KEYS, _KEYS_PER_WARP = 64, 256
+_PLANTED = 128
+
+
+@implements(softened, "triton", supports=runs_on_tensors)
+def _soften(logits_BGV: Tensor, temperature_B: Tensor | None) -> Tensor:
+    """Return the softmax of logits over each row's temperature, in float32; what is not a number spreads over its node."""
+    from polydraft.backends.triton import draw_kernels as kernels
+
+    batch, nodes, columns = logits_BGV.shape
+    logits_BGV = side_by_side(logits_BGV)
+    probs_BGV = torch.empty(logits_BGV.shape, dtype=torch.float32, device=logits_BGV.device)
+    at_once = columns <= _MOST_AT_ONCE
+    block = power_of_two(columns) if at_once else _SOFTENED
+    assert temperature_B is None or (temperature_B.numel() == batch and temperature_B.dtype == torch.float32)
+    kernels.soften[(batch * nodes,)](
+        logits_BGV, probs_BGV if temperature_B is None else temperature_B.contiguous(), probs_BGV,
+        nodes, columns, *logits_BGV.stride()[:2],
+        TEMPERED=temperature_B is not None, AT_ONCE=at_once, BLOCK=block, num_warps=min(max(block // 2048, 4), 32),
+    )  # fmt: skip
+    return probs_BGV
+
+
+def _can_draw(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> bool:
+    few = uniforms_RK.shape[1] <= _MOST_DRAWN
+    return few and draft_probs_RV.dtype == torch.float32 and kernels_run(draft_probs_RV)
+
+
+@implements(draw_hybrid, "triton", supports=_can_draw)
+def _draw(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
+    from polydraft.backends.triton import draw_kernels as kernels
+
+    rows, columns = draft_probs_RV.shape
+    count = uniforms_RK.shape[1]
+    uniforms_RK, draft_probs_RV = uniforms_RK.double().contiguous(), side_by_side(draft_probs_RV)
+    blocks = -(-columns // _SUMMED)
+    parts = -(-blocks // _TILES)
+    sums_RM = draft_probs_RV.new_empty(rows, blocks, dtype=torch.int64)
+    keys_RX = sums_RM.new_empty(rows, parts * count)
+    children_RK = sums_RM.new_empty(rows, count)
+    kernels.rank_blocks[(rows, parts)](
+        draft_probs_RV, sums_RM, keys_RX, columns, blocks, count, draft_probs_RV.stride(0), TILES=_TILES, BLOCK=_SUMMED
+    )
+    kernels.draw_children[(rows,)](
+        draft_probs_RV, sums_RM, keys_RX, uniforms_RK, children_RK, columns, blocks, count, parts,
+        draft_probs_RV.stride(0), uniforms_RK.stride(0),
+        THRESHOLD=threshold, BLOCK=_SUMMED, BLOCK_K=power_of_two(count, LEAST_CHILDREN),
+        BLOCK_M=power_of_two(blocks), BLOCK_X=power_of_two(parts * count),
+    )  # fmt: skip
+    return children_RK
+
+
+def _can_plant(logits_BGV: Tensor, nodes_GK: Tensor, *_: object) -> bool:
+    return nodes_GK.shape[1] <= MOST_CHILDREN and logits_BGV.dtype != torch.float64 and kernels_run(logits_BGV)
+
+
+@implements(plant_largest, "triton", supports=_can_plant)
+def _plant_largest(
+    logits_BGV: Tensor,
+    nodes_GK: Tensor,
+    tokens_BN: Tensor,
+    vocabulary: PartialVocabulary | None,
+    vocab_size: int,
+) -> None:
+    from polydraft.backends.triton import draw_kernels as kernels
+
+    logits_RV = side_by_side(logits_BGV.flatten(0, 1))  # a view of what an output head returns
+    (rows, width), (distributions, count) = logits_RV.shape, nodes_GK.shape
+    columns = width if vocabulary is not None else min(width, vocab_size)
+    parts = -(-columns // _RANKED)
+    keys_RX = logits_RV.new_empty(rows, parts * count, dtype=torch.int64)
+    kernels.rank_parts[(rows, parts)](logits_RV, keys_RX, columns, count, logits_RV.stride(0), BLOCK=_RANKED)
+    keys = power_of_two(parts * count, _LEAST_KEYS)
+    kernels.plant_largest[(rows,)](
+        keys_RX, nodes_GK, *_written(vocabulary, tokens_BN), distributions, parts, count, tokens_BN.stride(0),
+        NATS=RANKED_NATS, PARTIAL=vocabulary is not None, BLOCK_K=power_of_two(count, LEAST_CHILDREN), BLOCK_X=keys,
+        num_warps=min(max(keys // _KEYS_PER_WARP, 1), 8),  # one warp needs no shared memory to find its largest key
+    )  # fmt: skip
+
+
+@implements(plant_columns, "triton", supports=runs_on_tensors)
+def _plant_columns(columns_BX: Tensor, nodes_GK: Tensor, tokens_BN: Tensor, vocabulary: PartialVocabulary | None) -> None:
+    from polydraft.backends.triton import draw_kernels as kernels
+
+    columns_BX = side_by_side(columns_BX)
+    rows, count = columns_BX.shape
+    kernels.plant_columns[(rows, -(-count // _PLANTED))](
+        columns_BX, nodes_GK, *_written(vocabulary, tokens_BN), count, columns_BX.stride(0), tokens_BN.stride(0),
+        PARTIAL=vocabulary is not None, BLOCK=_PLANTED, num_warps=1,
+    )  # fmt: skip
+
+
+def _written(vocabulary: PartialVocabulary | None, tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens of the columns, anything where all are known, and what is written to."""
+    assert tokens_BN.stride(1) == 1, "a tree's tokens lie side by side"
+    return tokens_BN if vocabulary is None else vocabulary.tokens_D.contiguous(), tokens_BN
