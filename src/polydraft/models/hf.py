@@ -40,7 +40,8 @@ class HFModel(LanguageModel):
     """Wrap a `transformers` causal language model.
 
     Tree attention needs nothing from the model but what every current one takes: a 4-D mask, position ids and a cache
-    object. The constructor checks that, by computing, for model types that the test suite does not cover.
+    object. The constructor checks that, by computing, for model types that the test suite does not cover and for weights that
+    somebody else has quantised.
 
     Parameters
     ----------
@@ -85,7 +86,8 @@ class HFModel(LanguageModel):
             self._choose_passes(model, lean, invariant)
             self.output = OutputHead(self)
             goes_on = self.max_positions is None or self.steady_positions
-            if not trusted and self.config.model_type not in FAMILIES:
+            tested = self.config.model_type in FAMILIES and self.quantised_by is None
+            if not trusted and not tested:
                 with torch.no_grad():
                     goes_on = check_habits(self, lambda twin: HFModel(twin, trusted=True))
         except (PolydraftError, torch.OutOfMemoryError):
@@ -229,8 +231,9 @@ def _does_not_work(model: Any, error: Exception) -> UsageError:
     kind, scheme = text_config(model).model_type, quantised_by(model)
     if scheme is not None:
         return UsageError(
-            f"model type {kind!r}, quantised by {scheme}, does not run under trees ({first_line(error)}); use weights "
-            "that are not quantised, on a CPU with dtype int8 for as little memory"
+            f"model type {kind!r}, quantised by {scheme}, does not run under trees in {str(model.dtype).removeprefix('torch.')} "
+            f"({first_line(error)}); try another dtype, or weights that are not quantised (on a CPU with dtype int8 for as "
+            "little memory)"
         )
     return UsageError(
         f"model type {kind!r} does not work as a causal language model ({first_line(error)}); docs/models.md lists what works"

@@ -29,6 +29,15 @@ from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 from polydraft.models.placement import layout_options
 from polydraft.models.quantised import quantise
 
+_PACKAGES = {
+    **{name: name for name in ("torchao", "bitsandbytes", "compressed-tensors", "hqq", "aqlm", "eetq", "auto-round")},
+    "gptq": "gptqmodel and optimum",
+    "awq": "gptqmodel",
+    "quanto": "optimum-quanto",
+    **dict.fromkeys(("fp8", "mxfp4", "nvfp4"), "kernels"),
+}
+"""Packages that transformers needs for quantised weights, by scheme."""
+
 logger = logging.getLogger(__name__)
 if logger.level == logging.NOTSET:  # most programs say themselves what they do
     logger.setLevel(logging.WARNING)
@@ -147,21 +156,27 @@ def load_model(
 
 def _pretrained(name: str, folder: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Load a model, and what was found of it; if it is quantised, an obstacle most likely lies in what that takes."""
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-        return loaded
+        scheme = scheme_of(loaded[0].config)
+        if scheme is None or getattr(loaded[0], "hf_quantizer", None) is not None:
+            return loaded
+        # transformers takes what is there for numbers as they are.
+        reason = f"which transformers {transformers.__version__} does not know"
     except (torch.OutOfMemoryError, OSError, EOFError, SafetensorError, pickle.UnpicklingError):
         raise
     except Exception as error:  # whatever a scheme raises where its package or its GPU is missing
         scheme = scheme_of(AutoConfig.from_pretrained(folder, local_files_only=True))
         if scheme is None:
             raise
-        raise UsageError(
-            f"cannot load model {name!r}, whose weights are quantised by {scheme} ({_first_line(error)}); install what that "
-            "takes, or use weights that are not quantised"
-        ) from None
+        reason = _first_line(error)
+    raise UsageError(
+        f"cannot load model {name!r}, whose weights are quantised by {scheme} ({reason}); install "
+        f"{_PACKAGES.get(scheme, 'what that takes')}, or use weights that are not quantised"
+    )
 
 
 def _is_larger_than_its_files(folder: str) -> bool:
