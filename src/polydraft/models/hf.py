@@ -230,10 +230,10 @@ class HFModel(LanguageModel):
 def _does_not_work(model: Any, error: Exception) -> UsageError:
     kind, scheme = text_config(model).model_type, quantised_by(model)
     if scheme is not None:
+        dtype = str(model.dtype).removeprefix("torch.")
         return UsageError(
-            f"model type {kind!r}, quantised by {scheme}, does not run under trees in {str(model.dtype).removeprefix('torch.')} "
-            f"({first_line(error)}); try another dtype, or weights that are not quantised (on a CPU with dtype int8 for as "
-            "little memory)"
+            f"model type {kind!r}, quantised by {scheme}, does not run under trees in {dtype} ({first_line(error)}); try another "
+            "dtype, or weights that are not quantised (on a CPU with dtype int8 for as little memory)"
         )
     return UsageError(
         f"model type {kind!r} does not work as a causal language model ({first_line(error)}); docs/models.md lists what works"
