@@ -147,7 +147,9 @@ def test_speculate_follows_adapters_too():
 def test_without_peft_an_adapter_is_refused_in_one_line(tiny, invoke):
     code, out, err = invoke("generate", "Hi", "--target", tiny, "--adapter", "org/adapter", "--max-new-tokens", "4")
     assert code == 2 and not out
-    assert err.splitlines()[-1].endswith("adapter 'org/adapter' needs the package peft; get it with: pip install peft")
+    assert err.splitlines()[-1].endswith(
+        "adapter 'org/adapter' needs the package peft; get it with: pip install 'polydraft[adapters]'"
+    )
 
 
 # With PEFT itself.

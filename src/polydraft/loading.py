@@ -64,8 +64,8 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
             f"--tree {options.tree} does not work with --device-map tp: each process times its own rounds, and all must "
             f"have the same tree; use --tree {options.tree.replace(BY_LOAD, '')}"
         )
-    machine = (options.device_map, options.native, options.invariant)
-    loaded = load_model(options.target, place, number_format, *machine, adapter=options.adapter)
+    others = options.device_map, options.native, options.invariant, options.adapter
+    loaded = load_model(options.target, place, number_format, *others)
     _say_defaults(loaded, options.generation_config)
     pauses = left_open and options.device_map != TENSOR_PARALLEL
     return make_decoder(options, loaded, load_draft(options.draft, loaded), pauses=pauses)

@@ -239,9 +239,10 @@ class LoadOptions(
             raise UsageError(
                 "flat_blocks changes the distribution of the text above temperature 0; pass lossless=False to allow that"
             )
-        if (not isinstance(self.draft, str) or self.draft not in (AUTO, "none")) and not needs_draft(self.drafter):
+        draft = self.draft if isinstance(self.draft, str) else type(self.draft).__name__
+        if draft not in (AUTO, "none") and not needs_draft(self.drafter):
             raise UsageError(
-                f"drafter {self.drafter!r} uses no draft, but draft={self.draft!r} is given; use {self.drafter}+model, or "
+                f"drafter {self.drafter!r} uses no draft, but draft={draft!r} is given; use {self.drafter}+model, or "
                 "leave the draft out"
             )
 

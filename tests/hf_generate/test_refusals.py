@@ -176,7 +176,8 @@ def test_wrappers_are_kept_between_calls():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"), [("org/small", "'org/small'.*not found"), ("early-exit:9", "allowed: 1 to 2"), (3, "draft is an object.*int")]
+    ("given", "says"),
+    [("org/small", "'org/small'.*not found"), ("early-exit:9", "allowed: 1 to 2"), (3, "draft is an object.*int")],
 )
 def test_a_draft_that_is_no_model_is_refused_by_name(given, says):
     with pytest.raises(UsageError, match=says) as caught:

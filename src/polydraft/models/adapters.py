@@ -74,7 +74,7 @@ def _parts(model: Any) -> list[Any]:
 def check_adapter(folder: str) -> None:
     """Refuse, before a model is loaded, an adapter that surely cannot be."""
     if importlib.util.find_spec("peft") is None:
-        raise UsageError(f"adapter {folder!r} needs the package peft; get it with: pip install peft")
+        raise UsageError(f"adapter {folder!r} needs the package peft; get it with: pip install 'polydraft[adapters]'")
     if os.path.isdir(folder) and not Path(folder, _CONFIG).exists():
         raise UsageError(f"adapter {folder!r} has no {_CONFIG}; allowed: {ALLOWED}")
 
@@ -97,9 +97,7 @@ def with_adapter(model: Any, folder: str, name: str, **options: Any) -> Any:
     try:
         config = peft.PeftConfig.from_pretrained(folder, **options)
     except Exception as error:  # of the hub's client, of broken files, of kinds that this release does not know
-        raise UsageError(
-            f"cannot load adapter {folder!r} ({first_line(error)}); allowed: {ALLOWED}"
-        ) from None
+        raise UsageError(f"cannot load adapter {folder!r} ({first_line(error)}); allowed: {ALLOWED}") from None
     _check_kind(folder, config)
     config.inference_mode = True
     try:
