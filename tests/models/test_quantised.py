@@ -254,3 +254,19 @@ def test_a_folder_whose_scheme_is_missing_is_refused_by_it(tmp_path, monkeypatch
         UsageError, match=r"quantised by torchao \(No module named 'torchao'\); install torchao, or use weights that are"
     ):
         load_model(str(tmp_path), torch.device("cpu"), torch.float32)
+
+
+def test_quantised_weights_are_loaded_where_they_belong(tmp_path, monkeypatch):
+    """Some cannot be moved to a GPU afterwards."""
+    save_as(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    asked = []
+
+    def fail(*args, **options):
+        asked.append(options.get("device_map"))
+        raise ImportError("no such package")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    for device in ("cpu", "cuda:0"):
+        with pytest.raises(UsageError, match=r"quantised by bitsandbytes \(no such package\); install bitsandbytes, or"):
+            load_model(str(tmp_path), torch.device(device), torch.float32)
+    assert asked == [None, {"": torch.device("cuda:0")}]

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import torch
 from safetensors import SafetensorError
 
+from polydraft.devices import is_host
 from polydraft.errors import FailureError, PolydraftError, UsageError
 from polydraft.models.adapters import ALLOWED, check_adapter, with_adapter
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
@@ -111,7 +112,7 @@ def load_model(
         if device_map is not None:
             raise UsageError(f"target {name!r} is built on one device; leave out --device-map {device_map}")
         return _load_inflated(name, device, dtype, native, invariant, adapter)
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     allowed = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
     if (source := gguf_source(name)) is not None:
@@ -120,7 +121,7 @@ def load_model(
         check_name("model", name, allowed)
         folder = str(bundled_folder()) if name == BUNDLED else name
     options = hub_options(folder)
-    layout = {} if device_map is None else layout_options(device_map)
+    layout: dict[str, Any] = {} if device_map is None else layout_options(device_map)
     if _is_larger_than_its_files(folder):
         raise FailureError(
             f"cannot read the weights of model {name!r} (its tensors have other shapes than config.json says: it asks for more "
@@ -131,8 +132,10 @@ def load_model(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error says the same
             number_type = torch.float32 if dtype == torch.int8 else dtype
+            if not layout and not is_host(device) and scheme_of(AutoConfig.from_pretrained(folder, **options)) is not None:
+                layout = {"device_map": {"": device}}  # bitsandbytes and others cannot be moved once they are loaded
             hf_model, found = _pretrained(name, folder, dtype=number_type, **layout, **options)
-        hf_model = hf_model if device_map is not None else hf_model.to(device)
+        hf_model = hf_model if layout else hf_model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except PolydraftError:
         raise
