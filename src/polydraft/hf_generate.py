@@ -1,6 +1,7 @@
 """polydraft inside Hugging Face `generate`: the same call, the same distribution, several tokens per pass."""
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import polydraft.papers  # noqa: F401 - Self-Draft's branches
-from polydraft.defaults import asked_for, default_tree
+from polydraft.defaults import asked_for, default_draft, default_tree
 from polydraft.described import documented, made_from
 from polydraft.devices import is_host
 from polydraft.draft import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
@@ -20,16 +21,17 @@ from polydraft.engine import Decoder, Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
+from polydraft.models.adapters import places_of
 from polydraft.models.families import text_config
 from polydraft.models.generation_defaults import sampling_params
-from polydraft.models.hf import HFModel
+from polydraft.models.given import check_draft, given_draft
+from polydraft.models.hf import HFModel, in_training
+from polydraft.models.loading import Loaded, load_draft
 from polydraft.options import AUTO, TreeOptions
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.categorical import row_seed
 from polydraft.trees import DynamicShape, Topology
 
-_MOST_PADDING = 512
-"""Rows by which embedding tables of the same tokenizer may differ: their sizes are rounded up to multiples of 64 to 512."""
 _OFF = (None, False)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (None, 1)),
@@ -57,8 +59,10 @@ class SpeculateOptions(TreeOptions):
     """What `Speculate` can be told."""
 
     draft: Any = field(default=None, kw_only=False)
-    """A small transformers model with the same tokenizer, on the same device, a `LanguageModel` or a `FeatureHead`; None for
-    plain decoding."""
+    """A small transformers model with the same tokenizer, on the same device, a `LanguageModel` or a `FeatureHead`; or what
+    `polydraft.load` takes by name, loaded for the first model that it is used with; None for plain decoding.
+
+    Names are compared by tokenizers where that of the model is on this machine, by the size of their vocabularies otherwise."""
     ngrams: str | None = None
     """Also draft from n-grams: self-draft, ngram, lookup, suffix, corpus; join several with +.
 
@@ -66,6 +70,8 @@ class SpeculateOptions(TreeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.draft, os.PathLike):
+            object.__setattr__(self, "draft", os.fspath(self.draft))
         if self.ngrams is not None:
             check_drafter(self.ngrams, self.walk)
 
@@ -106,13 +112,18 @@ class Speculate:
         self.stats: tuple[Stats, ...] = ()
         """Statistics of the last call."""
         self._target: HFModel | None = None
-        self._places: list[int] = []
+        self._places: tuple[int, ...] = ()
+        self._options = options
         self._drafter: Drafter = Plain()
         self._draft: LanguageModel | FeatureHead | None = None
-        self._walk = options.walk
-        pauses = options.tree == AUTO
-        if options.draft is not None:
-            draft = _as_draft(options.draft)
+        named = isinstance(options.draft, str)  # for a target that is not known yet
+        self._draft_by(None if named or options.draft is None else given_draft(options.draft))
+
+    def _draft_by(self, draft: LanguageModel | FeatureHead | None) -> None:
+        """Make the drafter."""
+        options, pauses = self._options, self._options.tree == AUTO
+        self._draft, self._drafter = None, Plain()
+        if draft is not None:
             shape = options.shape_for(draft)
             if shape.depth:
                 temperature = options.draft_temperature
@@ -164,7 +175,7 @@ class Speculate:
                 )
             )
         workspace = Workspace(target, self._drafter, RowParams(tuple(sequence.params for sequence in sequences)))
-        engine = Engine(workspace, walk=self._walk, sequences=sequences)
+        engine = Engine(workspace, walk=self._options.walk, sequences=sequences)
         output_ids = _decode(engine, sequences, input_ids, stopping_criteria, generation_config, streamer)
         self.stats = (engine.stats,)
         if generation_config.return_dict_in_generate:
@@ -174,37 +185,27 @@ class Speculate:
     def _wrapped(self, model: Any) -> HFModel:
         """Return the target as a `LanguageModel`: that of the last call if the model has not changed since."""
         if model.training:
-            raise UsageError("the model is in training mode, where dropout makes every pass different; call model.eval() first")
-        target = self._target
-        if target is None or target.hf_model is not model or self._places != _places(model):
-            target = self._target = HFModel(model, endless=True)
-            self._places = _places(model)
-            if isinstance(self._draft, FeatureHead):
+            raise in_training("model")
+        target, name = self._target, self._options.draft
+        if target is None or target.hf_model is not model or self._places != places_of(model):
+            target = HFModel(model, endless=True)
+            if isinstance(name, str):
+                name = default_draft(target.name) if name == AUTO else name
+                self._draft_by(load_draft(name, Loaded(target, _tokenizer_of(model), ())))
+            elif isinstance(self._draft, FeatureHead):
                 target.tap(self._draft.shape.taps)
+            self._target, self._places = target, places_of(model)
         if self._draft is not None:
-            _check_draft(self._draft, target)
+            check_draft(self._draft, target)
         return target
 
 
-def _as_draft(draft: Any) -> LanguageModel | FeatureHead:
-    """Wrap a transformers model as a `LanguageModel`."""
-    if isinstance(draft, LanguageModel | FeatureHead):
-        return draft
-    if not isinstance(draft, torch.nn.Module):
-        load = f"AutoModelForCausalLM.from_pretrained({draft!r})" if isinstance(draft, str) else "a transformers model"
-        raise UsageError(f"draft={draft!r} is not a model; pass {load}")
-    return HFModel(draft, endless=True, invariant=False)
-
-
-def _check_draft(draft: LanguageModel | FeatureHead, target: HFModel) -> None:
-    """Refuse a draft on another device or with another vocabulary; embedding tables may be padded differently."""
-    if draft.device != target.device:
-        raise UsageError(f"the draft is on {draft.device} but the target on {target.device}; move one of them")
-    apart = abs(draft.num_columns - target.vocab_size)
-    if draft.vocabulary is None and apart > min(_MOST_PADDING, target.vocab_size // 64):
-        raise UsageError(
-            f"the draft has {draft.num_columns} tokens but the target {target.vocab_size}; use one with the target's tokenizer"
-        )
+def _tokenizer_of(model: Any) -> Any:
+    """Return the tokenizer that lies beside a model on this machine; None if there is none."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model.config.name_or_path, local_files_only=True)
+    except Exception:  # no name, no files, or none that can be read: the caller does without
+        return None
 
 
 def _with_ngrams(tree: Drafter, ngrams: str, options: GramTreeOptions, pauses: bool) -> Drafter:
@@ -276,11 +277,6 @@ def _check_room(target: HFModel, longest: int, max_new_tokens: int) -> None:
             f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} do not fit the model's context of {positions}; "
             f"set max_new_tokens to at most {positions - longest}"
         )
-
-
-def _places(model: Any) -> list[int]:
-    """Return the addresses of the weights: they change if the model is moved, converted, or gets new layers."""
-    return [parameter.data_ptr() for parameter in model.parameters()]
 
 
 def _padding(generation_config: Any) -> int:

@@ -14,8 +14,8 @@ from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
-from polydraft.models.loading import Loaded, load_draft, load_model
-from polydraft.models.placement import TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
+from polydraft.models.loading import Loaded, load_draft, load_given, load_model
+from polydraft.models.placement import DTYPES, TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, LoadOptions
 from polydraft.papers.decision import DecisionModel, load_decision
 from polydraft.profile import tuned
@@ -50,6 +50,12 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     check_device_map(options.device_map, options.device)
     left_open = options.tree == AUTO
+    if not isinstance(options.target, str):
+        loaded = load_given(options.target, options.tokenizer, options.native, options.invariant)
+        _check_place(options, loaded)
+        _say_defaults(loaded, options.generation_config)
+        options = _resolved(options, loaded.model.device, loaded.model.dtype)
+        return make_decoder(options, loaded, load_draft(options.draft, loaded), pauses=left_open)
     options = resolved(options, batch=batch, temperature=temperature)
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
@@ -58,7 +64,8 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
             f"--tree {options.tree} does not work with --device-map tp: each process times its own rounds, and all must "
             f"have the same tree; use --tree {options.tree.replace(BY_LOAD, '')}"
         )
-    loaded = load_model(options.target, place, number_format, options.device_map, options.native, options.invariant)
+    others = options.device_map, options.native, options.invariant, options.adapter
+    loaded = load_model(options.target, place, number_format, *others)
     _say_defaults(loaded, options.generation_config)
     pauses = left_open and options.device_map != TENSOR_PARALLEL
     return make_decoder(options, loaded, load_draft(options.draft, loaded), pauses=pauses)
@@ -107,6 +114,17 @@ def make_decoder(
     )
 
 
+def _check_place(options: LoadOptions, loaded: Loaded) -> None:
+    """Refuse a device or number format other than that of a model that is loaded already."""
+    device, dtype = loaded.model.device, loaded.model.dtype
+    asked = device if options.device == AUTO else resolve_device(options.device)
+    if asked.type != device.type or asked.index not in (None, device.index):
+        raise UsageError(f"the target is on {device} already, not on {asked}; move it, or leave out device")
+    if options.dtype != AUTO and DTYPES.get(options.dtype) != dtype:
+        own = str(dtype).removeprefix("torch.")
+        raise UsageError(f"the target is in {own} already, not in {options.dtype}; pass its name instead, or leave out dtype")
+
+
 def _say_defaults(loaded: Loaded, follow: bool) -> None:
     """Say in a line which of the checkpoint's own settings hold where a request says nothing."""
     defaults = loaded.defaults
@@ -148,7 +166,8 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
             shared=options.device_map == TENSOR_PARALLEL,
         )
     if draft == AUTO:
-        draft = default_draft(options.target) if needs_draft(options.drafter) else NONE
+        named = isinstance(options.target, str)
+        draft = default_draft(options.target) if named and needs_draft(options.drafter) else NONE
     return dataclasses.replace(options, tree=tree, draft=draft)
 
 

@@ -5,7 +5,7 @@ Nothing here imports torch before something is checked, so that help comes at on
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from polydraft.errors import UsageError, unknown_name
 
@@ -26,23 +26,41 @@ _IN_PYTHON = {"has_text": False}
 class PairOptions:
     """Options."""
 
-    target: str = field(default="smollm2", kw_only=False)
-    """Target model: smollm2 (bundled), a folder, a GGUF file, a hub name, or inflated:7b (bundled, at a large model's cost)."""
-    draft: str = field(default=AUTO, kw_only=False)
+    takes_models: ClassVar[bool] = False
+    """Whether target and draft may be models that are loaded already."""
+
+    target: Any = field(default="smollm2", kw_only=False)
+    """Target model: smollm2 (bundled), a folder, a GGUF file, a hub name, or inflated:7b (bundled, at a large model's cost).
+
+    `load` also takes a model of transformers or peft that is loaded already."""
+    draft: Any = field(default=AUTO, kw_only=False)
     """Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto.
 
-    A draft must share the target's tokenizer. ``"auto"`` is the draft that ships for the target, or none."""
+    A draft must share the target's tokenizer. ``"auto"`` is the draft that ships for the target, or none. `load` also takes a
+    model that is loaded already."""
 
     def __post_init__(self) -> None:
         for name in ("target", "draft"):
             value: Any = getattr(self, name)
             if isinstance(value, os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
-            elif not isinstance(value, str):
+            elif not isinstance(value, str) and not self.takes_models:
                 raise UsageError(
                     f"{name} is an object of type {type(value).__name__}, not a name; allowed: a folder, a hub name and the "
-                    "like; a model that is loaded already drafts in model.generate(..., custom_generate=Speculate(...))"
+                    "like; polydraft.load takes models that are loaded already"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Target."""
+
+    adapter: str | None = None
+    """LoRA or another adapter for the target, which PEFT has saved: a folder or hub name. It is merged into the weights.
+
+    Needs the package peft. The draft stays as it is. Weights that are quantised stay apart from it."""
+    tokenizer: Any = field(default=None, metadata=_IN_PYTHON)
+    """Of a target that is loaded already; without one, prompts are token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,18 +205,29 @@ class GpuOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(
-    PairOptions, TreeOptions, DrafterOptions, CheckpointOptions, PlaceOptions, ProfileOptions, CpuOptions, GpuOptions
+    PairOptions,
+    AdapterOptions,
+    TreeOptions,
+    DrafterOptions,
+    CheckpointOptions,
+    PlaceOptions,
+    ProfileOptions,
+    CpuOptions,
+    GpuOptions,
 ):
     """Everything that `polydraft.load` can be told: a decoder as a value, to be kept, compared or changed.
 
     Values are checked here as far as that takes no model and no machine; `polydraft.loading.load_with` checks the rest.
     """
 
+    takes_models: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         from polydraft.draft.tree_drafter import check_drafter, check_flat_blocks, needs_draft
         from polydraft.papers.decision import check_threshold
 
         PairOptions.__post_init__(self)
+        self._check_given()
         TreeOptions.__post_init__(self)
         check_threshold(self.stop_below)
         check_drafter(self.drafter, self.walk)
@@ -210,11 +239,27 @@ class LoadOptions(
             raise UsageError(
                 "flat_blocks changes the distribution of the text above temperature 0; pass lossless=False to allow that"
             )
-        if self.draft not in (AUTO, "none") and not needs_draft(self.drafter):
+        draft = self.draft if isinstance(self.draft, str) else type(self.draft).__name__
+        if draft not in (AUTO, "none") and not needs_draft(self.drafter):
             raise UsageError(
-                f"drafter {self.drafter!r} uses no draft, but draft={self.draft!r} is given; use {self.drafter}+model, or "
+                f"drafter {self.drafter!r} uses no draft, but draft={draft!r} is given; use {self.drafter}+model, or "
                 "leave the draft out"
             )
+
+    def _check_given(self) -> None:
+        """Refuse what is for models by name where the target is loaded already, and the other way round."""
+        if self.adapter is not None:
+            object.__setattr__(self, "adapter", os.fspath(self.adapter))
+        if isinstance(self.target, str):
+            if self.tokenizer is not None:
+                raise UsageError(f"tokenizer is for a target that is loaded already; {self.target!r} has its own; leave it out")
+            return
+        if self.adapter is not None:
+            raise UsageError(
+                f"adapter={self.adapter!r} is for targets by name; put it on yours with PeftModel.from_pretrained(model, ...)"
+            )
+        if self.device_map is not None:
+            raise UsageError(f"the target is loaded already; leave out device_map={self.device_map!r}")
 
     def _check_lossy_rule(self, rule: str) -> None:
         """Refuse unknown rules, what a rule does without, and trees that it cannot grow."""

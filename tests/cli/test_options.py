@@ -92,6 +92,7 @@ def test_generate_shows_ten_options_first_and_leaves_none_out() -> None:
     headings = [part.strip().splitlines()[0] for part in others]
     assert headings == [
         "Sampling:",
+        "Target:",
         "Drafting and verification:",
         "Drafting from n-grams:",
         "Machine:",

@@ -14,7 +14,6 @@ from transformers import (
 
 from polydraft.errors import UsageError
 from polydraft.hf_generate import Speculate
-from polydraft.loading import load
 from polydraft.models import FAMILIES
 
 from .setups import draft, single, speculate, target
@@ -176,10 +175,13 @@ def test_wrappers_are_kept_between_calls():
     assert torch.equal(other.generate(**single, **options), plain), "nor the model before its weights were exchanged"
 
 
-@pytest.mark.parametrize(("given", "says"), [("org/small", "from_pretrained"), (3, "transformers model")])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [("org/small", "'org/small'.*not found"), ("early-exit:9", "allowed: 1 to 2"), (3, "draft is an object.*int")],
+)
 def test_a_draft_that_is_no_model_is_refused_by_name(given, says):
     with pytest.raises(UsageError, match=says) as caught:
-        Speculate(draft=given)
+        target().generate(**single, max_new_tokens=3, pad_token_id=0, custom_generate=Speculate(draft=given))
     assert "\n" not in str(caught.value)
 
 
@@ -188,9 +190,3 @@ def test_a_draft_with_other_tokens_is_refused(size):
     other = FAMILIES.get("llama").build(vocab_size=size)
     with pytest.raises(UsageError, match=f"{size} tokens.*{target().config.vocab_size}"):
         target().generate(**single, max_new_tokens=4, pad_token_id=0, custom_generate=Speculate(draft=other))
-
-
-def test_load_takes_names_and_says_so():
-    for names in ({"target": target()}, {"target": "smollm2", "draft": draft()}):
-        with pytest.raises(UsageError, match=r"LlamaForCausalLM.*Speculate"):
-            load(**names)

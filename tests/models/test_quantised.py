@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +101,75 @@ class Unwilling(Packed):
         raise NotImplementedError("no kernel for this machine")
 
 
+class Counted(torch.nn.Module):
+    """A linear layer of whole numbers and scales, without a weight: GPTQ's and AWQ's are of this shape."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scales_F1 = linear.weight.detach().abs().amax(dim=1, keepdim=True) / 7
+        self.register_buffer("scales", scales_F1)
+        self.register_buffer("qweight", (linear.weight.detach() / scales_F1).round().to(torch.int32))
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, input_XF):
+        return torch.nn.functional.linear(input_XF, self.qweight * self.scales, self.bias)
+
+
+class Halved(torch.nn.Linear):
+    """A linear layer whose weight is in float8, with a scale beside it, as FP8 checkpoints have them."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight_scale_inv = torch.nn.Parameter(linear.weight.detach().abs().max() / 448, requires_grad=False)
+        steps_FX = (linear.weight.detach() / self.weight_scale_inv).to(torch.float8_e4m3fn)
+        self.weight, self.bias = torch.nn.Parameter(steps_FX, requires_grad=False), linear.bias
+
+    def forward(self, input_XF):
+        return torch.nn.functional.linear(input_XF, self.weight.float() * self.weight_scale_inv, self.bias)
+
+
+class Refusing(Counted):
+    """One that wants another number format."""
+
+    def forward(self, input_XF):
+        raise RuntimeError("expected scalar type Half but found Float")
+
+
+def replaced(model, kind, scheme, head=False):
+    """Put other layers in place of a model's linear ones, as transformers does for this scheme."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear and (head or child is not model.get_output_embeddings()):
+                setattr(module, name, kind(child))
+    model.config.quantization_config, model.hf_quantizer = {"quant_method": scheme}, SimpleNamespace(is_compileable=False)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("kind", "scheme", "head"), [(Counted, "gptq", True), (Counted, "awq", False), (Halved, "fp8", False)])
+def test_layers_that_others_have_replaced_run_under_trees(name, kind, scheme, head):
+    target = check_texts(replaced(build(name), kind, scheme, head), build(name))
+    assert target.quantised_by == scheme and target.lean is None and target.fast is None
+
+
+def test_layers_that_do_not_run_are_refused_by_their_scheme():
+    with pytest.raises(UsageError, match=r"quantised by awq, does not run under trees in float32 \(.*Half.*try another dtype"):
+        HFModel(replaced(build("llama"), Refusing, "awq"))
+
+
+class Forgetful(Counted):
+    """One whose products depend on how many tokens there are, which no sound scheme's do."""
+
+    def forward(self, input_XF):
+        return super().forward(input_XF) * (1 + 0.1 * input_XF.shape[-2])
+
+
+def test_quantised_models_of_known_types_are_tried():
+    with pytest.raises(UsageError, match="'llama', quantised by gptq, "):
+        HFModel(replaced(build("llama"), Forgetful, "gptq"))
+
+
 def packed(model, kind=Packed):
     with torch.no_grad():
         for part in list(model.modules()):
@@ -116,18 +186,35 @@ def test_weights_that_others_quantised_run_by_their_own_code(name):
     assert target.lean is None and target.fast is None and target.quantised_by == Packed.__module__.split(".")[0]
 
 
-@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+INT4 = {"weight_dtype": torch.int4}
+TORCHAO = {"Int8WeightOnlyConfig": {}, "Int8DynamicActivationInt8WeightConfig": {}, "IntxWeightOnlyConfig": INT4}
+
+
+@pytest.mark.parametrize("kind", TORCHAO)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_torchao(name, kind, tmp_path):
     torchao = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig
 
     build(name).save_pretrained(tmp_path)
-    scheme = TorchAoConfig(getattr(torchao, kind)())
+    scheme = TorchAoConfig(getattr(torchao, kind)(**TORCHAO[kind]))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=scheme)
     assert check_texts(model, build(name)).quantised_by == "torchao"
     with pytest.raises(UsageError, match="quantised by torchao already"):
         quantise(model)
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes(bits, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    build("llama").save_pretrained(tmp_path)
+    # Above the threshold, which columns are rounded depends on all tokens of a pass, in plain decoding too.
+    scheme = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, llm_int8_threshold=0.0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=scheme)
+    assert check_texts(model, build("llama")).quantised_by == "bitsandbytes"
 
 
 def test_quantised_weights_that_do_not_run_are_refused_by_their_scheme():
@@ -142,17 +229,44 @@ def test_weights_are_not_quantised_twice():
         quantise(packed(build("llama")))
 
 
+def save_as(folder, scheme):
+    """Save a model whose configuration says that it is quantised."""
+    build("llama").save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
+
+
+def test_a_folder_of_a_scheme_that_transformers_does_not_know_is_refused(tmp_path):
+    """It would load scaled whole numbers as if they were the weights themselves."""
+    save_as(tmp_path, {"quant_method": "frobnicate"})
+    with pytest.raises(UsageError, match=r"quantised by frobnicate \(which transformers .* does not know\); install what"):
+        load_model(str(tmp_path), torch.device("cpu"), torch.float32)
+
+
 def test_a_folder_whose_scheme_is_missing_is_refused_by_it(tmp_path, monkeypatch):
-    build("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    scheme = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
+    save_as(tmp_path, {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}})
 
     def fail(*args, **options):
         raise ImportError("No module named 'torchao'")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(
-        UsageError, match=r"quantised by torchao \(No module named 'torchao'\); install .*, or use weights that are"
+        UsageError, match=r"quantised by torchao \(No module named 'torchao'\); install torchao, or use weights that are"
     ):
         load_model(str(tmp_path), torch.device("cpu"), torch.float32)
+
+
+def test_quantised_weights_are_loaded_where_they_belong(tmp_path, monkeypatch):
+    """Some cannot be moved to a GPU afterwards."""
+    save_as(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    asked = []
+
+    def fail(*args, **options):
+        asked.append(options.get("device_map"))
+        raise ImportError("no such package")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    for device in ("cpu", "cuda:0"):
+        with pytest.raises(UsageError, match=r"quantised by bitsandbytes \(no such package\); install bitsandbytes, or"):
+            load_model(str(tmp_path), torch.device(device), torch.float32)
+    assert asked == [None, {"": torch.device("cuda:0")}]

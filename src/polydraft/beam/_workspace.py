@@ -171,6 +171,7 @@ class BeamWorkspace:
         sizes: PassSizes | None = None,
     ) -> None:
         self.target, self.draft, self.graphs = target, draft, graphs
+        self.mark = target.mark()
         self.packs, self.ahead = not is_host(target.device) if packs is None else packs, ahead
         self.target_memory = BeamMemory(target, graphs, sizes)
         self.draft_memory = None if draft is None else BeamMemory(draft, graphs, sizes)

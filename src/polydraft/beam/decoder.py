@@ -143,10 +143,10 @@ class BeamDecoder:
 
     def _workspace(self) -> BeamWorkspace:
         """Return a workspace that belongs to nobody else until it is put back: a spare one if it fits, else a new one."""
-        fitting = (self.decoder.target, self.draft, self.decoder.graphs)
+        fitting = (self.decoder.target, self.draft, self.decoder.graphs, self.decoder.target.mark())
         with self._lending:
             for workspace in [*self._spare]:
-                if workspace.spoiled or (workspace.target, workspace.draft, workspace.graphs) != fitting:
+                if workspace.spoiled or (workspace.target, workspace.draft, workspace.graphs, workspace.mark) != fitting:
                     self._spare.remove(workspace)
                 elif workspace.idle:
                     self._spare.remove(workspace)

@@ -175,7 +175,7 @@ def _arguments(option: Option) -> dict[str, Any]:
         arguments["multiple"] = True
     if get_origin(kind) is Literal:
         return arguments | {"type": click.Choice(get_args(kind))}
-    return arguments | {"type": click.Path(path_type=Path) if kind is Path else kind}
+    return arguments | {"type": click.Path(path_type=Path) if kind is Path else str if kind is Any else kind}
 
 
 def taken(kind: type[Kind], options: dict[str, Any]) -> Kind:

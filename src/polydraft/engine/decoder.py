@@ -380,7 +380,7 @@ class Decoder:
 
 
 def _fits(found: tuple[Drafter, Workspace], drafter: Drafter, params: RowParams) -> bool:
-    return found[0] is drafter and found[1].asked == params
+    return found[0] is drafter and found[1].asked == params and found[1].is_current
 
 
 def _check_text(text: str) -> None:

@@ -105,6 +105,7 @@ class Workspace:
         captured = graphs and captures(target.device)
         self.target, self.params, self.asked = target, params, params
         """What rows at work ask for, and what all of them were made for."""
+        self._mark = target.mark()
         self.session = drafter.start(params, target)
         self.memory = Memory(target, len(params), behind=1, places=self.session.target_places)
         self.session.borrow(self.memory.context)
@@ -113,6 +114,11 @@ class Workspace:
         self.state: State | None = None
         """What rounds work on, once there are texts."""
         self.launcher = Launcher(GraphCache() if captured else None, ahead)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the target is still what it was: no other weights, no adapter switched."""
+        return self._mark == self.target.mark()
 
     @property
     def contexts(self) -> tuple[Context, ...]:

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polydraft.errors import PolydraftError, UsageError
+from polydraft.models.adapters import is_adapted, mark_of, places_of
 from polydraft.models.bodies import fast_body, kernel_obstacle, lean_body
 from polydraft.models.cache import SlotCache, stored_layers
 from polydraft.models.check import check_habits
@@ -40,7 +41,8 @@ class HFModel(LanguageModel):
     """Wrap a `transformers` causal language model.
 
     Tree attention needs nothing from the model but what every current one takes: a 4-D mask, position ids and a cache
-    object. The constructor checks that, by computing, for model types that the test suite does not cover.
+    object. The constructor checks that, by computing, for model types that the test suite does not cover, for weights that
+    somebody else has quantised, and for models with adapters.
 
     Parameters
     ----------
@@ -76,6 +78,7 @@ class HFModel(LanguageModel):
         trusted: bool = False,
     ) -> None:
         refuse_unsupported(model)
+        self._asked = lean, invariant
         self.native = native
         """Whether compiled code may be used."""
         self.linears: AbstractContextManager[None] | None = None
@@ -85,7 +88,8 @@ class HFModel(LanguageModel):
             self._choose_passes(model, lean, invariant)
             self.output = OutputHead(self)
             goes_on = self.max_positions is None or self.steady_positions
-            if not trusted and self.config.model_type not in FAMILIES:
+            tested = self.config.model_type in FAMILIES and self.quantised_by is None and not self.adapted
+            if not trusted and not tested:
                 with torch.no_grad():
                     goes_on = check_habits(self, lambda twin: HFModel(twin, trusted=True))
         except (PolydraftError, torch.OutOfMemoryError):
@@ -95,13 +99,13 @@ class HFModel(LanguageModel):
             raise _does_not_work(model, error) from error
         if invariant and not self.invariant:
             raise UsageError(f"model {self.name!r} cannot be invariant: {self._variance()}; leave out invariant")
-        if self.native and self.fast is None and self.spread is None:
-            self.linears = fast_linears(model)
+        self._choose_linears()
         self.vocabulary = vocabulary if self._split_head else None
         if self.vocabulary is not None:
             self.output = OutputHead(self, self.vocabulary)
         if endless and goes_on:
             self.max_positions = None
+        self._places = places_of(model)
 
     def _describe(self, model: Any, name: str | None) -> None:
         """Take note of what the model is: sizes, limits, habits."""
@@ -142,13 +146,38 @@ class HFModel(LanguageModel):
         """Find out how passes run: whole by a backend, by shorter code of ours, or by the model's own."""
         self._positions = told_positions(model)
         self.masks = Masks(self.config, self.dtype, self.window, self._positions, self.recurrence is not None)
-        lean = lean and self.spread is None and self._split_head and len(self.masks.kinds) == 1
+        self.adapted = is_adapted(model)
+        """Whether adapters work on its layers: it then runs by its own modules, as these may be switched at any time."""
+        lean = lean and not self.adapted and self.spread is None and self._split_head and len(self.masks.kinds) == 1
         with torch.no_grad():
             self.lean = lean_body(model) if lean else None
         self._body = self.lean or self._gpt_neo(model)
         # In float32 products run outside the matrix units: that must be asked for.
         self.fast = fast_body(self, self.dtype == torch.bfloat16 if invariant is None else invariant)
         """What runs whole passes in place of torch, if anything does."""
+
+    def _choose_linears(self) -> None:
+        self.linears = fast_linears(self.hf_model) if self.native and self.fast is None and self.spread is None else None
+
+    def mark(self) -> Hashable:
+        """Return a mark of the weights and of how adapters are switched; run the model as it is now.
+
+        Its owner may have put an adapter on or merged one since the last call.
+        """
+        if self.hf_model.training:
+            raise in_training("model")
+        if places_of(self.hf_model) != self._places:
+            if (home_device(self.hf_model), self.hf_model.dtype) != (self.device, self.dtype):
+                raise UsageError(
+                    f"model {self.name!r} was in {self.dtype} on {self.device} and was moved or converted; make a decoder anew"
+                )
+            if any(part.training for part in self.hf_model.modules()):  # as those of new adapters are
+                raise in_training("model")
+            self._choose_passes(self.hf_model, *self._asked)
+            self.output = OutputHead(self, self.vocabulary)
+            self._choose_linears()
+            self._places = places_of(self.hf_model)
+        return mark_of(self.hf_model)
 
     def _gpt_neo(self, model: Any) -> GPTNeoBody | None:
         if self.config.model_type != GPT_NEO:
@@ -225,12 +254,18 @@ class HFModel(LanguageModel):
         return logits_BTV
 
 
+def in_training(role: str) -> UsageError:
+    """Return what to say of a model in training mode."""
+    return UsageError(f"the {role} is in training mode, where dropout makes every pass different; call model.eval() first")
+
+
 def _does_not_work(model: Any, error: Exception) -> UsageError:
     kind, scheme = text_config(model).model_type, quantised_by(model)
     if scheme is not None:
+        dtype = str(model.dtype).removeprefix("torch.")
         return UsageError(
-            f"model type {kind!r}, quantised by {scheme}, does not run under trees ({first_line(error)}); use weights "
-            "that are not quantised, on a CPU with dtype int8 for as little memory"
+            f"model type {kind!r}, quantised by {scheme}, does not run under trees in {dtype} ({first_line(error)}); try "
+            "another dtype, or weights that are not quantised (on a CPU with dtype int8 for as little memory)"
         )
     return UsageError(
         f"model type {kind!r} does not work as a causal language model ({first_line(error)}); docs/models.md lists what works"

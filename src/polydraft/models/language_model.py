@@ -344,6 +344,10 @@ class LanguageModel(ABC):
         Apart, because a walk visits few nodes of a tree: a large vocabulary's logits are needed only there.
         """
 
+    def mark(self) -> Hashable:
+        """Return a mark of the weights: memories and captures made under another mark are of no use."""
+        return None
+
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_positions: int | None, vocab_size: int) -> None:
     """Refuse prompts that a model cannot read."""

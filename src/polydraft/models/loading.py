@@ -16,20 +16,33 @@ from urllib.parse import urlsplit
 import torch
 from safetensors import SafetensorError
 
+from polydraft.devices import is_host
 from polydraft.errors import FailureError, PolydraftError, UsageError
+from polydraft.models.adapters import ALLOWED, check_adapter, with_adapter
 from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
 from polydraft.models.families import scheme_of
 from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.gguf_files import converted_folder, gguf_source, vocabulary_of
+from polydraft.models.given import check_draft, given_draft, given_model
 from polydraft.models.heads.eagle3 import is_eagle3, load_eagle3
 from polydraft.models.heads.feature_head import FeatureHead
 from polydraft.models.heads.head_folder import is_head, load_head, load_vocabulary, shapes_in
-from polydraft.models.hf import HFModel, early_exit
+from polydraft.models.hf import HFModel, early_exit, in_training
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 from polydraft.models.int8_copy import NAME as INT8_COPY
 from polydraft.models.int8_copy import Int8Copy
-from polydraft.models.placement import layout_options
+from polydraft.models.language_model import LanguageModel
+from polydraft.models.placement import TENSOR_PARALLEL, layout_options
 from polydraft.models.quantised import quantise
+
+_PACKAGES = {
+    **{name: name for name in ("torchao", "bitsandbytes", "compressed-tensors", "hqq", "aqlm", "eetq", "auto-round")},
+    "gptq": "gptqmodel and optimum",
+    "awq": "gptqmodel",
+    "quanto": "optimum-quanto",
+    **dict.fromkeys(("fp8", "mxfp4", "nvfp4"), "kernels"),
+}
+"""Packages that transformers needs for quantised weights, by scheme."""
 
 logger = logging.getLogger(__name__)
 if logger.level == logging.NOTSET:  # most programs say themselves what they do
@@ -68,6 +81,7 @@ class Loaded:
 
     model: HFModel
     tokenizer: Any
+    """None where a model object came without one."""
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults | None = None
     """What its generation config asks for."""
@@ -80,20 +94,27 @@ def load_model(
     device_map: str | None = None,
     native: bool = True,
     invariant: bool | None = None,
+    adapter: str | None = None,
 ) -> Loaded:
     """Load a model by name: the bundled one, a folder, a GGUF file, a name on the Hugging Face hub, or one of these inflated.
 
     With a device map (`polydraft.models.placement`) the model goes over several devices instead of to `device`. With dtype int8
-    its weights are quantised (`polydraft.models.quantised`). `native` and `invariant` are those of `HFModel`.
+    its weights are quantised (`polydraft.models.quantised`). `native` and `invariant` are those of `HFModel`. An adapter is
+    merged into the weights first (`polydraft.models.adapters`).
     """
     if dtype == torch.int8 and (is_inflated(name) or device_map is not None or not native):
         what = "an inflated target" if is_inflated(name) else "a device map" if native else "native kernels off"
         raise UsageError(f"dtype int8 does not work with {what}; use float32 or bfloat16")
+    if adapter is not None:
+        check_name("adapter", adapter, ALLOWED)
+        check_adapter(adapter)
+        if device_map == TENSOR_PARALLEL:
+            raise UsageError(f"adapter {adapter!r} does not work with --device-map tp; merge it and save the model first")
     if is_inflated(name):
         if device_map is not None:
             raise UsageError(f"target {name!r} is built on one device; leave out --device-map {device_map}")
-        return _load_inflated(name, device, dtype, native, invariant)
-    from transformers import AutoTokenizer
+        return _load_inflated(name, device, dtype, native, invariant, adapter)
+    from transformers import AutoConfig, AutoTokenizer
 
     allowed = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
     if (source := gguf_source(name)) is not None:
@@ -102,7 +123,7 @@ def load_model(
         check_name("model", name, allowed)
         folder = str(bundled_folder()) if name == BUNDLED else name
     options = hub_options(folder)
-    layout = {} if device_map is None else layout_options(device_map)
+    layout: dict[str, Any] = {} if device_map is None else layout_options(device_map)
     if _is_larger_than_its_files(folder):
         raise FailureError(
             f"cannot read the weights of model {name!r} (its tensors have other shapes than config.json says: it asks for more "
@@ -113,8 +134,10 @@ def load_model(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error says the same
             number_type = torch.float32 if dtype == torch.int8 else dtype
+            if not layout and not is_host(device) and scheme_of(AutoConfig.from_pretrained(folder, **options)) is not None:
+                layout = {"device_map": {"": device}}  # bitsandbytes and others cannot be moved once they are loaded
             hf_model, found = _pretrained(name, folder, dtype=number_type, **layout, **options)
-        hf_model = hf_model if device_map is not None else hf_model.to(device)
+        hf_model = hf_model if layout else hf_model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except PolydraftError:
         raise
@@ -140,30 +163,60 @@ def load_model(
         raise FailureError(
             f"the weights of model {name!r} lack {len(missing)} of its tensors, such as {missing[0]}; download or save it again"
         )
-    eos = hf_model.generation_config.eos_token_id
-    eos = tokenizer.eos_token_id if eos is None else eos
-    eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    if adapter is not None:
+        hf_model = with_adapter(hf_model, adapter, name, **hub_options(adapter))
     model = HFModel(quantise(hf_model) if dtype == torch.int8 else hf_model, name, native=native, invariant=invariant)
-    return Loaded(model, tokenizer, eos_ids, GenerationDefaults(hf_model, eos_ids))
+    return _with_defaults(model, tokenizer)
+
+
+def load_given(target: Any, tokenizer: Any, native: bool = True, invariant: bool | None = None) -> Loaded:
+    """Take a model that is loaded already, of `transformers` or `peft`: as it is, where it is, with the adapters it carries."""
+    hf_model = given_model(target, "target")
+    if any(part.training for part in hf_model.modules()):
+        raise in_training("target")
+    if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+        raise UsageError(
+            f"tokenizer is an object of type {type(tokenizer).__name__}; allowed: a tokenizer of transformers, such as "
+            "AutoTokenizer.from_pretrained(NAME), or none for prompts of token ids"
+        )
+    model = HFModel(hf_model, native=native, invariant=invariant)
+    if tokenizer is not None and max(tokenizer.get_vocab().values(), default=0) >= model.vocab_size:
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} tokens but target {model.name!r} {model.vocab_size}; pass the target's own"
+        )
+    return _with_defaults(model, tokenizer)
+
+
+def _with_defaults(model: HFModel, tokenizer: Any) -> Loaded:
+    eos = getattr(model.hf_model.generation_config, "eos_token_id", None)
+    eos = tokenizer.eos_token_id if eos is None and tokenizer is not None else eos
+    eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return Loaded(model, tokenizer, eos_ids, GenerationDefaults(model.hf_model, eos_ids))
 
 
 def _pretrained(name: str, folder: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Load a model, and what was found of it; if it is quantised, an obstacle most likely lies in what that takes."""
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-        return loaded
+        scheme = scheme_of(loaded[0].config)
+        if scheme is None or getattr(loaded[0], "hf_quantizer", None) is not None:
+            return loaded
+        # transformers takes what is there for numbers as they are.
+        reason = f"which transformers {transformers.__version__} does not know"
     except (torch.OutOfMemoryError, OSError, EOFError, SafetensorError, pickle.UnpicklingError):
         raise
     except Exception as error:  # whatever a scheme raises where its package or its GPU is missing
         scheme = scheme_of(AutoConfig.from_pretrained(folder, local_files_only=True))
         if scheme is None:
             raise
-        raise UsageError(
-            f"cannot load model {name!r}, whose weights are quantised by {scheme} ({_first_line(error)}); install what that "
-            "takes, or use weights that are not quantised"
-        ) from None
+        reason = _first_line(error)
+    raise UsageError(
+        f"cannot load model {name!r}, whose weights are quantised by {scheme} ({reason}); install "
+        f"{_PACKAGES.get(scheme, 'what that takes')}, or use weights that are not quantised"
+    )
 
 
 def _is_larger_than_its_files(folder: str) -> bool:
@@ -218,9 +271,11 @@ def _first_line(error: Exception) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def _load_inflated(name: str, device: torch.device, dtype: torch.dtype, native: bool, invariant: bool | None) -> Loaded:
+def _load_inflated(
+    name: str, device: torch.device, dtype: torch.dtype, native: bool, invariant: bool | None, adapter: str | None
+) -> Loaded:
     shape, source = parse_inflated(name)
-    small = load_model(source, device, dtype, native=native)
+    small = load_model(source, device, dtype, native=native, adapter=adapter)
     try:
         model = InflatedModel(small.model, shape, native=native, invariant=invariant)
     except torch.OutOfMemoryError:
@@ -228,11 +283,17 @@ def _load_inflated(name: str, device: torch.device, dtype: torch.dtype, native: 
     return Loaded(model, small.tokenizer, small.eos_token_ids, small.defaults)
 
 
-def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
-    """Load a draft for a target: ``"none"``, ``"int8"``, ``"early-exit:k"``, a shipped one, a folder, or a hub name.
+def load_draft(name: Any, target: Loaded) -> LanguageModel | FeatureHead | None:
+    """Load a draft for a target: none, int8, early-exit:k, a shipped one, a folder, a hub name, or a model object.
 
     A folder or hub name may hold a model, a head of ours, or an EAGLE-3 head (`polydraft.models.heads.eagle3`).
     """
+    if not isinstance(name, str):
+        given = given_draft(name)
+        check_draft(given, target.model)
+        if isinstance(given, FeatureHead):
+            target.model.tap(given.shape.taps)
+        return given
     if name == "none":
         return None
     if name.startswith("early-exit"):
@@ -244,10 +305,12 @@ def load_draft(name: str, target: Loaded) -> HFModel | FeatureHead | None:
         return Int8Copy(target.model)
     folder = SHIPPED_DRAFTS.get(name) or head_on_hub(name) or Path(name)
     if is_head(folder):
+        if target.tokenizer is None:
+            raise UsageError(f"draft {name!r} is a head for one tokenizer; pass the target's with tokenizer=...")
         return load_head(folder, target.model, target.tokenizer, name)
     if is_eagle3(folder):
         return load_eagle3(folder, target.model, name)
-    if (source := gguf_source(name)) is not None:
+    if (source := gguf_source(name)) is not None and target.tokenizer is not None:
         _check_header(target, name, vocabulary_of(source))
     dtype, native = torch.int8 if target.model.int8 else target.model.dtype, target.model.native
     draft = load_model(name, target.model.device, dtype, native=native, invariant=False)
@@ -277,7 +340,9 @@ def head_on_hub(name: str) -> Path | None:
 
 
 def check_same_tokens(target: Loaded, draft: Loaded) -> None:
-    """Refuse a draft whose token ids mean other texts than the target's."""
+    """Refuse a draft whose token ids mean other texts than the target's, as far as the target's tokenizer is known."""
+    if target.tokenizer is None:
+        return check_draft(draft.model, target.model)
     theirs = draft.tokenizer.get_vocab()
     if target.tokenizer.get_vocab() != theirs:
         raise _other_tokens(target, draft.model.name, theirs)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 OF_DRAFTS = ("scheme", "walk", "draft_temperature", "decision", "stop_below")
 """Options of drafts and their trees, which n-grams alone do not have."""
-_SETTLED = ("target", "draft", "device", "dtype", "device_map", "profile", "native", "corpus", "tree", "drafter")
+_SETTLED = ("target", "draft", "adapter", "device", "dtype", "device_map", "profile", "native", "corpus", "tree", "drafter")
 """Options that the benchmark as a whole, or a method's name and argument, determine."""
 
 

@@ -76,7 +76,13 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | None, name: str) -> FeatureHead:
     """Build an untrained head on a target's tables."""
-    tables = target.hf_model.get_input_embeddings().weight, target.hf_model.get_output_embeddings().weight
+    ends = target.hf_model.get_input_embeddings(), target.hf_model.get_output_embeddings()
+    if target.quantised_by is not None and any(type(getattr(end, "weight", None)) is not torch.nn.Parameter for end in ends):
+        raise UsageError(
+            f"a feature head reads the tables of target {target.name!r}, which are quantised by {target.quantised_by}; use a "
+            "draft model"
+        )
+    tables = [end.weight for end in ends]
     # An inflated target's tables are wider than its features.
     if any(table.is_meta or type(table).__name__ == "DTensor" for table in tables):
         raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")

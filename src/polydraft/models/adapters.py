@@ -1,0 +1,136 @@
+"""Adapters (LoRA and its relatives, by PEFT): loaded and merged for a target by name, found and followed on a model object.
+
+An adapter that `load` reads itself is merged into the weights, so that all that is fast stays fast. One that a model brings
+along belongs to its owner, who may switch it between two calls: such a model runs by its own modules, and what was computed
+with one adapter is never used with another.
+
+See docs/decisions/052-quantised-and-adapted-targets.md.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polydraft.errors import UsageError
+from polydraft.models.families import first_line, quantised_by
+
+logger = logging.getLogger(__name__)
+_CONFIG = "adapter_config.json"
+ALLOWED = "a folder that PEFT has saved, or a hub name"
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the `transformers` model inside a `peft.PeftModel`, with its adapters in it; any other model as it is."""
+    peft = sys.modules.get("peft")  # who has such a model has imported it
+    if peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel):
+        for name, config in model.peft_config.items():
+            _check_kind(name, config)
+        model = model.get_base_model()
+    return model
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether a model carries adapters, active or not."""
+    return bool(_parts(model))
+
+
+def places_of(model: Any) -> tuple[int, ...]:
+    """Return the addresses of the weights: they change if the model is moved, converted, or gets new layers."""
+    # Weights that others have quantised may have no storage to look at.
+    plain = torch.nn.Parameter
+    return tuple(weight.data_ptr() if type(weight) is plain else id(weight) for weight in model.parameters())
+
+
+def mark_of(model: Any) -> Hashable:
+    """Return a mark of what the model computes: of its weights, and of how its adapters are switched."""
+    versions = tuple(0 if weight.is_inference() else weight._version for weight in model.parameters())
+    switches = tuple(
+        (
+            tuple(part.active_adapters),
+            bool(part.disable_adapters),
+            tuple(part.merged_adapters),
+            tuple(getattr(part, "scaling", {}).items()),
+        )
+        for part in _parts(model)
+    )
+    return places_of(model), versions, switches
+
+
+def _parts(model: Any) -> list[Any]:
+    """Return the layers in which adapters are."""
+    if not getattr(model, "peft_config", None):  # PEFT leaves it on every model that it has put an adapter on
+        return []
+    return [part for part in model.modules() if hasattr(part, "active_adapters") and hasattr(part, "merged_adapters")]
+
+
+def check_adapter(folder: str) -> None:
+    """Refuse, before a model is loaded, an adapter that surely cannot be."""
+    if importlib.util.find_spec("peft") is None:
+        raise UsageError(f"adapter {folder!r} needs the package peft; get it with: pip install 'polydraft[adapters]'")
+    if os.path.isdir(folder) and not Path(folder, _CONFIG).exists():
+        raise UsageError(f"adapter {folder!r} has no {_CONFIG}; allowed: {ALLOWED}")
+
+
+def with_adapter(model: Any, folder: str, name: str, **options: Any) -> Any:
+    """Put an adapter on a target and merge it into the weights, unless they are quantised.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    folder : str
+        A folder that PEFT has saved, or a name on the Hugging Face hub.
+    name : str
+        The target's.
+    **options
+        How to look for it on a hub.
+    """
+    peft: Any = importlib.import_module("peft")
+    logger.info("loading adapter %s ...", folder)
+    try:
+        config = peft.PeftConfig.from_pretrained(folder, **options)
+    except Exception as error:  # of the hub's client, of broken files, of kinds that this release does not know
+        raise UsageError(f"cannot load adapter {folder!r} ({first_line(error)}); allowed: {ALLOWED}") from None
+    _check_kind(folder, config)
+    config.inference_mode = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an error says more
+            adapted = peft.PeftModel(model, config)
+            found = adapted.load_adapter(folder, "default", torch_device=str(model.device), **options)
+            if strays := [*found.missing_keys, *found.unexpected_keys]:
+                raise ValueError(f"{len(strays)} tensors are on one side only, such as {strays[0]}")
+            base = adapted.get_base_model().eval()
+            merged = base if quantised_by(model) is not None else adapted.merge_and_unload()
+    except Exception as error:  # modules that the target does not have, tensors of other shapes, kinds that cannot be merged
+        reason = "its tensors have other shapes" if "size mismatch" in str(error) else first_line(error)
+        raise UsageError(
+            f"adapter {folder!r} does not fit target {name!r} ({reason}); use the model that it was trained on"
+        ) from None
+    _compare_names(folder, config.base_model_name_or_path, name)
+    return merged
+
+
+def _check_kind(name: str, config: Any) -> None:
+    """Refuse adapters that are more than other layers in the model's place."""
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        what = "puts vectors of its own before the text"
+    elif getattr(config, "alora_invocation_tokens", None):
+        what = "becomes active within a text"
+    else:
+        return
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    raise UsageError(f"adapter {name!r}, of kind {kind}, {what}, which trees cannot follow; use one that changes layers alone")
+
+
+def _compare_names(folder: str, trained_on: str | None, name: str) -> None:
+    """Say so if an adapter whose shapes fit was trained on a model of another name."""
+    if trained_on and Path(trained_on).name.lower() != Path(name).name.lower():
+        logger.warning("adapter %s was trained on %s; its shapes fit %s, the rest is up to you", folder, trained_on, name)

@@ -1,0 +1,46 @@
+"""Models that a caller has loaded: what is checked before they are used. Nothing is changed about them."""
+
+from typing import Any
+
+import torch
+
+from polydraft.errors import UsageError
+from polydraft.models.adapters import unwrapped
+from polydraft.models.heads.feature_head import FeatureHead
+from polydraft.models.hf import HFModel
+from polydraft.models.language_model import LanguageModel
+
+_MOST_PADDING = 512
+"""Rows by which embedding tables of the same tokenizer may differ: their sizes are rounded up to multiples of 64 to 512."""
+
+
+def given_model(model: Any, role: str) -> Any:
+    """Return the `transformers` model that a caller has given as target or draft, or refuse what cannot be used."""
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise UsageError(
+            f"{role} is an object of type {type(model).__name__}; allowed: a name, a folder, a model of transformers or peft"
+        )
+    model = unwrapped(model)
+    # Where accelerate holds weights elsewhere, it brings them when a module runs.
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if not hooked and any(weight.is_meta for weight in model.parameters()):
+        raise UsageError(f"the {role} is on meta: it has shapes but no weights; load it with from_pretrained on a device")
+    return model
+
+
+def given_draft(draft: Any) -> LanguageModel | FeatureHead:
+    """Return a draft that a caller has given as a `LanguageModel`; those of ours are returned as they are."""
+    if isinstance(draft, LanguageModel | FeatureHead):
+        return draft
+    return HFModel(given_model(draft, "draft"), endless=True, invariant=False)
+
+
+def check_draft(draft: LanguageModel | FeatureHead, target: HFModel) -> None:
+    """Refuse a draft on another device or with another vocabulary; embedding tables may be padded differently."""
+    if draft.device != target.device:
+        raise UsageError(f"the draft is on {draft.device} but the target on {target.device}; move one of them")
+    apart = abs(draft.num_columns - target.vocab_size)
+    if draft.vocabulary is None and apart > min(_MOST_PADDING, target.vocab_size // 64):
+        raise UsageError(
+            f"the draft has {draft.num_columns} tokens but the target {target.vocab_size}; use one with the target's tokenizer"
+        )
