@@ -17,17 +17,17 @@ import torch
 from safetensors import SafetensorError
 
 from polydraft.errors import FailureError, PolydraftError, UsageError
-from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
+from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_source
 from polydraft.models.families import scheme_of
 from polydraft.models.generation_defaults import GenerationDefaults
-from polydraft.models.gguf_files import converted_folder, gguf_source, vocabulary_of
+from polydraft.models.gguf import converted_folder, gguf_source, load_converted, load_converted_tokenizer, vocabulary_of
 from polydraft.models.heads.eagle3 import is_eagle3, load_eagle3
 from polydraft.models.heads.feature_head import FeatureHead
 from polydraft.models.heads.head_folder import is_head, load_head, load_vocabulary, shapes_in
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 from polydraft.models.placement import layout_options
-from polydraft.models.quantised import quantise
+from polydraft.models.quantised import is_quantised, quantise, refuse_without_kernels
 
 logger = logging.getLogger(__name__)
 if logger.level == logging.NOTSET:  # most programs say themselves what they do
@@ -94,14 +94,17 @@ def load_model(
     from transformers import AutoTokenizer
 
     allowed = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
-    if (source := gguf_source(name)) is not None:
-        folder = str(converted_folder(source, torch.float32 if dtype == torch.int8 else dtype))
+    source = bundled_source() if name == BUNDLED else gguf_source(name)
+    if source is not None:
+        if dtype == torch.int8:
+            refuse_without_kernels()
+        folder = str(converted_folder(source, dtype))
     else:
         check_name("model", name, allowed)
-        folder = str(bundled_folder()) if name == BUNDLED else name
+        folder = name
     options = hub_options(folder)
     layout = {} if device_map is None else layout_options(device_map)
-    if _is_larger_than_its_files(folder):
+    if source is None and _is_larger_than_its_files(folder):
         raise FailureError(
             f"cannot read the weights of model {name!r} (its tensors have other shapes than config.json says: it asks for more "
             "weights than the files could hold); download or save it again"
@@ -111,9 +114,14 @@ def load_model(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error says the same
             number_type = torch.float32 if dtype == torch.int8 else dtype
-            hf_model, found = _pretrained(name, folder, dtype=number_type, **layout, **options)
+            if source is not None and device_map is None:
+                hf_model, found = load_converted(Path(folder))
+            else:
+                hf_model, found = _pretrained(name, folder, dtype=number_type, **layout, **options)
         hf_model = hf_model if device_map is not None else hf_model.to(device)
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = (
+            AutoTokenizer.from_pretrained(folder, **options) if source is None else load_converted_tokenizer(Path(folder))
+        )
     except PolydraftError:
         raise
     except torch.OutOfMemoryError:
@@ -141,7 +149,9 @@ def load_model(
     eos = hf_model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    model = HFModel(quantise(hf_model) if dtype == torch.int8 else hf_model, name, native=native, invariant=invariant)
+    if dtype == torch.int8 and not is_quantised(hf_model):
+        hf_model = quantise(hf_model)
+    model = HFModel(hf_model, name, native=native, invariant=invariant)
     return Loaded(model, tokenizer, eos_ids, GenerationDefaults(hf_model, eos_ids))
 
 
